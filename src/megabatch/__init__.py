@@ -1,0 +1,16 @@
+"""megabatch: exact contrastive losses in memory that grows linearly with the batch."""
+
+from megabatch.losses import ClipLoss, SigLipLoss, clip_loss, siglip_loss
+from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClipLoss",
+    "SigLipLoss",
+    "clip_loss",
+    "pairwise_logsumexp",
+    "pairwise_rank",
+    "pairwise_softplus",
+    "siglip_loss",
+]

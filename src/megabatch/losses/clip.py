@@ -1,0 +1,89 @@
+"""The softmax loss of CLIP: each image finds its text among all texts, each text its image among all images."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch import validation
+from megabatch.pairwise import matched_logsumexp
+
+
+def clip_loss(
+    image: Tensor,  # (N, D)
+    text: Tensor,  # (N, D)
+    logit_scale: float | Tensor,
+    *,
+    ids: Tensor | None = None,  # (N,)
+    group: Any = None,
+    backend: str = "auto",
+) -> Tensor:  # ()
+    """The symmetric cross-entropy of CLIP, without the N×N matrix of logits.
+
+    Same value and gradients as
+
+        logits = logit_scale * image @ text.T
+        labels = torch.arange(len(logits))
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+    Never negative, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
+
+    Args:
+        image: (N, D) embeddings, usually of unit length.
+        text: (N, D) embeddings; row i belongs to row i of `image`.
+        logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
+        ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
+        group: the processes that share the batch; None for this one alone.
+        backend: "auto" or "eager". Changes the speed, never the result.
+    """
+    row, col, match = matched_logsumexp(
+        image, text, logit_scale, names=("image", "text", "logit_scale"), ids=ids, group=group, backend=backend
+    )
+    return (_cross_entropy(row, match) + _cross_entropy(col, match)) / 2
+
+
+def _cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:
+    """Mean of −log(exp match / (exp match + exp negatives)); 50 is where float64 can no longer tell softplus from identity."""
+    return F.softplus(negatives - match, threshold=50.0).mean()
+
+
+class ClipLoss(nn.Module):
+    """`clip_loss` with the constructor and the call of `open_clip.ClipLoss`.
+
+    `local_loss`, `gather_with_grad` and `cache_labels` choose how open_clip splits and approximates the loss over ranks.
+    Here there is one way, whose gradients are exact, and nothing to cache: they are accepted and change nothing.
+    """
+
+    def __init__(
+        self,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
+    ) -> None:
+        super().__init__()
+        validation.one_process(world_size)
+        if use_horovod:
+            raise ValueError("use_horovod must be False: Horovod is not supported, use torch.distributed")
+        self.local_loss = local_loss
+        self.gather_with_grad = gather_with_grad
+        self.cache_labels = cache_labels
+        self.rank = rank
+        self.world_size = world_size
+        self.use_horovod = use_horovod
+
+    def forward(
+        self,
+        image_features: Tensor,  # (N, D)
+        text_features: Tensor,  # (N, D)
+        logit_scale: float | Tensor,
+        logit_bias: float | Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """The loss, or {"contrastive_loss": loss}. A bias cancels in a softmax: it gets a gradient, and that is zero."""
+        loss = clip_loss(image_features, text_features, logit_scale)
+        if isinstance(logit_bias, Tensor):
+            loss = loss + 0.0 * logit_bias.sum()
+        return {"contrastive_loss": loss} if output_dict else loss

@@ -1,0 +1,12 @@
+"""The pairwise operations as PyTorch operators: forward, backward, and the shapes that torch.compile needs.
+
+An operator describes a block, lets a backend walk its tiles, and finishes what the walk leaves (`gradients.py`). Arguments
+are tensors, strings and booleans that were checked before they come here.
+"""
+
+from megabatch.operators.logsumexp import logsumexp
+from megabatch.operators.rank import rank
+from megabatch.operators.sigmoid import sigmoid_mean
+from megabatch.operators.softplus import softplus
+
+__all__ = ["logsumexp", "rank", "sigmoid_mean", "softplus"]

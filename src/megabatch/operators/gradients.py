@@ -1,0 +1,136 @@
+"""From a walk's sums to gradients: what the backward passes of all operators share.
+
+A walk leaves out the scale, and the matching pairs where they are kept apart. A matching pair is usually the largest entry of
+its row, and its gradient nearly cancels against the rest of the row; a half-precision tile would not survive that. So it is
+added here in full precision, before anything is rounded to the type of the inputs.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megabatch.tiles import plan
+from megabatch.tiles.block import Block
+from megabatch.tiles.eager import ColumnGradients, RowGradients, windows
+from megabatch.tiles.precision import FLOAT16, accumulator_dtype, rounded
+
+TWICE = (
+    "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, of which no graph is "
+    "recorded. Call backward() or torch.autograd.grad() without create_graph=True."
+)
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for. The order is that of the tensors every operator takes first."""
+
+    dx: bool
+    dy: bool
+    dscale: bool
+    drow_bias: bool = False
+    dcol_bias: bool = False
+
+    @property
+    def row_products(self) -> bool:
+        """Whether g·y is needed; the scale's gradient is read off it."""
+        return self.dx or self.dscale
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, drow_bias, dcol_bias; empty where not needed
+
+
+def own_precision(x: Tensor) -> torch.autocast:
+    """Autocast is settled before an operator runs (`compute_precision`); inside, it would round fp32 sums behind our back."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def statistic(x: Tensor, *shape: int) -> Tensor:
+    """An uninitialised tensor of the type that sums over x are kept in."""
+    return x.new_empty(shape, dtype=accumulator_dtype(x.dtype))
+
+
+def empty_gradients(x: Tensor, y: Tensor, needs: Needs, dtype: torch.dtype | None = None) -> Gradients:
+    """Uninitialised gradients of the right shapes; those of x and y in `dtype`, or in their own."""
+    return (
+        x.new_empty(x.shape if needs.dx else (0,), dtype=dtype),
+        y.new_empty(y.shape if needs.dy else (0,), dtype=dtype),
+        statistic(x),
+        statistic(x, x.shape[0] if needs.drow_bias else 0),
+        statistic(x, y.shape[0] if needs.dcol_bias else 0),
+    )
+
+
+def column_sums(block: Block, needs: Needs) -> ColumnGradients:
+    """The accumulators that a gradient walk adds to."""
+    return ColumnGradients(
+        dy=block.zeros(block.M, block.D) if needs.dy else None,
+        dcol_bias=block.zeros(block.M) if needs.dcol_bias else None,
+    )
+
+
+def gradient_unit(block: Block, *weights: Tensor | None) -> Tensor:  # ()
+    """What gradients are divided by while they pass through tiles: 1, but for fp16, where 1/N can be below its range."""
+    one = torch.ones_like(block.scale)
+    largest = [w.abs().amax() for w in weights if w is not None and w.numel()]
+    if block.precision != FLOAT16 or not largest:
+        return one
+    unit = torch.stack(largest).amax()
+    return torch.where((unit > 0) & unit.isfinite(), unit, one)
+
+
+def in_units(gradient: Tensor | None, unit: Tensor) -> Tensor | None:
+    """`gradient` as the tiles see it."""
+    return None if gradient is None else gradient / unit
+
+
+def finish(
+    block: Block,
+    strips: Iterable[RowGradients],
+    sums: ColumnGradients,
+    needs: Needs,
+    *,
+    unit: Tensor,  # ()
+    dmatch: Tensor | None = None,  # (N,) gradient of s_ii where the diagonal is kept apart, in units
+    dtype: torch.dtype | None = None,
+) -> Gradients:
+    """Runs the walk and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
+    dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, needs, dtype)
+    factor = block.scale * unit
+    dscale.zero_()
+    for rows, dx_strip, drow_bias_strip in strips:
+        if dx_strip is not None:
+            _add_matches(dx_strip, dmatch, block.y, rows, block)
+            if needs.dscale:
+                dscale += torch.sum(dx_strip * rounded(block.x[rows], block.precision))
+            if needs.dx:
+                dx[rows] = dx_strip.mul_(factor)
+        if needs.drow_bias:
+            drow_bias[rows] = drow_bias_strip
+    dscale *= unit
+    if sums.dy is not None:
+        for rows in windows(block.M, plan.eager_tile(block.x.device).rows):
+            _add_matches(sums.dy[rows], dmatch, block.x, rows, block)
+        dy = sums.dy.mul_(factor).to(dy.dtype)
+    if sums.dcol_bias is not None:
+        dcol_bias = sums.dcol_bias
+    for dbias in (drow_bias, dcol_bias):
+        if dbias.numel() and dmatch is not None:
+            dbias += dmatch
+        dbias *= unit
+    return dx, dy, dscale, drow_bias, dcol_bias
+
+
+def _add_matches(sums: Tensor, dmatch: Tensor | None, partners: Tensor, rows: slice, block: Block) -> None:
+    if dmatch is not None:
+        sums.addcmul_(dmatch[rows, None], rounded(partners[rows], block.precision).to(block.dtype))
+
+
+def asked_for(gradients: Gradients, needs: Needs) -> list[Tensor | None]:
+    """None in the place of what was not computed, as autograd wants it."""
+    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+
+
+def refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
+    """The derivative of a backward operator."""
+    raise RuntimeError(TWICE)

@@ -1,0 +1,122 @@
+"""Row and column logsumexps of the similarities, both from one pass; backward is one pass again."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.operators.gradients import (
+    Gradients,
+    Needs,
+    asked_for,
+    column_sums,
+    empty_gradients,
+    finish,
+    gradient_unit,
+    in_units,
+    own_precision,
+    refuse_second_derivative,
+    statistic,
+)
+from megabatch.tiles import eager
+from megabatch.tiles.block import Block
+from megabatch.tiles.precision import by_matmul_setting
+
+# What becomes of the main diagonal.
+KEPT = "kept"  # part of the sums
+SKIPPED = "skipped"  # left out
+APART = "apart"  # left out of the sums and returned as a vector of its own
+
+
+@torch.library.custom_op("megabatch::logsumexp", mutates_args=())
+def logsumexp(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (M, D)
+    scale: Tensor,  # ()
+    row_bias: Tensor | None,  # (N,)
+    col_bias: Tensor | None,  # (M,)
+    row_ids: Tensor | None,  # (N,)
+    col_ids: Tensor | None,  # (M,)
+    diagonal: str,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii); the last is empty unless the diagonal is kept apart."""
+    block = _block(x, y, scale, row_bias, col_bias, row_ids, col_ids, diagonal, precision)
+    with own_precision(x):
+        row, col = eager.logsumexp_statistics(block)
+        return row.value(), col.value(), eager.matching_similarities(block) if diagonal == APART else block.zeros(0)
+
+
+@logsumexp.register_fake
+def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, diagonal, _precision = options
+    N, M = x.shape[0], y.shape[0]
+    return statistic(x, N), statistic(x, M), statistic(x, N if diagonal == APART else 0)
+
+
+@torch.library.custom_op("megabatch::logsumexp_backward", mutates_args=())
+def logsumexp_backward(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    row_bias: Tensor | None,
+    col_bias: Tensor | None,
+    row_ids: Tensor | None,
+    col_ids: Tensor | None,
+    diagonal: str,
+    precision: str,
+    statistics: list[Tensor],  # row (N,), col (M,)
+    drow: Tensor | None,  # (N,)
+    dcol: Tensor | None,  # (M,)
+    dmatch: Tensor | None,  # (N,)
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dy, dscale, drow_bias, dcol_bias)."""
+    block = _block(x, y, scale, row_bias, col_bias, row_ids, col_ids, diagonal, precision)
+    wanted = Needs(*needs)
+    row, col = statistics
+    with own_precision(x):
+        unit = gradient_unit(block, drow, dcol)
+        sums = column_sums(block, wanted)
+        strips = eager.logsumexp_gradients(
+            block, row, col, in_units(drow, unit), in_units(dcol, unit), sums, want_dx=wanted.row_products
+        )
+        return finish(block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
+
+
+@logsumexp_backward.register_fake
+def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> Gradients:
+    return empty_gradients(x, y, Needs(*options[-1]))
+
+
+def _block(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    row_bias: Tensor | None,
+    col_bias: Tensor | None,
+    row_ids: Tensor | None,
+    col_ids: Tensor | None,
+    diagonal: str,
+    precision: str,
+) -> Block:
+    skip = diagonal != KEPT
+    return Block(x, y, scale, by_matmul_setting(precision), row_bias, col_bias, row_ids, col_ids, skip_diagonal=skip)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.diagonal, ctx.precision = inputs
+    row, col, _ = output
+    ctx.save_for_backward(*tensors, row, col)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, drow: Tensor | None, dcol: Tensor | None, dmatch: Tensor | None) -> tuple[Any, ...]:
+    *tensors, row, col = ctx.saved_tensors
+    needs = Needs(*ctx.needs_input_grad[:5])
+    gradients = logsumexp_backward(*tensors, ctx.diagonal, ctx.precision, [row, col], drow, dcol, dmatch, list(needs))
+    return *asked_for(gradients, needs), None, None, None, None
+
+
+logsumexp.register_autograd(_backward, setup_context=_save)
+logsumexp_backward.register_autograd(refuse_second_derivative)

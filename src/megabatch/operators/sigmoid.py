@@ -1,0 +1,82 @@
+"""The sigmoid loss, its gradient taken in the forward pass.
+
+Every pair has the same weight in a mean, so the gradient is known up to one factor before backward is called. Taking it while
+the tile is there saves the second product of similarities: 6·N²·D operations in all instead of 8.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch.operators.gradients import (
+    TWICE,
+    Gradients,
+    Needs,
+    column_sums,
+    empty_gradients,
+    finish,
+    own_precision,
+)
+from megabatch.tiles import eager
+from megabatch.tiles.block import Block
+from megabatch.tiles.eager import SOFTPLUS_IS_IDENTITY
+from megabatch.tiles.precision import by_matmul_setting
+
+
+@torch.library.custom_op("megabatch::sigmoid_mean", mutates_args=())
+def sigmoid_mean(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (N, D)
+    scale: Tensor,  # ()
+    row_bias: Tensor,  # (N,)
+    ids: Tensor | None,  # (N,)
+    precision: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N, dx, dy, dscale, drow_bias): the loss and its own gradients."""
+    block = Block(x, y, scale, by_matmul_setting(precision), row_bias, row_ids=ids, col_ids=ids, skip_diagonal=True)
+    wanted = Needs(*needs)
+    with own_precision(x):
+        match = eager.matching_similarities(block)
+        if any(wanted):
+            total = block.zeros(block.N)
+            sums = column_sums(block, wanted)
+            strips = eager.softplus_gradients(block, torch.ones_like(total), sums, want_dx=wanted.row_products, total=total)
+            each = torch.full_like(scale, 1 / block.N)
+            gradients = finish(block, strips, sums, wanted, unit=each, dmatch=-torch.sigmoid(-match), dtype=_saved_dtype(x, y))
+        else:
+            total = eager.softplus_sums(block)
+            gradients = empty_gradients(x, y, wanted)
+        total += F.softplus(-match, 1.0, SOFTPLUS_IS_IDENTITY)
+        return total.mean(), *gradients[:4]
+
+
+@sigmoid_mean.register_fake
+def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> Gradients:
+    return torch.empty_like(scale), *empty_gradients(x, y, Needs(*options[-1]), _saved_dtype(x, y))[:4]
+
+
+def _saved_dtype(x: Tensor, y: Tensor) -> torch.dtype | None:
+    """The gradients wait for their factor in their own type, except fp16, which could not hold 1/N without its loss scale."""
+    return torch.float32 if torch.float16 in (x.dtype, y.dtype) else None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.dtypes = [tensor.dtype for tensor in inputs[:4]]
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dloss: Tensor | None, *dgradients: Tensor | None) -> tuple[Any, ...]:
+    if any(d is not None for d in dgradients):
+        raise RuntimeError(TWICE)
+    nothing = (None, None, None)
+    if dloss is None:
+        return None, None, None, None, *nothing
+    asked = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:4], strict=True)
+    return *((dloss * gradient).to(dtype) if need else None for gradient, dtype, need in asked), *nothing
+
+
+sigmoid_mean.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,80 @@
+"""Row sums of softplus over the similarities; backward is a second pass, because every row may have a weight of its own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.operators.gradients import (
+    Gradients,
+    Needs,
+    asked_for,
+    column_sums,
+    empty_gradients,
+    finish,
+    gradient_unit,
+    own_precision,
+    refuse_second_derivative,
+    statistic,
+)
+from megabatch.tiles import eager
+from megabatch.tiles.block import Block
+from megabatch.tiles.precision import by_matmul_setting
+
+
+@torch.library.custom_op("megabatch::softplus", mutates_args=())
+def softplus(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (M, D)
+    scale: Tensor,  # ()
+    row_bias: Tensor,  # (N,)
+    precision: str,
+) -> Tensor:
+    """Σ_j log(1 + exp s_ij), one sum a row."""
+    with own_precision(x):
+        return eager.softplus_sums(Block(x, y, scale, by_matmul_setting(precision), row_bias))
+
+
+@softplus.register_fake
+def _(x: Tensor, *options: Any) -> Tensor:
+    return statistic(x, x.shape[0])
+
+
+@torch.library.custom_op("megabatch::softplus_backward", mutates_args=())
+def softplus_backward(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    row_bias: Tensor,
+    precision: str,
+    dtotal: Tensor,  # (N,)
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dy, dscale, drow_bias, nothing)."""
+    block = Block(x, y, scale, by_matmul_setting(precision), row_bias)
+    wanted = Needs(*needs)
+    with own_precision(x):
+        unit = gradient_unit(block, dtotal)
+        sums = column_sums(block, wanted)
+        strips = eager.softplus_gradients(block, dtotal / unit, sums, want_dx=wanted.row_products)
+        return finish(block, strips, sums, wanted, unit=unit)
+
+
+@softplus_backward.register_fake
+def _(x: Tensor, y: Tensor, *options: Any) -> Gradients:
+    return empty_gradients(x, y, Needs(*options[-1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.precision = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dtotal: Tensor) -> tuple[Any, ...]:
+    needs = Needs(*ctx.needs_input_grad[:4])
+    gradients = softplus_backward(*ctx.saved_tensors, ctx.precision, dtotal, list(needs))
+    return *asked_for(gradients, needs)[:4], None
+
+
+softplus.register_autograd(_backward, setup_context=_save)
+softplus_backward.register_autograd(refuse_second_derivative)

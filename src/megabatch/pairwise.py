@@ -1,0 +1,187 @@
+"""The three pairwise operations: check the arguments, settle the precision, hand over to an operator.
+
+s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j is never held; memory grows with N + M, not with N·M.
+
+Precision, the same for all of them: half-precision inputs are used as they are; float32 inputs follow
+`torch.get_float32_matmul_precision()`; under autocast, float32 inputs are multiplied in the autocast type, as in any matrix
+product there. Sums, exponentials and statistics are float32 (float64 for float64 inputs) in every case, autocast or not.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import operators, validation
+from megabatch.operators.logsumexp import APART, KEPT, SKIPPED
+from megabatch.tiles.precision import accumulator_dtype
+
+
+def pairwise_logsumexp(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (M, D)
+    scale: float | Tensor = 1.0,
+    row_bias: Tensor | None = None,  # (N,)
+    col_bias: Tensor | None = None,  # (M,)
+    *,
+    exclude: str | Sequence[Tensor] | None = None,
+    group: Any = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # (N,), (M,)
+    """Row and column logsumexps of all pairwise similarities, both from one pass over them.
+
+    Same as, without the matrix:
+
+        s = scale * x @ y.T + row_bias[:, None] + col_bias
+        return s.logsumexp(1), s.logsumexp(0)
+
+    Differentiable once, in x, y, scale and the offsets. A row or column with nothing left in it is −inf, with gradient 0.
+
+    Args:
+        x: (N, D) embeddings.
+        y: (M, D) embeddings, of the same dtype.
+        scale: a float, or a tensor of one element.
+        row_bias: (N,) added to every similarity of a row.
+        col_bias: (M,) added to every similarity of a column.
+        exclude: None; "diagonal", to leave out the pairs (i, i); or a pair of integer vectors, ids of the rows (N,) and of
+            the columns (M,), to leave out the pairs whose ids are equal.
+        group: the processes that share the batch; None for this one alone.
+        backend: "auto" or "eager". Changes the speed, never the result.
+    """
+    precision = validation.embeddings(x, y)
+    validation.exclude(exclude, x, y)
+    for name, value, like, side in (("row_bias", row_bias, x, "x"), ("col_bias", col_bias, y, "y")):
+        validation.offsets(value, name, like, side)
+    validation.group(group)
+    validation.backend(backend)
+    row_ids, col_ids = (None, None) if exclude is None or isinstance(exclude, str) else exclude
+    row, col, _ = operators.logsumexp(
+        x,
+        y,
+        _number(scale, "scale", x),
+        _offsets(row_bias, x),
+        _offsets(col_bias, x),
+        row_ids,
+        col_ids,
+        SKIPPED if exclude == "diagonal" else KEPT,
+        precision,
+    )
+    return row, col
+
+
+def pairwise_softplus(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (M, D)
+    scale: float | Tensor = 1.0,
+    bias: float | Tensor = 0.0,
+    *,
+    group: Any = None,
+    backend: str = "auto",
+) -> Tensor:  # (N,)
+    """Row sums of the softplus of all pairwise similarities.
+
+    Same as, without the matrix: `F.softplus(scale * x @ y.T + bias).sum(1)`. Differentiable once, in all four.
+
+    Args:
+        x: (N, D) embeddings.
+        y: (M, D) embeddings, of the same dtype.
+        scale: a float, or a tensor of one element.
+        bias: a float, or a tensor of one element.
+        group: the processes that share the batch; None for this one alone.
+        backend: "auto" or "eager". Changes the speed, never the result.
+    """
+    precision = validation.embeddings(x, y)
+    validation.group(group)
+    validation.backend(backend)
+    row_bias = _number(bias, "bias", x).expand(x.shape[0])
+    total: Tensor = operators.softplus(x, y, _number(scale, "scale", x), row_bias, precision)
+    return total
+
+
+@torch.no_grad()
+def pairwise_rank(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (N, D)
+    *,
+    group: Any = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
+    """The rank of each matching pair (x_i, y_i) in its row and in its column of similarities; 0 is best. No gradient.
+
+    Same as, without the matrix: the position of i in `(x @ y.T)[i]`, sorted from large to small, and in column i. Of equal
+    similarities the one with the smaller index comes first, so that embeddings which are all alike rank by chance, not
+    perfectly. Recall@k is `(rank < k).float().mean()`.
+
+    Args:
+        x: (N, D) embeddings.
+        y: (N, D) embeddings, of the same dtype; row i belongs to row i of x.
+        group: the processes that share the batch; None for this one alone.
+        backend: "auto" or "eager". Changes the speed, never the result.
+    """
+    precision = validation.embeddings(x, y, same_rows=True)
+    validation.group(group)
+    validation.backend(backend)
+    row_rank, col_rank = operators.rank(x, y, precision)
+    return row_rank, col_rank
+
+
+def matched_logsumexp(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (N, D)
+    scale: float | Tensor,
+    *,
+    names: tuple[str, str, str],
+    ids: Tensor | None = None,  # (N,)
+    group: Any = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # (N,), (N,), (N,)
+    """For losses: (log Σ_{j≠i} exp s_ij, log Σ_{j≠i} exp s_ji, s_ii), where equal ids are left out of the sums as well.
+
+    With the matching pair apart, a cross-entropy is softplus(row − match): it cannot be negative, and neither it nor its
+    gradient loses digits when the pair is almost certain.
+    """
+    precision = _matched(x, y, ids, names, group, backend)
+    row, col, match = operators.logsumexp(x, y, _number(scale, names[2], x), None, None, ids, ids, APART, precision)
+    return row, col, match
+
+
+def matched_sigmoid(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (N, D)
+    scale: float | Tensor,
+    bias: float | Tensor,
+    *,
+    names: tuple[str, str, str, str],
+    ids: Tensor | None = None,  # (N,)
+    group: Any = None,
+    backend: str = "auto",
+) -> Tensor:  # ()
+    """For losses: Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N; pairs with equal ids are left out of the inner sum."""
+    precision = _matched(x, y, ids, names[:3], group, backend)
+    scale, row_bias = _number(scale, names[2], x), _number(bias, names[3], x).expand(x.shape[0])
+    needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, y, scale, row_bias)]
+    loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, precision, needs)[0]
+    return loss
+
+
+def _matched(x: Tensor, y: Tensor, ids: Tensor | None, names: tuple[str, str, str], group: Any, backend: str) -> str:
+    precision = validation.embeddings(x, y, names[:2], same_rows=True)
+    validation.at_least_one_pair(x, names[0])
+    validation.ids(ids, "ids", x, names[0])
+    validation.group(group)
+    validation.backend(backend)
+    return precision
+
+
+def _number(value: float | Tensor, name: str, x: Tensor) -> Tensor:  # ()
+    """A scale or bias as a 0-d tensor, made on the device: a copy from the host would make CUDA wait."""
+    validation.number(value, name, x)
+    dtype = accumulator_dtype(x.dtype)
+    if isinstance(value, Tensor):
+        return value.reshape(()).to(dtype)
+    return torch.full((), value, dtype=dtype, device=x.device)
+
+
+def _offsets(value: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if value is None else value.to(accumulator_dtype(x.dtype))

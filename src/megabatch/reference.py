@@ -1,0 +1,91 @@
+"""What every operation means: dense, slow, obvious. The tests compare with this, in float64.
+
+Holds the whole N×M matrix and shares no code with the rest of the package.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def similarities(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (M, D)
+    scale: float | Tensor = 1.0,
+    row_bias: Tensor | None = None,  # (N,)
+    col_bias: Tensor | None = None,  # (M,)
+    left_out: Tensor | None = None,  # (N, M) bool
+) -> Tensor:  # (N, M)
+    """All of them; −inf where a pair is left out."""
+    s = scale * (x @ y.T)
+    if row_bias is not None:
+        s = s + row_bias[:, None]
+    if col_bias is not None:
+        s = s + col_bias[None, :]
+    if left_out is not None:
+        s = s.masked_fill(left_out, float("-inf"))
+    return s
+
+
+def logsumexp(s: Tensor, dim: int) -> Tensor:
+    """torch.logsumexp, with gradient 0 instead of NaN where everything is left out."""
+    nothing = (s == float("-inf")).all(dim, keepdim=True)
+    result = torch.logsumexp(s.masked_fill(nothing, 0.0), dim)
+    return result.masked_fill(nothing.squeeze(dim), float("-inf"))
+
+
+def pairwise_logsumexp(
+    x: Tensor,
+    y: Tensor,
+    scale: float | Tensor = 1.0,
+    row_bias: Tensor | None = None,
+    col_bias: Tensor | None = None,
+    left_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Row and column logsumexps."""
+    s = similarities(x, y, scale, row_bias, col_bias, left_out)
+    return logsumexp(s, 1), logsumexp(s, 0)
+
+
+def pairwise_softplus(x: Tensor, y: Tensor, scale: float | Tensor = 1.0, bias: float | Tensor = 0.0) -> Tensor:
+    """Row sums of softplus, log(1 + exp s) = −log sigmoid(−s)."""
+    return -F.logsigmoid(-(scale * (x @ y.T) + bias)).sum(1)
+
+
+def pairwise_rank(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the matching pairs in their sorted rows and columns."""
+    s = x @ y.T
+    wanted = torch.arange(len(s), device=s.device)[:, None]
+
+    def position(rows: Tensor) -> Tensor:
+        order = torch.sort(rows, dim=1, descending=True, stable=True).indices
+        return (order == wanted).nonzero()[:, 1]
+
+    return position(s), position(s.T)
+
+
+def same_id(ids: Tensor | None, N: int) -> Tensor | None:  # (N, N) bool
+    """Pairs that are not each other's negatives; a pair is its own positive."""
+    if ids is None:
+        return None
+    return (ids[:, None] == ids[None, :]) & ~torch.eye(N, dtype=torch.bool, device=ids.device)
+
+
+def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, ids: Tensor | None = None) -> Tensor:
+    """Mean of the cross-entropies of both directions."""
+    logits = similarities(image, text, logit_scale, left_out=same_id(ids, len(image)))
+    labels = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def siglip_loss(
+    image: Tensor, text: Tensor, logit_scale: float | Tensor, logit_bias: float | Tensor, ids: Tensor | None = None
+) -> Tensor:
+    """Binary cross-entropies of all pairs, summed over rows and averaged over columns."""
+    logits = logit_scale * (image @ text.T) + logit_bias
+    signs = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
+    losses = -F.logsigmoid(signs * logits)
+    left_out = same_id(ids, len(image))
+    if left_out is not None:
+        losses = losses.masked_fill(left_out, 0.0)
+    return losses.sum() / len(logits)

@@ -1,0 +1,50 @@
+"""A block of similarities: what every walk over tiles is given."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megabatch.tiles.precision import accumulator_dtype
+
+
+@dataclass(frozen=True)
+class Block:
+    """s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j, described but never held.
+
+    Pairs with equal ids are left out of every sum, and so is the main diagonal when `skip_diagonal` is set.
+    """
+
+    x: Tensor  # (N, D)
+    y: Tensor  # (M, D)
+    scale: Tensor  # ()
+    precision: str
+    row_bias: Tensor | None = None  # (N,)
+    col_bias: Tensor | None = None  # (M,)
+    row_ids: Tensor | None = None  # (N,)
+    col_ids: Tensor | None = None  # (M,)
+    skip_diagonal: bool = False
+
+    @property
+    def N(self) -> int:
+        """Rows."""
+        return self.x.shape[0]
+
+    @property
+    def M(self) -> int:
+        """Columns."""
+        return self.y.shape[0]
+
+    @property
+    def D(self) -> int:
+        """Width."""
+        return self.x.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of similarities, statistics and gradient sums."""
+        return accumulator_dtype(self.x.dtype)
+
+    def zeros(self, *shape: int) -> Tensor:
+        """A fresh accumulator."""
+        return torch.zeros(shape, dtype=self.dtype, device=self.x.device)

@@ -1,0 +1,271 @@
+"""The walks in PyTorch operations: every device, every dtype, no kernels of our own.
+
+A tile of similarities is formed in a buffer that is allocated once and reused, worked on in place, and gone with the next tile.
+Nothing here reads a value back to the host, so on CUDA the walk can be captured in a graph.
+
+Four walks over the same tiles:
+- `logsumexp_statistics`  row and column sums of exp(s), both from one pass
+- `softplus_sums`         row sums of softplus(s)
+- `*_gradients`           strips of dx as they are finished, dy added to as we go
+- `rank_counts`           how many entries of a row or column come before the matching one
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch.tiles import plan
+from megabatch.tiles.block import Block
+from megabatch.tiles.logsum import LogSum, finite_or_zero
+from megabatch.tiles.precision import TF32, add_product, multiply_into, product_dtype, round_to_tf32, rounded
+
+# log1p(exp(s)) − s is below one rounding of s from here on, in float64 as well.
+SOFTPLUS_IS_IDENTITY = 50.0
+
+
+class ColumnGradients(NamedTuple):
+    """Sums over rows that a gradient walk adds to; None where nobody asked."""
+
+    dy: Tensor | None  # (M, D), not yet multiplied by the scale
+    dcol_bias: Tensor | None  # (M,)
+
+
+class RowGradients(NamedTuple):
+    """What a gradient walk has finished: some rows, summed over all columns of the block."""
+
+    rows: slice
+    dx: Tensor | None  # (n, D), not yet multiplied by the scale
+    drow_bias: Tensor  # (n,)
+
+
+class _Tiles:
+    """The tiles of one block, formed one after another in the same buffer."""
+
+    def __init__(self, block: Block) -> None:
+        size = plan.eager_tile(block.x.device)
+        self.block = block
+        self.rows = list(windows(block.N, size.rows))
+        self.columns = list(windows(block.M, size.columns))
+        self._elements = min(size.rows, block.N) * min(size.columns, block.M)
+        self._tile = self._buffer(block.dtype)
+
+    def spare(self, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
+        """A second buffer: called with a tile, gives a tensor of the tile's shape to write to."""
+        buffer = self._buffer(dtype or self.block.dtype)
+        return lambda tile: buffer[: tile.numel()].view(tile.shape)
+
+    def x(self, rows: slice) -> Tensor:  # (n, D)
+        """Some rows of x, as the products see them."""
+        return rounded(self.block.x[rows], self.block.precision)
+
+    def y(self, columns: slice) -> Tensor:  # (m, D)
+        """Some rows of y, as the products see them."""
+        return rounded(self.block.y[columns], self.block.precision)
+
+    def similarities(self, rows: slice, columns: slice, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
+        """The tile at (rows, columns); −inf where the pair is left out. Overwrites the previous one."""
+        block = self.block
+        s = self._tile[: len(x) * len(y)].view(len(x), len(y))
+        multiply_into(s, x, y.T)
+        s.mul_(block.scale)
+        if block.row_bias is not None:
+            s.add_(block.row_bias[rows, None])
+        if block.col_bias is not None:
+            s.add_(block.col_bias[columns])
+        if block.row_ids is not None and block.col_ids is not None:
+            s.masked_fill_(block.row_ids[rows, None] == block.col_ids[columns], -torch.inf)
+        if block.skip_diagonal:
+            diagonal_of(s, rows, columns).fill_(-torch.inf)
+        return s
+
+    def _buffer(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self._elements, dtype=dtype, device=self.block.x.device)
+
+
+def windows(length: int, size: int) -> Iterator[slice]:
+    """[0, length) cut into pieces of `size`; the last may be shorter."""
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
+    """A view of the entries of `tile` that lie on the block's main diagonal; often there are none."""
+    offset = rows.start - columns.start
+    if -tile.shape[0] < offset < tile.shape[1]:
+        return tile.diagonal(offset)
+    return tile.new_empty(0)
+
+
+def matching_similarities(block: Block) -> Tensor:  # (N,)
+    """s_ii, from the same rounded inputs as the tiles."""
+    out = block.zeros(block.N)
+    for rows in windows(block.N, plan.eager_tile(block.x.device).rows):
+        x = rounded(block.x[rows], block.precision).to(block.dtype)
+        y = rounded(block.y[rows], block.precision).to(block.dtype)
+        torch.sum(x * y, dim=1, out=out[rows])
+    out.mul_(block.scale)
+    if block.row_bias is not None:
+        out.add_(block.row_bias)
+    if block.col_bias is not None:
+        out.add_(block.col_bias)
+    return out
+
+
+def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
+    """Row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles."""
+    tiles = _Tiles(block)
+    spare = tiles.spare()
+    row = LogSum.empty(block.N, dtype=block.dtype, device=block.x.device)
+    col = LogSum.empty(block.M, dtype=block.dtype, device=block.x.device)
+    for rows in tiles.rows:
+        x = tiles.x(rows)
+        for columns in tiles.columns:
+            s = tiles.similarities(rows, columns, x, tiles.y(columns))
+            row.part(rows).add_exponentials_(s, dim=1, out=spare(s))
+            col.part(columns).add_exponentials_(s, dim=0, out=s)
+    return row, col
+
+
+def softplus_sums(block: Block) -> Tensor:  # (N,)
+    """Row sums of softplus(s) = log(1 + exp(s))."""
+    tiles = _Tiles(block)
+    total = block.zeros(block.N)
+    for rows in tiles.rows:
+        x = tiles.x(rows)
+        for columns in tiles.columns:
+            s = tiles.similarities(rows, columns, x, tiles.y(columns))
+            total[rows] += _softplus(s, out=s).sum(1)
+    return total
+
+
+def logsumexp_gradients(
+    block: Block,
+    row: Tensor,  # (N,) the logarithms of the whole row sums
+    col: Tensor,  # (M,)
+    drow: Tensor | None,  # (N,)
+    dcol: Tensor | None,  # (M,)
+    sums: ColumnGradients,
+    *,
+    want_dx: bool,
+) -> Iterator[RowGradients]:
+    """Gradients of ⟨drow, row⟩ + ⟨dcol, col⟩: g_ij = drow_i·exp(s_ij − row_i) + dcol_j·exp(s_ij − col_j)."""
+    tiles = _Tiles(block)
+    spare = tiles.spare() if drow is not None and dcol is not None else None
+    row, col = finite_or_zero(row), finite_or_zero(col)
+
+    def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
+        if drow is None and dcol is None:
+            return s.zero_()
+        if dcol is None:
+            assert drow is not None
+            return s.sub_(row[rows, None]).exp_().mul_(drow[rows, None])
+        if drow is None:
+            return s.sub_(col[columns]).exp_().mul_(dcol[columns])
+        assert spare is not None
+        along_rows = torch.sub(s, row[rows, None], out=spare(s)).exp_().mul_(drow[rows, None])
+        return s.sub_(col[columns]).exp_().mul_(dcol[columns]).add_(along_rows)
+
+    return _gradients(tiles, weigh, sums, want_dx=want_dx)
+
+
+def softplus_gradients(
+    block: Block,
+    dtotal: Tensor,  # (N,)
+    sums: ColumnGradients,
+    *,
+    want_dx: bool,
+    total: Tensor | None = None,  # (N,)
+) -> Iterator[RowGradients]:
+    """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
+    tiles = _Tiles(block)
+    spare = tiles.spare() if total is not None else None
+
+    def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
+        if total is not None and spare is not None:
+            total[rows] += _softplus(s, out=spare(s)).sum(1)
+        return s.sigmoid_().mul_(dtotal[rows, None])
+
+    return _gradients(tiles, weigh, sums, want_dx=want_dx)
+
+
+def _gradients(
+    tiles: _Tiles,
+    weigh: Callable[[Tensor, slice, slice], Tensor],  # turns a tile of s into a tile of g, in place
+    sums: ColumnGradients,
+    *,
+    want_dx: bool,
+) -> Iterator[RowGradients]:
+    block = tiles.block
+    as_factor = _product_factor(tiles)
+    for rows in tiles.rows:
+        x = tiles.x(rows)
+        dx = block.zeros(len(x), block.D) if want_dx else None
+        drow_bias = block.zeros(len(x))
+        for columns in tiles.columns:
+            y = tiles.y(columns)
+            g = weigh(tiles.similarities(rows, columns, x, y), rows, columns)
+            if block.row_bias is not None:
+                drow_bias += g.sum(1)
+            if sums.dcol_bias is not None:
+                sums.dcol_bias[columns] += g.sum(0)
+            g = as_factor(g)
+            if dx is not None:
+                add_product(dx, g, y)
+            if sums.dy is not None:
+                add_product(sums.dy[columns], g.T, x)
+        yield RowGradients(rows, dx, drow_bias)
+
+
+def _product_factor(tiles: _Tiles) -> Callable[[Tensor], Tensor]:
+    """How a gradient tile enters a product with rounded inputs: itself, or rounded to their type."""
+    block = tiles.block
+    factor_dtype = product_dtype(block.precision, block.x.device.type)
+    if factor_dtype != block.dtype:
+        spare = tiles.spare(factor_dtype)
+        return lambda g: spare(g).copy_(g)
+    if block.precision == TF32 and block.x.device.type == "cuda":
+        return round_to_tf32
+    return lambda g: g
+
+
+def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
+    """How many entries of row i, and of column i, come before s_ii.
+
+    Larger comes first; of equal entries the one with the smaller index; NaN comes before everything, as in torch.sort.
+    """
+    tiles = _Tiles(block)
+    match = _matching_tile_entries(tiles)
+    index = torch.arange(max(block.N, block.M), device=block.x.device)
+    row_rank = torch.zeros(block.N, dtype=torch.int64, device=block.x.device)
+    col_rank = torch.zeros(block.M, dtype=torch.int64, device=block.x.device)
+    for rows in tiles.rows:
+        x = tiles.x(rows)
+        for columns in tiles.columns:
+            s = tiles.similarities(rows, columns, x, tiles.y(columns))
+            i, j = index[rows, None], index[columns]
+            for rank, own, later, dim in (
+                (row_rank[rows], match[rows, None], j > i, 1),
+                (col_rank[columns], match[columns], i > j, 0),
+            ):
+                before = ~((s < own) | ((s == own) & later))
+                diagonal_of(before, rows, columns).fill_(False)
+                rank += before.sum(dim)
+    return row_rank, col_rank
+
+
+def _matching_tile_entries(tiles: _Tiles) -> Tensor:  # (N,)
+    """s_ii as the tiles hold it, bit for bit, so that a repeated embedding ties with its copy instead of nearly tying."""
+    out = tiles.block.zeros(tiles.block.N)
+    for rows in tiles.rows:
+        x = tiles.x(rows)
+        for columns in tiles.columns:
+            if columns.start < rows.stop and rows.start < columns.stop:
+                s = tiles.similarities(rows, columns, x, tiles.y(columns))
+                out[max(rows.start, columns.start) : min(rows.stop, columns.stop)] = diagonal_of(s, rows, columns)
+    return out
+
+
+def _softplus(s: Tensor, out: Tensor) -> Tensor:
+    return F.softplus(s, 1.0, SOFTPLUS_IS_IDENTITY, out=out)  # type: ignore[call-arg]

@@ -1,0 +1,55 @@
+"""Σ exp(s) that cannot overflow: exp(shift) · total, entry by entry.
+
+A partial sum is kept as this pair, not as one logarithm, because adding to `total` costs a relative error of one rounding
+of the *sum*, while adding to a logarithm near 100 would cost a rounding of 100 every time.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LogSum(NamedTuple):
+    """Partial sums exp(shift) · total; nothing summed yet is shift = −inf, total = 0."""
+
+    shift: Tensor  # (K,) the largest exponent so far
+    total: Tensor  # (K,)
+
+    @classmethod
+    def empty(cls, size: int, *, dtype: torch.dtype, device: torch.device) -> "LogSum":
+        """`size` sums of nothing."""
+        shift = torch.full((size,), -torch.inf, dtype=dtype, device=device)
+        return cls(shift, torch.zeros_like(shift))
+
+    def value(self) -> Tensor:
+        """The logarithms of the sums; −inf where nothing was summed."""
+        return finite_or_zero(self.shift) + self.total.log()
+
+    def part(self, window: slice) -> "LogSum":
+        """A view of some entries: adding to it adds to these."""
+        return LogSum(self.shift[window], self.total[window])
+
+    def add_(self, other: "LogSum") -> None:
+        """Merges the partial sums of another set of terms into these, in place."""
+        base = self._rebase_(other.shift)
+        self.total.add_(other.total * (other.shift - base).exp_())
+
+    def add_exponentials_(self, s: Tensor, dim: int, out: Tensor) -> None:
+        """Adds Σ exp(s) along `dim` of a tile, in place. The exponentials are left in `out`, which may be `s` itself."""
+        base = self._rebase_(s.amax(dim))
+        torch.sub(s, base.unsqueeze(dim), out=out).exp_()
+        self.total.add_(out.sum(dim))
+
+    def _rebase_(self, peak: Tensor) -> Tensor:
+        """Raises the shift to at least `peak` and returns what to subtract from exponents that are added next."""
+        peak = torch.maximum(self.shift, peak)
+        base = finite_or_zero(peak)
+        self.total.mul_((self.shift - base).exp_())
+        self.shift.copy_(peak)
+        return base
+
+
+def finite_or_zero(shift: Tensor) -> Tensor:
+    """0 in place of ±inf, so that exp(s − shift) of an empty sum is 0 and not NaN; NaN stays."""
+    return torch.where(shift.isinf(), 0.0, shift)

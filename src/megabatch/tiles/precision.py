@@ -1,0 +1,90 @@
+"""In which type the products are computed: inputs are rounded to it once, and everything after that is exact or fp32.
+
+| inputs                     | products see              | sums are kept in |
+|----------------------------|---------------------------|------------------|
+| float64                    | float64                   | float64          |
+| float32                    | float32, IEEE ("highest") | float32          |
+| float32, "high", "medium"  | TF32, rounded to nearest  | float32          |
+| float32 under autocast     | the autocast type         | float32          |
+| bfloat16, float16          | the inputs as they are    | float32          |
+
+"highest", "high" and "medium" are `torch.get_float32_matmul_precision()`. The rounding is done here, explicitly, so that the
+same call means the same thing on every device: a product of TF32 values is the same whether an IEEE or a TF32 unit forms it.
+"""
+
+import torch
+from torch import Tensor
+
+FLOAT64 = "float64"
+FLOAT32 = "float32"
+TF32 = "tf32"
+BFLOAT16 = "bfloat16"
+FLOAT16 = "float16"
+
+_OF_DTYPE = {torch.float64: FLOAT64, torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_OF_MATMUL = {"highest": FLOAT32, "high": TF32, "medium": TF32}
+_HALF_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
+
+SUPPORTED_DTYPES = tuple(_OF_DTYPE)
+
+
+def compute_precision(dtype: torch.dtype, device_type: str) -> str:
+    """The precision in which inputs of `dtype` are multiplied under the autocast state in force now."""
+    if dtype == torch.float32 and torch.is_autocast_enabled(device_type):
+        return _OF_DTYPE[torch.get_autocast_dtype(device_type)]
+    return _OF_DTYPE[dtype]
+
+
+def by_matmul_setting(precision: str) -> str:
+    """Float32 as `torch.get_float32_matmul_precision()` wants it; read when the work is done, as PyTorch's products do."""
+    return _OF_MATMUL[torch.get_float32_matmul_precision()] if precision == FLOAT32 else precision
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of statistics, losses and gradient sums for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def product_dtype(precision: str, device_type: str) -> torch.dtype:
+    """The type in which rounded inputs are handed to the matrix product.
+
+    CUDA multiplies half-precision inputs into an fp32 result. Elsewhere the result would be rounded to the inputs' type,
+    so there the rounded values are widened first: the products are the same numbers.
+    """
+    if precision == FLOAT64:
+        return torch.float64
+    if device_type == "cuda" and precision in _HALF_DTYPE:
+        return _HALF_DTYPE[precision]
+    return torch.float32
+
+
+def rounded(values: Tensor, precision: str) -> Tensor:
+    """`values` as the products see them: rounded once to `precision`, held in `product_dtype`."""
+    if precision == TF32:
+        return round_to_tf32(values)
+    if precision in _HALF_DTYPE:
+        values = values.to(_HALF_DTYPE[precision])
+    return values.to(product_dtype(precision, values.device.type))
+
+
+def round_to_tf32(values: Tensor) -> Tensor:
+    """Float32 `values` with the 13 lowest bits of the significand rounded away, to nearest; NaN stays NaN."""
+    bits = values.view(torch.int32)
+    nearest = (bits + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
+    return torch.where(values.isnan(), values, nearest)
+
+
+def multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, accumulated in the type of `out`."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b, accumulated in the type of `out`."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)

@@ -1,0 +1,161 @@
+"""Every message a caller can get: the argument, what was expected, what came. Checked before any work is done.
+
+Only shapes, types and devices are looked at, never values, so nothing here waits for a device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.tiles.precision import SUPPORTED_DTYPES, compute_precision
+
+BACKENDS = ("auto", "eager", "triton")
+_DTYPE_NAMES = "float64, float32, bfloat16 or float16"
+
+
+def embeddings(x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, same_rows: bool = False) -> str:
+    """Checks the two sides of a pairwise operation; returns the precision in which they are multiplied."""
+    for name, tensor in zip(names, (x, y), strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor of embeddings, got {_kind(tensor)}")
+        if tensor.dtype not in SUPPORTED_DTYPES:
+            raise TypeError(f"{name} must be {_DTYPE_NAMES}, got {_dtype(tensor)}")
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} must have 2 dimensions, (rows, width), got shape {_shape(tensor)}")
+        if tensor.shape[1] == 0:
+            raise ValueError(f"{name} must have a width of at least 1, got shape {_shape(tensor)}")
+    first, second = names
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(
+            f"{first} and {second} must have the same width, got {x.shape[1]} and {y.shape[1]} "
+            f"(shapes {_shape(x)} and {_shape(y)})"
+        )
+    if same_rows and x.shape[0] != y.shape[0]:
+        raise ValueError(
+            f"{first} and {second} must have the same number of rows, because row i of one belongs to row i of the other; "
+            f"got {x.shape[0]} and {y.shape[0]}"
+        )
+    if x.device != y.device:
+        raise ValueError(f"{first} and {second} must be on the same device, got {x.device} and {y.device}")
+    precisions = [compute_precision(tensor.dtype, tensor.device.type) for tensor in (x, y)]
+    if precisions[0] != precisions[1]:
+        raise TypeError(
+            f"{first} and {second} must have the same dtype, got {_dtype(x)} and {_dtype(y)}; convert one of them with .to()"
+        )
+    return precisions[0]
+
+
+def at_least_one_pair(x: Tensor, name: str) -> None:
+    """A mean over pairs needs one."""
+    if x.shape[0] == 0:
+        raise ValueError(f"{name} must have at least one row: the mean over no pairs is undefined, got shape {_shape(x)}")
+
+
+def number(value: Any, name: str, like: Tensor) -> None:
+    """A scale or a bias: a float, a 0-d tensor or a 1-element tensor."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a float or a tensor of one element, got shape {_shape(value)}")
+        if not value.dtype.is_floating_point:
+            raise TypeError(f"{name} must be a floating-point tensor, got {_dtype(value)}")
+        _same_device(value, name, like)
+    elif isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{name} must be a float or a tensor of one element, got {_kind(value)}")
+
+
+def offsets(value: Any, name: str, like: Tensor, side: str) -> None:
+    """One number for each row of `like`, or None."""
+    if value is None:
+        return
+    if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+        raise TypeError(f"{name} must be a floating-point tensor or None, got {_kind(value)}")
+    _one_each(value, name, like, side)
+
+
+def ids(value: Any, name: str, like: Tensor, side: str) -> None:
+    """One integer for each row of `like`, or None."""
+    if value is None:
+        return
+    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be a tensor of integers or None, got {_kind(value)}")
+    _one_each(value, name, like, side)
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def exclude(value: Any, x: Tensor, y: Tensor) -> None:
+    """None, "diagonal", or (row ids, column ids)."""
+    if value is None or (isinstance(value, str) and value == "diagonal"):
+        return
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        came = repr(value) if isinstance(value, str) else _kind(value)
+        raise ValueError(f'exclude must be None, "diagonal" or a pair (row ids, column ids), got {came}')
+    row_ids, col_ids = value
+    for name, part, like, side in (("exclude[0]", row_ids, x, "x"), ("exclude[1]", col_ids, y, "y")):
+        if part is None:
+            raise TypeError(f"{name} must be a tensor of integers, got None")
+        ids(part, name, like, side)
+
+
+def backend(value: Any) -> None:
+    """A backend asked for by name works or says why not."""
+    if value not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
+    if value == "triton":
+        raise NotImplementedError('backend="triton" is not part of this version; use "auto" or "eager"')
+
+
+def group(value: Any) -> None:
+    """None, or a group of this process alone."""
+    if value is None:
+        return
+    size = value.size() if hasattr(value, "size") else None
+    if size is None:
+        raise TypeError(f"group must be a torch.distributed process group, a DeviceMesh or None, got {_kind(value)}")
+    if size > 1:
+        raise NotImplementedError(
+            f"group spans {size} ranks, and this version computes the loss of one process only; pass group=None"
+        )
+
+
+def one_process(world_size: int) -> None:
+    """For the loss modules, whose constructors name the ranks."""
+    if world_size != 1:
+        raise NotImplementedError(
+            f"world_size must be 1 in this version, which computes the loss of one process only, got {world_size}"
+        )
+
+
+def dist_impl(value: str | None) -> None:
+    """For SigLipLoss; the names are open_clip's."""
+    names = ("bidir", "shift", "reduce", "gather")
+    if value is not None and value not in names:
+        raise ValueError(f"dist_impl must be None or one of {', '.join(map(repr, names))}, got {value!r}")
+
+
+def _one_each(value: Tensor, name: str, like: Tensor, side: str) -> None:
+    if value.dim() != 1 or value.shape[0] != like.shape[0]:
+        raise ValueError(
+            f"{name} must have shape ({like.shape[0]},), one entry for each row of {side}, got shape {_shape(value)}"
+        )
+    _same_device(value, name, like)
+
+
+def _same_device(value: Tensor, name: str, like: Tensor) -> None:
+    if value.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, where the embeddings are, got {value.device}; move it with .to()")
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of {_dtype(value)}" if isinstance(value, Tensor) else type(value).__name__
