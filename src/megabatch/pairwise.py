@@ -56,7 +56,7 @@ def pairwise_logsumexp(
     validation.group(group)
     validation.backend(backend)
     row_ids, col_ids = (None, None) if exclude is None or isinstance(exclude, str) else exclude
-    row, col, _ = operators.logsumexp(
+    row, col, *_ = operators.logsumexp(
         x,
         y,
         _number(scale, "scale", x),
@@ -142,7 +142,7 @@ def matched_logsumexp(
     gradient loses digits when the pair is almost certain.
     """
     precision = _matched(x, y, ids, names, group, backend)
-    row, col, match = operators.logsumexp(x, y, _number(scale, names[2], x), None, None, ids, ids, APART, precision)
+    row, col, match, *_ = operators.logsumexp(x, y, _number(scale, names[2], x), None, None, ids, ids, APART, precision)
     return row, col, match
 
 

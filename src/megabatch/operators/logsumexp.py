@@ -20,6 +20,7 @@ from megabatch.operators.gradients import (
 )
 from megabatch.tiles import eager
 from megabatch.tiles.block import Block
+from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import by_matmul_setting
 
 # What becomes of the main diagonal.
@@ -39,19 +40,24 @@ def logsumexp(
     col_ids: Tensor | None,  # (M,)
     diagonal: str,
     precision: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii); the last is empty unless the diagonal is kept apart."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, and for backward the two sums themselves, packed).
+
+    s_ii is empty unless the diagonal is kept apart.
+    """
     block = _block(x, y, scale, row_bias, col_bias, row_ids, col_ids, diagonal, precision)
     with own_precision(x):
         row, col = eager.logsumexp_statistics(block)
-        return row.value(), col.value(), eager.matching_similarities(block) if diagonal == APART else block.zeros(0)
+        match = eager.matching_similarities(block) if diagonal == APART else block.zeros(0)
+        return row.value(), col.value(), match, row.pack(), col.pack()
 
 
 @logsumexp.register_fake
-def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *_, diagonal, _precision = options
     N, M = x.shape[0], y.shape[0]
-    return statistic(x, N), statistic(x, M), statistic(x, N if diagonal == APART else 0)
+    match = statistic(x, N if diagonal == APART else 0)
+    return statistic(x, N), statistic(x, M), match, statistic(x, 2, N), statistic(x, 2, M)
 
 
 @torch.library.custom_op("megabatch::logsumexp_backward", mutates_args=())
@@ -65,7 +71,8 @@ def logsumexp_backward(
     col_ids: Tensor | None,
     diagonal: str,
     precision: str,
-    statistics: list[Tensor],  # row (N,), col (M,)
+    row: Tensor,  # (2, N)
+    col: Tensor,  # (2, M)
     drow: Tensor | None,  # (N,)
     dcol: Tensor | None,  # (M,)
     dmatch: Tensor | None,  # (N,)
@@ -74,12 +81,17 @@ def logsumexp_backward(
     """(dx, dy, dscale, drow_bias, dcol_bias)."""
     block = _block(x, y, scale, row_bias, col_bias, row_ids, col_ids, diagonal, precision)
     wanted = Needs(*needs)
-    row, col = statistics
     with own_precision(x):
         unit = gradient_unit(block, drow, dcol)
         sums = column_sums(block, wanted)
         strips = eager.logsumexp_gradients(
-            block, row, col, in_units(drow, unit), in_units(dcol, unit), sums, want_dx=wanted.row_products
+            block,
+            LogSum.unpack(row),
+            LogSum.unpack(col),
+            in_units(drow, unit),
+            in_units(dcol, unit),
+            sums,
+            want_dx=wanted.row_products,
         )
         return finish(block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
 
@@ -104,17 +116,20 @@ def _block(
     return Block(x, y, scale, by_matmul_setting(precision), row_bias, col_bias, row_ids, col_ids, skip_diagonal=skip)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.diagonal, ctx.precision = inputs
-    row, col, _ = output
+    *_, row, col = output
     ctx.save_for_backward(*tensors, row, col)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, drow: Tensor | None, dcol: Tensor | None, dmatch: Tensor | None) -> tuple[Any, ...]:
+def _backward(
+    ctx: Any, drow: Tensor | None, dcol: Tensor | None, dmatch: Tensor | None, *dsums: Tensor | None
+) -> tuple[Any, ...]:
     *tensors, row, col = ctx.saved_tensors
     needs = Needs(*ctx.needs_input_grad[:5])
-    gradients = logsumexp_backward(*tensors, ctx.diagonal, ctx.precision, [row, col], drow, dcol, dmatch, list(needs))
+    dmatch = dmatch if ctx.diagonal == APART else None
+    gradients = logsumexp_backward(*tensors, ctx.diagonal, ctx.precision, row, col, drow, dcol, dmatch, list(needs))
     return *asked_for(gradients, needs), None, None, None, None
 
 

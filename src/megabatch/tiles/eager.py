@@ -142,32 +142,30 @@ def softplus_sums(block: Block) -> Tensor:  # (N,)
 
 def logsumexp_gradients(
     block: Block,
-    row: Tensor,  # (N,) the logarithms of the whole row sums
-    col: Tensor,  # (M,)
+    row: LogSum,  # (N,) the whole sums, of which the block may be a part
+    col: LogSum,  # (M,)
     drow: Tensor | None,  # (N,)
     dcol: Tensor | None,  # (M,)
     sums: ColumnGradients,
     *,
     want_dx: bool,
 ) -> Iterator[RowGradients]:
-    """Gradients of ⟨drow, row⟩ + ⟨dcol, col⟩: g_ij = drow_i·exp(s_ij − row_i) + dcol_j·exp(s_ij − col_j)."""
+    """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     tiles = _Tiles(block)
-    spare = tiles.spare() if drow is not None and dcol is not None else None
-    row, col = finite_or_zero(row), finite_or_zero(col)
+    spare = tiles.spare()
+    row_shift, col_shift = finite_or_zero(row.shift), finite_or_zero(col.shift)
+    row_weight = None if drow is None else row.per_unit(drow)
+    col_weight = None if dcol is None else col.per_unit(dcol)
 
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
-        if drow is None and dcol is None:
-            return s.zero_()
-        if dcol is None:
-            assert drow is not None
-            return s.sub_(row[rows, None]).exp_().mul_(drow[rows, None])
-        if drow is None:
-            return s.sub_(col[columns]).exp_().mul_(dcol[columns])
-        assert spare is not None
-        along_rows = torch.sub(s, row[rows, None], out=spare(s)).exp_().mul_(drow[rows, None])
-        return s.sub_(col[columns]).exp_().mul_(dcol[columns]).add_(along_rows)
+        g = spare(s).zero_() if row_weight is None else _weighted(s, row_shift[rows, None], row_weight[rows, None], spare(s))
+        return g if col_weight is None else g.add_(_weighted(s, col_shift[columns], col_weight[columns], s))
 
     return _gradients(tiles, weigh, sums, want_dx=want_dx)
+
+
+def _weighted(s: Tensor, shift: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    return torch.sub(s, shift, out=out).exp_().mul_(weight)
 
 
 def softplus_gradients(

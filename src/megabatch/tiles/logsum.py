@@ -1,7 +1,8 @@
 """Σ exp(s) that cannot overflow: exp(shift) · total, entry by entry.
 
-A partial sum is kept as this pair, not as one logarithm, because adding to `total` costs a relative error of one rounding
-of the *sum*, while adding to a logarithm near 100 would cost a rounding of 100 every time.
+A sum is kept as this pair, not as one logarithm. Adding to `total` costs one rounding of the *sum*, adding to a logarithm
+near 100 would cost a rounding of 100 every time; and softmax weights exp(s − shift) / total add up to 1, while exp(s − log)
+would carry the rounding of the logarithm into every one of them, all in the same direction.
 """
 
 from typing import NamedTuple
@@ -26,6 +27,16 @@ class LogSum(NamedTuple):
         """The logarithms of the sums; −inf where nothing was summed."""
         return finite_or_zero(self.shift) + self.total.log()
 
+    @classmethod
+    def unpack(cls, packed: Tensor) -> "LogSum":
+        """From (2, K), as operators pass it on."""
+        shift, total = packed
+        return cls(shift, total)
+
+    def pack(self) -> Tensor:  # (2, K)
+        """Both in one tensor."""
+        return torch.stack((self.shift, self.total))
+
     def part(self, window: slice) -> "LogSum":
         """A view of some entries: adding to it adds to these."""
         return LogSum(self.shift[window], self.total[window])
@@ -40,6 +51,10 @@ class LogSum(NamedTuple):
         base = self._rebase_(s.amax(dim))
         torch.sub(s, base.unsqueeze(dim), out=out).exp_()
         self.total.add_(out.sum(dim))
+
+    def per_unit(self, weight: Tensor) -> Tensor:
+        """weight / total, and 0 where nothing was summed: what exp(s − shift) is multiplied by to be weight · softmax."""
+        return torch.where(self.total == 0, 0.0, weight / self.total)
 
     def _rebase_(self, peak: Tensor) -> Tensor:
         """Raises the shift to at least `peak` and returns what to subtract from exponents that are added next."""

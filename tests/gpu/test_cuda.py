@@ -1,0 +1,200 @@
+"""The same operations on a CUDA device: values and errors, no waiting for the device, graphs, memory, determinism."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import aligned_pairs, assert_equal_to_rounding, leaves, tile_size, unit
+
+import megabatch as mb
+from megabatch import reference
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def pairs(N, D, *, noise=1.0, seed=0, dtype=torch.float32):
+    return [t.to("cuda", dtype).requires_grad_() for t in aligned_pairs(N, D, noise=noise, seed=seed)]
+
+
+def numbers(*values, dtype=torch.float32):
+    return [torch.tensor(value, device="cuda", dtype=dtype, requires_grad=True) for value in values]
+
+
+def outcomes(function, inputs):
+    value = function(*inputs)
+    return [value.detach().double(), *(g.double() for g in torch.autograd.grad(value, inputs))]
+
+
+@pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
+def test_float64_equals_the_reference(exclude):
+    x, y = leaves(unit(300, 65, seed=0, device="cuda"), unit(200, 65, seed=1, device="cuda"))
+    (scale,) = numbers(30.0, dtype=torch.float64)
+    ids = (torch.arange(300, device="cuda") % 50, torch.arange(200, device="cuda") % 40)
+    masks = {None: None, "diagonal": torch.eye(300, 200, dtype=torch.bool, device="cuda"), "ids": ids[0][:, None] == ids[1]}
+    with tile_size(64, 48):
+        found = mb.pairwise_logsumexp(x, y, scale, exclude=ids if exclude == "ids" else exclude)
+        gradients = torch.autograd.grad(found[0].sum() + found[1].square().sum(), (x, y, scale))
+    wanted = reference.pairwise_logsumexp(x, y, scale, left_out=masks[exclude])
+    expected = torch.autograd.grad(wanted[0].sum() + wanted[1].square().sum(), (x, y, scale))
+    for a, b in zip([*found, *gradients], [*wanted, *expected], strict=True):
+        assert_equal_to_rounding(a.detach(), b.detach(), 30.0)
+
+
+def dense_clip(image, text, scale):
+    labels = torch.arange(len(image), device="cuda")
+    return (F.cross_entropy(scale * image @ text.T, labels) + F.cross_entropy(scale * text @ image.T, labels)) / 2
+
+
+def dense_siglip(image, text, scale, bias):
+    logits = scale * image @ text.T + bias
+    signs = 2 * torch.eye(len(image), dtype=logits.dtype, device="cuda") - 1
+    return -F.logsigmoid(signs * logits).sum() / len(image)
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+@pytest.mark.parametrize(("noise", "scale"), [(10.0, 14.0), (0.7, 50.0), (0.3, 100.0), (3.0, 1000.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "tf32"])
+def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype):
+    mine, dense, truth = {
+        "clip": (mb.clip_loss, dense_clip, reference.clip_loss),
+        "siglip": (mb.siglip_loss, dense_siglip, reference.siglip_loss),
+    }[loss]
+    values = [scale] if loss == "clip" else [scale, -10.0]
+    real_dtype = torch.float32 if dtype == "tf32" else dtype
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    squares = {mine: 0.0, dense: 0.0}
+    try:
+        for seed in range(0, 32, 2):
+            inputs = [*pairs(1000, 200, noise=noise, seed=seed, dtype=real_dtype), *numbers(*values, dtype=real_dtype)]
+            wanted = outcomes(truth, [t.detach().double().requires_grad_() for t in inputs])
+            for function in squares:
+                with tile_size(256, 384):
+                    found = outcomes(function, inputs)
+                squares[function] += torch.stack([(a - b).square().sum() for a, b in zip(found, wanted, strict=True)])
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    found, bar = squares[mine].sqrt(), squares[dense].sqrt()
+    assert (found <= 2 * bar).all(), (found.tolist(), bar.tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_waits_for_the_device(dtype):
+    x, y = pairs(700, 64, dtype=dtype)
+    scale, bias = numbers(20.0, -5.0)
+    ids = torch.arange(700, device="cuda") % 100
+
+    def step():
+        row, col = mb.pairwise_logsumexp(x, y, scale, row_bias=bias.expand(700), exclude=(ids, ids))
+        loss = mb.clip_loss(x, y, scale, ids=ids) + mb.siglip_loss(x, y, scale, bias) + mb.siglip_loss(x, y, 10.0, -10.0)
+        (loss + row[0] * 0 + col[0] * 0 + mb.pairwise_softplus(x, y, scale, bias).mean()).backward()
+        return mb.pairwise_rank(x, y)
+
+    with tile_size(256, 256):
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_can_be_captured_in_a_cuda_graph(dtype):
+    x, y = pairs(600, 64, dtype=dtype)
+    scale, bias = numbers(20.0, -5.0)
+    parameters = [x, y, scale, bias]
+
+    def step():
+        loss = mb.clip_loss(x, y, scale) + mb.siglip_loss(x, y, scale, bias)
+        return loss, *torch.autograd.grad(loss, parameters)
+
+    with tile_size(256, 256):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            x.copy_(unit(600, 64, seed=9).to("cuda", dtype))
+        graph.replay()
+        for replayed, wanted in zip(captured, step(), strict=True):
+            assert torch.equal(replayed, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bitwise_the_same_over_repeated_runs(dtype):
+    x, y = pairs(1500, 96, dtype=dtype)
+    scale, bias = numbers(20.0, -5.0)
+    first = None
+    for _ in range(20):
+        loss = mb.clip_loss(x, y, scale) + mb.siglip_loss(x, y, scale, bias)
+        found = [loss, *torch.autograd.grad(loss, (x, y, scale, bias))]
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+def peak(function):
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_memory_is_linear_and_the_workspace_capped(dtype, loss):
+    def step(N):
+        x, y = (torch.randn(N, 256, device="cuda", dtype=dtype).div_(16).requires_grad_() for _ in range(2))
+
+        def run():
+            value = mb.clip_loss(x, y, 20.0) if loss == "clip" else mb.siglip_loss(x, y, 20.0, -10.0)
+            value.backward()
+
+        run()
+        x.grad = y.grad = None
+        used = peak(run)
+        accumulator = 4 * N * 256
+        returned = x.nbytes + y.nbytes
+        saved = returned if loss == "siglip" else 0  # its gradients wait for backward to multiply them
+        assert used <= returned + saved + accumulator + 64 * N + 512 * 2**20
+        return used
+
+    assert step(131072) <= 4.1 * step(32768)
+
+
+def test_large_batch_against_float64_on_sampled_rows():
+    from megabatch.bench.truth import clip_truth
+
+    x, y = pairs(40000, 512, noise=1.0, dtype=torch.bfloat16)
+    loss = mb.clip_loss(x, y, 50.0)
+    loss.backward()
+    sample = torch.tensor([0, 1, 17, 20001, 39999], device="cuda")
+    wanted_loss, dx, dy = clip_truth(x.detach(), y.detach(), 50.0, sample)[:3]
+    assert abs(loss.item() / float(wanted_loss) - 1) < 1e-4
+    for found, wanted in ((x.grad[sample], dx), (y.grad[sample], dy)):
+        error = (found.double() - wanted).norm() / wanted.norm()
+        assert error < 5e-3
+
+
+def test_autocast_on_the_device():
+    x, y = pairs(500, 64)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found = mb.clip_loss(x, y, 20.0)
+    wanted = mb.clip_loss(x.bfloat16(), y.bfloat16(), 20.0)
+    torch.testing.assert_close(found, wanted)
+    assert torch.autograd.grad(found, x)[0].dtype == torch.float32
+
+
+def test_a_device_mix_is_refused():
+    x, _ = pairs(5, 4)
+    with pytest.raises(ValueError, match="must be on the same device"):
+        mb.clip_loss(x, x.detach().cpu(), 1.0)
+    with pytest.raises(ValueError, match="logit_scale must be on cuda:0"):
+        mb.clip_loss(x, x.detach(), torch.tensor(1.0))

@@ -1,0 +1,59 @@
+"""What several test files share: sized tiles, float64 copies, bounds that follow from the arithmetic."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch.tiles import plan
+
+
+@contextmanager
+def tile_size(rows: int, columns: int) -> Iterator[None]:
+    """Tiles of another size, so that small inputs have several."""
+    original = plan.eager_tile
+    plan.eager_tile = lambda device: plan.TileSize(rows, columns)
+    try:
+        yield
+    finally:
+        plan.eager_tile = original
+
+
+def unit(*shape: int, seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
+    """Embeddings of unit length."""
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(*shape, generator=generator, dtype=torch.float64), dim=-1).to(device, dtype)
+
+
+def aligned_pairs(N: int, D: int, *, noise: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Unit embeddings whose matching pairs are alike: small `noise` is a trained model, large an untrained one."""
+    x = unit(N, D, seed=seed)
+    return x, F.normalize(x + noise * unit(N, D, seed=seed + 1), dim=-1)
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+
+def gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Of Σ ⟨weight, output⟩; outputs of −inf have weight 0, because 0·inf is not 0."""
+    total = sum((torch.where(o.isinf(), 0.0, o) * w).sum() for o, w in zip(outputs, weights, strict=True))
+    found = torch.autograd.grad(total, inputs, allow_unused=True)
+    return [torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs, strict=True)]
+
+
+def assert_equal_to_rounding(actual: Tensor, expected: Tensor, exponent: float) -> None:
+    """Float64 results of two ways to compute the same thing.
+
+    Similarities of size `exponent` carry an absolute rounding error of `exponent` · eps, and so does their logsumexp; it is
+    the relative error of every exponential, hence of every gradient. 500 covers the length of the sums.
+    """
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    finite = expected.isfinite()
+    torch.testing.assert_close(actual[~finite], expected[~finite], rtol=0, atol=0, equal_nan=True)
+    size = expected[finite].abs().max().item() if finite.any() else 0.0
+    bound = 500 * torch.finfo(torch.float64).eps * (1 + exponent) * (1 + size)
+    torch.testing.assert_close(actual[finite], expected[finite], rtol=0, atol=bound)

@@ -1,0 +1,90 @@
+"""Rounding errors in float32, bfloat16 and float16: at most twice those of dense PyTorch in the same type.
+
+The truth is float64 on the same rounded inputs. Errors are root mean squares over seeds: a single dense error can be small by
+luck, its size over many draws cannot.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import megabatch as mb
+from helpers import aligned_pairs, tile_size
+from megabatch import reference
+
+SEEDS = 24
+REGIMES = {  # noise between matching pairs, scale
+    "untrained": (10.0, 14.0),
+    "training": (0.7, 50.0),
+    "trained": (0.3, 100.0),
+    "cold": (3.0, 1000.0),
+}
+
+
+def dense_clip(image, text, scale):
+    """As open_clip writes it: the scale goes into the first factor, both directions are multiplied."""
+    labels = torch.arange(len(image))
+    return (F.cross_entropy(scale * image @ text.T, labels) + F.cross_entropy(scale * text @ image.T, labels)) / 2
+
+
+def dense_siglip(image, text, scale, bias):
+    logits = scale * image @ text.T + bias
+    signs = 2 * torch.eye(len(image), dtype=logits.dtype) - 1
+    return -F.logsigmoid(signs * logits).sum() / len(image)
+
+
+def outcomes(function, inputs):
+    value = function(*inputs)
+    return [value.detach().double(), *(g.double() for g in torch.autograd.grad(value, inputs))]
+
+
+def root_mean_square_errors(function, truth, draws):
+    """Of the value and of each gradient, relative to the size of the true one."""
+    squares = []
+    for inputs in draws:
+        wanted = outcomes(truth, [t.detach().double().requires_grad_() for t in inputs])
+        found = outcomes(function, [t.detach().clone().requires_grad_() for t in inputs])
+        squares.append(torch.stack([(a - b).square().sum() for a, b in zip(found, wanted, strict=True)]))
+    return torch.stack(squares).mean(0).sqrt()
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_is_at_most_twice_the_dense_one(loss, regime, dtype):
+    noise, scale = REGIMES[regime]
+    numbers = [scale] if loss == "clip" else [scale, -10.0]
+    draws = [
+        [t.to(dtype) for t in aligned_pairs(192, 48, noise=noise, seed=seed)] + [torch.tensor(n, dtype=dtype) for n in numbers]
+        for seed in range(0, 2 * SEEDS, 2)
+    ]
+    mine, dense, truth = {
+        "clip": (mb.clip_loss, dense_clip, reference.clip_loss),
+        "siglip": (mb.siglip_loss, dense_siglip, reference.siglip_loss),
+    }[loss]
+    with tile_size(64, 40):
+        found = root_mean_square_errors(mine, truth, draws)
+    bar = root_mean_square_errors(dense, truth, draws)
+    names = ["value", "d image", "d text", "d scale", "d bias"]
+    report = {name: (a.item(), b.item()) for name, a, b in zip(names, found, bar, strict=False)}
+    assert (found <= 2 * bar).all(), report
+    if dtype == torch.float32:
+        assert (bar < 1e-2).all(), "the bar itself must mean something"
+
+
+@pytest.mark.parametrize("which", ["high", "medium"])
+def test_tf32_is_a_rounding_of_the_inputs_and_nothing_else(which):
+    from megabatch.tiles.precision import round_to_tf32
+
+    x, y = (t.float() for t in aligned_pairs(100, 32, noise=1.0, seed=0))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(which)
+    try:
+        found = mb.pairwise_logsumexp(x, y, 30.0)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    wanted = reference.pairwise_logsumexp(round_to_tf32(x).double(), round_to_tf32(y).double(), 30.0)
+    exact = reference.pairwise_logsumexp(x.double(), y.double(), 30.0)
+    for actual, rounded, unrounded in zip(found, wanted, exact, strict=True):
+        assert (actual - rounded).abs().max() < 1e-5
+        assert (actual - unrounded).abs().max() > 1e-4

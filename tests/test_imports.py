@@ -1,0 +1,57 @@
+"""`import megabatch` needs torch alone, and offers what it promises."""
+
+import inspect
+import subprocess
+import sys
+
+import megabatch
+from megabatch import reference
+
+BLOCKED = ("triton", "open_clip", "transformers", "matplotlib", "rich", "torchvision")
+
+
+def test_import_and_use_with_everything_optional_blocked():
+    program = f"""
+import importlib.abc, sys
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in {BLOCKED!r}:
+            raise ModuleNotFoundError(name + " is blocked")
+
+sys.meta_path.insert(0, Block())
+import torch
+import megabatch as mb
+x = torch.eye(4, requires_grad=True)
+mb.clip_loss(x, x, 2.0).backward()
+assert not [name for name in sys.modules if name.split(".")[0] in {BLOCKED!r}], "imported behind our back"
+print("ok")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "ok"
+
+
+def test_import_stays_quiet_and_touches_no_device():
+    program = "import torch, megabatch; assert not torch.cuda.is_initialized()"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout
+
+
+def test_public_names():
+    assert sorted(megabatch.__all__) == [
+        "ClipLoss",
+        "SigLipLoss",
+        "clip_loss",
+        "pairwise_logsumexp",
+        "pairwise_rank",
+        "pairwise_softplus",
+        "siglip_loss",
+    ]
+    for name in megabatch.__all__:
+        assert getattr(megabatch, name).__doc__
+
+
+def test_reference_shares_no_code():
+    assert "megabatch" not in inspect.getsource(reference)
