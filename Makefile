@@ -19,7 +19,7 @@ test-slow: $(READY)  ## the tests that take longer
 	$(BIN)/python -m pytest -m slow
 
 test-gpu:  ## the tests that need a GPU, with the python that is active; they skip where there is none
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs tests
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs tests/gpu
 
 check: $(READY)  ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -14,7 +14,7 @@ from megabatch.tiles import plan
 def tile_size(rows: int, columns: int) -> Iterator[None]:
     """Tiles of another size, so that small inputs have several."""
     original = plan.eager_tile
-    plan.eager_tile = lambda device: plan.TileSize(rows, columns)
+    plan.eager_tile = lambda device, dtype: plan.TileSize(rows, columns)
     try:
         yield
     finally:

@@ -228,6 +228,16 @@ def test_nan_with_every_bit_set_survives_tf32_rounding():
     assert rounded[4] == torch.inf
 
 
+def test_tf32_rounding_in_place_is_the_same_rounding():
+    from megabatch.tiles.precision import round_to_tf32, round_to_tf32_
+
+    values = torch.randn(10000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 10, 10000)
+    values[7] = torch.nan
+    wanted = round_to_tf32(values)
+    found = round_to_tf32_(values.clone(), torch.empty_like(values))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded", "offset"])
 def test_any_memory_layout(dtype, layout):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import aligned_pairs, assert_equal_to_rounding, leaves, tile_size, unit
 
 import megabatch as mb
+from helpers import aligned_pairs, assert_equal_to_rounding, leaves, tile_size, unit
 from megabatch import reference
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +78,7 @@ def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype):
     assert (found <= 2 * bar).all(), (found.tolist(), bar.tolist())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_waits_for_the_device(dtype):
     x, y = pairs(700, 64, dtype=dtype)
@@ -93,8 +94,8 @@ def test_nothing_waits_for_the_device(dtype):
     with tile_size(256, 256):
         step()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")

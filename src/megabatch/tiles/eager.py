@@ -20,7 +20,7 @@ from torch import Tensor
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.logsum import LogSum, finite_or_zero
-from megabatch.tiles.precision import TF32, add_product, multiply_into, product_dtype, round_to_tf32, rounded
+from megabatch.tiles.precision import TF32, add_product, multiply_into, product_dtype, round_to_tf32_, rounded
 
 # log1p(exp(s)) − s is below one rounding of s from here on, in float64 as well.
 SOFTPLUS_IS_IDENTITY = 50.0
@@ -45,7 +45,7 @@ class _Tiles:
     """The tiles of one block, formed one after another in the same buffer."""
 
     def __init__(self, block: Block) -> None:
-        size = plan.eager_tile(block.x.device)
+        size = plan.eager_tile(block.x.device, block.dtype)
         self.block = block
         self.rows = list(windows(block.N, size.rows))
         self.columns = list(windows(block.M, size.columns))
@@ -101,7 +101,7 @@ def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
 def matching_similarities(block: Block) -> Tensor:  # (N,)
     """s_ii, from the same rounded inputs as the tiles."""
     out = block.zeros(block.N)
-    for rows in windows(block.N, plan.eager_tile(block.x.device).rows):
+    for rows in windows(block.N, plan.eager_tile(block.x.device, block.dtype).rows):
         x = rounded(block.x[rows], block.precision).to(block.dtype)
         y = rounded(block.y[rows], block.precision).to(block.dtype)
         torch.sum(x * y, dim=1, out=out[rows])
@@ -224,7 +224,8 @@ def _product_factor(tiles: _Tiles) -> Callable[[Tensor], Tensor]:
         spare = tiles.spare(factor_dtype)
         return lambda g: spare(g).copy_(g)
     if block.precision == TF32 and block.x.device.type == "cuda":
-        return round_to_tf32
+        spare = tiles.spare()
+        return lambda g: round_to_tf32_(g, spare(g))
     return lambda g: g
 
 
