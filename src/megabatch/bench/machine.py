@@ -1,0 +1,71 @@
+"""The machine a number was measured on: what it can do, not whose it is."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+VERSIONS_OF = ("megabatch", "torch", "triton", "open_clip_torch")
+
+
+def describe() -> dict[str, str | int | None]:
+    """Processor, GPU, memory and versions; None where there is no such thing. No names of hosts or users, and no paths."""
+    return {
+        "cpu": _cpu_name(),
+        "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": _memory(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpus": torch.cuda.device_count(),
+        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        **{name: _version(name) for name in VERSIONS_OF},
+    }
+
+
+def summary(machine: dict[str, str | int | None]) -> str:
+    """`describe()` in one line, for people."""
+
+    def gibibytes(key: str) -> str:
+        size = machine[key]
+        return f"{size / 2**30:.0f} GiB" if isinstance(size, int) else "memory unknown"
+
+    parts = [f"{machine['cpu']} ({machine['cpu_instructions']}), {machine['cores']} cores, {gibibytes('memory_bytes')}"]
+    if machine["gpu"] is not None:
+        parts.append(f"{machine['gpus']} × {machine['gpu']}, {gibibytes('gpu_memory_bytes')}")
+    parts.append(f"{machine['platform']}, Python {machine['python']}")
+    parts += [f"{name} {machine[name]}" for name in VERSIONS_OF if machine[name] is not None]
+    return "; ".join(parts)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    if platform.system() == "Darwin":
+        ask = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+        if ask.returncode == 0:
+            return ask.stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None
