@@ -53,7 +53,7 @@ def dense_siglip(image, text, scale, bias):
 
 
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
-@pytest.mark.parametrize(("noise", "scale"), [(10.0, 14.0), (0.7, 50.0), (0.3, 100.0), (3.0, 1000.0)])
+@pytest.mark.parametrize(("noise", "scale"), [(10.0, 14.0), (2.0, 50.0), (2.5, 100.0), (3.0, 1000.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "tf32"])
 def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype):
     mine, dense, truth = {
@@ -102,6 +102,7 @@ def test_nothing_waits_for_the_device(dtype):
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # of the warm-up's graph
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_can_be_captured_in_a_cuda_graph(dtype):
     x, y = pairs(600, 64, dtype=dtype)

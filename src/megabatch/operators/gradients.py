@@ -6,35 +6,20 @@ added here in full precision, before anything is rounded to the type of the inpu
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megabatch.tiles import plan
-from megabatch.tiles.block import Block
-from megabatch.tiles.eager import ColumnGradients, RowGradients, windows
+from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.eager import ColumnGradients, RowGradients, matching_products, windows
 from megabatch.tiles.precision import FLOAT16, accumulator_dtype, rounded
 
 TWICE = (
     "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, of which no graph is "
     "recorded. Call backward() or torch.autograd.grad() without create_graph=True."
 )
-
-
-class Needs(NamedTuple):
-    """Which gradients are asked for. The order is that of the tensors every operator takes first."""
-
-    dx: bool
-    dy: bool
-    dscale: bool
-    drow_bias: bool = False
-    dcol_bias: bool = False
-
-    @property
-    def row_products(self) -> bool:
-        """Whether g·y is needed; the scale's gradient is read off it."""
-        return self.dx or self.dscale
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, drow_bias, dcol_bias; empty where not needed
@@ -97,16 +82,18 @@ def finish(
     """Runs the walk and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, needs, dtype)
     factor = block.scale * unit
+    products = matching_products(block) if dmatch is not None and needs.dscale else None
     dscale.zero_()
-    for rows, dx_strip, drow_bias_strip in strips:
-        if dx_strip is not None:
-            _add_matches(dx_strip, dmatch, block.y, rows, block)
-            if needs.dscale:
-                dscale += torch.sum(dx_strip * rounded(block.x[rows], block.precision))
-            if needs.dx:
-                dx[rows] = dx_strip.mul_(factor)
-        if needs.drow_bias:
-            drow_bias[rows] = drow_bias_strip
+    for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
+        if dx_rows is not None and needs.dx:
+            _add_matches(dx_rows, dmatch, block.y, rows, block)
+            dx[rows] = dx_rows.mul_(factor)
+        if dscale_rows is not None:
+            if dmatch is not None and products is not None:
+                dscale_rows.addcmul_(dmatch[rows], products[rows])
+            dscale += dscale_rows.sum()
+        if drow_bias_rows is not None:
+            drow_bias[rows] = drow_bias_rows
     dscale *= unit
     if sums.dy is not None:
         for rows in windows(block.M, plan.eager_tile(block.x.device, block.dtype).rows):

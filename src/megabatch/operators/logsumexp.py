@@ -7,7 +7,6 @@ from torch import Tensor
 
 from megabatch.operators.gradients import (
     Gradients,
-    Needs,
     asked_for,
     column_sums,
     empty_gradients,
@@ -19,7 +18,7 @@ from megabatch.operators.gradients import (
     statistic,
 )
 from megabatch.tiles import eager
-from megabatch.tiles.block import Block
+from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import by_matmul_setting
 
@@ -91,7 +90,7 @@ def logsumexp_backward(
             in_units(drow, unit),
             in_units(dcol, unit),
             sums,
-            want_dx=wanted.row_products,
+            wanted,
         )
         return finish(block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
 

@@ -13,14 +13,13 @@ from torch import Tensor
 from megabatch.operators.gradients import (
     TWICE,
     Gradients,
-    Needs,
     column_sums,
     empty_gradients,
     finish,
     own_precision,
 )
 from megabatch.tiles import eager
-from megabatch.tiles.block import Block
+from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.eager import SOFTPLUS_IS_IDENTITY
 from megabatch.tiles.precision import by_matmul_setting
 
@@ -43,7 +42,7 @@ def sigmoid_mean(
         if any(wanted):
             total = block.zeros(block.N)
             sums = column_sums(block, wanted)
-            strips = eager.softplus_gradients(block, torch.ones_like(total), sums, want_dx=wanted.row_products, total=total)
+            strips = eager.softplus_gradients(block, torch.ones_like(total), sums, wanted, total=total)
             each = torch.full_like(scale, 1 / block.N)
             gradients = finish(block, strips, sums, wanted, unit=each, dmatch=-torch.sigmoid(-match), dtype=_saved_dtype(x, y))
         else:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from megabatch.operators.gradients import (
     Gradients,
-    Needs,
     asked_for,
     column_sums,
     empty_gradients,
@@ -18,7 +17,7 @@ from megabatch.operators.gradients import (
     statistic,
 )
 from megabatch.tiles import eager
-from megabatch.tiles.block import Block
+from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.precision import by_matmul_setting
 
 
@@ -56,7 +55,7 @@ def softplus_backward(
     with own_precision(x):
         unit = gradient_unit(block, dtotal)
         sums = column_sums(block, wanted)
-        strips = eager.softplus_gradients(block, dtotal / unit, sums, want_dx=wanted.row_products)
+        strips = eager.softplus_gradients(block, dtotal / unit, sums, wanted)
         return finish(block, strips, sums, wanted, unit=unit)
 
 

@@ -1,6 +1,7 @@
-"""A block of similarities: what every walk over tiles is given."""
+"""A block of similarities, and which gradients are wanted of it: what the walks over tiles are given."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,3 +49,13 @@ class Block:
     def zeros(self, *shape: int) -> Tensor:
         """A fresh accumulator."""
         return torch.zeros(shape, dtype=self.dtype, device=self.x.device)
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for. The order is that of the tensors every operator takes first."""
+
+    dx: bool
+    dy: bool
+    dscale: bool
+    drow_bias: bool = False
+    dcol_bias: bool = False

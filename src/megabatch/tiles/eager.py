@@ -18,9 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.tiles import plan
-from megabatch.tiles.block import Block
+from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.logsum import LogSum, finite_or_zero
-from megabatch.tiles.precision import TF32, add_product, multiply_into, product_dtype, round_to_tf32_, rounded
+from megabatch.tiles.precision import (
+    BFLOAT16,
+    FLOAT16,
+    TF32,
+    add_product,
+    multiply_into,
+    product_dtype,
+    round_to_tf32_,
+    rounded,
+)
 
 # log1p(exp(s)) − s is below one rounding of s from here on, in float64 as well.
 SOFTPLUS_IS_IDENTITY = 50.0
@@ -38,24 +47,26 @@ class RowGradients(NamedTuple):
 
     rows: slice
     dx: Tensor | None  # (n, D), not yet multiplied by the scale
-    drow_bias: Tensor  # (n,)
+    dscale: Tensor | None  # (n,) Σ_j g_ij·⟨x_i, y_j⟩
+    drow_bias: Tensor | None  # (n,)
 
 
 class _Tiles:
-    """The tiles of one block, formed one after another in the same buffer."""
+    """The tiles of one block, formed one after another in the same buffers."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, *, keep_products: bool = False) -> None:
         size = plan.eager_tile(block.x.device, block.dtype)
         self.block = block
         self.rows = list(windows(block.N, size.rows))
         self.columns = list(windows(block.M, size.columns))
         self._elements = min(size.rows, block.N) * min(size.columns, block.M)
-        self._tile = self._buffer(block.dtype)
+        self._similarities = self.buffer()
+        self.products = self.buffer() if keep_products else self._similarities
 
-    def spare(self, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
-        """A second buffer: called with a tile, gives a tensor of the tile's shape to write to."""
-        buffer = self._buffer(dtype or self.block.dtype)
-        return lambda tile: buffer[: tile.numel()].view(tile.shape)
+    def buffer(self, dtype: torch.dtype | None = None) -> Callable[[int, int], Tensor]:
+        """Room for one tile: called with its shape, gives a tensor to write to."""
+        room = torch.empty(self._elements, dtype=dtype or self.block.dtype, device=self.block.x.device)
+        return lambda n, m: room[: n * m].view(n, m)
 
     def x(self, rows: slice) -> Tensor:  # (n, D)
         """Some rows of x, as the products see them."""
@@ -68,9 +79,9 @@ class _Tiles:
     def similarities(self, rows: slice, columns: slice, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
         """The tile at (rows, columns); −inf where the pair is left out. Overwrites the previous one."""
         block = self.block
-        s = self._tile[: len(x) * len(y)].view(len(x), len(y))
-        multiply_into(s, x, y.T)
-        s.mul_(block.scale)
+        products, s = self.products(len(x), len(y)), self._similarities(len(x), len(y))
+        multiply_into(products, x, y.T)
+        torch.mul(products, block.scale, out=s)
         if block.row_bias is not None:
             s.add_(block.row_bias[rows, None])
         if block.col_bias is not None:
@@ -80,9 +91,6 @@ class _Tiles:
         if block.skip_diagonal:
             diagonal_of(s, rows, columns).fill_(-torch.inf)
         return s
-
-    def _buffer(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self._elements, dtype=dtype, device=self.block.x.device)
 
 
 def windows(length: int, size: int) -> Iterator[slice]:
@@ -98,14 +106,19 @@ def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
     return tile.new_empty(0)
 
 
-def matching_similarities(block: Block) -> Tensor:  # (N,)
-    """s_ii, from the same rounded inputs as the tiles."""
+def matching_products(block: Block) -> Tensor:  # (N,)
+    """⟨x_i, y_i⟩, from the same rounded inputs as the tiles."""
     out = block.zeros(block.N)
     for rows in windows(block.N, plan.eager_tile(block.x.device, block.dtype).rows):
         x = rounded(block.x[rows], block.precision).to(block.dtype)
         y = rounded(block.y[rows], block.precision).to(block.dtype)
         torch.sum(x * y, dim=1, out=out[rows])
-    out.mul_(block.scale)
+    return out
+
+
+def matching_similarities(block: Block) -> Tensor:  # (N,)
+    """s_ii."""
+    out = matching_products(block).mul_(block.scale)
     if block.row_bias is not None:
         out.add_(block.row_bias)
     if block.col_bias is not None:
@@ -116,14 +129,14 @@ def matching_similarities(block: Block) -> Tensor:  # (N,)
 def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
     """Row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles."""
     tiles = _Tiles(block)
-    spare = tiles.spare()
+    spare = tiles.buffer()
     row = LogSum.empty(block.N, dtype=block.dtype, device=block.x.device)
     col = LogSum.empty(block.M, dtype=block.dtype, device=block.x.device)
     for rows in tiles.rows:
         x = tiles.x(rows)
         for columns in tiles.columns:
             s = tiles.similarities(rows, columns, x, tiles.y(columns))
-            row.part(rows).add_exponentials_(s, dim=1, out=spare(s))
+            row.part(rows).add_exponentials_(s, dim=1, out=spare(*s.shape))
             col.part(columns).add_exponentials_(s, dim=0, out=s)
     return row, col
 
@@ -147,21 +160,24 @@ def logsumexp_gradients(
     drow: Tensor | None,  # (N,)
     dcol: Tensor | None,  # (M,)
     sums: ColumnGradients,
-    *,
-    want_dx: bool,
+    needs: Needs,
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
-    tiles = _Tiles(block)
-    spare = tiles.spare()
+    tiles = _gradient_tiles(block)
+    spare = tiles.buffer()
     row_shift, col_shift = finite_or_zero(row.shift), finite_or_zero(col.shift)
     row_weight = None if drow is None else row.per_unit(drow)
     col_weight = None if dcol is None else col.per_unit(dcol)
 
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
-        g = spare(s).zero_() if row_weight is None else _weighted(s, row_shift[rows, None], row_weight[rows, None], spare(s))
-        return g if col_weight is None else g.add_(_weighted(s, col_shift[columns], col_weight[columns], s))
+        g = spare(*s.shape)
+        if row_weight is None:
+            g.zero_()
+        else:
+            _weighted(s, row_shift[rows, None], row_weight[rows, None], out=g)
+        return g if col_weight is None else g.add_(_weighted(s, col_shift[columns], col_weight[columns], out=s))
 
-    return _gradients(tiles, weigh, sums, want_dx=want_dx)
+    return _gradients(tiles, weigh, sums, needs)
 
 
 def _weighted(s: Tensor, shift: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -172,61 +188,74 @@ def softplus_gradients(
     block: Block,
     dtotal: Tensor,  # (N,)
     sums: ColumnGradients,
+    needs: Needs,
     *,
-    want_dx: bool,
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
-    tiles = _Tiles(block)
-    spare = tiles.spare() if total is not None else None
+    tiles = _gradient_tiles(block)
+    spare = tiles.buffer() if total is not None else None
 
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
         if total is not None and spare is not None:
-            total[rows] += _softplus(s, out=spare(s)).sum(1)
+            total[rows] += _softplus(s, out=spare(*s.shape)).sum(1)
         return s.sigmoid_().mul_(dtotal[rows, None])
 
-    return _gradients(tiles, weigh, sums, want_dx=want_dx)
+    return _gradients(tiles, weigh, sums, needs)
+
+
+def _gradient_tiles(block: Block) -> _Tiles:
+    return _Tiles(block, keep_products=_rounds_gradients(block))
+
+
+def _rounds_gradients(block: Block) -> bool:
+    """Whether a gradient tile is rounded to the inputs' type before it is multiplied with them."""
+    return block.x.device.type == "cuda" and block.precision in (TF32, BFLOAT16, FLOAT16)
 
 
 def _gradients(
     tiles: _Tiles,
     weigh: Callable[[Tensor, slice, slice], Tensor],  # turns a tile of s into a tile of g, in place
     sums: ColumnGradients,
-    *,
-    want_dx: bool,
+    needs: Needs,
 ) -> Iterator[RowGradients]:
-    block = tiles.block
+    # The gradient of the scale is small against its terms. Σ_i ⟨x_i, dx_i⟩ is good enough while g is exact; once it is
+    # rounded, the roundings do not cancel as the terms do, and the sum is taken over g and the products themselves.
+    block, rounds = tiles.block, _rounds_gradients(tiles.block)
     as_factor = _product_factor(tiles)
     for rows in tiles.rows:
         x = tiles.x(rows)
-        dx = block.zeros(len(x), block.D) if want_dx else None
-        drow_bias = block.zeros(len(x))
+        dx = block.zeros(len(x), block.D) if needs.dx or (needs.dscale and not rounds) else None
+        dscale = block.zeros(len(x)) if needs.dscale else None
+        drow_bias = block.zeros(len(x)) if needs.drow_bias else None
         for columns in tiles.columns:
             y = tiles.y(columns)
             g = weigh(tiles.similarities(rows, columns, x, y), rows, columns)
-            if block.row_bias is not None:
+            if drow_bias is not None:
                 drow_bias += g.sum(1)
             if sums.dcol_bias is not None:
                 sums.dcol_bias[columns] += g.sum(0)
+            if dscale is not None and rounds:
+                dscale += tiles.products(*g.shape).mul_(g).sum(1)
             g = as_factor(g)
             if dx is not None:
                 add_product(dx, g, y)
             if sums.dy is not None:
                 add_product(sums.dy[columns], g.T, x)
-        yield RowGradients(rows, dx, drow_bias)
+        if dscale is not None and dx is not None and not rounds:
+            dscale += (dx * x).sum(1)
+        yield RowGradients(rows, dx, dscale, drow_bias)
 
 
 def _product_factor(tiles: _Tiles) -> Callable[[Tensor], Tensor]:
     """How a gradient tile enters a product with rounded inputs: itself, or rounded to their type."""
     block = tiles.block
-    factor_dtype = product_dtype(block.precision, block.x.device.type)
-    if factor_dtype != block.dtype:
-        spare = tiles.spare(factor_dtype)
-        return lambda g: spare(g).copy_(g)
-    if block.precision == TF32 and block.x.device.type == "cuda":
-        spare = tiles.spare()
-        return lambda g: round_to_tf32_(g, spare(g))
-    return lambda g: g
+    if not _rounds_gradients(block):
+        return lambda g: g
+    if block.precision == TF32:
+        return lambda g: round_to_tf32_(g, tiles.products(*g.shape))
+    half = tiles.buffer(product_dtype(block.precision, block.x.device.type))
+    return lambda g: half(*g.shape).copy_(g)
 
 
 def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
