@@ -1,6 +1,6 @@
 """What several test files share: sized tiles, float64 copies, bounds that follow from the arithmetic."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,6 +31,25 @@ def aligned_pairs(N: int, D: int, *, noise: float, seed: int) -> tuple[Tensor, T
     """Unit embeddings whose matching pairs are alike: small `noise` is a trained model, large an untrained one."""
     x = unit(N, D, seed=seed)
     return x, F.normalize(x + noise * unit(N, D, seed=seed + 1), dim=-1)
+
+
+def dense_clip(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """As open_clip writes it: the scale goes into the first factor, both directions are multiplied."""
+    labels = torch.arange(len(image), device=image.device)
+    return (F.cross_entropy(scale * image @ text.T, labels) + F.cross_entropy(scale * text @ image.T, labels)) / 2
+
+
+def dense_siglip(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """As open_clip writes it."""
+    logits = scale * image @ text.T + bias
+    signs = 2 * torch.eye(len(image), dtype=logits.dtype, device=image.device) - 1
+    return -F.logsigmoid(signs * logits).sum() / len(image)
+
+
+def outcomes(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The value and all gradients, in float64."""
+    value = function(*inputs)
+    return [value.detach().double(), *(g.double() for g in torch.autograd.grad(value, inputs))]
 
 
 def leaves(*tensors: Tensor) -> list[Tensor]:

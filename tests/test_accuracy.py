@@ -4,12 +4,14 @@ The truth is float64 on the same rounded inputs. Errors are root mean squares ov
 luck, its size over many draws cannot.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
-import torch.nn.functional as F
 
 import megabatch as mb
-from helpers import aligned_pairs, tile_size
+from helpers import aligned_pairs, dense_clip, dense_siglip, outcomes, tile_size
 from megabatch import reference
 
 SEEDS = 24
@@ -19,23 +21,6 @@ REGIMES = {  # noise between matching pairs, scale
     "trained": (0.3, 100.0),
     "cold": (3.0, 1000.0),
 }
-
-
-def dense_clip(image, text, scale):
-    """As open_clip writes it: the scale goes into the first factor, both directions are multiplied."""
-    labels = torch.arange(len(image))
-    return (F.cross_entropy(scale * image @ text.T, labels) + F.cross_entropy(scale * text @ image.T, labels)) / 2
-
-
-def dense_siglip(image, text, scale, bias):
-    logits = scale * image @ text.T + bias
-    signs = 2 * torch.eye(len(image), dtype=logits.dtype) - 1
-    return -F.logsigmoid(signs * logits).sum() / len(image)
-
-
-def outcomes(function, inputs):
-    value = function(*inputs)
-    return [value.detach().double(), *(g.double() for g in torch.autograd.grad(value, inputs))]
 
 
 def root_mean_square_errors(function, truth, draws):
@@ -70,6 +55,48 @@ def test_error_is_at_most_twice_the_dense_one(loss, regime, dtype):
     assert (found <= 2 * bar).all(), report
     if dtype == torch.float32:
         assert (bar < 1e-2).all(), "the bar itself must mean something"
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_the_precision_of_forward_is_that_of_backward(when):
+    x, y = (t.float().requires_grad_() for t in aligned_pairs(64, 16, noise=1.0, seed=0))
+    settings = ("high", "highest") if when == "forward" else ("highest", "high")
+    try:
+        torch.set_float32_matmul_precision(settings[0])
+        total = mb.pairwise_logsumexp(x, y, 1e4)[0].sum()
+        wanted = torch.autograd.grad(mb.pairwise_logsumexp(x, y, 1e4)[0].sum(), x)
+        torch.set_float32_matmul_precision(settings[1])
+        found = torch.autograd.grad(total, x)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "rounds"),
+    [
+        ("torch.set_float32_matmul_precision('high')", True),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", False),  # of another device
+        ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", True),
+        ("torch.backends.fp32_precision = 'tf32'", True),
+        ("torch.backends.fp32_precision = 'ieee'", False),
+    ],
+)
+def test_every_way_to_set_the_precision(setting, rounds):
+    if "fp32_precision" in setting and not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this PyTorch has no such setting")
+    program = f"""
+import torch
+import megabatch as mb
+x, y = torch.randn(2, 50, 20, generator=torch.Generator().manual_seed(0))
+exact = mb.pairwise_logsumexp(x, y)[0]
+{setting}
+print(torch.equal(mb.pairwise_logsumexp(x, y)[0], exact))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(not rounds)
 
 
 @pytest.mark.parametrize("which", ["high", "medium"])

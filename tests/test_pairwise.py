@@ -123,6 +123,15 @@ def test_collapsed_embeddings_do_not_rank_perfectly():
     assert torch.equal(col_rank, torch.arange(500))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("N", "D"), [(1025, 64), (1026, 384), (33, 7), (1029, 513)])
+def test_copies_tie_wherever_they_are_formed(N, D, dtype):
+    # The last column of 1025 is a tile of its own, formed by another routine with other roundings.
+    x = unit(1, D, seed=N, dtype=dtype).expand(N, D)
+    for rank in mb.pairwise_rank(x, x):
+        assert torch.equal(rank, torch.arange(N))
+
+
 def test_nan_ranks_worst():
     x = unit(20, 8, seed=0, dtype=torch.float32)
     x[3] = torch.nan
@@ -296,6 +305,15 @@ def test_results_do_not_depend_on_the_tile_beyond_rounding(size):
         wanted = run()
     for actual, expected in zip(found, wanted, strict=True):
         assert_equal_to_rounding(actual, expected, 50.0)
+
+
+@pytest.mark.parametrize(("N", "M"), [(2, 700), (700, 2), (1, 1), (3, 0)])
+def test_thin_shapes(N, M):
+    x, y = leaves(unit(N, 8, seed=0), unit(M, 8, seed=1))
+    with tile_size(16, 16):
+        found = mb.pairwise_logsumexp(x, y, 5.0)
+    for actual, expected in zip(found, reference.pairwise_logsumexp(x, y, 5.0), strict=True):
+        assert_equal_to_rounding(actual.detach(), expected.detach(), 5.0)
 
 
 def test_fresh_memory_is_never_read():

@@ -5,17 +5,19 @@ s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j is never held; memory gro
 Precision, the same for all of them: half-precision inputs are used as they are; float32 inputs follow
 `torch.get_float32_matmul_precision()`; under autocast, float32 inputs are multiplied in the autocast type, as in any matrix
 product there. Sums, exponentials and statistics are float32 (float64 for float64 inputs) in every case, autocast or not.
+The products ⟨x_i, y_j⟩ themselves have to be within float32's range, before the scale; everything else may be any size.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import operators, validation
 from megabatch.operators.logsumexp import APART, KEPT, SKIPPED
-from megabatch.tiles.precision import accumulator_dtype
+from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY, accumulator_dtype
 
 
 def pairwise_logsumexp(
@@ -109,9 +111,9 @@ def pairwise_rank(
 ) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
     """The rank of each matching pair (x_i, y_i) in its row and in its column of similarities; 0 is best. No gradient.
 
-    Same as, without the matrix: the position of i in `(x @ y.T)[i]`, sorted from large to small, and in column i. Of equal
-    similarities the one with the smaller index comes first, so that embeddings which are all alike rank by chance, not
-    perfectly. Recall@k is `(rank < k).float().mean()`.
+    Same as, without the matrix: the position of i in `(x @ y.T)[i]`, sorted from large to small, and in column i. Of
+    similarities that are equal up to rounding the one with the smaller index comes first, so that embeddings which are all
+    alike rank by chance, not perfectly; NaN ranks last. Recall@k is `(rank < k).float().mean()`.
 
     Args:
         x: (N, D) embeddings.
@@ -163,6 +165,11 @@ def matched_sigmoid(
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, y, scale, row_bias)]
     loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, precision, needs)[0]
     return loss
+
+
+def exact_softplus(values: Tensor) -> Tensor:
+    """log(1 + exp(values)) to the last digit of float64, where PyTorch's default stops at nine."""
+    return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)
 
 
 def _matched(x: Tensor, y: Tensor, ids: Tensor | None, names: tuple[str, str, str], group: Any, backend: str) -> str:

@@ -4,6 +4,7 @@ Only shapes, types and devices are looked at, never values, so nothing here wait
 """
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def embeddings(x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, same_rows
     precisions = [compute_precision(tensor.dtype, tensor.device.type) for tensor in (x, y)]
     if precisions[0] != precisions[1]:
         raise TypeError(
-            f"{first} and {second} must have the same dtype, got {_dtype(x)} and {_dtype(y)}; convert one of them with .to()"
+            f"{first} and {second} must have the same dtype, got {_dtype(x)} and {_dtype(y)}; convert one of them with .to() "
+            "(under autocast, float32 beside the autocast type will do)"
         )
     return precisions[0]
 
@@ -61,7 +63,7 @@ def number(value: Any, name: str, like: Tensor) -> None:
         if not value.dtype.is_floating_point:
             raise TypeError(f"{name} must be a floating-point tensor, got {_dtype(value)}")
         _same_device(value, name, like)
-    elif isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+    elif isinstance(value, bool) or not isinstance(value, Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{name} must be a float or a tensor of one element, got {_kind(value)}")
 
 
@@ -76,10 +78,13 @@ def offsets(value: Any, name: str, like: Tensor, side: str) -> None:
 
 def ids(value: Any, name: str, like: Tensor, side: str) -> None:
     """One integer for each row of `like`, or None."""
-    if value is None:
-        return
+    if value is not None:
+        _identifiers(value, name, like, side, expected="a tensor of integers or None")
+
+
+def _identifiers(value: Any, name: str, like: Tensor, side: str, *, expected: str) -> None:
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
-        raise TypeError(f"{name} must be a tensor of integers or None, got {_kind(value)}")
+        raise TypeError(f"{name} must be {expected} (int64, int32, int16, int8 or uint8), got {_kind(value)}")
     _one_each(value, name, like, side)
 
 
@@ -95,9 +100,7 @@ def exclude(value: Any, x: Tensor, y: Tensor) -> None:
         raise ValueError(f'exclude must be None, "diagonal" or a pair (row ids, column ids), got {came}')
     row_ids, col_ids = value
     for name, part, like, side in (("exclude[0]", row_ids, x, "x"), ("exclude[1]", col_ids, y, "y")):
-        if part is None:
-            raise TypeError(f"{name} must be a tensor of integers, got None")
-        ids(part, name, like, side)
+        _identifiers(part, name, like, side, expected="a tensor of integers")
 
 
 def backend(value: Any) -> None:
@@ -113,7 +116,7 @@ def group(value: Any) -> None:
     if value is None:
         return
     size = value.size() if hasattr(value, "size") else None
-    if size is None:
+    if not isinstance(size, int):
         raise TypeError(f"group must be a torch.distributed process group, a DeviceMesh or None, got {_kind(value)}")
     if size > 1:
         raise NotImplementedError(

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import megabatch as mb
-from helpers import aligned_pairs, assert_equal_to_rounding, leaves, tile_size, unit
+from helpers import aligned_pairs, assert_equal_to_rounding, dense_clip, dense_siglip, leaves, outcomes, tile_size, unit
 from megabatch import reference
+from megabatch.bench.measure import peak_memory
+from megabatch.bench.truth import clip_truth
 
 pytestmark = pytest.mark.gpu
 
@@ -19,11 +20,6 @@ def pairs(N, D, *, noise=1.0, seed=0, dtype=torch.float32):
 
 def numbers(*values, dtype=torch.float32):
     return [torch.tensor(value, device="cuda", dtype=dtype, requires_grad=True) for value in values]
-
-
-def outcomes(function, inputs):
-    value = function(*inputs)
-    return [value.detach().double(), *(g.double() for g in torch.autograd.grad(value, inputs))]
 
 
 @pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
@@ -39,17 +35,6 @@ def test_float64_equals_the_reference(exclude):
     expected = torch.autograd.grad(wanted[0].sum() + wanted[1].square().sum(), (x, y, scale))
     for a, b in zip([*found, *gradients], [*wanted, *expected], strict=True):
         assert_equal_to_rounding(a.detach(), b.detach(), 30.0)
-
-
-def dense_clip(image, text, scale):
-    labels = torch.arange(len(image), device="cuda")
-    return (F.cross_entropy(scale * image @ text.T, labels) + F.cross_entropy(scale * text @ image.T, labels)) / 2
-
-
-def dense_siglip(image, text, scale, bias):
-    logits = scale * image @ text.T + bias
-    signs = 2 * torch.eye(len(image), dtype=logits.dtype, device="cuda") - 1
-    return -F.logsigmoid(signs * logits).sum() / len(image)
 
 
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
@@ -141,14 +126,6 @@ def test_bitwise_the_same_over_repeated_runs(dtype):
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
 
 
-def peak(function):
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    function()
-    return torch.cuda.max_memory_allocated() - before
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 def test_memory_is_linear_and_the_workspace_capped(dtype, loss):
@@ -161,7 +138,7 @@ def test_memory_is_linear_and_the_workspace_capped(dtype, loss):
 
         run()
         x.grad = y.grad = None
-        used = peak(run)
+        _, used = peak_memory(run, "cuda")
         accumulator = 4 * N * 256
         returned = x.nbytes + y.nbytes
         saved = returned if loss == "siglip" else 0  # its gradients wait for backward to multiply them
@@ -172,8 +149,6 @@ def test_memory_is_linear_and_the_workspace_capped(dtype, loss):
 
 
 def test_large_batch_against_float64_on_sampled_rows():
-    from megabatch.bench.truth import clip_truth
-
     x, y = pairs(40000, 512, noise=1.0, dtype=torch.bfloat16)
     loss = mb.clip_loss(x, y, 50.0)
     loss.backward()
@@ -183,6 +158,15 @@ def test_large_batch_against_float64_on_sampled_rows():
     for found, wanted in ((x.grad[sample], dx), (y.grad[sample], dy)):
         error = (found.double() - wanted).norm() / wanted.norm()
         assert error < 5e-3
+
+
+def test_many_columns_do_not_underflow_in_fp16():
+    # A softmax over 200,000 columns is 5e-6 each: with weights of at most 1, fp16 tiles would hold it with few digits.
+    x, y = (t.to("cuda", torch.float16).requires_grad_() for t in (unit(64, 32, seed=0), unit(200_000, 32, seed=1)))
+    (dx,) = torch.autograd.grad(mb.pairwise_logsumexp(x, y, 2.0)[0].sum(), x)
+    wide = x.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(reference.pairwise_logsumexp(wide, y.detach().double(), 2.0)[0].sum(), wide)
+    assert (dx.double() - wanted).norm() / wanted.norm() < 1e-3
 
 
 def test_autocast_on_the_device():

@@ -167,6 +167,20 @@ def test_a_bias_gets_a_gradient_of_zero_in_softmax():
     assert bias.grad == 0
 
 
+@pytest.mark.parametrize("bias", [torch.inf, -torch.inf, 3.0])
+def test_a_bias_of_any_size_and_type_leaves_the_softmax_alone(bias):
+    x, y = (unit(5, 3, seed=s, dtype=torch.float32) for s in (0, 1))
+    loss = mb.ClipLoss()(x, y, 10.0, logit_bias=torch.tensor([bias], dtype=torch.float64))
+    assert torch.equal(loss, mb.ClipLoss()(x, y, 10.0))
+    with pytest.raises(TypeError, match="logit_bias"):
+        mb.ClipLoss()(x, y, 10.0, logit_bias="3")
+
+
+def test_siglip_without_a_bias(open_clip_losses):
+    x, y = unit(5, 3, seed=0), unit(5, 3, seed=1)
+    torch.testing.assert_close(mb.SigLipLoss()(x, y, 10.0, None), open_clip_losses.SigLipLoss()(x, y, 10.0, None))
+
+
 def test_modules_refuse_what_they_cannot_do():
     with pytest.raises(ValueError, match="use_horovod"):
         mb.ClipLoss(use_horovod=True)

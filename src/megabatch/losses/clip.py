@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import validation
-from megabatch.pairwise import matched_logsumexp
+from megabatch.pairwise import exact_softplus, matched_logsumexp
 
 
 def clip_loss(
@@ -43,8 +42,8 @@ def clip_loss(
 
 
 def _cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:
-    """Mean of −log(exp match / (exp match + exp negatives)); 50 is where float64 can no longer tell softplus from identity."""
-    return F.softplus(negatives - match, threshold=50.0).mean()
+    """Mean of −log(exp match / (exp match + exp negatives))."""
+    return exact_softplus(negatives - match).mean()
 
 
 class ClipLoss(nn.Module):
@@ -84,6 +83,8 @@ class ClipLoss(nn.Module):
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or {"contrastive_loss": loss}. A bias cancels in a softmax: it gets a gradient, and that is zero."""
         loss = clip_loss(image_features, text_features, logit_scale)
+        if logit_bias is not None:
+            validation.number(logit_bias, "logit_bias", image_features)
         if isinstance(logit_bias, Tensor):
-            loss = loss + 0.0 * logit_bias.sum()
+            loss = loss + 0.0 * logit_bias.nan_to_num(0.0, 0.0, 0.0).to(loss.dtype).sum()
         return {"contrastive_loss": loss} if output_dict else loss

@@ -69,9 +69,9 @@ class SigLipLoss(nn.Module):
         image_features: Tensor,  # (N, D)
         text_features: Tensor,  # (N, D)
         logit_scale: float | Tensor,
-        logit_bias: float | Tensor,
+        logit_bias: float | Tensor | None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or {"contrastive_loss": loss}."""
-        loss = siglip_loss(image_features, text_features, logit_scale, logit_bias)
+        loss = siglip_loss(image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss

@@ -55,12 +55,16 @@ def column_sums(block: Block, needs: Needs) -> ColumnGradients:
 
 
 def gradient_unit(block: Block, *weights: Tensor | None) -> Tensor:  # ()
-    """What gradients are divided by while they pass through tiles: 1, but for fp16, where 1/N can be below its range."""
+    """What gradients are divided by while they pass through tiles.
+
+    1, but for fp16: there the largest weight becomes 2¹⁴. A softmax of a million columns spreads it to 2⁻⁶, still far from
+    where fp16 begins to lose digits, and the largest entry of a tile, two such weights, is still within its range.
+    """
     one = torch.ones_like(block.scale)
     largest = [w.abs().amax() for w in weights if w is not None and w.numel()]
     if block.precision != FLOAT16 or not largest:
         return one
-    unit = torch.stack(largest).amax()
+    unit = torch.stack(largest).amax() / 2**14
     return torch.where((unit > 0) & unit.isfinite(), unit, one)
 
 

@@ -112,7 +112,9 @@ def _block(
     precision: str,
 ) -> Block:
     skip = diagonal != KEPT
-    return Block(x, y, scale, by_matmul_setting(precision), row_bias, col_bias, row_ids, col_ids, skip_diagonal=skip)
+    return Block(
+        x, y, scale, by_matmul_setting(precision, x.device.type), row_bias, col_bias, row_ids, col_ids, skip_diagonal=skip
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

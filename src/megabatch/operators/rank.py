@@ -16,7 +16,7 @@ def rank(x: Tensor, y: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     """How many entries of its row, and of its column, come before the matching pair: (N,) and (N,) int64."""
     one = torch.ones((), dtype=accumulator_dtype(x.dtype), device=x.device)
     with own_precision(x):
-        return eager.rank_counts(Block(x, y, one, by_matmul_setting(precision)))
+        return eager.rank_counts(Block(x, y, one, by_matmul_setting(precision, x.device.type)))
 
 
 @rank.register_fake

@@ -1,7 +1,8 @@
 """The sigmoid loss, its gradient taken in the forward pass.
 
 Every pair has the same weight in a mean, so the gradient is known up to one factor before backward is called. Taking it while
-the tile is there saves the second product of similarities: 6·N²·D operations in all instead of 8.
+the tile is there saves the second product of similarities: 6·N²·D operations in all instead of 8. Until backward multiplies
+them by the factor, the gradients wait in the type of the inputs; a factor that is not a power of two costs one more rounding.
 """
 
 from typing import Any
@@ -16,11 +17,11 @@ from megabatch.operators.gradients import (
     column_sums,
     empty_gradients,
     finish,
+    gradient_unit,
     own_precision,
 )
 from megabatch.tiles import eager
 from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.eager import SOFTPLUS_IS_IDENTITY
 from megabatch.tiles.precision import by_matmul_setting
 
 
@@ -35,20 +36,23 @@ def sigmoid_mean(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N, dx, dy, dscale, drow_bias): the loss and its own gradients."""
-    block = Block(x, y, scale, by_matmul_setting(precision), row_bias, row_ids=ids, col_ids=ids, skip_diagonal=True)
+    block = Block(
+        x, y, scale, by_matmul_setting(precision, x.device.type), row_bias, row_ids=ids, col_ids=ids, skip_diagonal=True
+    )
     wanted = Needs(*needs)
     with own_precision(x):
         match = eager.matching_similarities(block)
         if any(wanted):
             total = block.zeros(block.N)
             sums = column_sums(block, wanted)
-            strips = eager.softplus_gradients(block, torch.ones_like(total), sums, wanted, total=total)
-            each = torch.full_like(scale, 1 / block.N)
-            gradients = finish(block, strips, sums, wanted, unit=each, dmatch=-torch.sigmoid(-match), dtype=_saved_dtype(x, y))
+            unit = gradient_unit(block, torch.ones_like(total))
+            strips = eager.softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
+            dmatch = -torch.sigmoid(-match) / unit
+            gradients = finish(block, strips, sums, wanted, unit=unit / block.N, dmatch=dmatch, dtype=_saved_dtype(x, y))
         else:
             total = eager.softplus_sums(block)
-            gradients = empty_gradients(x, y, wanted)
-        total += F.softplus(-match, 1.0, SOFTPLUS_IS_IDENTITY)
+            gradients = empty_gradients(x, y, wanted, _saved_dtype(x, y))
+        total -= F.logsigmoid(match)
         return total.mean(), *gradients[:4]
 
 

@@ -31,7 +31,7 @@ def softplus(
 ) -> Tensor:
     """Σ_j log(1 + exp s_ij), one sum a row."""
     with own_precision(x):
-        return eager.softplus_sums(Block(x, y, scale, by_matmul_setting(precision), row_bias))
+        return eager.softplus_sums(Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias))
 
 
 @softplus.register_fake
@@ -50,7 +50,7 @@ def softplus_backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dy, dscale, drow_bias, nothing)."""
-    block = Block(x, y, scale, by_matmul_setting(precision), row_bias)
+    block = Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias)
     wanted = Needs(*needs)
     with own_precision(x):
         unit = gradient_unit(block, dtotal)

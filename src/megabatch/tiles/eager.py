@@ -23,6 +23,7 @@ from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import (
     BFLOAT16,
     FLOAT16,
+    SOFTPLUS_IS_IDENTITY,
     TF32,
     add_product,
     multiply_into,
@@ -30,9 +31,6 @@ from megabatch.tiles.precision import (
     round_to_tf32_,
     rounded,
 )
-
-# log1p(exp(s)) − s is below one rounding of s from here on, in float64 as well.
-SOFTPLUS_IS_IDENTITY = 50.0
 
 
 class ColumnGradients(NamedTuple):
@@ -55,11 +53,11 @@ class _Tiles:
     """The tiles of one block, formed one after another in the same buffers."""
 
     def __init__(self, block: Block, *, keep_products: bool = False) -> None:
-        size = plan.eager_tile(block.x.device, block.dtype)
+        size = plan.eager_tile(block.x.device, block.dtype).fitted(block.N, block.M)
         self.block = block
         self.rows = list(windows(block.N, size.rows))
         self.columns = list(windows(block.M, size.columns))
-        self._elements = min(size.rows, block.N) * min(size.columns, block.M)
+        self._elements = size.rows * size.columns
         self._similarities = self.buffer()
         self.products = self.buffer() if keep_products else self._similarities
 
@@ -261,10 +259,14 @@ def _product_factor(tiles: _Tiles) -> Callable[[Tensor], Tensor]:
 def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
     """How many entries of row i, and of column i, come before s_ii.
 
-    Larger comes first; of equal entries the one with the smaller index; NaN comes before everything, as in torch.sort.
+    Larger comes first. Entries that rounding cannot tell from s_ii count as equal to it, and of equal ones the smaller index
+    comes first: the same product, formed in two places, need not have the same last bit. What NaN touches ranks last.
     """
     tiles = _Tiles(block)
-    match = _matching_tile_entries(tiles)
+    match = matching_similarities(block)
+    noise = 4 * block.D**0.5 * torch.finfo(block.dtype).eps * block.scale.abs()
+    row_noise, col_noise = (torch.linalg.vector_norm(side, dim=1, dtype=block.dtype) for side in (block.x, block.y))
+    row_noise.mul_(noise)
     index = torch.arange(max(block.N, block.M), device=block.x.device)
     row_rank = torch.zeros(block.N, dtype=torch.int64, device=block.x.device)
     col_rank = torch.zeros(block.M, dtype=torch.int64, device=block.x.device)
@@ -273,26 +275,15 @@ def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
         for columns in tiles.columns:
             s = tiles.similarities(rows, columns, x, tiles.y(columns))
             i, j = index[rows, None], index[columns]
+            near = row_noise[rows, None] * col_noise[columns]
             for rank, own, later, dim in (
                 (row_rank[rows], match[rows, None], j > i, 1),
                 (col_rank[columns], match[columns], i > j, 0),
             ):
-                before = ~((s < own) | ((s == own) & later))
+                before = ~((s < own - near) | ((s <= own + near) & later))
                 diagonal_of(before, rows, columns).fill_(False)
                 rank += before.sum(dim)
     return row_rank, col_rank
-
-
-def _matching_tile_entries(tiles: _Tiles) -> Tensor:  # (N,)
-    """s_ii as the tiles hold it, bit for bit, so that a repeated embedding ties with its copy instead of nearly tying."""
-    out = tiles.block.zeros(tiles.block.N)
-    for rows in tiles.rows:
-        x = tiles.x(rows)
-        for columns in tiles.columns:
-            if columns.start < rows.stop and rows.start < columns.stop:
-                s = tiles.similarities(rows, columns, x, tiles.y(columns))
-                out[max(rows.start, columns.start) : min(rows.stop, columns.stop)] = diagonal_of(s, rows, columns)
-    return out
 
 
 def _softplus(s: Tensor, out: Tensor) -> Tensor:

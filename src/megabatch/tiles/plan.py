@@ -1,8 +1,11 @@
 """Tile sizes, as data, each with the measurement that chose it."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+
+from megabatch.tiles.precision import FLOAT32, TF32
 
 
 @dataclass(frozen=True)
@@ -12,6 +15,13 @@ class TileSize:
     rows: int
     columns: int
 
+    def fitted(self, N: int, M: int) -> "TileSize":
+        """No larger than N×M, and where one side is short, longer on the other."""
+        elements = self.rows * self.columns
+        rows = max(1, min(N, self.rows))
+        columns = max(1, min(M, elements // rows))
+        return TileSize(max(1, min(N, elements // columns)), columns)
+
 
 # Two cores of an AVX-512 server, fp32, D = 512, 4096 rows and columns; forward + backward against the bare product of the
 # same shape: 256×1024 2.69, 512×2048 2.60, 1024×1024 2.42, 1024×4096 2.40, 2048×4096 2.41. The tile and its spare copy
@@ -20,7 +30,7 @@ CPU = TileSize(rows=1024, columns=1024)
 
 # One H200, 32k rows and columns, D = 512, bf16 / fp32, clip_loss forward + backward in ms: 1024×1024 693 / 590,
 # 2048×2048 187 / 189, 4096×4096 72 / 143, 8192×8192 52 / 132. Launching is what small tiles cost. With every buffer a walk
-# can ask for (13 bytes an element in the worst case) this size stays below the 512 MiB that a workspace may take; 8192×8192
+# can ask for (15 bytes an element in the worst case) this size stays below the 512 MiB that a workspace may take; 8192×8192
 # would not.
 ACCELERATOR = TileSize(rows=4096, columns=8192)
 ACCELERATOR_FLOAT64 = TileSize(rows=4096, columns=4096)
@@ -31,3 +41,80 @@ def eager_tile(device: torch.device, dtype: torch.dtype) -> TileSize:
     if device.type == "cpu":
         return CPU
     return ACCELERATOR_FLOAT64 if dtype == torch.float64 else ACCELERATOR
+
+
+@dataclass(frozen=True)
+class KernelTile:
+    """One tile of a Triton kernel: rows × columns, `width` of the embeddings at a time."""
+
+    rows: int
+    columns: int
+    width: int
+    warps: int
+    stages: int
+    group: int = 8  # tiles of rows that programs share before they go on to the next columns
+    per_multiprocessor: int = 1
+
+
+# H200, bf16, 32k×32k, TFLOP/s at D = 512 / 768 / 1024, diagonal left out; cuBLAS's bare product in that run: 648 / 681 / 729.
+# 256×128, 8 warps, 3 stages: 655 / 712 / 735. 128×128, 4 warps: 598 / 537 / 511. 128×256, 8 warps: 257 / 288 / 326.
+_MARCH = KernelTile(rows=256, columns=128, width=64, warps=8, stages=3)
+_MARCH_TF32 = KernelTile(rows=128, columns=128, width=32, warps=8, stages=3)
+_MARCH_FLOAT32 = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
+
+# H200, bf16, strips of 8448×33792, TFLOP/s at D = 512 / 768 / 1024; cuBLAS's bare product in that run: 633 / 638 / 721.
+# 128×128, 4 warps, 3 stages, groups of 8, two programs an SM: 519 / 622 / 653. Groups of 16: 511 / 601 / 633.
+# 128×256, 8 warps, 4 stages: 508 / 571 / –. 256×128, 8 warps, 4 stages: 499 / – / 642. All in two halves; in one piece less.
+_STRIP = KernelTile(rows=128, columns=128, width=64, warps=4, stages=3, per_multiprocessor=2)
+_STRIP_TF32 = KernelTile(rows=128, columns=128, width=32, warps=8, stages=3)
+_STRIP_FLOAT32 = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2, per_multiprocessor=2)
+
+# For the few rows that need a shift of their own.
+ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
+
+# Rows and columns of one launch of the forward walk: its row partials take 128 MiB at most.
+MARCH_ROWS, MARCH_COLUMNS = 131072, 32768
+
+# A strip of gradients in half precision; 8448 rows are 132 multiprocessors' worth of 128×256 tiles of dx at D = 512.
+_STRIP_ROWS, _STRIP_BYTES = 8448, 512 * 2**20
+
+
+def march_tile(precision: str) -> KernelTile:
+    """The tile of the forward kernel."""
+    return {TF32: _MARCH_TF32, FLOAT32: _MARCH_FLOAT32}.get(precision, _MARCH)
+
+
+def strip_tile(precision: str) -> KernelTile:
+    """The tile of the gradient kernel."""
+    return {TF32: _STRIP_TF32, FLOAT32: _STRIP_FLOAT32}.get(precision, _STRIP)
+
+
+def march_strips(panels: int, rows: int, tile_rows: int, multiprocessors: int) -> tuple[int, int]:
+    """(how many programs share a panel, rows of each): the fewest that leave the fewest multiprocessors idle at the end."""
+    tiles = -(-rows // tile_rows)
+
+    def idle(strips: int) -> float:
+        waves = panels * strips / multiprocessors
+        return -(-panels * strips // multiprocessors) / waves
+
+    strips = min(range(1, min(tiles, 8 + multiprocessors // panels) + 1), key=lambda count: (round(idle(count), 2), count))
+    strip_rows = -(-tiles // strips) * tile_rows
+    return -(-rows // strip_rows), strip_rows
+
+
+def strip_size(N: int, M: int, element_size: int) -> TileSize:
+    """Rows and columns of one strip of gradients: all of equal size, as few as the workspace allows."""
+    rows = _even(N, _STRIP_ROWS)
+    return TileSize(rows, _even(M, _STRIP_BYTES // element_size // rows))
+
+
+def _even(length: int, most: int) -> int:
+    """The size of equal pieces of `length`, each a multiple of 256 and at most `most`."""
+    pieces = max(1, -(-length // (most // 256 * 256)))
+    return -(-length // pieces // 256) * 256
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; a CPU interpreting kernels counts as a small one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -20,6 +20,7 @@ FLOAT32 = "float32"
 TF32 = "tf32"
 BFLOAT16 = "bfloat16"
 FLOAT16 = "float16"
+BY_SETTING = "by setting"  # float32 or TF32, to be settled when the work is done
 
 _OF_DTYPE = {torch.float64: FLOAT64, torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _OF_MATMUL = {"highest": FLOAT32, "high": TF32, "medium": TF32}
@@ -27,17 +28,31 @@ _HALF_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 
 SUPPORTED_DTYPES = tuple(_OF_DTYPE)
 
+# log1p(exp(s)) − s is below one rounding of s from here on, in float64 as well.
+SOFTPLUS_IS_IDENTITY = 50.0
+
 
 def compute_precision(dtype: torch.dtype, device_type: str) -> str:
-    """The precision in which inputs of `dtype` are multiplied under the autocast state in force now."""
-    if dtype == torch.float32 and torch.is_autocast_enabled(device_type):
+    """The precision in which inputs of `dtype` are multiplied, under the autocast state and matmul setting in force now.
+
+    The compiler cannot read the setting; a compiled call reads it when it runs (`by_matmul_setting`).
+    """
+    if dtype != torch.float32:
+        return _OF_DTYPE[dtype]
+    if torch.is_autocast_enabled(device_type):
         return _OF_DTYPE[torch.get_autocast_dtype(device_type)]
-    return _OF_DTYPE[dtype]
+    return BY_SETTING if torch.compiler.is_compiling() else by_matmul_setting(BY_SETTING, device_type)
 
 
-def by_matmul_setting(precision: str) -> str:
-    """Float32 as `torch.get_float32_matmul_precision()` wants it; read when the work is done, as PyTorch's products do."""
-    return _OF_MATMUL[torch.get_float32_matmul_precision()] if precision == FLOAT32 else precision
+def by_matmul_setting(precision: str, device_type: str) -> str:
+    """`precision`, or what PyTorch's settings say of float32 products on this kind of device now."""
+    if precision != BY_SETTING:
+        return precision
+    try:
+        return _OF_MATMUL[torch.get_float32_matmul_precision()]
+    except RuntimeError:  # it refuses to answer once the newer settings, one for each kind of device, have been used
+        backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+        return FLOAT32 if backend.matmul.fp32_precision in ("ieee", "none") else TF32
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -90,6 +105,8 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b, accumulated in the type of `out`."""
+    if a.dtype != out.dtype and out.device.type != "cuda":
+        a, b = a.to(out.dtype), b.to(out.dtype)
     if a.dtype == out.dtype:
         out.addmm_(a, b)
     else:
