@@ -1,17 +1,21 @@
-"""Before anything is compiled: a compile cache of this run's own, because PyTorch's does not notice a changed operator."""
+"""Before anything is imported: kernels are interpreted where there is no device for them, and compiled code is not kept.
+
+PyTorch's compile cache does not notice a changed operator, so a run has one of its own.
+"""
 
 import os
 import tempfile
 
 import pytest
+import torch
 
 _cache = tempfile.TemporaryDirectory(prefix="megabatch-inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch
-
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

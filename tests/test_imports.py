@@ -1,6 +1,7 @@
 """`import megabatch` needs torch alone, and offers what it promises."""
 
 import inspect
+import os
 import subprocess
 import sys
 
@@ -55,3 +56,16 @@ def test_public_names():
 
 def test_reference_shares_no_code():
     assert "megabatch" not in inspect.getsource(reference)
+
+
+def test_triton_asked_for_by_name_never_falls_back():
+    program = """
+import torch, megabatch as mb
+try:
+    mb.clip_loss(torch.eye(4), torch.eye(4), 1.0, backend="triton")
+except ValueError as error:
+    print(error)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
+    assert "its kernels run on CUDA devices, and the inputs are on cpu" in done.stdout, done.stderr

@@ -31,7 +31,7 @@ WRONG_PAIRWISE = [
     ((X, Y), {"group": X}, TypeError, "group must be a torch.distributed process group.*, got a tensor of float32"),
     ((X, Y), {"group": "world"}, TypeError, "group must be a torch.distributed process group.*, got str"),
     ((X, Y), {"backend": "cuda"}, ValueError, "backend must be one of 'auto', 'eager', 'triton', got 'cuda'"),
-    ((X, Y), {"backend": "triton"}, NotImplementedError, 'backend="triton"'),
+    ((X.double(), Y.double()), {"backend": "triton"}, ValueError, 'backend="triton" cannot serve this call: .*float64'),
 ]
 
 

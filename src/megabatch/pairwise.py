@@ -49,14 +49,14 @@ def pairwise_logsumexp(
         exclude: None; "diagonal", to leave out the pairs (i, i); or a pair of integer vectors, ids of the rows (N,) and of
             the columns (M,), to leave out the pairs whose ids are equal.
         group: the processes that share the batch; None for this one alone.
-        backend: "auto" or "eager". Changes the speed, never the result.
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(x, y)
     validation.exclude(exclude, x, y)
     for name, value, like, side in (("row_bias", row_bias, x, "x"), ("col_bias", col_bias, y, "y")):
         validation.offsets(value, name, like, side)
     validation.group(group)
-    validation.backend(backend)
+    backend = validation.backend(backend, precision, x.device)
     row_ids, col_ids = (None, None) if exclude is None or isinstance(exclude, str) else exclude
     row, col, *_ = operators.logsumexp(
         x,
@@ -68,6 +68,7 @@ def pairwise_logsumexp(
         col_ids,
         SKIPPED if exclude == "diagonal" else KEPT,
         precision,
+        backend,
     )
     return row, col
 
@@ -91,13 +92,13 @@ def pairwise_softplus(
         scale: a float, or a tensor of one element.
         bias: a float, or a tensor of one element.
         group: the processes that share the batch; None for this one alone.
-        backend: "auto" or "eager". Changes the speed, never the result.
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(x, y)
     validation.group(group)
-    validation.backend(backend)
+    backend = validation.backend(backend, precision, x.device)
     row_bias = _number(bias, "bias", x).expand(x.shape[0])
-    total: Tensor = operators.softplus(x, y, _number(scale, "scale", x), row_bias, precision)
+    total: Tensor = operators.softplus(x, y, _number(scale, "scale", x), row_bias, precision, backend)
     return total
 
 
@@ -119,12 +120,12 @@ def pairwise_rank(
         x: (N, D) embeddings.
         y: (N, D) embeddings, of the same dtype; row i belongs to row i of x.
         group: the processes that share the batch; None for this one alone.
-        backend: "auto" or "eager". Changes the speed, never the result.
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(x, y, same_rows=True)
     validation.group(group)
-    validation.backend(backend)
-    row_rank, col_rank = operators.rank(x, y, precision)
+    backend = validation.backend(backend, precision, x.device)
+    row_rank, col_rank = operators.rank(x, y, precision, backend)
     return row_rank, col_rank
 
 
@@ -143,8 +144,10 @@ def matched_logsumexp(
     With the matching pair apart, a cross-entropy is softplus(row − match): it cannot be negative, and neither it nor its
     gradient loses digits when the pair is almost certain.
     """
-    precision = _matched(x, y, ids, names, group, backend)
-    row, col, match, *_ = operators.logsumexp(x, y, _number(scale, names[2], x), None, None, ids, ids, APART, precision)
+    precision, backend = _matched(x, y, ids, names, group, backend)
+    row, col, match, *_ = operators.logsumexp(
+        x, y, _number(scale, names[2], x), None, None, ids, ids, APART, precision, backend
+    )
     return row, col, match
 
 
@@ -160,10 +163,10 @@ def matched_sigmoid(
     backend: str = "auto",
 ) -> Tensor:  # ()
     """For losses: Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N; pairs with equal ids are left out of the inner sum."""
-    precision = _matched(x, y, ids, names[:3], group, backend)
+    precision, backend = _matched(x, y, ids, names[:3], group, backend)
     scale, row_bias = _number(scale, names[2], x), _number(bias, names[3], x).expand(x.shape[0])
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, y, scale, row_bias)]
-    loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, precision, needs)[0]
+    loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, precision, backend, needs)[0]
     return loss
 
 
@@ -172,13 +175,14 @@ def exact_softplus(values: Tensor) -> Tensor:
     return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)
 
 
-def _matched(x: Tensor, y: Tensor, ids: Tensor | None, names: tuple[str, str, str], group: Any, backend: str) -> str:
+def _matched(
+    x: Tensor, y: Tensor, ids: Tensor | None, names: tuple[str, str, str], group: Any, backend: str
+) -> tuple[str, str]:
     precision = validation.embeddings(x, y, names[:2], same_rows=True)
     validation.at_least_one_pair(x, names[0])
     validation.ids(ids, "ids", x, names[0])
     validation.group(group)
-    validation.backend(backend)
-    return precision
+    return precision, validation.backend(backend, precision, x.device)
 
 
 def _number(value: float | Tensor, name: str, x: Tensor) -> Tensor:  # ()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch.tiles import backends
 from megabatch.tiles.precision import SUPPORTED_DTYPES, compute_precision
 
-BACKENDS = ("auto", "eager", "triton")
+BACKENDS = ("auto", backends.EAGER, backends.TRITON)
 _DTYPE_NAMES = "float64, float32, bfloat16 or float16"
 
 
@@ -103,12 +104,16 @@ def exclude(value: Any, x: Tensor, y: Tensor) -> None:
         _identifiers(part, name, like, side, expected="a tensor of integers")
 
 
-def backend(value: Any) -> None:
-    """A backend asked for by name works or says why not."""
+def backend(value: Any, precision: str, device: torch.device) -> str:
+    """Settles "auto"; a backend asked for by name works or says why not."""
     if value not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
-    if value == "triton":
-        raise NotImplementedError('backend="triton" is not part of this version; use "auto" or "eager"')
+    if value == "auto":
+        return backends.best(precision, device)
+    reason = backends.why_not_triton(precision, device) if value == backends.TRITON else None
+    if reason is not None:
+        raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')
+    return str(value)
 
 
 def group(value: Any) -> None:

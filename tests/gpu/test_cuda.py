@@ -1,5 +1,7 @@
 """The same operations on a CUDA device: values and errors, no waiting for the device, graphs, memory, determinism."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from megabatch.bench.truth import clip_truth
 
 pytestmark = pytest.mark.gpu
 
+BACKENDS = ["eager", "triton"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -40,10 +43,11 @@ def test_float64_equals_the_reference(exclude):
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize(("noise", "scale"), [(10.0, 14.0), (2.0, 50.0), (2.5, 100.0), (3.0, 1000.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "tf32"])
-def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype, backend):
     mine, dense, truth = {
-        "clip": (mb.clip_loss, dense_clip, reference.clip_loss),
-        "siglip": (mb.siglip_loss, dense_siglip, reference.siglip_loss),
+        "clip": (partial(mb.clip_loss, backend=backend), dense_clip, reference.clip_loss),
+        "siglip": (partial(mb.siglip_loss, backend=backend), dense_siglip, reference.siglip_loss),
     }[loss]
     values = [scale] if loss == "clip" else [scale, -10.0]
     real_dtype = torch.float32 if dtype == "tf32" else dtype
@@ -65,16 +69,23 @@ def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_waits_for_the_device(dtype):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_waits_for_the_device(dtype, backend):
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("the kernels have no float64")
+    clip_loss, siglip_loss, logsumexp, softplus, rank = (
+        partial(function, backend=backend)
+        for function in (mb.clip_loss, mb.siglip_loss, mb.pairwise_logsumexp, mb.pairwise_softplus, mb.pairwise_rank)
+    )
     x, y = pairs(700, 64, dtype=dtype)
     scale, bias = numbers(20.0, -5.0)
     ids = torch.arange(700, device="cuda") % 100
 
     def step():
-        row, col = mb.pairwise_logsumexp(x, y, scale, row_bias=bias.expand(700), exclude=(ids, ids))
-        loss = mb.clip_loss(x, y, scale, ids=ids) + mb.siglip_loss(x, y, scale, bias) + mb.siglip_loss(x, y, 10.0, -10.0)
-        (loss + row[0] * 0 + col[0] * 0 + mb.pairwise_softplus(x, y, scale, bias).mean()).backward()
-        return mb.pairwise_rank(x, y)
+        row, col = logsumexp(x, y, scale, row_bias=bias.expand(700), exclude=(ids, ids))
+        loss = clip_loss(x, y, scale, ids=ids) + siglip_loss(x, y, scale, bias) + siglip_loss(x, y, 10.0, -10.0)
+        (loss + row[0] * 0 + col[0] * 0 + softplus(x, y, scale, bias).mean()).backward()
+        return rank(x, y)
 
     with tile_size(256, 256):
         step()
@@ -89,13 +100,14 @@ def test_nothing_waits_for_the_device(dtype):
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # of the warm-up's graph
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_can_be_captured_in_a_cuda_graph(dtype):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_can_be_captured_in_a_cuda_graph(dtype, backend):
     x, y = pairs(600, 64, dtype=dtype)
     scale, bias = numbers(20.0, -5.0)
     parameters = [x, y, scale, bias]
 
     def step():
-        loss = mb.clip_loss(x, y, scale) + mb.siglip_loss(x, y, scale, bias)
+        loss = mb.clip_loss(x, y, scale, backend=backend) + mb.siglip_loss(x, y, scale, bias, backend=backend)
         return loss, *torch.autograd.grad(loss, parameters)
 
     with tile_size(256, 256):
@@ -115,12 +127,13 @@ def test_a_step_can_be_captured_in_a_cuda_graph(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bitwise_the_same_over_repeated_runs(dtype):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bitwise_the_same_over_repeated_runs(dtype, backend):
     x, y = pairs(1500, 96, dtype=dtype)
     scale, bias = numbers(20.0, -5.0)
     first = None
-    for _ in range(20):
-        loss = mb.clip_loss(x, y, scale) + mb.siglip_loss(x, y, scale, bias)
+    for _ in range(100):
+        loss = mb.clip_loss(x, y, scale, backend=backend) + mb.siglip_loss(x, y, scale, bias, backend=backend)
         found = [loss, *torch.autograd.grad(loss, (x, y, scale, bias))]
         first = first or found
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
@@ -128,12 +141,14 @@ def test_bitwise_the_same_over_repeated_runs(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
-def test_memory_is_linear_and_the_workspace_capped(dtype, loss):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_is_linear_and_the_workspace_capped(dtype, loss, backend):
     def step(N):
         x, y = (torch.randn(N, 256, device="cuda", dtype=dtype).div_(16).requires_grad_() for _ in range(2))
 
         def run():
-            value = mb.clip_loss(x, y, 20.0) if loss == "clip" else mb.siglip_loss(x, y, 20.0, -10.0)
+            clip, siglip = (partial(function, backend=backend) for function in (mb.clip_loss, mb.siglip_loss))
+            value = clip(x, y, 20.0) if loss == "clip" else siglip(x, y, 20.0, -10.0)
             value.backward()
 
         run()
@@ -148,9 +163,10 @@ def test_memory_is_linear_and_the_workspace_capped(dtype, loss):
     assert step(131072) <= 4.1 * step(32768)
 
 
-def test_large_batch_against_float64_on_sampled_rows():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_batch_against_float64_on_sampled_rows(backend):
     x, y = pairs(40000, 512, noise=1.0, dtype=torch.bfloat16)
-    loss = mb.clip_loss(x, y, 50.0)
+    loss = mb.clip_loss(x, y, 50.0, backend=backend)
     loss.backward()
     sample = torch.tensor([0, 1, 17, 20001, 39999], device="cuda")
     wanted_loss, dx, dy = clip_truth(x.detach(), y.detach(), 50.0, sample)[:3]
@@ -160,13 +176,64 @@ def test_large_batch_against_float64_on_sampled_rows():
         assert error < 5e-3
 
 
-def test_many_columns_do_not_underflow_in_fp16():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_columns_do_not_underflow_in_fp16(backend):
     # A softmax over 200,000 columns is 5e-6 each: with weights of at most 1, fp16 tiles would hold it with few digits.
     x, y = (t.to("cuda", torch.float16).requires_grad_() for t in (unit(64, 32, seed=0), unit(200_000, 32, seed=1)))
-    (dx,) = torch.autograd.grad(mb.pairwise_logsumexp(x, y, 2.0)[0].sum(), x)
+    (dx,) = torch.autograd.grad(mb.pairwise_logsumexp(x, y, 2.0, backend=backend)[0].sum(), x)
     wide = x.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(reference.pairwise_logsumexp(wide, y.detach().double(), 2.0)[0].sum(), wide)
     assert (dx.double() - wanted).norm() / wanted.norm() < 1e-3
+
+
+def test_more_than_two_to_the_31_elements():
+    # 4.3 million rows of 512 are 2.2e9 elements: an index in 32 bits would wrap, and reach other rows.
+    N, D = 4_300_000, 512
+    x = torch.randn(N, D, device="cuda", dtype=torch.bfloat16).div_(16).requires_grad_()
+    y = unit(300, D, seed=1, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    row, col = mb.pairwise_logsumexp(x, y, 5.0, backend="triton")
+    (row.sum() + col.sum()).backward()
+    for rows in (slice(0, 50), slice(N - 50, N)):
+        wide = x.detach()[rows].double().requires_grad_()
+        s = 5.0 * wide @ y.detach().double().T
+        close = s.logsumexp(1)
+        assert (row.detach()[rows] - close.detach()).abs().max() < 1e-4
+        weights = (s - close[:, None]).exp() + (s - col.detach().double()).exp()
+        wanted = 5.0 * weights.detach() @ y.detach().double()
+        assert (x.grad[rows].double() - wanted).norm() / wanted.norm() < 5e-3
+
+
+@pytest.mark.parametrize(("N", "M", "D"), [(1000, 777, 100), (1, 5, 1), (257, 4099, 33), (3, 130, 768)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", ["plain", "diagonal", "ids", "offsets", "hostile"])
+def test_half_precision_kernels_on_odd_shapes(N, M, D, dtype, options):
+    x, y = (t.to("cuda", dtype).requires_grad_() for t in (unit(N, D, seed=0), unit(M, D, seed=1)))
+    (scale,) = numbers(20.0)
+    extra, left_out, exclude = [], None, None
+    if options == "diagonal":
+        exclude, left_out = "diagonal", torch.eye(N, M, dtype=torch.bool, device="cuda")
+    if options == "ids":
+        exclude = (torch.arange(N, device="cuda") % 7, torch.arange(M, device="cuda") % 5)
+        left_out = exclude[0][:, None] == exclude[1]
+    if options == "offsets":
+        extra = [(3 * unit(1, size, seed=size).squeeze(0)).to("cuda", torch.float32).requires_grad_() for size in (N, M)]
+    if options == "hostile":
+        scale = (scale.detach() * 50).requires_grad_()
+        x = (x.detach() * torch.linspace(0.01, 3, N, device="cuda", dtype=dtype)[:, None]).requires_grad_()
+    inputs = [x, y, scale, *extra]
+    wide = leaves(*(t.double() for t in inputs))
+    results = []
+    for function, arguments in (
+        (partial(mb.pairwise_logsumexp, exclude=exclude, backend="triton"), inputs),
+        (partial(reference.pairwise_logsumexp, left_out=left_out), wide),
+    ):
+        row, col = function(*arguments)
+        total = sum(torch.where(v.isinf(), 0.0, v).sum() for v in (row, col))
+        results.append([row.detach(), col.detach(), *torch.autograd.grad(total, arguments)])
+    for actual, expected in zip(*results, strict=True):
+        finite = expected.isfinite()
+        error = (actual.double() - expected)[finite].norm() / (1e-30 + expected[finite].norm())
+        assert error < 5e-3
 
 
 def test_autocast_on_the_device():

@@ -33,7 +33,7 @@ def clip_loss(
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
         group: the processes that share the batch; None for this one alone.
-        backend: "auto" or "eager". Changes the speed, never the result.
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     row, col, match = matched_logsumexp(
         image, text, logit_scale, names=("image", "text", "logit_scale"), ids=ids, group=group, backend=backend

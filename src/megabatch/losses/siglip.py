@@ -36,7 +36,7 @@ def siglip_loss(
         logit_bias: a float, or a tensor of one element.
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
         group: the processes that share the batch; None for this one alone.
-        backend: "auto" or "eager". Changes the speed, never the result.
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     names = ("image", "text", "logit_scale", "logit_bias")
     return matched_sigmoid(image, text, logit_scale, logit_bias, names=names, ids=ids, group=group, backend=backend)

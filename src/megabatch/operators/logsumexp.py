@@ -17,8 +17,9 @@ from megabatch.operators.gradients import (
     refuse_second_derivative,
     statistic,
 )
-from megabatch.tiles import eager
+from megabatch.tiles.backends import walks
 from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.eager import matching_similarities
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import by_matmul_setting
 
@@ -39,6 +40,7 @@ def logsumexp(
     col_ids: Tensor | None,  # (M,)
     diagonal: str,
     precision: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, and for backward the two sums themselves, packed).
 
@@ -46,14 +48,14 @@ def logsumexp(
     """
     block = _block(x, y, scale, row_bias, col_bias, row_ids, col_ids, diagonal, precision)
     with own_precision(x):
-        row, col = eager.logsumexp_statistics(block)
-        match = eager.matching_similarities(block) if diagonal == APART else block.zeros(0)
+        row, col = walks(backend).logsumexp_statistics(block)
+        match = matching_similarities(block) if diagonal == APART else block.zeros(0)
         return row.value(), col.value(), match, row.pack(), col.pack()
 
 
 @logsumexp.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, diagonal, _precision = options
+    *_, diagonal, _precision, _backend = options
     N, M = x.shape[0], y.shape[0]
     match = statistic(x, N if diagonal == APART else 0)
     return statistic(x, N), statistic(x, M), match, statistic(x, 2, N), statistic(x, 2, M)
@@ -70,6 +72,7 @@ def logsumexp_backward(
     col_ids: Tensor | None,
     diagonal: str,
     precision: str,
+    backend: str,
     row: Tensor,  # (2, N)
     col: Tensor,  # (2, M)
     drow: Tensor | None,  # (N,)
@@ -83,7 +86,7 @@ def logsumexp_backward(
     with own_precision(x):
         unit = gradient_unit(block, drow, dcol)
         sums = column_sums(block, wanted)
-        strips = eager.logsumexp_gradients(
+        strips = walks(backend).logsumexp_gradients(
             block,
             LogSum.unpack(row),
             LogSum.unpack(col),
@@ -118,7 +121,7 @@ def _block(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.diagonal, ctx.precision = inputs
+    *tensors, ctx.diagonal, ctx.precision, ctx.backend = inputs
     *_, row, col = output
     ctx.save_for_backward(*tensors, row, col)
     ctx.set_materialize_grads(False)
@@ -130,8 +133,10 @@ def _backward(
     *tensors, row, col = ctx.saved_tensors
     needs = Needs(*ctx.needs_input_grad[:5])
     dmatch = dmatch if ctx.diagonal == APART else None
-    gradients = logsumexp_backward(*tensors, ctx.diagonal, ctx.precision, row, col, drow, dcol, dmatch, list(needs))
-    return *asked_for(gradients, needs), None, None, None, None
+    gradients = logsumexp_backward(
+        *tensors, ctx.diagonal, ctx.precision, ctx.backend, row, col, drow, dcol, dmatch, list(needs)
+    )
+    return *asked_for(gradients, needs), None, None, None, None, None
 
 
 logsumexp.register_autograd(_backward, setup_context=_save)

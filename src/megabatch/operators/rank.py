@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from megabatch.operators.gradients import own_precision
-from megabatch.tiles import eager
+from megabatch.tiles.backends import walks
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 
 
 @torch.library.custom_op("megabatch::rank", mutates_args=())
-def rank(x: Tensor, y: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+def rank(x: Tensor, y: Tensor, precision: str, backend: str) -> tuple[Tensor, Tensor]:
     """How many entries of its row, and of its column, come before the matching pair: (N,) and (N,) int64."""
     one = torch.ones((), dtype=accumulator_dtype(x.dtype), device=x.device)
     with own_precision(x):
-        return eager.rank_counts(Block(x, y, one, by_matmul_setting(precision, x.device.type)))
+        return walks(backend).rank_counts(Block(x, y, one, by_matmul_setting(precision, x.device.type)))
 
 
 @rank.register_fake

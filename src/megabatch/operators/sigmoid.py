@@ -20,8 +20,9 @@ from megabatch.operators.gradients import (
     gradient_unit,
     own_precision,
 )
-from megabatch.tiles import eager
+from megabatch.tiles.backends import walks
 from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.eager import matching_similarities
 from megabatch.tiles.precision import by_matmul_setting
 
 
@@ -33,6 +34,7 @@ def sigmoid_mean(
     row_bias: Tensor,  # (N,)
     ids: Tensor | None,  # (N,)
     precision: str,
+    backend: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N, dx, dy, dscale, drow_bias): the loss and its own gradients."""
@@ -41,16 +43,16 @@ def sigmoid_mean(
     )
     wanted = Needs(*needs)
     with own_precision(x):
-        match = eager.matching_similarities(block)
+        match = matching_similarities(block)
         if any(wanted):
             total = block.zeros(block.N)
             sums = column_sums(block, wanted)
             unit = gradient_unit(block, torch.ones_like(total))
-            strips = eager.softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
+            strips = walks(backend).softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
             dmatch = -torch.sigmoid(-match) / unit
             gradients = finish(block, strips, sums, wanted, unit=unit / block.N, dmatch=dmatch, dtype=_saved_dtype(x, y))
         else:
-            total = eager.softplus_sums(block)
+            total = walks(backend).softplus_sums(block)
             gradients = empty_gradients(x, y, wanted, _saved_dtype(x, y))
         total -= F.logsigmoid(match)
         return total.mean(), *gradients[:4]
@@ -75,7 +77,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dloss: Tensor | None, *dgradients: Tensor | None) -> tuple[Any, ...]:
     if any(d is not None for d in dgradients):
         raise RuntimeError(TWICE)
-    nothing = (None, None, None)
+    nothing = (None, None, None, None)
     if dloss is None:
         return None, None, None, None, *nothing
     asked = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:4], strict=True)

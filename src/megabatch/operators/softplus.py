@@ -16,7 +16,7 @@ from megabatch.operators.gradients import (
     refuse_second_derivative,
     statistic,
 )
-from megabatch.tiles import eager
+from megabatch.tiles.backends import walks
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.precision import by_matmul_setting
 
@@ -28,10 +28,11 @@ def softplus(
     scale: Tensor,  # ()
     row_bias: Tensor,  # (N,)
     precision: str,
+    backend: str,
 ) -> Tensor:
     """Σ_j log(1 + exp s_ij), one sum a row."""
     with own_precision(x):
-        return eager.softplus_sums(Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias))
+        return walks(backend).softplus_sums(Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias))
 
 
 @softplus.register_fake
@@ -46,6 +47,7 @@ def softplus_backward(
     scale: Tensor,
     row_bias: Tensor,
     precision: str,
+    backend: str,
     dtotal: Tensor,  # (N,)
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -55,7 +57,7 @@ def softplus_backward(
     with own_precision(x):
         unit = gradient_unit(block, dtotal)
         sums = column_sums(block, wanted)
-        strips = eager.softplus_gradients(block, dtotal / unit, sums, wanted)
+        strips = walks(backend).softplus_gradients(block, dtotal / unit, sums, wanted)
         return finish(block, strips, sums, wanted, unit=unit)
 
 
@@ -65,14 +67,14 @@ def _(x: Tensor, y: Tensor, *options: Any) -> Gradients:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.precision = inputs
+    *tensors, ctx.precision, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dtotal: Tensor) -> tuple[Any, ...]:
     needs = Needs(*ctx.needs_input_grad[:4])
-    gradients = softplus_backward(*ctx.saved_tensors, ctx.precision, dtotal, list(needs))
-    return *asked_for(gradients, needs)[:4], None
+    gradients = softplus_backward(*ctx.saved_tensors, ctx.precision, ctx.backend, dtotal, list(needs))
+    return *asked_for(gradients, needs)[:4], None, None
 
 
 softplus.register_autograd(_backward, setup_context=_save)

@@ -42,6 +42,11 @@ class Block:
         return self.x.shape[1]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no similarity in it."""
+        return self.N == 0 or self.M == 0
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type of similarities, statistics and gradient sums."""
         return accumulator_dtype(self.x.dtype)

@@ -264,9 +264,7 @@ def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
     """
     tiles = _Tiles(block)
     match = matching_similarities(block)
-    noise = 4 * block.D**0.5 * torch.finfo(block.dtype).eps * block.scale.abs()
-    row_noise, col_noise = (torch.linalg.vector_norm(side, dim=1, dtype=block.dtype) for side in (block.x, block.y))
-    row_noise.mul_(noise)
+    row_noise, col_noise = rank_noise(block)
     index = torch.arange(max(block.N, block.M), device=block.x.device)
     row_rank = torch.zeros(block.N, dtype=torch.int64, device=block.x.device)
     col_rank = torch.zeros(block.M, dtype=torch.int64, device=block.x.device)
@@ -284,6 +282,12 @@ def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
                 diagonal_of(before, rows, columns).fill_(False)
                 rank += before.sum(dim)
     return row_rank, col_rank
+
+
+def rank_noise(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
+    """Two vectors whose outer product is what rounding may do to s: 4·√D roundings of ‖x_i‖·‖y_j‖."""
+    row, col = (torch.linalg.vector_norm(side, dim=1, dtype=block.dtype) for side in (block.x, block.y))
+    return row.mul_(4 * block.D**0.5 * torch.finfo(block.dtype).eps * block.scale.abs()), col
 
 
 def _softplus(s: Tensor, out: Tensor) -> Tensor:

@@ -1,0 +1,80 @@
+"""Which walks serve a call: PyTorch operations everywhere, Triton kernels where they run."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megabatch.tiles import eager
+from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.eager import ColumnGradients, RowGradients
+from megabatch.tiles.logsum import LogSum
+from megabatch.tiles.precision import FLOAT64
+
+EAGER, TRITON = "eager", "triton"
+
+
+class Walks(Protocol):
+    """What a backend is: the walks over the tiles of a block. `eager` says what each of them means."""
+
+    def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]: ...  # noqa: D102
+
+    def logsumexp_gradients(  # noqa: D102
+        self,
+        block: Block,
+        row: LogSum,
+        col: LogSum,
+        drow: Tensor | None,
+        dcol: Tensor | None,
+        sums: ColumnGradients,
+        needs: Needs,
+    ) -> Iterator[RowGradients]: ...
+
+    def softplus_sums(self, block: Block) -> Tensor: ...  # noqa: D102
+
+    def softplus_gradients(  # noqa: D102
+        self, block: Block, dtotal: Tensor, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
+    ) -> Iterator[RowGradients]: ...
+
+    def rank_counts(self, block: Block) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+
+
+def _find_triton() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ImportError:
+        return False
+
+
+# Looked up once, because the compiler cannot trace the looking.
+HAS_TRITON = _find_triton()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly, for tests
+
+
+def why_not_triton(precision: str, device: torch.device) -> str | None:
+    """What keeps the kernels from serving inputs of this precision on this device; None if nothing does."""
+    if not HAS_TRITON:
+        return "the package triton is not installed; pip install triton"
+    if precision == FLOAT64:
+        return "its kernels compute in float32 at most, and the inputs are float64"
+    if device.type != "cuda" and not INTERPRETED:
+        return f"its kernels run on CUDA devices, and the inputs are on {device}"
+    return None
+
+
+def best(precision: str, device: torch.device) -> str:
+    """The faster backend of those that can serve; HIP devices pass for CUDA in PyTorch, but nobody has measured there."""
+    measured = device.type == "cuda" and torch.version.hip is None
+    return TRITON if measured and why_not_triton(precision, device) is None else EAGER
+
+
+def walks(backend: str) -> Walks:
+    """The walks of a backend, by its name."""
+    if backend == EAGER:
+        return eager
+    from megabatch.tiles import triton_walks
+
+    return triton_walks

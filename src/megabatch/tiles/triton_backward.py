@@ -1,0 +1,300 @@
+"""Gradients by strips: one kernel turns tiles of similarities into a strip of weights g, two library products use it.
+
+A strip lives in one bounded workspace, in the type of the inputs: dx = g·y leaves strip by strip, dy += gᵀ·x accumulates in
+fp32. The kernel is a persistent product whose tile is turned into weights on the way out; it is stored in two halves, because
+half the shared memory for the store leaves room for one more stage of loads.
+
+With the shift of `triton_operands` both softmax weights share one exponential: g = 2^t · (row weight + column weight). Tiles
+that touch a row or column whose sum has a shift of its own are formed again by a second launch, with two exponentials; where
+there are none, as nearly always, it returns at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megabatch.tiles import eager, plan
+from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.eager import ColumnGradients, RowGradients, windows
+from megabatch.tiles.logsum import LogSum, finite_or_zero
+from megabatch.tiles.precision import FLOAT32, TF32, add_product
+from megabatch.tiles.triton_forward import dot_precision, exponents
+from megabatch.tiles.triton_operands import LOG2E, Operands, descriptor, operands, whole_rows
+
+# What a tile of exponents becomes.
+SOFTMAX, ODD_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# Differences between C and a sum's own shift that its weight absorbs: below, terms that matter are lost in 2^t, as in forward;
+# above, a weight as small as 2⁻⁴⁰ would be lost itself.
+LARGEST_DELTA, SMALLEST_DELTA = 80.0, -86.0
+
+
+@triton.jit
+def _strip(
+    x_desc,
+    y_desc,
+    g_desc,  # (rows of the strip, columns of the strip), or None
+    exponent_scale,
+    row_offset,
+    col_offset,
+    row_ids,
+    col_ids,
+    row_weight,  # (N,)
+    col_weight,  # (M,)
+    row_delta,  # (N,)
+    col_delta,  # (M,)
+    odd,  # () whether any tile is
+    row_odd,  # (tiles of N,) whether any row of the tile has a shift of its own
+    col_odd,  # (tiles of M,)
+    softplus_part,  # (2 · tiles of M, rows) row sums of softplus, or None
+    row_part,  # (2 · tiles of M, rows) row sums of g, or None
+    scale_part,  # (2 · tiles of M, rows) row sums of g times product, or None
+    col_part,  # (tiles of N, columns) column sums of g, or None
+    first_row,
+    last_row,
+    first_column,
+    last_column,
+    N,
+    M,
+    D: tl.constexpr,
+    KIND: tl.constexpr,
+    SKIP_DIAGONAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TF32: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    HALF: tl.constexpr = BLOCK_M // 2
+    if KIND == ODD_SOFTMAX:
+        if tl.load(odd) == 0:
+            return
+    rows, columns = last_row - first_row, last_column - first_column
+    tiles_n, tiles_m = tl.cdiv(rows, BLOCK_N), tl.cdiv(columns, BLOCK_M)
+    k = tl.load(exponent_scale)
+    for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=KIND != ODD_SOFTMAX):
+        # GROUP tiles of rows at a time, so that what the programs read at once stays in the cache.
+        group = tile // (GROUP * tiles_m)
+        within = tile % (GROUP * tiles_m)
+        size = tl.minimum(tiles_n - group * GROUP, GROUP)
+        tile_n = group * GROUP + within % size
+        tile_m = within // size
+        n, m = first_row + tile_n * BLOCK_N, first_column + tile_m * BLOCK_M
+        wanted = True
+        if KIND == ODD_SOFTMAX:
+            wanted = (tl.load(row_odd + n // BLOCK_N) + tl.load(col_odd + m // BLOCK_M)) > 0
+        if wanted:
+            s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for d in range(0, D, BLOCK_D):
+                s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
+            offs_n = n + tl.arange(0, BLOCK_N)
+            a = tl.load(row_weight + offs_n, mask=offs_n < N, other=0.0)
+            left, right = s.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1).split()
+            for half in tl.static_range(2):
+                part = left if half == 0 else right
+                mh = m + half * HALF
+                offs_m = mh + tl.arange(0, HALF)
+                column = tl.load(col_offset + offs_m, mask=offs_m < M, other=-float("inf"))
+                t = exponents(
+                    part, k, column, offs_n, offs_m, n, mh, N, M, row_offset, row_ids, col_ids, SKIP_DIAGONAL, BLOCK_N, HALF
+                )
+                if KIND == SIGMOID:
+                    small = tl.exp2(-tl.abs(t))  # of the two exponentials the one that cannot overflow
+                    g = a[:, None] * tl.where(t >= 0, 1.0, small) / (1.0 + small)
+                else:
+                    b = tl.load(col_weight + offs_m, mask=offs_m < M, other=0.0)
+                    if KIND == SOFTMAX:
+                        g = tl.exp2(t) * (a[:, None] + b[None, :])
+                    else:
+                        rd = tl.load(row_delta + offs_n, mask=offs_n < N, other=0.0)
+                        cd = tl.load(col_delta + offs_m, mask=offs_m < M, other=0.0)
+                        g = a[:, None] * tl.exp2(t + rd[:, None]) + b[None, :] * tl.exp2(t + cd[None, :])
+                mask_n, mask_m = offs_n < last_row, offs_m < last_column
+                place = (2 * tile_m + half).to(tl.int64) * rows + (offs_n - first_row)
+                if softplus_part is not None:
+                    value = (tl.maximum(t, 0.0) + tl.log2(1.0 + small)) * 0.6931471805599453
+                    tl.store(softplus_part + place, tl.sum(tl.where(mask_m[None, :], value, 0.0), 1), mask=mask_n)
+                if row_part is not None:
+                    tl.store(row_part + place, tl.sum(tl.where(mask_m[None, :], g, 0.0), 1), mask=mask_n)
+                if scale_part is not None:
+                    tl.store(scale_part + place, tl.sum(tl.where(mask_m[None, :], g * part, 0.0), 1), mask=mask_n)
+                if col_part is not None:
+                    place = tile_n.to(tl.int64) * columns + (offs_m - first_column)
+                    tl.store(col_part + place, tl.sum(tl.where(mask_n[:, None], g, 0.0), 0), mask=mask_m)
+                if g_desc is not None:
+                    if TF32:
+                        nearest = (g.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+                        g = tl.where(g == g, nearest.to(tl.float32, bitcast=True), g)
+                    g_desc.store([n - first_row, mh - first_column], g.to(g_desc.dtype))
+
+
+@dataclass(frozen=True)
+class _SoftmaxWeights:
+    """drow_i / row_i and dcol_j / col_j, relative to the shift of the block or, where `odd`, to one of their own."""
+
+    row_weight: Tensor  # (N,)
+    col_weight: Tensor  # (M,)
+    row_delta: Tensor  # (N,)
+    col_delta: Tensor  # (M,)
+    odd: Tensor  # () int32
+    row_odd: Tensor  # (tiles of N,) int32
+    col_odd: Tensor  # (tiles of M,) int32
+
+
+def logsumexp_gradients(
+    block: Block,
+    row: LogSum,  # (N,) the whole sums, of which the block may be a part
+    col: LogSum,  # (M,)
+    drow: Tensor | None,  # (N,)
+    dcol: Tensor | None,  # (M,)
+    sums: ColumnGradients,
+    needs: Needs,
+) -> Iterator[RowGradients]:
+    """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
+    if block.is_empty:
+        return eager.logsumexp_gradients(block, row, col, drow, dcol, sums, needs)
+    given = operands(block, shifted=True)
+    size = plan.strip_tile(block.precision)
+    row_weight, row_delta, row_odd = _relative(row, drow, given.shift, size.rows)
+    col_weight, col_delta, col_odd = _relative(col, dcol, given.shift, size.columns)
+    odd = row_odd.amax() + col_odd.amax()
+    weights = _SoftmaxWeights(row_weight, col_weight, row_delta, col_delta, odd, row_odd, col_odd)
+    return _walk(given, block, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
+
+
+def softplus_gradients(
+    block: Block,
+    dtotal: Tensor,  # (N,)
+    sums: ColumnGradients,
+    needs: Needs,
+    *,
+    total: Tensor | None = None,  # (N,)
+) -> Iterator[RowGradients]:
+    """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
+    if block.is_empty:
+        return eager.softplus_gradients(block, dtotal, sums, needs, total=total)
+    none = dtotal[:0]
+    weights = _SoftmaxWeights(dtotal.contiguous(), none, none, none, none, none, none)
+    return _walk(operands(block, shifted=False), block, (SIGMOID,), weights, sums, needs, total)
+
+
+def softplus_sums(block: Block) -> Tensor:  # (N,)
+    """Row sums of softplus(s) = log(1 + exp(s))."""
+    total = block.zeros(block.N)
+    nobody, nothing = ColumnGradients(None, None), Needs(False, False, False)
+    for _ in softplus_gradients(block, torch.zeros_like(total), nobody, nothing, total=total):
+        pass
+    return total
+
+
+def _relative(
+    sums: LogSum, gradient: Tensor | None, shift: Tensor, tile: int
+) -> tuple[Tensor, Tensor, Tensor]:  # (K,), (K,), (tiles,)
+    """gradient / sum at the shift C. Where that leaves fp32's range the difference of the shifts stays apart: an odd tile."""
+    if gradient is None:
+        nothing = torch.zeros_like(sums.total)
+        return nothing, nothing, _any_in_tile(nothing, tile)
+    weight = sums.per_unit(gradient)
+    delta = shift.double() - finite_or_zero(sums.shift).double() * LOG2E
+    absorbed = (delta <= LARGEST_DELTA) & (delta >= SMALLEST_DELTA)
+    weight = (weight.double() * torch.where(absorbed, delta, 0.0).exp2()).to(weight.dtype)
+    delta = torch.where(absorbed, 0.0, delta).to(weight.dtype)
+    return weight, delta, _any_in_tile(delta, tile)
+
+
+def _any_in_tile(delta: Tensor, tile: int) -> Tensor:  # (tiles,) int32
+    padding = -len(delta) % tile
+    return torch.nn.functional.pad(delta != 0, (0, padding)).view(-1, tile).any(1).int()
+
+
+def _walk(
+    given: Operands,
+    block: Block,
+    kinds: tuple[tl.constexpr, ...],  # one launch each
+    weights: _SoftmaxWeights,
+    sums: ColumnGradients,
+    needs: Needs,
+    total: Tensor | None = None,  # (N,)
+) -> Iterator[RowGradients]:
+    size = plan.strip_tile(block.precision)
+    strip = plan.strip_size(block.N, block.M, given.x.element_size())
+    # Summing the scale's gradient in the kernel costs a tenth of it. Half precision takes it from dx instead, where the
+    # roundings of g enter but the dense computation's are larger still.
+    scale_in_kernel = needs.dscale and block.precision in (FLOAT32, TF32)
+    want_dx = needs.dx or (needs.dscale and not scale_in_kernel)
+    workspace = None
+    if want_dx or needs.dy:
+        workspace = whole_rows(given.x, min(strip.rows, block.N), min(strip.columns, block.M))
+    for rows in windows(block.N, strip.rows):
+        n = rows.stop - rows.start
+        dx = block.zeros(n, block.D) if want_dx else None
+        dscale = block.zeros(n) if scale_in_kernel else None
+        drow_bias = block.zeros(n) if needs.drow_bias else None
+        by_row = (None if total is None else total[rows], drow_bias, dscale)
+        for columns in windows(block.M, strip.columns):
+            m = columns.stop - columns.start
+            g = None if workspace is None else workspace[:n, :m]
+            tiles_n, tiles_m = triton.cdiv(n, size.rows), triton.cdiv(m, size.columns)
+            row_parts = [None if whole is None else _part(block, 2 * tiles_m, n) for whole in by_row]
+            col_part = None if sums.dcol_bias is None else _part(block, tiles_n, m)
+            programs = min(tiles_n * tiles_m, plan.multiprocessors(block.x.device) * size.per_multiprocessor)
+            for kind in kinds:
+                _strip[(programs,)](
+                    descriptor(given.x, size.rows, size.width),
+                    descriptor(given.y, size.columns, size.width),
+                    None if g is None else descriptor(g, size.rows, size.columns // 2),
+                    given.exponent_scale,
+                    given.row_offset,
+                    given.col_offset,
+                    given.row_ids,
+                    given.col_ids,
+                    weights.row_weight,
+                    weights.col_weight,
+                    weights.row_delta,
+                    weights.col_delta,
+                    weights.odd,
+                    weights.row_odd,
+                    weights.col_odd,
+                    *row_parts,
+                    col_part,
+                    rows.start,
+                    rows.stop,
+                    columns.start,
+                    columns.stop,
+                    block.N,
+                    block.M,
+                    D=block.D,
+                    KIND=kind,
+                    SKIP_DIAGONAL=block.skip_diagonal,
+                    PRECISION=dot_precision(block),
+                    TF32=block.precision == TF32,
+                    BLOCK_N=size.rows,
+                    BLOCK_M=size.columns,
+                    BLOCK_D=size.width,
+                    GROUP=size.group,
+                    PROGRAMS=programs,
+                    num_warps=size.warps,
+                    num_stages=size.stages,
+                )
+            for whole, part in zip(by_row, row_parts, strict=True):
+                if whole is not None and part is not None:
+                    whole += part.sum(0)
+            if sums.dcol_bias is not None and col_part is not None:
+                sums.dcol_bias[columns] += col_part.sum(0)
+            if g is not None and dx is not None:
+                add_product(dx, g, given.y[columns])
+            if g is not None and sums.dy is not None:
+                add_product(sums.dy[columns], g.T, given.x[rows])
+        if needs.dscale and dx is not None and not scale_in_kernel:
+            dscale = (dx * given.x[rows]).sum(1)
+        yield RowGradients(rows, dx, dscale, drow_bias)
+
+
+def _part(block: Block, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=block.dtype, device=block.x.device)

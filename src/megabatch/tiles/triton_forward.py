@@ -1,0 +1,283 @@
+"""Row and column sums of exp(s) in one pass over the tiles, at the speed of the bare product.
+
+A program owns a panel of BLOCK_M columns and marches down the rows. One exponential per element serves both directions. Row
+sums of a tile leave as private partials; column sums stay unreduced in registers, folded only along rows that one thread
+owns, and are reduced across threads once, after the march. No atomics: partials are added in a fixed order.
+
+The sums share one shift (`triton_operands`). Those that fp32 cannot hold at that shift are found by their values and computed
+again by `_online_rows`, each with a maximum of its own. Unit-length embeddings have none at scales below 48, and at 100 only
+where all similarities of a row are negative.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megabatch.tiles import eager, plan
+from megabatch.tiles.block import Block
+from megabatch.tiles.logsum import LogSum
+from megabatch.tiles.precision import FLOAT32
+from megabatch.tiles.triton_operands import Operands, descriptor, operands
+
+SMALLEST, LARGEST = 2.0**-80, 2.0**126  # a sum below may have lost terms that matter, one above has overflowed
+
+
+@triton.jit
+def exponents(
+    s,  # (BLOCK_N, BLOCK_M) products
+    k,
+    column,  # (BLOCK_M,) the offsets of the columns, −inf beyond the last
+    offs_n,
+    offs_m,
+    n,
+    m,
+    N,
+    M,
+    row_offset,
+    row_ids,
+    col_ids,
+    SKIP_DIAGONAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """t, with −inf where a pair is left out or lies beyond the last column."""
+    t = s * k + column[None, :]
+    if row_offset is not None:
+        t += tl.load(row_offset + offs_n, mask=offs_n < N, other=-float("inf"))[:, None]
+    if row_ids is not None:
+        own = tl.load(row_ids + offs_n, mask=offs_n < N, other=0)
+        others = tl.load(col_ids + offs_m, mask=offs_m < M, other=0)
+        t = tl.where(own[:, None] == others[None, :], -float("inf"), t)
+    if SKIP_DIAGONAL:
+        if (n < m + BLOCK_M) & (m < n + BLOCK_N):
+            t = tl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), t)
+    return t
+
+
+@triton.jit
+def _march(
+    x_desc,
+    y_desc,
+    exponent_scale,  # ()
+    row_offset,  # (N,) or None
+    col_offset,  # (M,)
+    row_ids,  # (N,) or None
+    col_ids,  # (M,) or None
+    row_part,  # (panels, rows of this launch)
+    col_part,  # (strips, columns of this launch)
+    first_row,
+    last_row,
+    first_column,
+    last_column,
+    strip_rows,
+    N,
+    M,
+    D: tl.constexpr,
+    SKIP_DIAGONAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    panel, strip = tl.program_id(0), tl.program_id(1)
+    m = first_column + panel * BLOCK_M
+    offs_m = m + tl.arange(0, BLOCK_M)
+    k = tl.load(exponent_scale)
+    column = tl.load(col_offset + offs_m, mask=offs_m < M, other=-float("inf"))
+    col = tl.zeros((BLOCK_N // 32, 8, BLOCK_M), tl.float32)
+    begin = first_row + strip * strip_rows
+    for n in tl.range(begin, tl.minimum(begin + strip_rows, last_row), BLOCK_N, flatten=True):
+        s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for d in range(0, D, BLOCK_D):
+            s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
+        offs_n = n + tl.arange(0, BLOCK_N)
+        t = exponents(s, k, column, offs_n, offs_m, n, m, N, M, row_offset, row_ids, col_ids, SKIP_DIAGONAL, BLOCK_N, BLOCK_M)
+        e = tl.exp2(t)
+        place = panel.to(tl.int64) * (last_row - first_row) + (offs_n - first_row)
+        tl.store(row_part + place, tl.sum(e, 1), mask=offs_n < last_row)
+        pairs = tl.sum(e.reshape(BLOCK_N // 16, 2, 8, BLOCK_M), 1)  # rows r and r + 8 of a fragment: one thread
+        col += tl.sum(pairs.reshape(2, BLOCK_N // 32, 8, BLOCK_M), 0)  # the two halves of the tile: one thread
+    place = strip.to(tl.int64) * (last_column - first_column) + (offs_m - first_column)
+    tl.store(col_part + place, tl.sum(tl.sum(col, 0), 0), mask=offs_m < last_column)
+
+
+@triton.jit
+def _online_rows(
+    x,
+    y,
+    exponent_scale,
+    row_offset,
+    col_offset,
+    row_ids,
+    col_ids,
+    total,  # (N,) read, and where it is out of range written
+    above,  # (N,) written where total is: how far its own shift is above C
+    smallest,
+    largest,
+    N,
+    M,
+    x_stride,
+    y_stride,
+    D: tl.constexpr,
+    SKIP_DIAGONAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N
+    offs_n = n + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    before = tl.load(total + offs_n, mask=mask_n, other=1.0)
+    lost = ~((before >= smallest) & (before <= largest))
+    if tl.max(lost.to(tl.int32), 0) == 0:
+        return
+    k = tl.load(exponent_scale)
+    peak = tl.full((BLOCK_N,), -float("inf"), tl.float32)
+    sums = tl.zeros((BLOCK_N,), tl.float32)
+    for m in range(0, M, BLOCK_M):
+        offs_m = m + tl.arange(0, BLOCK_M)
+        column = tl.load(col_offset + offs_m, mask=offs_m < M, other=-float("inf"))
+        s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for d in range(0, D, BLOCK_D):
+            offs_d = d + tl.arange(0, BLOCK_D)
+            mask_d = offs_d < D
+            a = tl.load(x + offs_n.to(tl.int64)[:, None] * x_stride + offs_d[None, :], mask_n[:, None] & mask_d[None, :], 0.0)
+            b = tl.load(
+                y + offs_m.to(tl.int64)[:, None] * y_stride + offs_d[None, :], (offs_m < M)[:, None] & mask_d[None, :], 0.0
+            )
+            s = tl.dot(a, b.T, s, input_precision=PRECISION)
+        t = exponents(s, k, column, offs_n, offs_m, n, m, N, M, row_offset, row_ids, col_ids, SKIP_DIAGONAL, BLOCK_N, BLOCK_M)
+        higher = tl.maximum(peak, tl.max(t, 1))  # passes over NaN, which the sum keeps
+        base = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
+        sums = sums * tl.exp2(peak - base) + tl.sum(tl.exp2(t - base[:, None]), 1)
+        peak = higher
+    base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    tl.store(total + offs_n, sums, mask=mask_n & lost)
+    tl.store(above + offs_n, base, mask=mask_n & lost)
+
+
+def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
+    """Row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles."""
+    if block.is_empty:
+        return eager.logsumexp_statistics(block)
+    given = operands(block, shifted=True)
+    row_total, col_total = _totals(given, block)
+    row_above = _recompute_lost(given, block, row_total)
+    col_above = _recompute_lost(_transposed(given), block, col_total)
+    return _log_sum(row_total, row_above, given.shift), _log_sum(col_total, col_above, given.shift)
+
+
+def _log_sum(total: Tensor, above: Tensor, shift: Tensor) -> LogSum:
+    """2^(C + above) · total, as a shift near the logarithm of the sum and a total near 1."""
+    value = (shift.double() + above.double()) * math.log(2) + total.double().log()
+    base = value.to(total.dtype)
+    # The rest is what fp32 could not say of the logarithm: next to nothing, unless it is so large that nothing else matters.
+    rest = torch.where(base.isinf(), value, (value - base.double()).clamp(-1, 1))
+    return LogSum(base, rest.exp().to(total.dtype))
+
+
+def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
+    size = plan.march_tile(block.precision)
+    row_total, col_total = block.zeros(block.N), block.zeros(block.M)
+    # Beyond the last row the copy engine reads zeros, which an offset of −inf keeps out of the column sums. That costs a
+    # little, so the ragged rows at the end get a launch of their own.
+    whole = block.N - block.N % size.rows
+    edge_offset = block.zeros(block.N) if given.row_offset is None and whole < block.N else given.row_offset
+    ranges = [(start, min(start + plan.MARCH_ROWS, whole), given.row_offset) for start in range(0, whole, plan.MARCH_ROWS)]
+    if whole < block.N:
+        ranges.append((whole, block.N, edge_offset))
+    for first_row, last_row, row_offset in ranges:
+        for first_column in range(0, block.M, plan.MARCH_COLUMNS):
+            last_column = min(first_column + plan.MARCH_COLUMNS, block.M)
+            panels = triton.cdiv(last_column - first_column, size.columns)
+            strips, strip_rows = plan.march_strips(
+                panels, last_row - first_row, size.rows, plan.multiprocessors(block.x.device)
+            )
+            row_part = torch.empty(panels, last_row - first_row, dtype=block.dtype, device=block.x.device)
+            col_part = torch.empty(strips, last_column - first_column, dtype=block.dtype, device=block.x.device)
+            _march[(panels, strips)](
+                descriptor(given.x, size.rows, size.width),
+                descriptor(given.y, size.columns, size.width),
+                given.exponent_scale,
+                row_offset,
+                given.col_offset,
+                given.row_ids,
+                given.col_ids,
+                row_part,
+                col_part,
+                first_row,
+                last_row,
+                first_column,
+                last_column,
+                strip_rows,
+                block.N,
+                block.M,
+                D=block.D,
+                SKIP_DIAGONAL=block.skip_diagonal,
+                PRECISION=dot_precision(block),
+                BLOCK_N=size.rows,
+                BLOCK_M=size.columns,
+                BLOCK_D=size.width,
+                num_warps=size.warps,
+                num_stages=size.stages,
+            )
+            row_total[first_row:last_row] += row_part.sum(0)
+            col_total[first_column:last_column] += col_part.sum(0)
+    return row_total, col_total
+
+
+def _recompute_lost(given: Operands, block: Block, total: Tensor) -> Tensor:  # (N,)
+    """Sums over the rows of `given` that are out of range, computed again; returns how far their shifts are above C."""
+    size = plan.ONLINE
+    above = torch.zeros_like(total)
+    N, M = given.x.shape[0], given.y.shape[0]
+    _online_rows[(triton.cdiv(N, size.rows),)](
+        given.x,
+        given.y,
+        given.exponent_scale,
+        given.row_offset,
+        given.col_offset,
+        given.row_ids,
+        given.col_ids,
+        total,
+        above,
+        SMALLEST,
+        LARGEST,
+        N,
+        M,
+        given.x.stride(0),
+        given.y.stride(0),
+        D=block.D,
+        SKIP_DIAGONAL=block.skip_diagonal,
+        PRECISION=dot_precision(block),
+        BLOCK_N=size.rows,
+        BLOCK_M=size.columns,
+        BLOCK_D=size.width,
+        num_warps=size.warps,
+        num_stages=size.stages,
+    )
+    return above
+
+
+def _transposed(given: Operands) -> Operands:
+    """The same exponents with rows and columns exchanged."""
+    nothing = torch.zeros_like(given.x[:, 0], dtype=torch.float32)
+    return Operands(
+        x=given.y,
+        y=given.x,
+        exponent_scale=given.exponent_scale,
+        shift=given.shift,
+        row_offset=given.col_offset,
+        col_offset=nothing if given.row_offset is None else given.row_offset,
+        row_ids=given.col_ids,
+        col_ids=given.row_ids,
+    )
+
+
+def dot_precision(block: Block) -> str:
+    """How `tl.dot` treats float32; TF32 inputs are rounded already, so that what it cuts off is zero."""
+    return "ieee" if block.precision == FLOAT32 else "tf32"

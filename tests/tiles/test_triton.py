@@ -1,0 +1,219 @@
+"""The Triton kernels against the dense reference, interpreted on a CPU or, where there is one, on a device.
+
+Interpreted, they compute in float32 and float16; the interpreter has no bfloat16 products, which tests/gpu covers.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megabatch as mb
+from helpers import aligned_pairs, dense_clip, dense_siglip, leaves, outcomes, unit
+from megabatch import reference
+from megabatch.tiles import plan
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf and NaN, which are meant
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(autouse=True)
+def small_launches(monkeypatch):
+    """Launches and strips so small that little inputs have several."""
+    monkeypatch.setattr(plan, "MARCH_ROWS", 256)
+    monkeypatch.setattr(plan, "MARCH_COLUMNS", 128)
+    monkeypatch.setattr(plan, "strip_size", lambda N, M, element_size: plan.TileSize(256, 128))
+
+
+def to_device(*tensors, dtype=torch.float32):
+    return [tensor.to(DEVICE, dtype).requires_grad_() for tensor in tensors]
+
+
+def close(actual, expected, exponent, what):
+    """Float32 results whose exponents are rounded at the size `exponent`; 60 covers the length of the sums."""
+    finite = expected.isfinite()
+    torch.testing.assert_close(actual.double()[~finite], expected[~finite], rtol=0, atol=0, equal_nan=True)
+    size = expected[finite].abs().max().item() if finite.any() else 0.0
+    bound = 60 * EPS * (1 + exponent) * (1 + size)
+    error = (actual.double() - expected)[finite].abs().max().item() if finite.any() else 0.0
+    assert error <= bound, f"{what}: {error} > {bound}"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    N=st.integers(0, 150),
+    M=st.integers(0, 150),
+    D=st.sampled_from((1, 3, 40, 130)),
+    log_scale=st.floats(-2, 3),
+    spread=st.sampled_from([1.0, 30.0]),
+    exclude_by=st.sampled_from([None, "diagonal", "ids"]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_logsumexp_matches_reference(N, M, D, log_scale, spread, exclude_by, with_bias, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = unit(N, D, seed=seed) * torch.linspace(1 / spread, 1, N, dtype=torch.float64)[:, None]
+    tensors = [x, unit(M, D, seed=seed + 1), torch.tensor(10**log_scale)]
+    if with_bias:
+        tensors += [spread * torch.randn(size, generator=generator) for size in (N, M)]
+    inputs = to_device(*tensors)
+    exclude, left_out = exclude_by, None
+    if exclude_by == "diagonal":
+        left_out = torch.eye(N, M, dtype=torch.bool, device=DEVICE)
+    elif exclude_by == "ids":
+        exclude = (torch.arange(N, device=DEVICE) % 5, torch.arange(M, device=DEVICE) % 3)
+        left_out = exclude[0][:, None] == exclude[1]
+    weights = [torch.randn(size, generator=generator).to(DEVICE) for size in (N, M)]
+
+    def run(function, arguments, **options):
+        found = function(*arguments, **options)
+        total = sum((torch.where(o.isinf(), 0.0, o) * w).sum() for o, w in zip(found, weights, strict=True))
+        return [*(o.detach() for o in found), *torch.autograd.grad(total, arguments)]
+
+    found = run(mb.pairwise_logsumexp, inputs, exclude=exclude, backend="triton")
+    wide = leaves(*(t.double() for t in inputs))
+    wanted = run(reference.pairwise_logsumexp, wide, left_out=left_out)
+    exponent = 10**log_scale + (8 * spread if with_bias else 0)
+    for what, actual, expected in zip(("row", "col", "dx", "dy", "dscale", "du", "dv"), found, wanted, strict=False):
+        close(actual, expected, exponent, what)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    N=st.integers(1, 150),
+    D=st.sampled_from((1, 3, 40, 130)),
+    log_scale=st.floats(-2, 3),
+    id_count=st.sampled_from([None, 5]),
+    loss=st.sampled_from(["clip", "siglip"]),
+    seed=st.integers(0, 1000),
+)
+def test_losses_match_reference(N, D, log_scale, id_count, loss, seed):
+    numbers = [10**log_scale] if loss == "clip" else [10**log_scale, -5.0]
+    inputs = to_device(*aligned_pairs(N, D, noise=1.0, seed=seed), *map(torch.tensor, numbers))
+    ids = None if id_count is None else torch.arange(N, device=DEVICE) % id_count
+    mine, dense = (mb.clip_loss, reference.clip_loss) if loss == "clip" else (mb.siglip_loss, reference.siglip_loss)
+    found = outcomes(lambda *a: mine(*a, ids=ids, backend="triton"), inputs)
+    wanted = outcomes(lambda *a: dense(*a, ids=ids), leaves(*(t.double() for t in inputs)))
+    assert found[0] >= 0
+    for actual, expected in zip(found, wanted, strict=True):
+        close(actual, expected, 10**log_scale, loss)
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("noise", "scale"), [(1.0, 14.0), (0.5, 100.0)])
+def test_error_is_at_most_twice_the_dense_one(loss, dtype, noise, scale):
+    numbers = [scale] if loss == "clip" else [scale, -10.0]
+    mine, dense, truth = {
+        "clip": (lambda *a: mb.clip_loss(*a, backend="triton"), dense_clip, reference.clip_loss),
+        "siglip": (lambda *a: mb.siglip_loss(*a, backend="triton"), dense_siglip, reference.siglip_loss),
+    }[loss]
+    squares = {mine: 0.0, dense: 0.0}
+    for seed in range(0, 16, 2):
+        pair = aligned_pairs(100, 24, noise=noise, seed=seed)
+        inputs = to_device(*pair, *map(torch.tensor, numbers), dtype=dtype)
+        wanted = outcomes(truth, leaves(*(t.double() for t in inputs)))
+        for function in squares:
+            errors = [(a - b).square().sum() for a, b in zip(outcomes(function, inputs), wanted, strict=True)]
+            squares[function] += torch.stack(errors)
+    found, bar = squares[mine].sqrt(), squares[dense].sqrt()
+    assert (found <= 2 * bar).all(), (found.tolist(), bar.tolist())
+
+
+def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
+    from megabatch.tiles import triton_forward
+
+    recomputed = []
+    original = triton_forward._recompute_lost
+
+    def watched(given, block, total):
+        above = original(given, block, total)
+        recomputed.append((above != 0).sum().item())
+        return above
+
+    monkeypatch.setattr(triton_forward, "_recompute_lost", watched)
+    x, y = (unit(80, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
+    for odd in (False, True):
+        if odd:
+            x[9] *= 8  # sets a bound that most others are far below
+        recomputed.clear()
+        inputs = leaves(x, y)
+        found = mb.pairwise_logsumexp(*inputs, 20.0, backend="triton")
+        assert (sum(recomputed) > 0) == odd
+        assert sum(recomputed) < 160
+        wide = leaves(*(t.double() for t in inputs))
+        wanted = reference.pairwise_logsumexp(*wide, 20.0)
+        results = [[*f, *torch.autograd.grad(f[0].sum() + f[1].sum(), i)] for f, i in ((found, inputs), (wanted, wide))]
+        for actual, expected in zip(*results, strict=True):
+            close(actual.detach(), expected.detach(), 160.0 if odd else 20.0, f"odd {odd}")
+
+
+@pytest.mark.parametrize("where", ["inf", "nan", "huge"])
+def test_what_is_not_finite_stays_where_it_belongs(where):
+    x, y = (unit(70, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
+    x[3, 2] = {"inf": torch.inf, "nan": torch.nan, "huge": 1e30}[where]
+    row, col = mb.pairwise_logsumexp(x, y, backend="triton")
+    wanted = reference.pairwise_logsumexp(x.double(), y.double())
+    others = torch.arange(70, device=DEVICE) != 3
+    close(row[others], wanted[0][others], 10.0, where)
+    if where == "nan":
+        assert row[3].isnan()
+        assert col.isnan().all()
+    if where == "huge":
+        torch.testing.assert_close(row.double(), wanted[0], rtol=1e-5, atol=1e-4)
+
+
+def test_rank_matches_a_stable_sort():
+    generator = torch.Generator().manual_seed(0)
+    for N, D in ((150, 3), (1, 1), (0, 2), (70, 40)):
+        x, y = (torch.randint(-2, 3, (N, D), generator=generator).to(DEVICE, torch.float32) for _ in range(2))
+        found = mb.pairwise_rank(x, y, backend="triton")
+        for actual, expected in zip(found, reference.pairwise_rank(x.double(), y.double()), strict=True):
+            assert torch.equal(actual, expected)
+    x = unit(1, 33, seed=0, dtype=torch.float32, device=DEVICE).expand(100, 33)
+    assert torch.equal(mb.pairwise_rank(x, x, backend="triton")[0], torch.arange(100, device=DEVICE))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "odd offset", "expanded"])
+def test_any_memory_layout(layout):
+    x, y = (unit(90, 10, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
+    other = {
+        "transposed": lambda: x.t().contiguous().t(),
+        "odd offset": lambda: torch.cat([x.new_zeros(90, 1), x], dim=1)[:, 1:],
+        "expanded": lambda: x[:1].expand(90, 10),
+    }[layout]()
+    results = []
+    for tensor in (other, other.contiguous().clone()):
+        a = tensor.detach().requires_grad_()
+        loss = mb.clip_loss(a, y, 7.0, backend="triton")
+        results.append((loss, *torch.autograd.grad(loss, a)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_bitwise_the_same_over_repeated_runs():
+    inputs = to_device(*aligned_pairs(200, 40, noise=1.0, seed=0), torch.tensor(30.0))
+
+    def run():
+        loss = mb.clip_loss(*inputs, backend="triton") + mb.siglip_loss(*inputs, -5.0, backend="triton")
+        return [loss, *torch.autograd.grad(loss, inputs)]
+
+    first = run()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@pytest.mark.parametrize("N", [1, 100, 8448, 65536, 262144, 1_000_003])
+@pytest.mark.parametrize("M", [1, 5000, 1_048_576])
+def test_strips_stay_within_the_workspace(monkeypatch, N, M):
+    monkeypatch.undo()
+    for element_size in (2, 4):
+        size = plan.strip_size(N, M, element_size)
+        assert min(size.rows, N) * min(size.columns, M) * element_size <= 512 * 2**20
+        assert size.rows % 256 == size.columns % 256 == 0
+    for panels in (1, 3, 256):
+        strips, rows = plan.march_strips(panels, N, 256, 132)
+        assert strips * rows >= N > (strips - 1) * rows
