@@ -100,7 +100,7 @@ def finish(
             drow_bias[rows] = drow_bias_rows
     dscale *= unit
     if sums.dy is not None:
-        for rows in windows(block.M, plan.eager_tile(block.x.device, block.dtype).rows):
+        for rows in windows(block.M, plan.rows_at_once(block.x.device, block.D)):
             _add_matches(sums.dy[rows], dmatch, block.x, rows, block)
         dy = sums.dy.mul_(factor).to(dy.dtype)
     if sums.dcol_bias is not None:

@@ -107,7 +107,7 @@ def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
 def matching_products(block: Block) -> Tensor:  # (N,)
     """⟨x_i, y_i⟩, from the same rounded inputs as the tiles."""
     out = block.zeros(block.N)
-    for rows in windows(block.N, plan.eager_tile(block.x.device, block.dtype).rows):
+    for rows in windows(block.N, plan.rows_at_once(block.x.device, block.D)):
         x = rounded(block.x[rows], block.precision).to(block.dtype)
         y = rounded(block.y[rows], block.precision).to(block.dtype)
         torch.sum(x * y, dim=1, out=out[rows])

@@ -43,6 +43,11 @@ def eager_tile(device: torch.device, dtype: torch.dtype) -> TileSize:
     return ACCELERATOR_FLOAT64 if dtype == torch.float64 else ACCELERATOR
 
 
+def rows_at_once(device: torch.device, D: int) -> int:
+    """Rows of embeddings for elementwise work: few launches on an accelerator, the cache on a CPU; 32 MiB in float32."""
+    return CPU.rows if device.type == "cpu" else max(1024, 2**23 // D)
+
+
 @dataclass(frozen=True)
 class KernelTile:
     """One tile of a Triton kernel: rows × columns, `width` of the embeddings at a time."""

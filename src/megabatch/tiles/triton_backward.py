@@ -22,8 +22,8 @@ from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.eager import ColumnGradients, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import FLOAT32, TF32, add_product
-from megabatch.tiles.triton_forward import dot_precision, exponents
-from megabatch.tiles.triton_operands import LOG2E, Operands, descriptor, operands, whole_rows
+from megabatch.tiles.triton_forward import dot_precision, exact, exponents, offsets
+from megabatch.tiles.triton_operands import LOG2E, Operands, descriptor, exponent_operands, similarity_operands, whole_rows
 
 # What a tile of exponents becomes.
 SOFTMAX, ODD_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -64,6 +64,7 @@ def _strip(
     KIND: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
     TF32: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -77,7 +78,7 @@ def _strip(
             return
     rows, columns = last_row - first_row, last_column - first_column
     tiles_n, tiles_m = tl.cdiv(rows, BLOCK_N), tl.cdiv(columns, BLOCK_M)
-    k = tl.load(exponent_scale)
+    k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=KIND != ODD_SOFTMAX):
         # GROUP tiles of rows at a time, so that what the programs read at once stays in the cache.
         group = tile // (GROUP * tiles_m)
@@ -100,12 +101,10 @@ def _strip(
                 part = left if half == 0 else right
                 mh = m + half * HALF
                 offs_m = mh + tl.arange(0, HALF)
-                column = tl.load(col_offset + offs_m, mask=offs_m < M, other=-float("inf"))
-                t = exponents(
-                    part, k, column, offs_n, offs_m, n, mh, N, M, row_offset, row_ids, col_ids, SKIP_DIAGONAL, BLOCK_N, HALF
-                )
+                column, row = offsets(col_offset, offs_m, M, 0), offsets(row_offset, offs_n, N, 1)
+                t = exponents(part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, EXACT, SKIP_DIAGONAL, BLOCK_N, HALF)
                 if KIND == SIGMOID:
-                    small = tl.exp2(-tl.abs(t))  # of the two exponentials the one that cannot overflow
+                    small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # of the two exponentials the one that cannot overflow
                     g = a[:, None] * tl.where(t >= 0, 1.0, small) / (1.0 + small)
                 else:
                     b = tl.load(col_weight + offs_m, mask=offs_m < M, other=0.0)
@@ -118,7 +117,7 @@ def _strip(
                 mask_n, mask_m = offs_n < last_row, offs_m < last_column
                 place = (2 * tile_m + half).to(tl.int64) * rows + (offs_n - first_row)
                 if softplus_part is not None:
-                    value = (tl.maximum(t, 0.0) + tl.log2(1.0 + small)) * 0.6931471805599453
+                    value = tl.maximum(t, 0.0) + 0.6931471805599453 * tl.log2(1.0 + small)
                     tl.store(softplus_part + place, tl.sum(tl.where(mask_m[None, :], value, 0.0), 1), mask=mask_n)
                 if row_part is not None:
                     tl.store(row_part + place, tl.sum(tl.where(mask_m[None, :], g, 0.0), 1), mask=mask_n)
@@ -159,7 +158,7 @@ def logsumexp_gradients(
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     if block.is_empty:
         return eager.logsumexp_gradients(block, row, col, drow, dcol, sums, needs)
-    given = operands(block, shifted=True)
+    given = exponent_operands(block)
     size = plan.strip_tile(block.precision)
     row_weight, row_delta, row_odd = _relative(row, drow, given.shift, size.rows)
     col_weight, col_delta, col_odd = _relative(col, dcol, given.shift, size.columns)
@@ -181,7 +180,7 @@ def softplus_gradients(
         return eager.softplus_gradients(block, dtotal, sums, needs, total=total)
     none = dtotal[:0]
     weights = _SoftmaxWeights(dtotal.contiguous(), none, none, none, none, none, none)
-    return _walk(operands(block, shifted=False), block, (SIGMOID,), weights, sums, needs, total)
+    return _walk(similarity_operands(block), block, (SIGMOID,), weights, sums, needs, total)
 
 
 def softplus_sums(block: Block) -> Tensor:  # (N,)
@@ -203,9 +202,10 @@ def _relative(
     weight = sums.per_unit(gradient)
     delta = shift.double() - finite_or_zero(sums.shift).double() * LOG2E
     absorbed = (delta <= LARGEST_DELTA) & (delta >= SMALLEST_DELTA)
-    weight = (weight.double() * torch.where(absorbed, delta, 0.0).exp2()).to(weight.dtype)
-    delta = torch.where(absorbed, 0.0, delta).to(weight.dtype)
-    return weight, delta, _any_in_tile(delta, tile)
+    apart = torch.where(absorbed, 0.0, delta.round())  # whole numbers, and so exact
+    weight = (weight.double() * (delta - apart).exp2()).to(weight.dtype)
+    apart = apart.to(weight.dtype)
+    return weight, apart, _any_in_tile(apart, tile)
 
 
 def _any_in_tile(delta: Tensor, tile: int) -> Tensor:  # (tiles,) int32
@@ -273,6 +273,7 @@ def _walk(
                     KIND=kind,
                     SKIP_DIAGONAL=block.skip_diagonal,
                     PRECISION=dot_precision(block),
+                    EXACT=exact(block),
                     TF32=block.precision == TF32,
                     BLOCK_N=size.rows,
                     BLOCK_M=size.columns,

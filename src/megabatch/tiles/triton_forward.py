@@ -19,8 +19,8 @@ from torch import Tensor
 from megabatch.tiles import eager, plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.logsum import LogSum
-from megabatch.tiles.precision import FLOAT32
-from megabatch.tiles.triton_operands import Operands, descriptor, operands
+from megabatch.tiles.precision import FLOAT32, TF32
+from megabatch.tiles.triton_operands import Operands, descriptor, exponent_operands
 
 SMALLEST, LARGEST = 2.0**-80, 2.0**126  # a sum below may have lost terms that matter, one above has overflowed
 
@@ -29,24 +29,27 @@ SMALLEST, LARGEST = 2.0**-80, 2.0**126  # a sum below may have lost terms that m
 def exponents(
     s,  # (BLOCK_N, BLOCK_M) products
     k,
-    column,  # (BLOCK_M,) the offsets of the columns, −inf beyond the last
-    offs_n,
-    offs_m,
+    k_rest,  # what rounding took from k
+    col_offset,  # (1, BLOCK_M)
+    row_offset,  # (BLOCK_N, 1) or None
+    row_ids,  # (N,) or None
+    col_ids,  # (M,) or None
     n,
     m,
     N,
     M,
-    row_offset,
-    row_ids,
-    col_ids,
+    EXACT: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """t, with −inf where a pair is left out or lies beyond the last column."""
-    t = s * k + column[None, :]
+    """t, with −inf where a pair is left out. Always in this order: forward and backward have to round alike."""
+    t = s * k + col_offset
+    if EXACT:
+        t += s * k_rest  # rounded alike in every entry, k would not average out
     if row_offset is not None:
-        t += tl.load(row_offset + offs_n, mask=offs_n < N, other=-float("inf"))[:, None]
+        t += row_offset
+    offs_n, offs_m = n + tl.arange(0, BLOCK_N), m + tl.arange(0, BLOCK_M)
     if row_ids is not None:
         own = tl.load(row_ids + offs_n, mask=offs_n < N, other=0)
         others = tl.load(col_ids + offs_m, mask=offs_m < M, other=0)
@@ -55,6 +58,15 @@ def exponents(
         if (n < m + BLOCK_M) & (m < n + BLOCK_N):
             t = tl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), t)
     return t
+
+
+@triton.jit
+def offsets(pointer, offs, size, axis: tl.constexpr):
+    """Offsets of some rows or columns, to be added to a tile; −inf beyond the last. None stays None."""
+    if pointer is None:
+        return None
+    values = tl.load(pointer + offs, mask=offs < size, other=-float("inf"))
+    return tl.expand_dims(values, axis)
 
 
 @triton.jit
@@ -78,6 +90,7 @@ def _march(
     D: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -85,8 +98,8 @@ def _march(
     panel, strip = tl.program_id(0), tl.program_id(1)
     m = first_column + panel * BLOCK_M
     offs_m = m + tl.arange(0, BLOCK_M)
-    k = tl.load(exponent_scale)
-    column = tl.load(col_offset + offs_m, mask=offs_m < M, other=-float("inf"))
+    k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
+    column = offsets(col_offset, offs_m, M, 0)
     col = tl.zeros((BLOCK_N // 32, 8, BLOCK_M), tl.float32)
     begin = first_row + strip * strip_rows
     for n in tl.range(begin, tl.minimum(begin + strip_rows, last_row), BLOCK_N, flatten=True):
@@ -94,7 +107,8 @@ def _march(
         for d in range(0, D, BLOCK_D):
             s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
         offs_n = n + tl.arange(0, BLOCK_N)
-        t = exponents(s, k, column, offs_n, offs_m, n, m, N, M, row_offset, row_ids, col_ids, SKIP_DIAGONAL, BLOCK_N, BLOCK_M)
+        row = offsets(row_offset, offs_n, N, 1)
+        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, n, m, N, M, EXACT, SKIP_DIAGONAL, BLOCK_N, BLOCK_M)
         e = tl.exp2(t)
         place = panel.to(tl.int64) * (last_row - first_row) + (offs_n - first_row)
         tl.store(row_part + place, tl.sum(e, 1), mask=offs_n < last_row)
@@ -122,8 +136,10 @@ def _online_rows(
     x_stride,
     y_stride,
     D: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -135,12 +151,11 @@ def _online_rows(
     lost = ~((before >= smallest) & (before <= largest))
     if tl.max(lost.to(tl.int32), 0) == 0:
         return
-    k = tl.load(exponent_scale)
+    k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
     peak = tl.full((BLOCK_N,), -float("inf"), tl.float32)
     sums = tl.zeros((BLOCK_N,), tl.float32)
     for m in range(0, M, BLOCK_M):
         offs_m = m + tl.arange(0, BLOCK_M)
-        column = tl.load(col_offset + offs_m, mask=offs_m < M, other=-float("inf"))
         s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for d in range(0, D, BLOCK_D):
             offs_d = d + tl.arange(0, BLOCK_D)
@@ -150,7 +165,12 @@ def _online_rows(
                 y + offs_m.to(tl.int64)[:, None] * y_stride + offs_d[None, :], (offs_m < M)[:, None] & mask_d[None, :], 0.0
             )
             s = tl.dot(a, b.T, s, input_precision=PRECISION)
-        t = exponents(s, k, column, offs_n, offs_m, n, m, N, M, row_offset, row_ids, col_ids, SKIP_DIAGONAL, BLOCK_N, BLOCK_M)
+        if TRANSPOSED:  # what are rows here are columns everywhere else
+            column, row = offsets(col_offset, offs_n, N, 1), offsets(row_offset, offs_m, M, 0)
+        else:
+            column, row = offsets(col_offset, offs_m, M, 0), offsets(row_offset, offs_n, N, 1)
+        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, n, m, N, M, EXACT, SKIP_DIAGONAL, BLOCK_N, BLOCK_M)
+        t = tl.where((offs_m < M)[None, :], t, -float("inf"))
         higher = tl.maximum(peak, tl.max(t, 1))  # passes over NaN, which the sum keeps
         base = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
         sums = sums * tl.exp2(peak - base) + tl.sum(tl.exp2(t - base[:, None]), 1)
@@ -164,10 +184,10 @@ def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
     """Row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles."""
     if block.is_empty:
         return eager.logsumexp_statistics(block)
-    given = operands(block, shifted=True)
+    given = exponent_operands(block)
     row_total, col_total = _totals(given, block)
-    row_above = _recompute_lost(given, block, row_total)
-    col_above = _recompute_lost(_transposed(given), block, col_total)
+    row_above = _recompute_lost(given, block, row_total, transposed=False)
+    col_above = _recompute_lost(given, block, col_total, transposed=True)
     return _log_sum(row_total, row_above, given.shift), _log_sum(col_total, col_above, given.shift)
 
 
@@ -219,6 +239,7 @@ def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M
                 D=block.D,
                 SKIP_DIAGONAL=block.skip_diagonal,
                 PRECISION=dot_precision(block),
+                EXACT=exact(block),
                 BLOCK_N=size.rows,
                 BLOCK_M=size.columns,
                 BLOCK_D=size.width,
@@ -230,30 +251,33 @@ def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M
     return row_total, col_total
 
 
-def _recompute_lost(given: Operands, block: Block, total: Tensor) -> Tensor:  # (N,)
-    """Sums over the rows of `given` that are out of range, computed again; returns how far their shifts are above C."""
+def _recompute_lost(given: Operands, block: Block, total: Tensor, *, transposed: bool) -> Tensor:  # (N,) or (M,)
+    """Row sums, or column sums, that are out of range, computed again; returns how far their shifts are above C."""
     size = plan.ONLINE
+    sides = [(given.x, given.row_ids), (given.y, given.col_ids)]
+    (own, own_ids), (other, other_ids) = reversed(sides) if transposed else sides
     above = torch.zeros_like(total)
-    N, M = given.x.shape[0], given.y.shape[0]
-    _online_rows[(triton.cdiv(N, size.rows),)](
-        given.x,
-        given.y,
+    _online_rows[(triton.cdiv(len(own), size.rows),)](
+        own,
+        other,
         given.exponent_scale,
         given.row_offset,
         given.col_offset,
-        given.row_ids,
-        given.col_ids,
+        own_ids,
+        other_ids,
         total,
         above,
         SMALLEST,
         LARGEST,
-        N,
-        M,
-        given.x.stride(0),
-        given.y.stride(0),
+        len(own),
+        len(other),
+        own.stride(0),
+        other.stride(0),
         D=block.D,
+        TRANSPOSED=transposed,
         SKIP_DIAGONAL=block.skip_diagonal,
         PRECISION=dot_precision(block),
+        EXACT=exact(block),
         BLOCK_N=size.rows,
         BLOCK_M=size.columns,
         BLOCK_D=size.width,
@@ -263,19 +287,9 @@ def _recompute_lost(given: Operands, block: Block, total: Tensor) -> Tensor:  # 
     return above
 
 
-def _transposed(given: Operands) -> Operands:
-    """The same exponents with rows and columns exchanged."""
-    nothing = torch.zeros_like(given.x[:, 0], dtype=torch.float32)
-    return Operands(
-        x=given.y,
-        y=given.x,
-        exponent_scale=given.exponent_scale,
-        shift=given.shift,
-        row_offset=given.col_offset,
-        col_offset=nothing if given.row_offset is None else given.row_offset,
-        row_ids=given.col_ids,
-        col_ids=given.row_ids,
-    )
+def exact(block: Block) -> bool:
+    """Whether exponents use all digits of k; those of half-precision inputs are rougher than its rounding."""
+    return block.precision in (FLOAT32, TF32)
 
 
 def dot_precision(block: Block) -> str:

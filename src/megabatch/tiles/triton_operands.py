@@ -1,10 +1,10 @@
-"""What both Triton walks are given: inputs that the copy engine can read, and exponents in units of log 2.
+"""What the Triton walks are given: inputs that the copy engine can read, and exponents in units of log 2.
 
-The kernels compute t_ij = k·⟨x_i, y_j⟩ + row_offset_i + col_offset_j, where k = scale · log2 e and the offsets hold the biases
-and minus one shift C for the whole block. C is `HEADROOM` below the largest exponent that the norms allow, so that 2^t stays
-in fp32's range from 2⁶⁰ down: one exponential per element serves rows and columns alike. C is a whole number, and exact; what
-turns sums at that shift into logarithms, and back into weights, works in float64, because a rounding of C · log 2 would be
-the same for every row and not average out.
+The softmax kernels compute t_ij = k·⟨x_i, y_j⟩ + row_offset_i + col_offset_j, where k = scale · log2 e and the offsets hold the
+biases and minus one shift C for the whole block. C is `HEADROOM` below the largest exponent that the norms allow, so that 2^t
+stays in fp32's range from 2⁶⁰ down: one exponential per element serves rows and columns alike. C is a whole number, and exact;
+what turns sums at that shift into logarithms, and back into weights, works in float64, because a rounding of C · log 2 would
+be the same for every row and not average out.
 """
 
 import math
@@ -29,7 +29,7 @@ class Operands:
 
     x: Tensor  # (N, D) rounded, rows of whole 16 bytes
     y: Tensor  # (M, D)
-    exponent_scale: Tensor  # () k
+    exponent_scale: Tensor  # (2,) k, and what rounding took from it
     shift: Tensor  # () C
     row_offset: Tensor | None  # (N,)
     col_offset: Tensor  # (M,)
@@ -37,19 +37,36 @@ class Operands:
     col_ids: Tensor | None  # (M,)
 
 
-def operands(block: Block, *, shifted: bool) -> Operands:
-    """Prepares a block; `shifted` says whether the exponents are relative to C, or plain."""
+def exponent_operands(block: Block) -> Operands:
+    """For softmax: exponents of 2, relative to C."""
     x, y = _operand(block.x, block.precision), _operand(block.y, block.precision)
-    exponent_scale = (block.scale * LOG2E).float()
-    C = _shift(x, y, exponent_scale, block) if shifted else torch.zeros_like(exponent_scale)
+    k = block.scale.double() * LOG2E
+    high = k.float()
+    C = _shift(x, y, high, block)
     col_offset = (-C).expand(block.M) if block.col_bias is None else block.col_bias.mul(LOG2E).sub_(C)
     return Operands(
         x=x,
         y=y,
-        exponent_scale=exponent_scale,
+        exponent_scale=torch.stack((high, (k - high).float())),
         shift=C,
         row_offset=None if block.row_bias is None else block.row_bias * LOG2E,
         col_offset=col_offset.contiguous(),
+        row_ids=block.row_ids,
+        col_ids=block.col_ids,
+    )
+
+
+def similarity_operands(block: Block) -> Operands:
+    """For everything else: the similarities themselves, C = 0 and k the scale."""
+    x, y = _operand(block.x, block.precision), _operand(block.y, block.precision)
+    nothing = torch.zeros_like(block.scale)
+    return Operands(
+        x=x,
+        y=y,
+        exponent_scale=torch.stack((block.scale, nothing)),
+        shift=nothing,
+        row_offset=None if block.row_bias is None else block.row_bias.contiguous(),
+        col_offset=block.zeros(block.M) if block.col_bias is None else block.col_bias.contiguous(),
         row_ids=block.row_ids,
         col_ids=block.col_ids,
     )

@@ -12,7 +12,7 @@ from megabatch.tiles import plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.eager import matching_similarities, rank_noise
 from megabatch.tiles.triton_forward import dot_precision
-from megabatch.tiles.triton_operands import descriptor, operands
+from megabatch.tiles.triton_operands import descriptor, similarity_operands
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
     if block.is_empty:
         return row_rank, col_rank
     size = plan.strip_tile(block.precision)
-    given = operands(block, shifted=False)
+    given = similarity_operands(block)
     row_noise, col_noise = rank_noise(block)
     _count[(triton.cdiv(block.N, size.rows), triton.cdiv(block.N, size.columns))](
         descriptor(given.x, size.rows, size.width),
