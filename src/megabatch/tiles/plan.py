@@ -1,6 +1,6 @@
 """Tile sizes, as data, each with the measurement that chose it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -66,6 +66,7 @@ class KernelTile:
 _MARCH = KernelTile(rows=256, columns=128, width=64, warps=8, stages=3)
 _MARCH_TF32 = KernelTile(rows=128, columns=128, width=32, warps=8, stages=3)
 _MARCH_FLOAT32 = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
+_MARCH_SMALL = KernelTile(rows=128, columns=128, width=64, warps=8, stages=2)  # compiled for sm_89, not measured
 
 # H200, bf16, strips of 8448×33792, TFLOP/s at D = 512 / 768 / 1024; cuBLAS's bare product in that run: 633 / 638 / 721.
 # 128×128, 4 warps, 3 stages, groups of 8, two programs an SM: 519 / 622 / 653. Groups of 16: 511 / 601 / 633.
@@ -73,6 +74,10 @@ _MARCH_FLOAT32 = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 _STRIP = KernelTile(rows=128, columns=128, width=64, warps=4, stages=3, per_multiprocessor=2)
 _STRIP_TF32 = KernelTile(rows=128, columns=128, width=32, warps=8, stages=3)
 _STRIP_FLOAT32 = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2, per_multiprocessor=2)
+_STRIP_SMALL = KernelTile(rows=128, columns=128, width=64, warps=8, stages=2)  # compiled for sm_89, not measured
+
+# Shared memory of one program that the measured tiles need; smaller chips get the small ones.
+_LARGE_SHARED_MEMORY = 152 * 2**10
 
 # For the few rows that need a shift of their own.
 ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
@@ -80,18 +85,27 @@ ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 # Rows and columns of one launch of the forward walk: its row partials take 128 MiB at most.
 MARCH_ROWS, MARCH_COLUMNS = 131072, 32768
 
-# A strip of gradients in half precision; 8448 rows are 132 multiprocessors' worth of 128×256 tiles of dx at D = 512.
-_STRIP_ROWS, _STRIP_BYTES = 8448, 512 * 2**20
+# A strip of gradients; 8448 rows are 132 multiprocessors' worth of 128×256 tiles of dx at D = 512, and 16384 columns fill
+# them to 97 % for dy. Half of the 512 MiB that a workspace may take, because other buffers are alive beside it.
+_STRIP_ROWS, _STRIP_BYTES = 8448, 256 * 2**20
 
 
-def march_tile(precision: str) -> KernelTile:
+def march_tile(precision: str, device: torch.device) -> KernelTile:
     """The tile of the forward kernel."""
-    return {TF32: _MARCH_TF32, FLOAT32: _MARCH_FLOAT32}.get(precision, _MARCH)
+    if precision == FLOAT32:
+        return _MARCH_FLOAT32
+    if shared_memory(device) < _LARGE_SHARED_MEMORY:
+        return replace(_MARCH_SMALL, width=32) if precision == TF32 else _MARCH_SMALL
+    return _MARCH_TF32 if precision == TF32 else _MARCH
 
 
-def strip_tile(precision: str) -> KernelTile:
+def strip_tile(precision: str, device: torch.device) -> KernelTile:
     """The tile of the gradient kernel."""
-    return {TF32: _STRIP_TF32, FLOAT32: _STRIP_FLOAT32}.get(precision, _STRIP)
+    if precision == FLOAT32:
+        return _STRIP_FLOAT32
+    if shared_memory(device) < _LARGE_SHARED_MEMORY:
+        return replace(_STRIP_SMALL, width=32) if precision == TF32 else _STRIP_SMALL
+    return _STRIP_TF32 if precision == TF32 else _STRIP
 
 
 def march_strips(panels: int, rows: int, tile_rows: int, multiprocessors: int) -> tuple[int, int]:
@@ -117,6 +131,14 @@ def _even(length: int, most: int) -> int:
     """The size of equal pieces of `length`, each a multiple of 256 and at most `most`."""
     pieces = max(1, -(-length // (most // 256 * 256)))
     return -(-length // pieces // 256) * 256
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have; a CPU interpreting kernels has enough."""
+    if device.type != "cuda":
+        return 2**20
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 @cache

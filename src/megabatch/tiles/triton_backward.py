@@ -102,7 +102,24 @@ def _strip(
                 mh = m + half * HALF
                 offs_m = mh + tl.arange(0, HALF)
                 column, row = offsets(col_offset, offs_m, M, 0), offsets(row_offset, offs_n, N, 1)
-                t = exponents(part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, EXACT, SKIP_DIAGONAL, BLOCK_N, HALF)
+                t = exponents(
+                    part,
+                    k,
+                    k_rest,
+                    column,
+                    row,
+                    row_ids,
+                    col_ids,
+                    n,
+                    mh,
+                    N,
+                    M,
+                    row_offset is not None,
+                    EXACT,
+                    SKIP_DIAGONAL,
+                    BLOCK_N,
+                    HALF,
+                )
                 if KIND == SIGMOID:
                     small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # of the two exponentials the one that cannot overflow
                     g = a[:, None] * tl.where(t >= 0, 1.0, small) / (1.0 + small)
@@ -159,7 +176,7 @@ def logsumexp_gradients(
     if block.is_empty:
         return eager.logsumexp_gradients(block, row, col, drow, dcol, sums, needs)
     given = exponent_operands(block)
-    size = plan.strip_tile(block.precision)
+    size = plan.strip_tile(block.precision, block.x.device)
     row_weight, row_delta, row_odd = _relative(row, drow, given.shift, size.rows)
     col_weight, col_delta, col_odd = _relative(col, dcol, given.shift, size.columns)
     odd = row_odd.amax() + col_odd.amax()
@@ -222,7 +239,7 @@ def _walk(
     needs: Needs,
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
-    size = plan.strip_tile(block.precision)
+    size = plan.strip_tile(block.precision, block.x.device)
     strip = plan.strip_size(block.N, block.M, given.x.element_size())
     # Summing the scale's gradient in the kernel costs a tenth of it. Half precision takes it from dx instead, where the
     # roundings of g enter but the dense computation's are larger still.

@@ -31,13 +31,14 @@ def exponents(
     k,
     k_rest,  # what rounding took from k
     col_offset,  # (1, BLOCK_M)
-    row_offset,  # (BLOCK_N, 1) or None
+    row_offset,  # (BLOCK_N, 1)
     row_ids,  # (N,) or None
     col_ids,  # (M,) or None
     n,
     m,
     N,
     M,
+    HAS_ROW_OFFSET: tl.constexpr,
     EXACT: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -47,7 +48,7 @@ def exponents(
     t = s * k + col_offset
     if EXACT:
         t += s * k_rest  # rounded alike in every entry, k would not average out
-    if row_offset is not None:
+    if HAS_ROW_OFFSET:
         t += row_offset
     offs_n, offs_m = n + tl.arange(0, BLOCK_N), m + tl.arange(0, BLOCK_M)
     if row_ids is not None:
@@ -62,10 +63,11 @@ def exponents(
 
 @triton.jit
 def offsets(pointer, offs, size, axis: tl.constexpr):
-    """Offsets of some rows or columns, to be added to a tile; −inf beyond the last. None stays None."""
+    """Offsets of some rows or columns, to be added to a tile; −inf beyond the last, and 0 everywhere for None."""
     if pointer is None:
-        return None
-    values = tl.load(pointer + offs, mask=offs < size, other=-float("inf"))
+        values = tl.zeros(offs.shape, tl.float32)
+    else:
+        values = tl.load(pointer + offs, mask=offs < size, other=-float("inf"))
     return tl.expand_dims(values, axis)
 
 
@@ -108,7 +110,24 @@ def _march(
             s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
         offs_n = n + tl.arange(0, BLOCK_N)
         row = offsets(row_offset, offs_n, N, 1)
-        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, n, m, N, M, EXACT, SKIP_DIAGONAL, BLOCK_N, BLOCK_M)
+        t = exponents(
+            s,
+            k,
+            k_rest,
+            column,
+            row,
+            row_ids,
+            col_ids,
+            n,
+            m,
+            N,
+            M,
+            row_offset is not None,
+            EXACT,
+            SKIP_DIAGONAL,
+            BLOCK_N,
+            BLOCK_M,
+        )
         e = tl.exp2(t)
         place = panel.to(tl.int64) * (last_row - first_row) + (offs_n - first_row)
         tl.store(row_part + place, tl.sum(e, 1), mask=offs_n < last_row)
@@ -169,7 +188,24 @@ def _online_rows(
             column, row = offsets(col_offset, offs_n, N, 1), offsets(row_offset, offs_m, M, 0)
         else:
             column, row = offsets(col_offset, offs_m, M, 0), offsets(row_offset, offs_n, N, 1)
-        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, n, m, N, M, EXACT, SKIP_DIAGONAL, BLOCK_N, BLOCK_M)
+        t = exponents(
+            s,
+            k,
+            k_rest,
+            column,
+            row,
+            row_ids,
+            col_ids,
+            n,
+            m,
+            N,
+            M,
+            row_offset is not None,
+            EXACT,
+            SKIP_DIAGONAL,
+            BLOCK_N,
+            BLOCK_M,
+        )
         t = tl.where((offs_m < M)[None, :], t, -float("inf"))
         higher = tl.maximum(peak, tl.max(t, 1))  # passes over NaN, which the sum keeps
         base = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
@@ -201,7 +237,7 @@ def _log_sum(total: Tensor, above: Tensor, shift: Tensor) -> LogSum:
 
 
 def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
-    size = plan.march_tile(block.precision)
+    size = plan.march_tile(block.precision, block.x.device)
     row_total, col_total = block.zeros(block.N), block.zeros(block.M)
     # Beyond the last row the copy engine reads zeros, which an offset of −inf keeps out of the column sums. That costs a
     # little, so the ragged rows at the end get a launch of their own.

@@ -55,7 +55,7 @@ def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
     row_rank, col_rank = (torch.zeros(block.N, dtype=torch.int64, device=block.x.device) for _ in range(2))
     if block.is_empty:
         return row_rank, col_rank
-    size = plan.strip_tile(block.precision)
+    size = plan.strip_tile(block.precision, block.x.device)
     given = similarity_operands(block)
     row_noise, col_noise = rank_noise(block)
     _count[(triton.cdiv(block.N, size.rows), triton.cdiv(block.N, size.columns))](

@@ -1,0 +1,100 @@
+"""Compiles every kernel that a walk would launch, for a chip that need not be there. Run by test_triton_compiles.py.
+
+    python compile_kernels.py CAPABILITY PRECISION [features]
+
+The interpreter accepts programs that the compiler does not. Here the walks run on CPU tensors up to each launch, and the
+launch compiles the kernel for what it was given instead of running it.
+"""
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megabatch.tiles import plan, triton_backward, triton_forward, triton_rank
+from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.eager import ColumnGradients
+from megabatch.tiles.logsum import LogSum
+
+SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+COMPILED = {}
+
+
+class Compiles:
+    """Stands in for a kernel."""
+
+    def __init__(self, kernel, target):
+        self.kernel, self.target = kernel, target
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps, num_stages, **constants):
+        given = dict(zip(self.kernel.arg_names, args, strict=False)) | constants
+        signature = {name: self.type_of(given[name], name in constants) for name in self.kernel.arg_names}
+        constexprs = {name: value for name, value in given.items() if signature[name] == "constexpr"}
+        key = (self.kernel.__name__, str(signature), str(constexprs))
+        if key not in COMPILED:
+            source = ASTSource(self.kernel, signature, constexprs)
+            built = triton.compile(source, target=self.target, options={"num_warps": num_warps, "num_stages": num_stages})
+            assert built.metadata.shared <= SHARED_MEMORY[self.target.arch], "more shared memory than the chip has"
+            COMPILED[key] = built
+            print(self.kernel.__name__, "KIND" in given and given["KIND"].value, built.metadata.shared, "bytes shared")
+
+    @staticmethod
+    def type_of(value, constant):
+        if constant or value is None:
+            return "constexpr"
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        if isinstance(value, torch.Tensor):
+            return "*" + TYPES[value.dtype]
+        return "fp32" if isinstance(value, float) else "i32"
+
+
+def main(capability: int, precision: str, features: bool) -> None:
+    target = GPUTarget("cuda", capability, 32)
+    plan.shared_memory = lambda device: SHARED_MEMORY[capability]
+    kernels = (
+        (triton_forward, "_march"),
+        (triton_forward, "_online_rows"),
+        (triton_backward, "_strip"),
+        (triton_rank, "_count"),
+    )
+    for module, name in kernels:
+        setattr(module, name, Compiles(getattr(module, name), target))
+    dtype = getattr(torch, precision, torch.float32)
+    N, D = 300, 512  # the ragged edge has a launch of its own
+    x, y = torch.randn(2, N, D).to(dtype)
+    ids, bias = torch.arange(N), torch.zeros(N)
+    extra = {"row_bias": bias, "col_bias": bias, "row_ids": ids, "col_ids": ids} if features else {}
+    block = Block(x, y, torch.tensor(1.0), precision, skip_diagonal=True, **extra)
+    needs = Needs(True, True, True, features, features)
+    sums = ColumnGradients(torch.zeros(N, D), bias if features else None)
+    triton_forward.logsumexp_statistics(block)
+    one = torch.ones(N)
+    for _ in triton_backward.logsumexp_gradients(block, LogSum(one, one), LogSum(one, one), one, one, sums, needs):
+        pass
+    for _ in triton_backward.softplus_gradients(block, one, sums, needs, total=one):
+        pass
+    triton_backward.softplus_sums(block)
+    if not features:
+        triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))
+    print("compiled", len(COMPILED))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], "features" in sys.argv)

@@ -1,0 +1,30 @@
+"""Every kernel compiles for the chips it is meant for, and fits their shared memory; no device is needed for that."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "features"),
+    [
+        (90, "bfloat16", ""),
+        (90, "bfloat16", "features"),
+        (90, "tf32", "features"),
+        (80, "float32", ""),
+        (89, "float16", ""),
+        (89, "tf32", ""),
+    ],
+)
+def test_kernels_compile(capability, precision, features):
+    program = Path(__file__).with_name("compile_kernels.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(program), str(capability), precision, features]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "compiled" in done.stdout.splitlines()[-1]
