@@ -30,7 +30,7 @@ format: $(READY)  ## rewrite the files in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## the CPU benchmark of the README (about ten minutes)
+bench: $(READY)  ## the CPU benchmark of the README (a quarter of an hour)
 	$(BIN)/python benchmarks/loss_cpu.py
 
 clean:  ## remove what the targets made
