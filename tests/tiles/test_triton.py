@@ -194,6 +194,21 @@ def test_any_memory_layout(layout):
         torch.testing.assert_close(actual, expected)
 
 
+def test_strided_ids_and_offsets():
+    x, y = (unit(90, 10, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
+    ids, bias = torch.arange(180, device=DEVICE) % 7, torch.linspace(-2, 2, 180, device=DEVICE)
+    results = []
+    for pick in (lambda v: v[::2], lambda v: v[::2].contiguous()):
+        row, col = mb.pairwise_logsumexp(
+            x, y, 5.0, pick(bias), pick(bias.flip(0)), exclude=(pick(ids), pick(ids).to(torch.int32)), backend="triton"
+        )
+        results.append((row, col))
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+    same = mb.pairwise_logsumexp(x, y, 5.0, bias[::2], bias.flip(0)[::2], exclude=(ids[::2], ids[::2]), backend="eager")
+    torch.testing.assert_close(results[0], same)
+
+
 def test_bitwise_the_same_over_repeated_runs():
     inputs = to_device(*aligned_pairs(200, 40, noise=1.0, seed=0), torch.tensor(30.0))
 

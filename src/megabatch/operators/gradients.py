@@ -5,7 +5,8 @@ its row, and its gradient nearly cancels against the rest of the row; a half-pre
 added here in full precision, before anything is rounded to the type of the inputs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,9 +26,14 @@ TWICE = (
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, drow_bias, dcol_bias; empty where not needed
 
 
-def own_precision(x: Tensor) -> torch.autocast:
-    """Autocast is settled before an operator runs (`compute_precision`); inside, it would round fp32 sums behind our back."""
-    return torch.autocast(x.device.type, enabled=False)
+@contextmanager
+def on_its_device(x: Tensor) -> Iterator[None]:
+    """Inside an operator: kernels are launched where x is, and autocast is off.
+
+    Autocast was settled before (`compute_precision`); here it would round fp32 sums behind our back.
+    """
+    with torch.autocast(x.device.type, enabled=False), torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        yield
 
 
 def statistic(x: Tensor, *shape: int) -> Tensor:

@@ -13,7 +13,7 @@ from megabatch.operators.gradients import (
     finish,
     gradient_unit,
     in_units,
-    own_precision,
+    on_its_device,
     refuse_second_derivative,
     statistic,
 )
@@ -47,7 +47,7 @@ def logsumexp(
     s_ii is empty unless the diagonal is kept apart.
     """
     block = _block(x, y, scale, row_bias, col_bias, row_ids, col_ids, diagonal, precision)
-    with own_precision(x):
+    with on_its_device(x):
         row, col = walks(backend).logsumexp_statistics(block)
         match = matching_similarities(block) if diagonal == APART else block.zeros(0)
         return row.value(), col.value(), match, row.pack(), col.pack()
@@ -83,7 +83,7 @@ def logsumexp_backward(
     """(dx, dy, dscale, drow_bias, dcol_bias)."""
     block = _block(x, y, scale, row_bias, col_bias, row_ids, col_ids, diagonal, precision)
     wanted = Needs(*needs)
-    with own_precision(x):
+    with on_its_device(x):
         unit = gradient_unit(block, drow, dcol)
         sums = column_sums(block, wanted)
         strips = walks(backend).logsumexp_gradients(

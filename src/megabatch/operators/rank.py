@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.operators.gradients import own_precision
+from megabatch.operators.gradients import on_its_device
 from megabatch.tiles.backends import walks
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
@@ -15,7 +15,7 @@ from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 def rank(x: Tensor, y: Tensor, precision: str, backend: str) -> tuple[Tensor, Tensor]:
     """How many entries of its row, and of its column, come before the matching pair: (N,) and (N,) int64."""
     one = torch.ones((), dtype=accumulator_dtype(x.dtype), device=x.device)
-    with own_precision(x):
+    with on_its_device(x):
         return walks(backend).rank_counts(Block(x, y, one, by_matmul_setting(precision, x.device.type)))
 
 

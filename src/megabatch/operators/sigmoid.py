@@ -18,7 +18,7 @@ from megabatch.operators.gradients import (
     empty_gradients,
     finish,
     gradient_unit,
-    own_precision,
+    on_its_device,
 )
 from megabatch.tiles.backends import walks
 from megabatch.tiles.block import Block, Needs
@@ -42,7 +42,7 @@ def sigmoid_mean(
         x, y, scale, by_matmul_setting(precision, x.device.type), row_bias, row_ids=ids, col_ids=ids, skip_diagonal=True
     )
     wanted = Needs(*needs)
-    with own_precision(x):
+    with on_its_device(x):
         match = matching_similarities(block)
         if any(wanted):
             total = block.zeros(block.N)

@@ -12,7 +12,7 @@ from megabatch.operators.gradients import (
     empty_gradients,
     finish,
     gradient_unit,
-    own_precision,
+    on_its_device,
     refuse_second_derivative,
     statistic,
 )
@@ -31,7 +31,7 @@ def softplus(
     backend: str,
 ) -> Tensor:
     """Σ_j log(1 + exp s_ij), one sum a row."""
-    with own_precision(x):
+    with on_its_device(x):
         return walks(backend).softplus_sums(Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias))
 
 
@@ -54,7 +54,7 @@ def softplus_backward(
     """(dx, dy, dscale, drow_bias, nothing)."""
     block = Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias)
     wanted = Needs(*needs)
-    with own_precision(x):
+    with on_its_device(x):
         unit = gradient_unit(block, dtotal)
         sums = column_sums(block, wanted)
         strips = walks(backend).softplus_gradients(block, dtotal / unit, sums, wanted)

@@ -51,8 +51,8 @@ def exponent_operands(block: Block) -> Operands:
         shift=C,
         row_offset=None if block.row_bias is None else block.row_bias * LOG2E,
         col_offset=col_offset.contiguous(),
-        row_ids=block.row_ids,
-        col_ids=block.col_ids,
+        row_ids=_packed(block.row_ids),
+        col_ids=_packed(block.col_ids),
     )
 
 
@@ -67,8 +67,8 @@ def similarity_operands(block: Block) -> Operands:
         shift=nothing,
         row_offset=None if block.row_bias is None else block.row_bias.contiguous(),
         col_offset=block.zeros(block.M) if block.col_bias is None else block.col_bias.contiguous(),
-        row_ids=block.row_ids,
-        col_ids=block.col_ids,
+        row_ids=_packed(block.row_ids),
+        col_ids=_packed(block.col_ids),
     )
 
 
@@ -81,6 +81,10 @@ def whole_rows(like: Tensor, rows: int, columns: int) -> Tensor:  # (rows, colum
     """An uninitialised matrix that the copy engine can write: its rows start at multiples of 16 bytes."""
     step = 16 // like.element_size()
     return like.new_empty(rows, -(-columns // step) * step)[:, :columns]
+
+
+def _packed(ids: Tensor | None) -> Tensor | None:
+    return None if ids is None else ids.contiguous()
 
 
 def _operand(values: Tensor, precision: str) -> Tensor:
