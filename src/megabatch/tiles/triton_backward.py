@@ -78,6 +78,7 @@ def _strip(
             return
     rows, columns = last_row - first_row, last_column - first_column
     tiles_n, tiles_m = tl.cdiv(rows, BLOCK_N), tl.cdiv(columns, BLOCK_M)
+    HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
     k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=KIND != ODD_SOFTMAX):
         # GROUP tiles of rows at a time, so that what the programs read at once stays in the cache.
@@ -102,24 +103,7 @@ def _strip(
                 mh = m + half * HALF
                 offs_m = mh + tl.arange(0, HALF)
                 column, row = offsets(col_offset, offs_m, M, 0), offsets(row_offset, offs_n, N, 1)
-                t = exponents(
-                    part,
-                    k,
-                    k_rest,
-                    column,
-                    row,
-                    row_ids,
-                    col_ids,
-                    n,
-                    mh,
-                    N,
-                    M,
-                    row_offset is not None,
-                    EXACT,
-                    SKIP_DIAGONAL,
-                    BLOCK_N,
-                    HALF,
-                )
+                t = exponents(part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
                 if KIND == SIGMOID:
                     small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # of the two exponentials the one that cannot overflow
                     g = a[:, None] * tl.where(t >= 0, 1.0, small) / (1.0 + small)

@@ -6,7 +6,7 @@ owns, and are reduced across threads once, after the march. No atomics: partials
 
 The sums share one shift (`triton_operands`). Those that fp32 cannot hold at that shift are found by their values and computed
 again by `_online_rows`, each with a maximum of its own. Unit-length embeddings have none at scales below 48, and at 100 only
-where all similarities of a row are negative.
+where no cosine of a row is above 0.035.
 """
 
 import math
@@ -41,8 +41,6 @@ def exponents(
     HAS_ROW_OFFSET: tl.constexpr,
     EXACT: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
 ):
     """t, with −inf where a pair is left out. Always in this order: forward and backward have to round alike."""
     t = s * k + col_offset
@@ -50,13 +48,13 @@ def exponents(
         t += s * k_rest  # rounded alike in every entry, k would not average out
     if HAS_ROW_OFFSET:
         t += row_offset
-    offs_n, offs_m = n + tl.arange(0, BLOCK_N), m + tl.arange(0, BLOCK_M)
+    offs_n, offs_m = n + tl.arange(0, s.shape[0]), m + tl.arange(0, s.shape[1])
     if row_ids is not None:
         own = tl.load(row_ids + offs_n, mask=offs_n < N, other=0)
         others = tl.load(col_ids + offs_m, mask=offs_m < M, other=0)
         t = tl.where(own[:, None] == others[None, :], -float("inf"), t)
     if SKIP_DIAGONAL:
-        if (n < m + BLOCK_M) & (m < n + BLOCK_N):
+        if (n < m + s.shape[1]) & (m < n + s.shape[0]):
             t = tl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), t)
     return t
 
@@ -100,6 +98,7 @@ def _march(
     panel, strip = tl.program_id(0), tl.program_id(1)
     m = first_column + panel * BLOCK_M
     offs_m = m + tl.arange(0, BLOCK_M)
+    HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
     k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
     column = offsets(col_offset, offs_m, M, 0)
     col = tl.zeros((BLOCK_N // 32, 8, BLOCK_M), tl.float32)
@@ -110,24 +109,7 @@ def _march(
             s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
         offs_n = n + tl.arange(0, BLOCK_N)
         row = offsets(row_offset, offs_n, N, 1)
-        t = exponents(
-            s,
-            k,
-            k_rest,
-            column,
-            row,
-            row_ids,
-            col_ids,
-            n,
-            m,
-            N,
-            M,
-            row_offset is not None,
-            EXACT,
-            SKIP_DIAGONAL,
-            BLOCK_N,
-            BLOCK_M,
-        )
+        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, n, m, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
         e = tl.exp2(t)
         place = panel.to(tl.int64) * (last_row - first_row) + (offs_n - first_row)
         tl.store(row_part + place, tl.sum(e, 1), mask=offs_n < last_row)
@@ -170,6 +152,7 @@ def _online_rows(
     lost = ~((before >= smallest) & (before <= largest))
     if tl.max(lost.to(tl.int32), 0) == 0:
         return
+    HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
     k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
     peak = tl.full((BLOCK_N,), -float("inf"), tl.float32)
     sums = tl.zeros((BLOCK_N,), tl.float32)
@@ -188,24 +171,7 @@ def _online_rows(
             column, row = offsets(col_offset, offs_n, N, 1), offsets(row_offset, offs_m, M, 0)
         else:
             column, row = offsets(col_offset, offs_m, M, 0), offsets(row_offset, offs_n, N, 1)
-        t = exponents(
-            s,
-            k,
-            k_rest,
-            column,
-            row,
-            row_ids,
-            col_ids,
-            n,
-            m,
-            N,
-            M,
-            row_offset is not None,
-            EXACT,
-            SKIP_DIAGONAL,
-            BLOCK_N,
-            BLOCK_M,
-        )
+        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, n, m, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
         t = tl.where((offs_m < M)[None, :], t, -float("inf"))
         higher = tl.maximum(peak, tl.max(t, 1))  # passes over NaN, which the sum keeps
         base = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
