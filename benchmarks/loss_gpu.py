@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def clip_systems(image: Tensor, text: Tensor) -> dict[str, Callable[[], Step]]:
     labels = torch.arange(len(image), device="cuda")
 
     def megabatch() -> Step:
-        return with_gradients(mb.clip_loss, image, text, scale)
+        return with_gradients(partial(mb.clip_loss, backend="triton"), image, text, scale)
 
     def open_clip() -> Step:
         module = open_clip_losses().ClipLoss()
@@ -122,7 +123,7 @@ def siglip_systems(image: Tensor, text: Tensor) -> dict[str, Callable[[], Step]]
     log_scale = torch.tensor(math.log(SCALE), device="cuda", requires_grad=True)
 
     def megabatch() -> Step:
-        return with_gradients(mb.siglip_loss, image, text, *numbers)
+        return with_gradients(partial(mb.siglip_loss, backend="triton"), image, text, *numbers)
 
     def siglip_kernel() -> Step:
         from siglip_kernel import fused_siglip_loss
@@ -135,7 +136,7 @@ def siglip_systems(image: Tensor, text: Tensor) -> dict[str, Callable[[], Step]]
 def bare_products(image: Tensor, text: Tensor) -> dict[str, Callable[[], None]]:
     """S, dX and dY of the whole batch, strip by strip, bf16 in and out."""
     B, D = image.shape
-    size = plan.strip_size(B, B, 2)
+    size = plan.strip_size(B, B, D, 2)
     x, y = image.detach(), text.detach()
     strip = torch.randn(min(size.rows, B), min(size.columns, B), device="cuda", dtype=torch.bfloat16)
     dx, dy = x.new_empty(min(size.rows, B), D), x.new_empty(min(size.columns, B), D)
@@ -237,7 +238,7 @@ def measure(B: int, D: int, rounds: int, kind: str) -> list[dict[str, Any]]:
     products = bare_products(image, text)
     if kind == "clip":
         scale = torch.tensor(SCALE, device="cuda")
-        running["megabatch forward"] = torch.no_grad()(lambda: mb.clip_loss(image, text, scale))
+        running["megabatch forward"] = torch.no_grad()(lambda: mb.clip_loss(image, text, scale, backend="triton"))
     timed = {**running, **products}
     times: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(rounds):
@@ -266,13 +267,13 @@ def measure_large(B: int, D: int, small_ms: float | None) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    loss = mb.clip_loss(image, text, scale)
+    loss = mb.clip_loss(image, text, scale, backend="triton")
     dimage, dtext, _ = torch.autograd.grad(loss, (image, text, scale))
     end.record()
     end.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     with torch.no_grad():
-        row, col = (v.double() for v in mb.pairwise_logsumexp(image, text, SCALE))
+        row, col = (v.double() for v in mb.pairwise_logsumexp(image, text, SCALE, backend="triton"))
         x, y, sample = image.detach(), text.detach(), torch.linspace(0, B - 1, 8, device="cuda").long()
         errors = {}
         for name, a, b, own, other, gradient in (("image", x, y, row, col, dimage), ("text", y, x, col, row, dtext)):
@@ -324,8 +325,8 @@ def main() -> int:
         print(f"[{time.perf_counter() - started:.0f} s] one step at {B}x512", flush=True)
         image, text = pairs(65536, 512)
         scale = torch.tensor(SCALE, device="cuda", requires_grad=True)
-        small = milliseconds(with_gradients(mb.clip_loss, image, text, scale))
-        small = milliseconds(with_gradients(mb.clip_loss, image, text, scale))
+        small = milliseconds(with_gradients(partial(mb.clip_loss, backend="triton"), image, text, scale))
+        small = milliseconds(with_gradients(partial(mb.clip_loss, backend="triton"), image, text, scale))
         record["large"].append(measure_large(B, 512, small))
         torch.cuda.empty_cache()
     args.output.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,8 @@ EPS = torch.finfo(torch.float32).eps
 def small_launches(monkeypatch):
     """Launches and strips so small that little inputs have several."""
     monkeypatch.setattr(plan, "MARCH_ROWS", 256)
-    monkeypatch.setattr(plan, "MARCH_COLUMNS", 128)
-    monkeypatch.setattr(plan, "strip_size", lambda N, M, element_size: plan.TileSize(256, 128))
+    monkeypatch.setattr(plan, "MARCH_PANELS", 1)
+    monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
 
 
 def to_device(*tensors, dtype=torch.float32):
@@ -166,6 +166,26 @@ def test_what_is_not_finite_stays_where_it_belongs(where):
         torch.testing.assert_close(row.double(), wanted[0], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("bias", [0.0, -10.0, -20.0, -60.0])
+def test_softplus_keeps_its_digits_when_it_is_small(bias):
+    x, y = (unit(70, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
+    found = mb.pairwise_softplus(x, y, 2.0, bias, backend="triton").double()
+    wanted = reference.pairwise_softplus(x.double(), y.double(), 2.0, bias)
+    assert (found / wanted - 1).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-3, 1e18])
+def test_upstream_gradients_of_any_size(size):
+    e = torch.eye(8, dtype=torch.float32, device=DEVICE)[:1]
+    x, y = leaves(torch.cat([-e.expand(4, 8), e.expand(4, 8)]), e.expand(8, 8))
+    row, col = mb.pairwise_logsumexp(x, y, 47.0, backend="triton")
+    found = torch.autograd.grad((row.sum() + col.sum()) * size, (x, y))
+    wide = leaves(x.double(), y.double())
+    row, col = reference.pairwise_logsumexp(*wide, 47.0)
+    for actual, expected in zip(found, torch.autograd.grad((row.sum() + col.sum()) * size, wide), strict=True):
+        assert (actual.double() - expected).norm() / expected.norm() < 1e-5
+
+
 def test_rank_matches_a_stable_sort():
     generator = torch.Generator().manual_seed(0)
     for N, D in ((150, 3), (1, 1), (0, 2), (70, 40)):
@@ -225,9 +245,10 @@ def test_bitwise_the_same_over_repeated_runs():
 @pytest.mark.parametrize("M", [1, 5000, 1_048_576])
 def test_strips_stay_within_the_workspace(monkeypatch, N, M):
     monkeypatch.undo()
-    for element_size in (2, 4):
-        size = plan.strip_size(N, M, element_size)
-        assert min(size.rows, N) * min(size.columns, M) * element_size <= 512 * 2**20
+    for element_size, D in ((2, 512), (4, 512), (2, 8192)):
+        size = plan.strip_size(N, M, D, element_size)
+        assert min(size.rows, N) * min(size.columns, M) * element_size <= 256 * 2**20
+        assert min(size.rows, N) * D * 4 <= 64 * 2**20
         assert size.rows % 256 == size.columns % 256 == 0
     for panels in (1, 3, 256):
         strips, rows = plan.march_strips(panels, N, 256, 132)

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
         (90, "bfloat16", "features"),
         (90, "tf32", "features"),
         (80, "float32", ""),
+        (80, "bfloat16", "features"),
         (89, "float16", ""),
         (89, "tf32", ""),
     ],

@@ -61,17 +61,18 @@ def column_sums(block: Block, needs: Needs) -> ColumnGradients:
 
 
 def gradient_unit(block: Block, *weights: Tensor | None) -> Tensor:  # ()
-    """What gradients are divided by while they pass through tiles.
+    """What gradients are divided by while they pass through tiles: a power of two that makes the largest weight about 1.
 
-    1, but for fp16: there the largest weight becomes 2¹⁴. A softmax of a million columns spreads it to 2⁻⁶, still far from
-    where fp16 begins to lose digits, and the largest entry of a tile, two such weights, is still within its range.
+    For fp16 it becomes 2¹⁴. A softmax of a million columns spreads that to 2⁻⁶, still far from where fp16 begins to lose
+    digits, and the largest entry of a tile, two such weights, is still within its range.
     """
     one = torch.ones_like(block.scale)
     largest = [w.abs().amax() for w in weights if w is not None and w.numel()]
-    if block.precision != FLOAT16 or not largest:
+    if not largest:
         return one
-    unit = torch.stack(largest).amax() / 2**14
-    return torch.where((unit > 0) & unit.isfinite(), unit, one)
+    size = torch.stack(largest).amax()
+    unit = size.log2().ceil().exp2()
+    return torch.where((size > 0) & unit.isfinite() & (unit > 0), unit, one) / (2**14 if block.precision == FLOAT16 else 1)
 
 
 def in_units(gradient: Tensor | None, unit: Tensor) -> Tensor | None:
@@ -90,7 +91,7 @@ def finish(
     dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Runs the walk and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
-    dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, needs, dtype)
+    dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, needs._replace(dy=False), dtype)
     factor = block.scale * unit
     products = matching_products(block) if dmatch is not None and needs.dscale else None
     dscale.zero_()
@@ -108,7 +109,7 @@ def finish(
     if sums.dy is not None:
         for rows in windows(block.M, plan.rows_at_once(block.x.device, block.D)):
             _add_matches(sums.dy[rows], dmatch, block.x, rows, block)
-        dy = sums.dy.mul_(factor).to(dy.dtype)
+        dy = sums.dy.mul_(factor).to(dtype or block.y.dtype)
     if sums.dcol_bias is not None:
         dcol_bias = sums.dcol_bias
     for dbias in (drow_bias, dcol_bias):

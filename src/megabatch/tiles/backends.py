@@ -65,10 +65,8 @@ def why_not_triton(precision: str, device: torch.device) -> str | None:
     return None
 
 
-def best(precision: str, device: torch.device) -> str:
-    """The faster backend of those that can serve; HIP devices pass for CUDA in PyTorch, but nobody has measured there."""
-    measured = device.type == "cuda" and torch.version.hip is None
-    return TRITON if measured and why_not_triton(precision, device) is None else EAGER
+# What "auto" means. The kernels are asked for by name until their safe path for outliers has been run on a device.
+DEFAULT = EAGER
 
 
 def walks(backend: str) -> Walks:

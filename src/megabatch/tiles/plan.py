@@ -82,8 +82,8 @@ _LARGE_SHARED_MEMORY = 152 * 2**10
 # For the few rows that need a shift of their own.
 ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 
-# Rows and columns of one launch of the forward walk: its row partials take 128 MiB at most.
-MARCH_ROWS, MARCH_COLUMNS = 131072, 32768
+# Rows and panels of columns of one launch of the forward walk: its row partials take 128 MiB at most.
+MARCH_ROWS, MARCH_PANELS = 131072, 256
 
 # A strip of gradients; 8448 rows are 132 multiprocessors' worth of 128×256 tiles of dx at D = 512, and 16384 columns fill
 # them to 97 % for dy. Half of the 512 MiB that a workspace may take, because other buffers are alive beside it.
@@ -121,9 +121,12 @@ def march_strips(panels: int, rows: int, tile_rows: int, multiprocessors: int) -
     return -(-rows // strip_rows), strip_rows
 
 
-def strip_size(N: int, M: int, element_size: int) -> TileSize:
-    """Rows and columns of one strip of gradients: all of equal size, as few as the workspace allows."""
-    rows = _even(N, _STRIP_ROWS)
+def strip_size(N: int, M: int, D: int, element_size: int) -> TileSize:
+    """Rows and columns of one strip of gradients: all of equal size, as few as the workspace allows.
+
+    A strip of dx is alive beside it, in fp32, and so is a temporary of its size: 64 MiB each at most.
+    """
+    rows = _even(N, min(_STRIP_ROWS, max(256, 2**24 // D)))
     return TileSize(rows, _even(M, _STRIP_BYTES // element_size // rows))
 
 

@@ -118,7 +118,9 @@ def _strip(
                 mask_n, mask_m = offs_n < last_row, offs_m < last_column
                 place = (2 * tile_m + half).to(tl.int64) * rows + (offs_n - first_row)
                 if softplus_part is not None:
-                    value = tl.maximum(t, 0.0) + 0.6931471805599453 * tl.log2(1.0 + small)
+                    above_one = (1.0 + small) - 1.0  # what is left of `small` in 1 + small; the ratio puts back what is not
+                    log1p = tl.where(above_one == 0, small, 0.6931471805599453 * tl.log2(1.0 + small) * (small / above_one))
+                    value = tl.maximum(t, 0.0) + log1p
                     tl.store(softplus_part + place, tl.sum(tl.where(mask_m[None, :], value, 0.0), 1), mask=mask_n)
                 if row_part is not None:
                     tl.store(row_part + place, tl.sum(tl.where(mask_m[None, :], g, 0.0), 1), mask=mask_n)
@@ -224,7 +226,7 @@ def _walk(
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
     size = plan.strip_tile(block.precision, block.x.device)
-    strip = plan.strip_size(block.N, block.M, given.x.element_size())
+    strip = plan.strip_size(block.N, block.M, block.D, given.x.element_size())
     # Summing the scale's gradient in the kernel costs a tenth of it. Half precision takes it from dx instead, where the
     # roundings of g enter but the dense computation's are larger still.
     scale_in_kernel = needs.dscale and block.precision in (FLOAT32, TF32)
@@ -244,7 +246,7 @@ def _walk(
             tiles_n, tiles_m = triton.cdiv(n, size.rows), triton.cdiv(m, size.columns)
             row_parts = [None if whole is None else _part(block, 2 * tiles_m, n) for whole in by_row]
             col_part = None if sums.dcol_bias is None else _part(block, tiles_n, m)
-            programs = min(tiles_n * tiles_m, plan.multiprocessors(block.x.device) * size.per_multiprocessor)
+            programs = plan.multiprocessors(block.x.device) * size.per_multiprocessor
             for kind in kinds:
                 _strip[(programs,)](
                     descriptor(given.x, size.rows, size.width),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megabatch.tiles import eager, plan
 from megabatch.tiles.block import Block
+from megabatch.tiles.eager import windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT32, TF32
 from megabatch.tiles.triton_operands import Operands, descriptor, exponent_operands
@@ -213,8 +214,8 @@ def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M
     if whole < block.N:
         ranges.append((whole, block.N, edge_offset))
     for first_row, last_row, row_offset in ranges:
-        for first_column in range(0, block.M, plan.MARCH_COLUMNS):
-            last_column = min(first_column + plan.MARCH_COLUMNS, block.M)
+        for columns in windows(block.M, plan.MARCH_PANELS * size.columns):
+            first_column, last_column = columns.start, columns.stop
             panels = triton.cdiv(last_column - first_column, size.columns)
             strips, strip_rows = plan.march_strips(
                 panels, last_row - first_row, size.rows, plan.multiprocessors(block.x.device)

@@ -93,7 +93,12 @@ def _operand(values: Tensor, precision: str) -> Tensor:
     elif precision in _DTYPE:
         values = values.to(_DTYPE[precision])
     step = 16 // values.element_size()
-    if values.stride(1) == 1 and values.stride(0) % step == 0 and values.stride(0) > 0 and values.data_ptr() % 16 == 0:
+    if (
+        values.stride(1) == 1
+        and values.stride(0) % step == 0
+        and values.stride(0) >= values.shape[1]
+        and values.data_ptr() % 16 == 0
+    ):
         return values
     return whole_rows(values, *values.shape).copy_(values)
 

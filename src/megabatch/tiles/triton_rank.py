@@ -32,7 +32,8 @@ def _count(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    n, m = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    n, m = (tl.program_id(0) % tiles_n) * BLOCK_N, (tl.program_id(0) // tiles_n) * BLOCK_M
     s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for d in range(0, D, BLOCK_D):
         s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
@@ -58,7 +59,7 @@ def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
     size = plan.strip_tile(block.precision, block.x.device)
     given = similarity_operands(block)
     row_noise, col_noise = rank_noise(block)
-    _count[(triton.cdiv(block.N, size.rows), triton.cdiv(block.N, size.columns))](
+    _count[(triton.cdiv(block.N, size.rows) * triton.cdiv(block.N, size.columns),)](
         descriptor(given.x, size.rows, size.width),
         descriptor(given.y, size.columns, size.width),
         block.scale,
