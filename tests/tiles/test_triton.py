@@ -130,9 +130,9 @@ def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
     original = triton_forward._recompute_lost
 
     def watched(given, block, total, *, transposed):
-        above = original(given, block, total, transposed=transposed)
-        recomputed.append((above != 0).sum().item())
-        return above
+        shift = original(given, block, total, transposed=transposed)
+        recomputed.append((shift != given.shift).sum().item())
+        return shift
 
     monkeypatch.setattr(triton_forward, "_recompute_lost", watched)
     x, y = (unit(80, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
@@ -149,6 +149,57 @@ def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
         results = [[*f, *torch.autograd.grad(f[0].sum() + f[1].sum(), i)] for f, i in ((found, inputs), (wanted, wide))]
         for actual, expected in zip(*results, strict=True):
             close(actual.detach(), expected.detach(), 160.0 if odd else 20.0, f"odd {odd}")
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e4, 1e6, 1e18])
+@pytest.mark.parametrize("what", ["norm", "row bias", "column bias"])
+def test_one_outlier_does_not_cost_the_others_their_digits(factor, what):
+    if what != "norm" and factor > 1e6:
+        pytest.skip("the bias alone is then beyond what float32 can add 1 to")
+    x, y = (unit(70, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
+    u, v = torch.zeros(2, 70, device=DEVICE)
+    if what == "norm":
+        x[9] *= factor
+    else:
+        (u if what == "row bias" else v)[9] = factor
+    inputs = to_device(x, y, u, v)
+    wide = leaves(*(t.double() for t in inputs))
+    results = []
+    for function, (a, b, c, d) in (
+        (lambda *i: mb.pairwise_logsumexp(*i, backend="triton"), inputs),
+        (reference.pairwise_logsumexp, wide),
+    ):
+        row = function(a, b, 20.0, c, d)[0]
+        results.append((row, torch.autograd.grad(row[torch.arange(70) != 9].sum(), a)[0]))
+    others = torch.arange(70, device=DEVICE) != 9
+    (row, dx), (wanted_row, wanted_dx) = results
+    exponent = 20.0 if what != "column bias" else 20.0 + factor
+    close(row[others], wanted_row[others], exponent, "row")
+    close(dx[others], wanted_dx[others], exponent, "dx")
+
+
+@pytest.mark.parametrize(("N", "scale"), [(70, 1e8), (1, 1e9)])
+def test_exponents_beyond_all_reason(N, scale):
+    inputs = to_device(unit(N, 8, seed=0), unit(N, 8, seed=1), torch.tensor(scale))
+    results = []
+    for function, arguments in (
+        (lambda *i: mb.pairwise_logsumexp(*i, backend="triton"), inputs),
+        (lambda *i: mb.pairwise_logsumexp(*i, backend="eager"), inputs),
+        (reference.pairwise_logsumexp, leaves(*(t.double() for t in inputs))),
+    ):
+        row, col = function(*arguments)
+        results.append(torch.autograd.grad(row.sum() + col.sum(), arguments))
+    for triton, eager, wanted in zip(*results, strict=True):
+        error, bar = ((found.double() - wanted).norm() for found in (triton, eager))
+        assert error <= 4 * bar + 1e-6 * wanted.norm()
+
+
+def test_a_constant_bias_shifts_and_nothing_else():
+    x, y = (unit(300, 16, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
+    for bias in (100.0, 1000.0):
+        row, _ = mb.pairwise_logsumexp(x, y, 5.0, torch.full((300,), bias, device=DEVICE), backend="triton")
+        wanted = (5.0 * x.double() @ y.double().T + bias).logsumexp(1)
+        assert abs((row.double() - wanted).mean()) < 0.1 * EPS * bias
 
 
 @pytest.mark.parametrize("where", ["inf", "nan", "huge"])

@@ -17,11 +17,11 @@ from megabatch.operators.gradients import (
     refuse_second_derivative,
     statistic,
 )
-from megabatch.tiles.backends import walks
+from megabatch.tiles.backends import sums_dtype, walks
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.eager import matching_similarities
 from megabatch.tiles.logsum import LogSum
-from megabatch.tiles.precision import by_matmul_setting
+from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 
 # What becomes of the main diagonal.
 KEPT = "kept"  # part of the sums
@@ -50,15 +50,16 @@ def logsumexp(
     with on_its_device(x):
         row, col = walks(backend).logsumexp_statistics(block)
         match = matching_similarities(block) if diagonal == APART else block.zeros(0)
-        return row.value(), col.value(), match, row.pack(), col.pack()
+        return row.value().to(block.dtype), col.value().to(block.dtype), match, row.pack(), col.pack()
 
 
 @logsumexp.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, diagonal, _precision, _backend = options
+    *_, diagonal, _precision, backend = options
     N, M = x.shape[0], y.shape[0]
     match = statistic(x, N if diagonal == APART else 0)
-    return statistic(x, N), statistic(x, M), match, statistic(x, 2, N), statistic(x, 2, M)
+    sums = [x.new_empty(2, size, dtype=sums_dtype(backend, accumulator_dtype(x.dtype))) for size in (N, M)]
+    return statistic(x, N), statistic(x, M), match, sums[0], sums[1]
 
 
 @torch.library.custom_op("megabatch::logsumexp_backward", mutates_args=())

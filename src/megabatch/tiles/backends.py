@@ -69,6 +69,11 @@ def why_not_triton(precision: str, device: torch.device) -> str | None:
 DEFAULT = EAGER
 
 
+def sums_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
+    """In which type a backend keeps the sums of exponentials, for statistics of `dtype`."""
+    return torch.float64 if backend == TRITON else dtype
+
+
 def walks(backend: str) -> Walks:
     """The walks of a backend, by its name."""
     if backend == EAGER:

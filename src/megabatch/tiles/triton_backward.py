@@ -41,12 +41,14 @@ def _strip(
     exponent_scale,
     row_offset,
     col_offset,
+    row_plain,
+    col_plain,
     row_ids,
     col_ids,
     row_weight,  # (N,)
     col_weight,  # (M,)
-    row_delta,  # (N,)
-    col_delta,  # (M,)
+    row_shift,  # (N,) of a row's own, or −inf
+    col_shift,  # (M,)
     odd,  # () whether any tile is
     row_odd,  # (tiles of N,) whether any row of the tile has a shift of its own
     col_odd,  # (tiles of M,)
@@ -112,9 +114,14 @@ def _strip(
                     if KIND == SOFTMAX:
                         g = tl.exp2(t) * (a[:, None] + b[None, :])
                     else:
-                        rd = tl.load(row_delta + offs_n, mask=offs_n < N, other=0.0)
-                        cd = tl.load(col_delta + offs_m, mask=offs_m < M, other=0.0)
-                        g = a[:, None] * tl.exp2(t + rd[:, None]) + b[None, :] * tl.exp2(t + cd[None, :])
+                        column, row = offsets(col_plain, offs_m, M, 0), offsets(row_plain, offs_n, N, 1)
+                        plain = exponents(
+                            part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL
+                        )
+                        rs, cs = offsets(row_shift, offs_n, N, 1), offsets(col_shift, offs_m, M, 0)
+                        none = -float("inf")
+                        g = a[:, None] * tl.exp2(tl.where(rs == none, t, plain - rs))
+                        g += b[None, :] * tl.exp2(tl.where(cs == none, t, plain - cs))
                 mask_n, mask_m = offs_n < last_row, offs_m < last_column
                 place = (2 * tile_m + half).to(tl.int64) * rows + (offs_n - first_row)
                 if softplus_part is not None:
@@ -142,8 +149,8 @@ class _SoftmaxWeights:
 
     row_weight: Tensor  # (N,)
     col_weight: Tensor  # (M,)
-    row_delta: Tensor  # (N,)
-    col_delta: Tensor  # (M,)
+    row_shift: Tensor  # (N,)
+    col_shift: Tensor  # (M,)
     odd: Tensor  # () int32
     row_odd: Tensor  # (tiles of N,) int32
     col_odd: Tensor  # (tiles of M,) int32
@@ -163,10 +170,10 @@ def logsumexp_gradients(
         return eager.logsumexp_gradients(block, row, col, drow, dcol, sums, needs)
     given = exponent_operands(block)
     size = plan.strip_tile(block.precision, block.x.device)
-    row_weight, row_delta, row_odd = _relative(row, drow, given.shift, size.rows)
-    col_weight, col_delta, col_odd = _relative(col, dcol, given.shift, size.columns)
+    row_weight, row_shift, row_odd = _relative(row, drow, given.shift, size.rows)
+    col_weight, col_shift, col_odd = _relative(col, dcol, given.shift, size.columns)
     odd = row_odd.amax() + col_odd.amax()
-    weights = _SoftmaxWeights(row_weight, col_weight, row_delta, col_delta, odd, row_odd, col_odd)
+    weights = _SoftmaxWeights(row_weight, col_weight, row_shift, col_shift, odd, row_odd, col_odd)
     return _walk(given, block, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
 
 
@@ -196,24 +203,27 @@ def softplus_sums(block: Block) -> Tensor:  # (N,)
 
 
 def _relative(
-    sums: LogSum, gradient: Tensor | None, shift: Tensor, tile: int
+    sums: LogSum,  # float64
+    gradient: Tensor | None,
+    shift: Tensor,  # () C
+    tile: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (K,), (K,), (tiles,)
-    """gradient / sum at the shift C. Where that leaves fp32's range the difference of the shifts stays apart: an odd tile."""
+    """gradient / sum at the shift C, or where that leaves fp32's range at a shift of its own; −inf stands for C."""
     if gradient is None:
-        nothing = torch.zeros_like(sums.total)
-        return nothing, nothing, _any_in_tile(nothing, tile)
-    weight = sums.per_unit(gradient)
-    delta = shift.double() - finite_or_zero(sums.shift).double() * LOG2E
-    absorbed = (delta <= LARGEST_DELTA) & (delta >= SMALLEST_DELTA)
-    apart = torch.where(absorbed, 0.0, delta.round())  # whole numbers, and so exact
-    weight = (weight.double() * (delta - apart).exp2()).to(weight.dtype)
-    apart = apart.to(weight.dtype)
-    return weight, apart, _any_in_tile(apart, tile)
+        nothing = torch.zeros_like(sums.total, dtype=torch.float32)
+        return nothing, nothing - torch.inf, _any_in_tile(nothing - torch.inf, tile)
+    exponent = finite_or_zero(sums.shift) * LOG2E
+    above = shift - exponent
+    at_block_shift = (above <= LARGEST_DELTA) & (above >= SMALLEST_DELTA)
+    own = exponent.float()
+    weight = sums.per_unit(gradient) * torch.where(at_block_shift, above, own - exponent).exp2()
+    own = torch.where(at_block_shift, -torch.inf, own)
+    return weight.float(), own, _any_in_tile(own, tile)
 
 
-def _any_in_tile(delta: Tensor, tile: int) -> Tensor:  # (tiles,) int32
-    padding = -len(delta) % tile
-    return torch.nn.functional.pad(delta != 0, (0, padding)).view(-1, tile).any(1).int()
+def _any_in_tile(own: Tensor, tile: int) -> Tensor:  # (tiles,) int32
+    padding = -len(own) % tile
+    return torch.nn.functional.pad(own != -torch.inf, (0, padding)).view(-1, tile).any(1).int()
 
 
 def _walk(
@@ -255,12 +265,14 @@ def _walk(
                     given.exponent_scale,
                     given.row_offset,
                     given.col_offset,
+                    given.row_plain,
+                    given.col_plain,
                     given.row_ids,
                     given.col_ids,
                     weights.row_weight,
                     weights.col_weight,
-                    weights.row_delta,
-                    weights.col_delta,
+                    weights.row_shift,
+                    weights.col_shift,
                     weights.odd,
                     weights.row_odd,
                     weights.col_odd,

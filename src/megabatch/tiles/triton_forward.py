@@ -130,7 +130,7 @@ def _online_rows(
     row_ids,
     col_ids,
     total,  # (N,) read, and where it is out of range written
-    above,  # (N,) written where total is: how far its own shift is above C
+    shift,  # (N,) written where total is: a shift of its own
     smallest,
     largest,
     N,
@@ -180,7 +180,7 @@ def _online_rows(
         peak = higher
     base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
     tl.store(total + offs_n, sums, mask=mask_n & lost)
-    tl.store(above + offs_n, base, mask=mask_n & lost)
+    tl.store(shift + offs_n, base, mask=mask_n & lost)
 
 
 def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
@@ -189,18 +189,14 @@ def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
         return eager.logsumexp_statistics(block)
     given = exponent_operands(block)
     row_total, col_total = _totals(given, block)
-    row_above = _recompute_lost(given, block, row_total, transposed=False)
-    col_above = _recompute_lost(given, block, col_total, transposed=True)
-    return _log_sum(row_total, row_above, given.shift), _log_sum(col_total, col_above, given.shift)
+    row_shift = _recompute_lost(given, block, row_total, transposed=False)
+    col_shift = _recompute_lost(given, block, col_total, transposed=True)
+    return _log_sum(row_total, row_shift), _log_sum(col_total, col_shift)
 
 
-def _log_sum(total: Tensor, above: Tensor, shift: Tensor) -> LogSum:
-    """2^(C + above) · total, as a shift near the logarithm of the sum and a total near 1."""
-    value = (shift.double() + above.double()) * math.log(2) + total.double().log()
-    base = value.to(total.dtype)
-    # The rest is what fp32 could not say of the logarithm: next to nothing, unless it is so large that nothing else matters.
-    rest = torch.where(base.isinf(), value, (value - base.double()).clamp(-1, 1))
-    return LogSum(base, rest.exp().to(total.dtype))
+def _log_sum(total: Tensor, shift: Tensor) -> LogSum:
+    """2^shift · total in natural units, float64; nothing summed is −inf and 0."""
+    return LogSum(torch.where(total == 0, -torch.inf, shift * math.log(2)), total.double())
 
 
 def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
@@ -254,22 +250,22 @@ def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M
     return row_total, col_total
 
 
-def _recompute_lost(given: Operands, block: Block, total: Tensor, *, transposed: bool) -> Tensor:  # (N,) or (M,)
-    """Row sums, or column sums, that are out of range, computed again; returns how far their shifts are above C."""
+def _recompute_lost(given: Operands, block: Block, total: Tensor, *, transposed: bool) -> Tensor:  # (N,) or (M,) float64
+    """Row sums, or column sums, that are out of range, computed again without C; returns the shifts of all."""
     size = plan.ONLINE
     sides = [(given.x, given.row_ids), (given.y, given.col_ids)]
     (own, own_ids), (other, other_ids) = reversed(sides) if transposed else sides
-    above = torch.zeros_like(total)
+    shift = torch.full_like(total, torch.inf)
     _online_rows[(triton.cdiv(len(own), size.rows),)](
         own,
         other,
         given.exponent_scale,
-        given.row_offset,
-        given.col_offset,
+        given.row_plain,
+        given.col_plain,
         own_ids,
         other_ids,
         total,
-        above,
+        shift,
         SMALLEST,
         LARGEST,
         len(own),
@@ -287,7 +283,7 @@ def _recompute_lost(given: Operands, block: Block, total: Tensor, *, transposed:
         num_warps=size.warps,
         num_stages=size.stages,
     )
-    return above
+    return torch.where(shift.isinf(), given.shift, shift.double())
 
 
 def exact(block: Block) -> bool:

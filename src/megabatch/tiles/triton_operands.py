@@ -1,10 +1,12 @@
 """What the Triton walks are given: inputs that the copy engine can read, and exponents in units of log 2.
 
 The softmax kernels compute t_ij = k·⟨x_i, y_j⟩ + row_offset_i + col_offset_j, where k = scale · log2 e and the offsets hold the
-biases and minus one shift C for the whole block. C is `HEADROOM` below the largest exponent that the norms allow, so that 2^t
-stays in fp32's range from 2⁶⁰ down: one exponential per element serves rows and columns alike. C is a whole number, and exact;
-what turns sums at that shift into logarithms, and back into weights, works in float64, because a rounding of C · log 2 would
-be the same for every row and not average out.
+biases and minus one shift C for the whole block. C is `HEADROOM` below the largest exponent that norms and biases allow, so
+that 2^t stays in fp32's range from 2⁶⁰ down: one exponential per element serves rows and columns alike. Where that loses
+digits, because a row is far below what the largest norm or bias allows, the exponents are formed again without C.
+
+What every row shares must not be rounded: such an error does not average out. C is kept in float64, and the part of it that the
+kernels subtract is a whole number; sums become logarithms, and weights, in float64.
 """
 
 import math
@@ -30,9 +32,11 @@ class Operands:
     x: Tensor  # (N, D) rounded, rows of whole 16 bytes
     y: Tensor  # (M, D)
     exponent_scale: Tensor  # (2,) k, and what rounding took from it
-    shift: Tensor  # () C
-    row_offset: Tensor | None  # (N,)
+    shift: Tensor  # () C, float64
+    row_offset: Tensor | None  # (N,) for exponents relative to C
     col_offset: Tensor  # (M,)
+    row_plain: Tensor | None  # (N,) for exponents as they are
+    col_plain: Tensor | None  # (M,)
     row_ids: Tensor | None  # (N,)
     col_ids: Tensor | None  # (M,)
 
@@ -42,15 +46,26 @@ def exponent_operands(block: Block) -> Operands:
     x, y = _operand(block.x, block.precision), _operand(block.y, block.precision)
     k = block.scale.double() * LOG2E
     high = k.float()
-    C = _shift(x, y, high, block)
-    col_offset = (-C).expand(block.M) if block.col_bias is None else block.col_bias.mul(LOG2E).sub_(C)
+    whole = _whole_shift(x, y, high)
+    shift, row, col = whole.double(), None, None
+    row_offset, col_offset = None, (-whole).expand(block.M)
+    if block.row_bias is not None:
+        row = block.row_bias.double() * LOG2E
+        shift = shift + _largest(row)
+        row_offset = (row - _largest(row)).float()
+    if block.col_bias is not None:
+        col = block.col_bias.double() * LOG2E
+        shift = shift + _largest(col)
+        col_offset = (col - _largest(col) - whole).float()
     return Operands(
         x=x,
         y=y,
         exponent_scale=torch.stack((high, (k - high).float())),
-        shift=C,
-        row_offset=None if block.row_bias is None else block.row_bias * LOG2E,
+        shift=shift,
+        row_offset=row_offset,
         col_offset=col_offset.contiguous(),
+        row_plain=None if row is None else row.float(),
+        col_plain=None if col is None else col.float(),
         row_ids=_packed(block.row_ids),
         col_ids=_packed(block.col_ids),
     )
@@ -64,9 +79,11 @@ def similarity_operands(block: Block) -> Operands:
         x=x,
         y=y,
         exponent_scale=torch.stack((block.scale, nothing)),
-        shift=nothing,
+        shift=nothing.double(),
         row_offset=None if block.row_bias is None else block.row_bias.contiguous(),
         col_offset=block.zeros(block.M) if block.col_bias is None else block.col_bias.contiguous(),
+        row_plain=None,
+        col_plain=None,
         row_ids=_packed(block.row_ids),
         col_ids=_packed(block.col_ids),
     )
@@ -103,12 +120,9 @@ def _operand(values: Tensor, precision: str) -> Tensor:
     return whole_rows(values, *values.shape).copy_(values)
 
 
-def _shift(x: Tensor, y: Tensor, exponent_scale: Tensor, block: Block) -> Tensor:  # ()
-    """C, from |⟨x_i, y_j⟩| ≤ ‖x_i‖·‖y_j‖. Norms that are not finite are passed over: their rows are found by their sums."""
-    bound = exponent_scale.abs() * _largest(_norms(x)) * _largest(_norms(y))
-    for bias in (block.row_bias, block.col_bias):
-        if bias is not None:
-            bound = bound + _largest(bias) * LOG2E
+def _whole_shift(x: Tensor, y: Tensor, k: Tensor) -> Tensor:  # ()
+    """From |⟨x_i, y_j⟩| ≤ ‖x_i‖·‖y_j‖. Norms that are not finite are passed over: their rows are found by their sums."""
+    bound = k.abs() * _largest(_norms(x)) * _largest(_norms(y))
     return torch.nan_to_num(bound.ceil() - HEADROOM, posinf=0.0, neginf=0.0)
 
 
