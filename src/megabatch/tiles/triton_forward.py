@@ -74,7 +74,7 @@ def offsets(pointer, offs, size, axis: tl.constexpr):
 def _march(
     x_desc,
     y_desc,
-    exponent_scale,  # ()
+    exponent_scale,  # (2,)
     row_offset,  # (N,) or None
     col_offset,  # (M,)
     row_ids,  # (N,) or None
