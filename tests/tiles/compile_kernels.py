@@ -15,8 +15,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.tiles import plan, triton_backward, triton_forward, triton_rank
-from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.eager import ColumnGradients
+from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
 
 SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}

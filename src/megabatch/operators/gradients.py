@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megabatch.tiles import plan
-from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.eager import ColumnGradients, RowGradients, matching_products, windows
+from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
+from megabatch.tiles.matching import matching_products
 from megabatch.tiles.precision import FLOAT16, accumulator_dtype, rounded
 
 TWICE = (

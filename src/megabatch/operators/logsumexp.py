@@ -19,8 +19,8 @@ from megabatch.operators.gradients import (
 )
 from megabatch.tiles.backends import sums_dtype, walks
 from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.eager import matching_similarities
 from megabatch.tiles.logsum import LogSum
+from megabatch.tiles.matching import matching_similarities
 from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 
 # What becomes of the main diagonal.
@@ -48,9 +48,10 @@ def logsumexp(
     """
     block = _block(x, y, scale, row_bias, col_bias, row_ids, col_ids, diagonal, precision)
     with on_its_device(x):
-        row, col = walks(backend).logsumexp_statistics(block)
+        row, col = walks(backend, block).logsumexp_statistics(block)
+        packed = sums_dtype(backend, block.dtype)
         match = matching_similarities(block) if diagonal == APART else block.zeros(0)
-        return row.value().to(block.dtype), col.value().to(block.dtype), match, row.pack(), col.pack()
+        return row.value().to(block.dtype), col.value().to(block.dtype), match, row.pack().to(packed), col.pack().to(packed)
 
 
 @logsumexp.register_fake
@@ -87,7 +88,7 @@ def logsumexp_backward(
     with on_its_device(x):
         unit = gradient_unit(block, drow, dcol)
         sums = column_sums(block, wanted)
-        strips = walks(backend).logsumexp_gradients(
+        strips = walks(backend, block).logsumexp_gradients(
             block,
             LogSum.unpack(row),
             LogSum.unpack(col),

@@ -15,8 +15,9 @@ from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 def rank(x: Tensor, y: Tensor, precision: str, backend: str) -> tuple[Tensor, Tensor]:
     """How many entries of its row, and of its column, come before the matching pair: (N,) and (N,) int64."""
     one = torch.ones((), dtype=accumulator_dtype(x.dtype), device=x.device)
+    block = Block(x, y, one, by_matmul_setting(precision, x.device.type))
     with on_its_device(x):
-        return walks(backend).rank_counts(Block(x, y, one, by_matmul_setting(precision, x.device.type)))
+        return walks(backend, block).rank_counts(block)
 
 
 @rank.register_fake

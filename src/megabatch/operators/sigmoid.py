@@ -22,7 +22,7 @@ from megabatch.operators.gradients import (
 )
 from megabatch.tiles.backends import walks
 from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.eager import matching_similarities
+from megabatch.tiles.matching import matching_similarities
 from megabatch.tiles.precision import by_matmul_setting
 
 
@@ -48,11 +48,11 @@ def sigmoid_mean(
             total = block.zeros(block.N)
             sums = column_sums(block, wanted)
             unit = gradient_unit(block, torch.ones_like(total))
-            strips = walks(backend).softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
+            strips = walks(backend, block).softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
             dmatch = -torch.sigmoid(-match) / unit
             gradients = finish(block, strips, sums, wanted, unit=unit / block.N, dmatch=dmatch, dtype=_saved_dtype(x, y))
         else:
-            total = walks(backend).softplus_sums(block)
+            total = walks(backend, block).softplus_sums(block)
             gradients = empty_gradients(x, y, wanted, _saved_dtype(x, y))
         total -= F.logsigmoid(match)
         return total.mean(), *gradients[:4]

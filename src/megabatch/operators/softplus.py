@@ -31,8 +31,9 @@ def softplus(
     backend: str,
 ) -> Tensor:
     """Σ_j log(1 + exp s_ij), one sum a row."""
+    block = Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias)
     with on_its_device(x):
-        return walks(backend).softplus_sums(Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias))
+        return walks(backend, block).softplus_sums(block)
 
 
 @softplus.register_fake
@@ -57,7 +58,7 @@ def softplus_backward(
     with on_its_device(x):
         unit = gradient_unit(block, dtotal)
         sums = column_sums(block, wanted)
-        strips = walks(backend).softplus_gradients(block, dtotal / unit, sums, wanted)
+        strips = walks(backend, block).softplus_gradients(block, dtotal / unit, sums, wanted)
         return finish(block, strips, sums, wanted, unit=unit)
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megabatch.tiles import eager
-from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.eager import ColumnGradients, RowGradients
+from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT64
 
@@ -74,9 +73,9 @@ def sums_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if backend == TRITON else dtype
 
 
-def walks(backend: str) -> Walks:
-    """The walks of a backend, by its name."""
-    if backend == EAGER:
+def walks(backend: str, block: Block) -> Walks:
+    """The walks of a backend, by its name; a block without similarities needs no kernels."""
+    if backend == EAGER or block.is_empty:
         return eager
     from megabatch.tiles import triton_walks
 

@@ -1,5 +1,6 @@
-"""A block of similarities, and which gradients are wanted of it: what the walks over tiles are given."""
+"""A block of similarities and its gradients: what the walks over tiles are given, and what they give back."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,3 +65,24 @@ class Needs(NamedTuple):
     dscale: bool
     drow_bias: bool = False
     dcol_bias: bool = False
+
+
+class ColumnGradients(NamedTuple):
+    """Sums over rows that a gradient walk adds to; None where nobody asked."""
+
+    dy: Tensor | None  # (M, D), not yet multiplied by the scale
+    dcol_bias: Tensor | None  # (M,)
+
+
+class RowGradients(NamedTuple):
+    """What a gradient walk has finished: some rows, summed over all columns of the block."""
+
+    rows: slice
+    dx: Tensor | None  # (n, D), not yet multiplied by the scale
+    dscale: Tensor | None  # (n,) Σ_j g_ij·⟨x_i, y_j⟩
+    drow_bias: Tensor | None  # (n,)
+
+
+def windows(length: int, size: int) -> Iterator[slice]:
+    """[0, length) cut into pieces of `size`; the last may be shorter."""
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))

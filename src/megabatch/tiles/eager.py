@@ -11,15 +11,15 @@ Four walks over the same tiles:
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.tiles import plan
-from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
+from megabatch.tiles.matching import matching_similarities, rank_noise
 from megabatch.tiles.precision import (
     BFLOAT16,
     FLOAT16,
@@ -31,22 +31,6 @@ from megabatch.tiles.precision import (
     round_to_tf32_,
     rounded,
 )
-
-
-class ColumnGradients(NamedTuple):
-    """Sums over rows that a gradient walk adds to; None where nobody asked."""
-
-    dy: Tensor | None  # (M, D), not yet multiplied by the scale
-    dcol_bias: Tensor | None  # (M,)
-
-
-class RowGradients(NamedTuple):
-    """What a gradient walk has finished: some rows, summed over all columns of the block."""
-
-    rows: slice
-    dx: Tensor | None  # (n, D), not yet multiplied by the scale
-    dscale: Tensor | None  # (n,) Σ_j g_ij·⟨x_i, y_j⟩
-    drow_bias: Tensor | None  # (n,)
 
 
 class _Tiles:
@@ -91,37 +75,12 @@ class _Tiles:
         return s
 
 
-def windows(length: int, size: int) -> Iterator[slice]:
-    """[0, length) cut into pieces of `size`; the last may be shorter."""
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
-
-
 def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
     """A view of the entries of `tile` that lie on the block's main diagonal; often there are none."""
     offset = rows.start - columns.start
     if -tile.shape[0] < offset < tile.shape[1]:
         return tile.diagonal(offset)
     return tile.new_empty(0)
-
-
-def matching_products(block: Block) -> Tensor:  # (N,)
-    """⟨x_i, y_i⟩, from the same rounded inputs as the tiles."""
-    out = block.zeros(block.N)
-    for rows in windows(block.N, plan.rows_at_once(block.x.device, block.D)):
-        x = rounded(block.x[rows], block.precision).to(block.dtype)
-        y = rounded(block.y[rows], block.precision).to(block.dtype)
-        torch.sum(x * y, dim=1, out=out[rows])
-    return out
-
-
-def matching_similarities(block: Block) -> Tensor:  # (N,)
-    """s_ii."""
-    out = matching_products(block).mul_(block.scale)
-    if block.row_bias is not None:
-        out.add_(block.row_bias)
-    if block.col_bias is not None:
-        out.add_(block.col_bias)
-    return out
 
 
 def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
@@ -282,12 +241,6 @@ def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
                 diagonal_of(before, rows, columns).fill_(False)
                 rank += before.sum(dim)
     return row_rank, col_rank
-
-
-def rank_noise(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
-    """Two vectors whose outer product is what rounding may do to s: 4·√D roundings of ‖x_i‖·‖y_j‖."""
-    row, col = (torch.linalg.vector_norm(side, dim=1, dtype=block.dtype) for side in (block.x, block.y))
-    return row.mul_(4 * block.D**0.5 * torch.finfo(block.dtype).eps * block.scale.abs()), col
 
 
 def _softplus(s: Tensor, out: Tensor) -> Tensor:

@@ -60,6 +60,12 @@ class KernelTile:
     group: int = 8  # tiles of rows that programs share before they go on to the next columns
     per_multiprocessor: int = 1
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What every launch passes on."""
+        blocks = {"BLOCK_N": self.rows, "BLOCK_M": self.columns, "BLOCK_D": self.width}
+        return blocks | {"num_warps": self.warps, "num_stages": self.stages}
+
 
 # H200, bf16, 32k×32k, TFLOP/s at D = 512 / 768 / 1024, diagonal left out; cuBLAS's bare product in that run: 648 / 681 / 729.
 # 256×128, 8 warps, 3 stages: 655 / 712 / 735. 128×128, 4 warps: 598 / 537 / 511. 128×256, 8 warps: 257 / 288 / 326.

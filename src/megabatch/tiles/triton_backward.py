@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import eager, plan
-from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.eager import ColumnGradients, RowGradients, windows
+from megabatch.tiles import plan
+from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import FLOAT32, TF32, add_product
 from megabatch.tiles.triton_forward import dot_precision, exact, exponents, offsets
@@ -166,8 +165,6 @@ def logsumexp_gradients(
     needs: Needs,
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
-    if block.is_empty:
-        return eager.logsumexp_gradients(block, row, col, drow, dcol, sums, needs)
     given = exponent_operands(block)
     size = plan.strip_tile(block.precision, block.x.device)
     row_weight, row_shift, row_odd = _relative(row, drow, given.shift, size.rows)
@@ -186,8 +183,6 @@ def softplus_gradients(
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
-    if block.is_empty:
-        return eager.softplus_gradients(block, dtotal, sums, needs, total=total)
     none = dtotal[:0]
     weights = _SoftmaxWeights(dtotal.contiguous(), none, none, none, none, none, none)
     return _walk(similarity_operands(block), block, (SIGMOID,), weights, sums, needs, total)
@@ -290,13 +285,9 @@ def _walk(
                     PRECISION=dot_precision(block),
                     EXACT=exact(block),
                     TF32=block.precision == TF32,
-                    BLOCK_N=size.rows,
-                    BLOCK_M=size.columns,
-                    BLOCK_D=size.width,
                     GROUP=size.group,
                     PROGRAMS=programs,
-                    num_warps=size.warps,
-                    num_stages=size.stages,
+                    **size.options,
                 )
             for whole, part in zip(by_row, row_parts, strict=True):
                 if whole is not None and part is not None:

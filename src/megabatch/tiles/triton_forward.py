@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import eager, plan
-from megabatch.tiles.block import Block
-from megabatch.tiles.eager import windows
+from megabatch.tiles import plan
+from megabatch.tiles.block import Block, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT32, TF32
 from megabatch.tiles.triton_operands import Operands, descriptor, exponent_operands
@@ -185,8 +184,6 @@ def _online_rows(
 
 def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
     """Row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles."""
-    if block.is_empty:
-        return eager.logsumexp_statistics(block)
     given = exponent_operands(block)
     row_total, col_total = _totals(given, block)
     row_shift = _recompute_lost(given, block, row_total, transposed=False)
@@ -239,11 +236,7 @@ def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M
                 SKIP_DIAGONAL=block.skip_diagonal,
                 PRECISION=dot_precision(block),
                 EXACT=exact(block),
-                BLOCK_N=size.rows,
-                BLOCK_M=size.columns,
-                BLOCK_D=size.width,
-                num_warps=size.warps,
-                num_stages=size.stages,
+                **size.options,
             )
             row_total[first_row:last_row] += row_part.sum(0)
             col_total[first_column:last_column] += col_part.sum(0)
@@ -277,11 +270,7 @@ def _recompute_lost(given: Operands, block: Block, total: Tensor, *, transposed:
         SKIP_DIAGONAL=block.skip_diagonal,
         PRECISION=dot_precision(block),
         EXACT=exact(block),
-        BLOCK_N=size.rows,
-        BLOCK_M=size.columns,
-        BLOCK_D=size.width,
-        num_warps=size.warps,
-        num_stages=size.stages,
+        **size.options,
     )
     return torch.where(shift.isinf(), given.shift, shift.double())
 

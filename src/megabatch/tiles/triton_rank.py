@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block
-from megabatch.tiles.eager import matching_similarities, rank_noise
+from megabatch.tiles.matching import matching_similarities, rank_noise
 from megabatch.tiles.triton_forward import dot_precision
 from megabatch.tiles.triton_operands import descriptor, similarity_operands
 
@@ -54,8 +54,6 @@ def _count(
 def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
     """How many entries of row i, and of column i, come before s_ii; as `eager.rank_counts` says."""
     row_rank, col_rank = (torch.zeros(block.N, dtype=torch.int64, device=block.x.device) for _ in range(2))
-    if block.is_empty:
-        return row_rank, col_rank
     size = plan.strip_tile(block.precision, block.x.device)
     given = similarity_operands(block)
     row_noise, col_noise = rank_noise(block)
@@ -71,10 +69,6 @@ def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
         block.N,
         D=block.D,
         PRECISION=dot_precision(block),
-        BLOCK_N=size.rows,
-        BLOCK_M=size.columns,
-        BLOCK_D=size.width,
-        num_warps=size.warps,
-        num_stages=size.stages,
+        **size.options,
     )
     return row_rank, col_rank
