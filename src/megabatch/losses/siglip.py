@@ -57,7 +57,6 @@ class SigLipLoss(nn.Module):
         dist_impl: str | None = None,
     ) -> None:
         super().__init__()
-        validation.one_process(world_size)
         validation.dist_impl(dist_impl)
         self.cache_labels = cache_labels
         self.rank = rank
@@ -73,5 +72,7 @@ class SigLipLoss(nn.Module):
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or {"contrastive_loss": loss}."""
-        loss = siglip_loss(image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias)
+        bias = 0.0 if logit_bias is None else logit_bias
+        group = validation.default_group(self.rank, self.world_size)
+        loss = siglip_loss(image_features, text_features, logit_scale, bias, group=group)
         return {"contrastive_loss": loss} if output_dict else loss
