@@ -44,7 +44,9 @@ def join(rank, size, port, seconds=TIMEOUT):
 
 def _serve(pipe, rank, size, port, seconds):
     join(rank, size, port, seconds)
-    groups = {world: dist.new_group(range(world)) for world in WORLDS if world < size} | {size: dist.group.WORLD}
+    limit = datetime.timedelta(seconds=seconds)  # a group has a timeout of its own, and not that of the default group
+    groups = {world: dist.new_group(range(world), timeout=limit) for world in WORLDS if world < size}
+    groups[size] = dist.group.WORLD
     while True:
         try:
             call = pipe.recv_bytes()
