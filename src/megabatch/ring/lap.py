@@ -71,7 +71,7 @@ class Lap:
     def _post_sums(self, step: int, stock: "_Stock", like: Tensors) -> None:
         hops = self._sum_hops.get(step, [])
         arriving = [hop for hop in hops if hop.target == self.rank]
-        receives = [Parcel(hop.source, _empty(like, _length(hop.part(self.columns[hop.block])))) for hop in arriving]
+        receives = [Parcel(hop.source, _empty(like, hop.length(self.columns[hop.block]))) for hop in arriving]
         pending = self._post(hops, stock, receives, f"after step {step + 1} of {self.schedule.steps}")
         for hop, receive in zip(arriving, receives, strict=True):
             self._sums_coming[hop.needed].append((hop, receive.tensors, pending))
@@ -132,8 +132,3 @@ class _Stock:
 
 def _empty(like: Tensors, columns: int) -> list[Tensor]:
     return [tensor.new_empty(columns, *tensor.shape[1:]) for tensor in like]
-
-
-def _length(part: slice) -> int:
-    length: int = part.stop - part.start
-    return length

@@ -38,6 +38,10 @@ class Hop(NamedTuple):
         """Which of the block's columns go."""
         return slice(columns * self.piece // self.pieces, columns * (self.piece + 1) // self.pieces)
 
+    def length(self, columns: int) -> int:
+        """How many of them."""
+        return columns * (self.piece + 1) // self.pieces - columns * self.piece // self.pieces
+
 
 @dataclass(frozen=True)
 class Schedule:
