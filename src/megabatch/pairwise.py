@@ -48,7 +48,8 @@ def pairwise_logsumexp(
         col_bias: (M,) added to every similarity of a column.
         exclude: None; "diagonal", to leave out the pairs (i, i); or a pair of integer vectors, ids of the rows (N,) and of
             the columns (M,), to leave out the pairs whose ids are equal.
-        group: the processes that share the batch; None for this one alone.
+        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. x and
+            y are this rank's rows and columns; sums are over those of all ranks, which all have to run backward.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(x, y)
@@ -92,7 +93,8 @@ def pairwise_softplus(
         y: (M, D) embeddings, of the same dtype.
         scale: a float, or a tensor of one element.
         bias: a float, or a tensor of one element.
-        group: the processes that share the batch; None for this one alone.
+        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. x and
+            y are this rank's rows and columns; sums are over those of all ranks, which all have to run backward.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(x, y)
@@ -120,7 +122,8 @@ def pairwise_rank(
     Args:
         x: (N, D) embeddings.
         y: (N, D) embeddings, of the same dtype; row i belongs to row i of x.
-        group: the processes that share the batch; None for this one alone.
+        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. x and
+            y are this rank's pairs, ranked among those of all ranks.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(x, y, same_rows=True)

@@ -4,12 +4,16 @@ What each rank returns is put together as DDP would: losses and gradients of sha
 is what reaches a tower through the embeddings, each of which belongs to one rank.
 """
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 
 import megabatch as mb
 from helpers import aligned_pairs, gradients, leaves, tile_size, unit
 from megabatch import reference, ring
+from megabatch.ring import agreement
 
 WORLDS = (1, 2, 3, 4, 8)
 SHARES = {
@@ -254,3 +258,27 @@ def test_kernels_go_round_too(pool, schedule):
     wanted.backward()
     for actual, expected in zip(found, [wanted.detach(), *(i.grad for i in inputs)], strict=True):
         torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6 * expected.abs().max().item())
+
+
+def nodes_by_environment(group, rank, variable, schedule):
+    """Two nodes of two ranks, as torchrun would say it."""
+    counts = [2, 3, 1, 4]
+    x, y, scale, *_ = data(counts)
+    value = {"GROUP_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"}[variable]
+    named, large = mock.patch.dict(os.environ, {variable: value}), mock.patch.object(agreement, "GATHER_BYTES", 0)
+    with named, large, ring.using(schedule), ring.counted() as sent:
+        loss = mb.clip_loss(shared(x, counts, rank), shared(y, counts, rank), scale, group=group)
+    return loss, sent.crossing
+
+
+@pytest.mark.parametrize("variable", ["GROUP_RANK", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("schedule", ["two_level", "auto", "ring"])
+def test_nodes_are_those_that_the_environment_names(pool, variable, schedule):
+    answers = pool.run(nodes_by_environment, 4, variable, schedule)
+    x, y, scale, *_ = data([2, 3, 1, 4])
+    close(sum(loss for loss, _ in answers) / 4, mb.clip_loss(x, y, scale))
+    crossing = [size for _, size in answers]
+    if schedule == "ring":
+        assert [size > 0 for size in crossing] == [False, True, False, True]  # the last rank of each node
+    else:
+        assert all(size > 0 for size in crossing)

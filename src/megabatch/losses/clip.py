@@ -32,7 +32,9 @@ def clip_loss(
         text: (N, D) embeddings; row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
-        group: the processes that share the batch; None for this one alone.
+        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
+            passes its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after
+            DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     row, col, match, share = matched_logsumexp(

@@ -60,7 +60,7 @@ def assemble(
     share = members.size / max(sum(census.rows), 1)
 
     def largest(number: Tensor) -> Tensor:
-        return torch.stack(exchange.everyone(number)).amax()  # keeps a NaN, and all ranks see the same
+        return torch.cat(exchange.everyone(number.reshape(1))).amax()  # keeps a NaN, and all ranks see the same
 
     return Team(around, share, largest)
 
