@@ -59,7 +59,7 @@ def why_not() -> str | None:
 @contextmanager
 def network(nodes: int, rails: int, megabits: float) -> Iterator[None]:
     """Namespaces mb-node0 … with interfaces rail0 …; rail l of node n has the address 10.77.l.(n + 1)."""
-    shape = f"root tbf rate {megabits}mbit burst 16kb latency 400ms"
+    shape = f"root tbf rate {megabits}mbit burst 32kb latency 400ms"
     try:
         for n in range(nodes):
             sh(f"ip netns add mb-node{n}")
@@ -77,10 +77,10 @@ def network(nodes: int, rails: int, megabits: float) -> Iterator[None]:
                 sh(f"ip netns exec mb-node{n} tc qdisc add dev {inside} {shape}")
         yield
     finally:
-        for n in range(nodes):
-            subprocess.run(["ip", "netns", "del", f"mb-node{n}"], capture_output=True, check=False)
-        for rail in range(rails):
-            subprocess.run(["ip", "link", "del", f"mb-rail{rail}"], capture_output=True, check=False)
+        ends = [f"link del mb{n}x{rail}" for n in range(nodes) for rail in range(rails)]
+        ends += [f"link del mb-rail{rail}" for rail in range(rails)] + [f"netns del mb-node{n}" for n in range(nodes)]
+        for end in ends:
+            subprocess.run(["ip", *end.split()], capture_output=True, check=False)
 
 
 def launch(args: argparse.Namespace, rails: int) -> list[dict[str, Any]]:
@@ -91,6 +91,7 @@ def launch(args: argparse.Namespace, rails: int) -> list[dict[str, Any]]:
         for rank in range(world):
             node, place = divmod(rank, args.ranks)
             mine = {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": str(args.ranks), "OMP_NUM_THREADS": "1"}
+            mine["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it cannot look up names of hosts here, and says so at length
             mine["GLOO_SOCKET_IFNAME"] = f"rail{place * rails // args.ranks}"
             options = ["--rank", str(rank), "--answers", folder, "--rows", str(args.rows), "--width", str(args.width)]
             options += ["--nodes", str(args.nodes), "--ranks", str(args.ranks)]
@@ -178,8 +179,8 @@ def probe(args: argparse.Namespace, *, between: bool) -> dict[str, float]:
             dist.barrier()
             start = time.perf_counter()
             if active:
-                sends = dist.P2POp(dist.isend, out, ahead), dist.P2POp(dist.irecv, back, behind)
-                for work in dist.batch_isend_irecv(list(sends)):
+                messages = [dist.P2POp(dist.irecv, back, behind), dist.P2POp(dist.isend, out, ahead)]
+                for work in dist.batch_isend_irecv(messages):
                     work.wait()
             times.append(time.perf_counter() - start)
         measured[name] = statistics.median(times)

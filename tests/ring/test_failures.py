@@ -1,6 +1,7 @@
 """Ranks that disagree, do not come, or die: all others say so, and nothing hangs."""
 
 import os
+import re
 import time
 
 import pytest
@@ -105,7 +106,7 @@ def test_a_rank_that_does_not_come(fragile):
     assert time.monotonic() - start < 20
 
 
-def die(group, rank, direction):
+def die(group, rank):
     x, y = leaves(unit(3, 4, seed=rank), unit(3, 4, seed=rank + 5))
     with ring.using("ring"):
         loss = mb.clip_loss(x, y, 1.0, group=group)
@@ -122,12 +123,14 @@ def die(group, rank, direction):
 
 def test_a_rank_that_dies_on_the_way(fragile):
     start = time.monotonic()
-    answers = fragile.attempt(die, 3, "backward", seconds=30)
+    answers = fragile.attempt(die, 3, seconds=30)
     assert time.monotonic() - start < 20
     assert not any(worked for worked, _ in answers)
-    for rank, peer in ((0, 2), (2, 1)):
+    for rank, doing in ((0, "sending to rank 1 and receiving from rank 2"), (2, "sending to rank 0 and receiving from rank 1")):
         said = answers[rank][1]
-        assert f"RingError: rank {rank} of 3 failed after step 2 of 3 of logsumexp backward, sending to rank" in said
-        assert f"receiving from rank {peer}: " in said
+        # Which of the messages to and from the dead rank is missed first is a matter of time.
+        assert re.search(
+            rf"RingError: rank {rank} of 3 failed (at|after) step 2 of 3 of logsumexp backward, {doing}: ", said
+        ), said
         assert "Another rank has probably died" in said
     assert answers[1][1] == "the process of rank 1 has ended"

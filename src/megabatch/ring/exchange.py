@@ -75,14 +75,16 @@ class Exchange:
         group = self.members.group
         pending = Pending(self, where, [send.peer for send in sends], [receive.peer for receive in receives])
         operations = []
-        for peer, tensors, crosses in sends:
-            for tensor in filter(Tensor.numel, tensors):
-                _count(tensor.nbytes, crosses)
-                operations.append(dist.P2POp(dist.isend, self._outgoing(tensor), group=group, group_peer=peer))
+        # Receives first: gloo asks for a message over the connection it sends on, and would ask only after its own has gone.
+        # Where two ranks send to each other, that halves the bandwidth (measured: 6.0 against 11.7 MB/s on a link of 12.5).
         for peer, tensors, _ in receives:
             for tensor in filter(Tensor.numel, tensors):
                 buffer = pending.incoming(tensor)
                 operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
+        for peer, tensors, crosses in sends:
+            for tensor in filter(Tensor.numel, tensors):
+                _count(tensor.nbytes, crosses)
+                operations.append(dist.P2POp(dist.isend, self._outgoing(tensor), group=group, group_peer=peer))
         if operations:
             if self.staged:
                 torch.cuda.current_stream(self.device).synchronize()  # what is sent has reached the host
