@@ -6,7 +6,7 @@ with a graph and the same random numbers, and its rows of that gradient go back 
 gradient. See docs/cached.md.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from warnings import warn
@@ -258,7 +258,7 @@ class _Step:
         if difference is not None:
             differences.append((role, difference))
 
-    def _backpropagate(self, role: Role, i: int, encoded: Encoded, reducing: Iterable[torch.nn.Module]) -> None:
+    def _backpropagate(self, role: Role, i: int, encoded: Encoded, reducing: Sequence[torch.nn.Module]) -> None:
         outputs, gradients = [], []
         if encoded.embeddings.requires_grad:
             outputs.append(encoded.embeddings)
@@ -272,6 +272,7 @@ class _Step:
             gradients.append(parameter.new_zeros(()).expand_as(parameter))
         with _outside_autocast():
             torch.autograd.backward(outputs, gradients)
+        self.reductions.done(reducing)
 
     def _progress(self, stage: str, total: int) -> Callable[[Role], None]:
         done = 0

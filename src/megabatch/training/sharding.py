@@ -77,7 +77,10 @@ class Reductions:
         final = self._final.get(role, [])
         with self._only(self._modules[role], final):
             yield final
-        self._pending = [module for module in self._pending if not any(module is other for other in final)]
+
+    def done(self, modules: Sequence[nn.Module]) -> None:
+        """Says that a backward pass has reduced these."""
+        self._pending = [module for module in self._pending if not any(module is other for other in modules)]
 
     def left_over(self, roles: Iterable[int]) -> Iterator[int]:
         """Roles that have to make one more pass, to reduce what none of the passes has: chunks may all have kept graphs."""
