@@ -208,7 +208,7 @@ def in_chunks(module, x, size):
 
 @pytest.mark.parametrize("budget", [None, 900, math.inf])
 def test_dropout_is_the_same_in_both_passes(budget):
-    """Against one graph over the same chunks with the same generator: same masks, and the generator goes on from the same place."""
+    """Against one graph over the same chunks: same masks, and the generator goes on from the same place."""
     image, text, loss = tower(6, 0, dropout=0.5), tower(5, 1, dropout=0.3), Loss()
     pairs, modules = [(image, data(6, 0)), (text, data(5, 1))], (image, text, loss)
     torch.manual_seed(7)
