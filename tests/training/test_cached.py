@@ -211,14 +211,18 @@ def test_dropout_is_the_same_in_both_passes(budget):
     """Against one graph over the same chunks: same masks, and the generator goes on from the same place."""
     image, text, loss = tower(6, 0, dropout=0.5), tower(5, 1, dropout=0.3), Loss()
     pairs, modules = [(image, data(6, 0)), (text, data(5, 1))], (image, text, loss)
+
+    def noisy(x, y):
+        return loss(x, y) * (1 + torch.rand(()))
+
     torch.manual_seed(7)
-    wanted = plain(lambda x, y: loss(x, y), [(lambda x, t=t: in_chunks(t, x, 3), x) for t, x in pairs], modules)
+    wanted = plain(noisy, [(lambda x, t=t: in_chunks(t, x, 3), x) for t, x in pairs], modules)
     after = torch.rand(3)
     torch.manual_seed(7)
-    assert_same(cached(loss, pairs, modules, chunk_size=3, budget=budget), wanted)
+    assert_same(cached(noisy, pairs, modules, chunk_size=3, budget=budget), wanted)
     assert torch.equal(torch.rand(3), after)
     torch.manual_seed(8)
-    different = cached(loss, pairs, modules, chunk_size=3, budget=budget)
+    different = cached(noisy, pairs, modules, chunk_size=3, budget=budget)
     assert (different[0] - wanted[0]).abs() > 1e-6
 
 
@@ -330,6 +334,36 @@ def test_autocast_is_the_same_in_both_passes_and_no_gradient_is_lost(budget):
     truth = plain(exact[2], [(exact[0], data(6, 0)), (exact[1], data(5, 1))], exact)
     errors = [sum((g.double() - t).norm() for g, t in zip(result, truth, strict=True)) for result in (found, wanted)]
     assert errors[0] <= 1.5 * errors[1]
+
+
+class PartlyFloat32(nn.Module):
+    """Leaves autocast for a layer that needs all digits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 32)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.layer(x.float())
+
+
+@pytest.mark.parametrize("budget", [None, math.inf])
+def test_backward_passes_are_not_autocast(budget):
+    """As where a backward pass is called outside of the region, which is what PyTorch asks for."""
+    image, x = PartlyFloat32(), torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+
+    def loss(y):
+        return (y @ y.T).square().mean()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = loss(image(x))
+    value.backward()
+    wanted = gradients(image)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mb.cached_backward(loss, [(image, x)], chunk_size=10, budget=budget)
+    assert_same(gradients(image), wanted, tolerance=1e-5)
 
 
 class WithAuxiliary(nn.Module):
