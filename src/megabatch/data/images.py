@@ -1,0 +1,48 @@
+"""Encoded images as tensors, by Pillow: (3, H, W) uint8, transparency on white, turned as the camera was held."""
+
+import ctypes
+import io
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import extras
+from megabatch.data.dataset import UnreadableSampleError
+
+
+def decode(data: bytes, name: str) -> Tensor:  # (3, H, W) uint8
+    """The image in `data`; `name` is for the message where there is none."""
+    if not data:
+        raise UnreadableSampleError(f"{name} is empty")
+    pillow = extras.load("PIL.Image", extra="data", purpose="Reading images")
+    try:
+        with pillow.open(io.BytesIO(data)) as image:
+            image.load()
+            return to_tensor(upright(image))
+    except Exception as error:  # Pillow raises whatever its decoders do, on damaged files almost anything
+        raise UnreadableSampleError(f"{name} is not an image that can be read: {type(error).__name__}: {error}") from error
+
+
+def upright(image: Any) -> Any:
+    """The image as it was seen: cameras note how they were held, and leave turning to the reader."""
+    return extras.load("PIL.ImageOps", extra="data", purpose="Reading images").exif_transpose(image)
+
+
+def to_tensor(image: Any) -> Tensor:  # (3, H, W) uint8
+    """A Pillow image on white as a tensor."""
+    pillow = extras.load("PIL.Image", extra="data", purpose="Reading images")
+    if image.mode != "RGB":
+        rgba = image.convert("RGBA")
+        image = pillow.alpha_composite(pillow.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    width, height = image.size
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(height, width, 3).permute(2, 0, 1).contiguous()
+
+
+def to_pillow(image: Tensor) -> Any:
+    """The way back, for transforms and sheets that work with Pillow."""
+    pillow = extras.load("PIL.Image", extra="data", purpose="Drawing images")
+    _, height, width = image.shape
+    pixels = image.permute(1, 2, 0).contiguous()  # (H, W, 3)
+    return pillow.frombytes("RGB", (width, height), ctypes.string_at(pixels.data_ptr(), pixels.numel()))
