@@ -67,6 +67,10 @@ class Dataset(ABC):
         """One number for each sample; samples with the same number are not each other's negatives. None: all differ."""
         return None
 
+    def items(self) -> Tensor | None:  # (samples,) int64
+        """For evaluation, one number for each sample: those with the same number share their first side. None: all differ."""
+        return None
+
     def source(
         self,
         indices: Sequence[int],

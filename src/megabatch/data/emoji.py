@@ -108,7 +108,10 @@ def _render_all(size: int) -> dict[str, Any]:
 
 def _names() -> dict[tuple[int, ...], str]:
     """English names by code points."""
-    known = extras.load("emoji", extra="emoji", purpose="The emoji dataset").EMOJI_DATA
+    package = extras.load("emoji", extra="emoji", purpose="The emoji dataset")
+    known = getattr(package, "EMOJI_DATA", None)
+    if known is None:
+        raise ImportError(f"the package emoji must have EMOJI_DATA, got {package.__file__}, which hides it; rename that file")
     return {
         _key(ord(character) for character in text): entry["en"].strip(":").replace("_", " ")
         for text, entry in known.items()
@@ -129,7 +132,9 @@ def _files(module: str, inside: str, ending: str) -> dict[tuple[int, ...], Path]
         except ValueError:
             continue  # a drawing that is no emoji
     if not found:
-        raise FileNotFoundError(f"the package {module} must have drawings in {inside}/, got none; this version of it has moved them")
+        raise FileNotFoundError(
+            f"the package {module} must have drawings in {inside}/, got none; this version of it has moved them"
+        )
     return found
 
 

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """A shuffled order of samples in batches. What does not fill a batch at the end of an epoch is left out, another part each epoch.
+    """A shuffled order of samples in batches. What does not fill a batch at an epoch's end is left out, each time something else.
 
     Args:
         samples: how many there are; or, where they are stored in groups that are best read in one piece (shards), the size of
@@ -80,9 +80,10 @@ class Order:
             return torch.randperm(self.samples, generator=generator)
         sizes = torch.tensor(self.samples, dtype=torch.int64)
         starts = sizes.cumsum(0) - sizes
-        groups = torch.randperm(len(sizes), generator=generator).split(self.window)
+        groups = torch.randperm(len(sizes), generator=generator).tolist()
         parts = []
-        for together in groups:
-            members = torch.cat([torch.arange(starts[g], starts[g] + sizes[g]) for g in together.tolist()])
+        for window in range(0, len(groups), self.window):
+            together = groups[window : window + self.window]
+            members = torch.cat([torch.arange(int(starts[g]), int(starts[g] + sizes[g])) for g in together])
             parts.append(members[torch.randperm(len(members), generator=generator)])
         return torch.cat(parts)

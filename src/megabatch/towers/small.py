@@ -8,7 +8,6 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ class SmallConfig:
     patch: int = 4  # pixels of a side that the first layer takes in at once
     channels: tuple[int, ...] = (64, 128, 256)  # of each stage; each after the first halves the image
     expansion: int = 2  # hidden channels of a block
-    blocks: int = 1  # in each stage
+    blocks: int = 2  # in each stage
     buckets: int = 1 << 15  # n-grams are hashed into
     grams: tuple[int, ...] = (3, 4, 5)  # characters of an n-gram, besides whole words
     dropout: float = 0.1  # share of n-grams that are left out of a bag while training
@@ -177,6 +176,7 @@ def fitted(image: Tensor, size: int) -> Tensor:  # (3, H, W) uint8 -> (3, size, 
         return image
     shorter = min(height, width)
     target = [max(size, round(side * size / shorter)) for side in (height, width)]
-    scaled: Any = F.interpolate(image[None].float(), target, mode="bilinear", antialias=True)[0]
+    scaled = F.interpolate(image[None].float(), target, mode="bilinear", antialias=True)[0]
     top, left = (target[0] - size) // 2, (target[1] - size) // 2
-    return scaled[:, top : top + size, left : left + size].round().clamp(0, 255).to(torch.uint8)
+    middle: Tensor = scaled[:, top : top + size, left : left + size]
+    return middle.round().clamp(0, 255).to(torch.uint8)

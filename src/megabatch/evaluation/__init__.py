@@ -1,0 +1,21 @@
+"""How good a model is, and what it finds: retrieval, zero-shot classification, search; all in linear memory."""
+
+from megabatch.evaluation.embedding import embed, embedded, encode
+from megabatch.evaluation.evaluate import evaluate
+from megabatch.evaluation.ranks import ranks_of_best
+from megabatch.evaluation.retrieval import retrieval
+from megabatch.evaluation.search import Matches, search
+from megabatch.evaluation.zero_shot import classifier, zero_shot
+
+__all__ = [
+    "Matches",
+    "classifier",
+    "embed",
+    "embedded",
+    "encode",
+    "evaluate",
+    "ranks_of_best",
+    "retrieval",
+    "search",
+    "zero_shot",
+]

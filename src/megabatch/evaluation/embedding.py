@@ -1,0 +1,96 @@
+"""Samples to embeddings, for evaluation and search: chunk by chunk, without gradients, without augmentation."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.data.dataset import Dataset
+from megabatch.tiles.block import windows
+from megabatch.towers.tower import Tower
+
+
+def embed(
+    tower: Tower,
+    dataset: Dataset,
+    side: int,
+    indices: Sequence[int] | None = None,
+    *,
+    chunk_size: int = 256,
+    workers: int | Executor = 0,
+) -> Tensor:  # (n, D)
+    """One side of samples, all at once. What cannot be read has the embedding of a blank; `dataset.usable` says which."""
+    found = list(embedded(tower, dataset, side, indices, chunk_size=chunk_size, workers=workers))
+    if not found:
+        raise ValueError("indices must name at least one sample, got none")
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def embedded(
+    tower: Tower,
+    dataset: Dataset,
+    side: int,
+    indices: Sequence[int] | None = None,
+    *,
+    chunk_size: int = 256,
+    workers: int | Executor = 0,
+) -> Iterator[Tensor]:  # (n, D) each
+    """One side of samples, a chunk at a time, for data whose embeddings need not all be held."""
+    if tower.kind != dataset.sides[side]:
+        raise ValueError(f"tower must encode side {side} of the dataset, {dataset.sides[side]}, got a tower for {tower.kind}")
+    chosen = range(len(dataset)) if indices is None else indices
+    source = dataset.source(chosen, side, tower, augment=False, workers=workers)
+    spans = [(part.start, part.stop) for part in windows(len(chosen), chunk_size)]
+    for inputs in source.chunks(spans, device_of(tower.module)):
+        with evaluating(tower.module):  # not around the loop: whoever reads the chunks may train in between
+            yield called(tower.module, inputs)
+
+
+@torch.no_grad()
+def encode(tower: Tower, samples: Sequence[Any]) -> Tensor:  # (n, D)
+    """Texts or images that are in no dataset: queries, names of classes."""
+    inputs = tower.collate([tower.prepare(sample, None) for sample in samples])
+    device = device_of(tower.module)
+    with evaluating(tower.module):
+        return called(tower.module, _moved(inputs, device))
+
+
+def called(module: nn.Module, inputs: Any) -> Tensor:
+    """The module of its inputs, as the cached step calls it: mappings by keyword, tuples by position."""
+    if isinstance(inputs, Mapping):
+        result: Tensor = module(**inputs)
+    elif isinstance(inputs, tuple | list):
+        result = module(*inputs)
+    else:
+        result = module(inputs)
+    return result
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """Where its first parameter is."""
+    first = next(module.parameters(), None)
+    return None if first is None else first.device
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Without dropout, and as before afterwards, module by module."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
+def _moved(inputs: Any, device: torch.device | None) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs.to(device)
+    if isinstance(inputs, Mapping):
+        return {key: _moved(value, device) for key, value in inputs.items()}
+    return tuple(_moved(value, device) for value in inputs)

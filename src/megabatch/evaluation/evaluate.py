@@ -1,0 +1,59 @@
+"""A model on a dataset: embeds this rank's share of both sides, leaves out what cannot be read, and counts."""
+
+from concurrent.futures import Executor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabatch.data.dataset import Dataset
+from megabatch.evaluation.embedding import embed
+from megabatch.evaluation.gathering import gathered, plain
+from megabatch.evaluation.retrieval import retrieval
+from megabatch.towers.tower import Pair
+
+
+def evaluate(
+    pair: Pair, dataset: Dataset, *, chunk_size: int = 256, workers: int | Executor = 0, group: Any = None
+) -> dict[str, float]:
+    """Retrieval both ways over all pairs of a dataset; see `retrieval` for the names.
+
+    Samples that share their first side (`dataset.items`) are one image with several captions. `num_failed` is the number of
+    samples that could not be read, on all ranks.
+    """
+    rank, size = (0, 1) if group is None else (dist.get_rank(plain(group)), dist.get_world_size(plain(group)))
+    indices, first, owners = _share(dataset, rank, size)
+    texts = embed(pair.second, dataset, 1, indices, chunk_size=chunk_size, workers=workers)
+    images = embed(pair.first, dataset, 0, [indices[i] for i in first], chunk_size=chunk_size, workers=workers)
+    good = dataset.usable(indices).to(texts.device)
+    failed = int(gathered((~good).sum()[None], group).sum())
+    if failed:  # an image that is left out takes its captions along, and one without captions goes too
+        readable = dataset.usable([indices[i] for i in first]).to(texts.device)
+        good &= readable[owners.to(texts.device)]
+        images, owners, texts = _without(images, owners.to(texts.device), texts, good)
+    several = bool(gathered(torch.tensor([len(texts) != len(images)], device=texts.device), group).any())
+    names = ("image", "text") if dataset.sides[0] != dataset.sides[1] else ("query", "text")
+    result = retrieval(images, texts, owners.to(texts.device) if several else None, names=names, group=group)
+    return {**result, "num_failed": failed}
+
+
+def _share(dataset: Dataset, rank: int, size: int) -> tuple[list[int], list[int], Tensor]:
+    """This rank's samples; among them the first of each item; and which item each belongs to."""
+    items = dataset.items()
+    if items is None:
+        items = torch.arange(len(dataset))
+    known, of_item = torch.unique(items, return_inverse=True)
+    begin, end = rank * len(known) // size, (rank + 1) * len(known) // size
+    ours = ((of_item >= begin) & (of_item < end)).nonzero().flatten()
+    if not len(ours):
+        raise ValueError(f"dataset must have at least one item for each of {size} ranks, got {len(known)}")
+    ours = ours[of_item[ours].argsort(stable=True)]
+    owners = of_item[ours] - begin
+    starts = torch.cat([torch.ones(1, dtype=torch.bool), owners[1:] != owners[:-1]]).nonzero().flatten()
+    return ours.tolist(), starts.tolist(), owners
+
+
+def _without(images: Tensor, owners: Tensor, texts: Tensor, good: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kept, owners = torch.unique(owners[good], return_inverse=True)
+    return images[kept], owners, texts[good]

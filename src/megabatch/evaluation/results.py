@@ -1,0 +1,33 @@
+"""Results as JSON lines: one object a line, appended, so that a run's results can be read while it goes on."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def append(path: str | Path, result: Mapping[str, Any]) -> None:
+    """Adds one line. NaN and infinities become null: they are no JSON."""
+    place = Path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps({key: _writable(value) for key, value in result.items()}, ensure_ascii=False, allow_nan=False)
+    with place.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """All lines. A last one that was cut off while it was written is left out."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines) - 1:
+                raise ValueError(f"{path}, line {number + 1}, must be a JSON object: {error}") from error
+    return found
+
+
+def _writable(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

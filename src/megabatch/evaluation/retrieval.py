@@ -1,0 +1,53 @@
+"""Recall and ranks both ways, under open_clip's names, without the matrix of similarities."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megabatch.pairwise
+from megabatch.evaluation.gathering import gathered
+from megabatch.evaluation.ranks import ranks_of_best
+
+RECALLS = (1, 5, 10)
+
+
+def retrieval(
+    image: Tensor,  # (N, D)
+    text: Tensor,  # (M, D)
+    owners: Tensor | None = None,  # (M,) int64
+    *,
+    names: tuple[str, str] = ("image", "text"),
+    group: Any = None,
+    backend: str = "auto",
+) -> dict[str, float]:
+    """How well one side finds the other: recall@1, 5 and 10, mean and median rank, both ways; mean and median count from 1.
+
+    Args:
+        image: (N, D) embeddings of the first side.
+        text: (M, D) embeddings of the second.
+        owners: (M,) which row of `image` each text belongs to, where an image has several; its rank is then that of the best of
+            them. None: row i belongs to row i.
+        names: of the sides, as in "image_to_text_R@1".
+        group: the processes that share the data; each has its images and their texts. All get the same result.
+        backend: for `pairwise_rank`.
+    """
+    if owners is None:
+        there, back = megabatch.pairwise.pairwise_rank(image, text, group=group, backend=backend)
+    else:
+        everyone = torch.arange(len(text), device=text.device)
+        there = ranks_of_best(image, text, owners, everyone, group=group)
+        back = ranks_of_best(text, image, everyone, owners, group=group)
+    there, back = gathered(there, group), gathered(back, group)
+    if not len(there) or not len(back):
+        raise ValueError(f"image and text must have at least one row, got {len(there)} and {len(back)}")
+    first, second = names
+    return {**_summary(f"{first}_to_{second}", there), **_summary(f"{second}_to_{first}", back), "num_samples": len(there)}
+
+
+def _summary(name: str, ranks: Tensor) -> dict[str, float]:
+    values = ranks.double()
+    middle = values.quantile(0.5, interpolation="midpoint") if len(values) < 2**24 else values.median()  # quantile's limit
+    result = {f"{name}_mean_rank": values.mean().item() + 1, f"{name}_median_rank": math.floor(middle.item()) + 1.0}
+    return result | {f"{name}_R@{k}": (ranks < k).double().mean().item() for k in RECALLS}

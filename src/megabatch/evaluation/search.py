@@ -1,0 +1,43 @@
+"""The best matches of a few queries among many embeddings, streamed: what is held is a chunk and the best so far."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS = 4096  # whose scores are sorted at once
+
+
+class Matches(NamedTuple):
+    """Of each query, best first."""
+
+    scores: Tensor  # (Q, k) similarities
+    indices: Tensor  # (Q, k) int64
+
+
+@torch.no_grad()
+def search(queries: Tensor, embeddings: Tensor | Iterable[Tensor], k: int = 8) -> Matches:  # (Q, D), (M, D) or chunks of it
+    """The k rows of `embeddings` that are most similar to each query; of equal ones the smaller index. NaN is found last.
+
+    Args:
+        queries: (Q, D).
+        embeddings: (M, D), or its rows in chunks, as `embedded` gives them.
+        k: how many; fewer come back where there are fewer.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    best = Matches(queries.new_zeros(len(queries), 0), torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device))
+    position = 0
+    for chunk in torch.split(embeddings, ROWS) if isinstance(embeddings, Tensor) else embeddings:
+        if chunk.dim() != 2 or chunk.shape[1] != queries.shape[1]:
+            raise ValueError(
+                f"embeddings must have the width of the queries, {queries.shape[1]}, got shape {tuple(chunk.shape)}"
+            )
+        scores = (queries @ chunk.to(queries).T).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        indices = torch.arange(position, position + len(chunk), device=queries.device).expand(len(queries), -1)
+        position += len(chunk)
+        # What was found before comes first, and the sort is stable: of equal scores the smaller index stays ahead.
+        scores, order = torch.sort(torch.cat([best.scores, scores], 1), dim=1, descending=True, stable=True)
+        best = Matches(scores[:, :k], torch.cat([best.indices, indices], 1).gather(1, order[:, :k]))
+    return best

@@ -1,0 +1,56 @@
+"""Classification by names: an image's class is the one whose description is nearest to it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch.evaluation.gathering import gathered
+from megabatch.evaluation.ranks import ranks_of_best
+
+TEMPLATES = ("{}", "a photo of a {}.", "a drawing of a {}.", "a picture of the {}.")  # short and general; a dataset has its own
+TOPS = (1, 5)
+
+
+@torch.no_grad()
+def classifier(
+    encode: Callable[[list[str]], Tensor], names: Sequence[str], templates: Sequence[str] = TEMPLATES, *, at_once: int = 64
+) -> Tensor:  # (C, D)
+    """One unit vector for each class: the mean over templates of what the text tower makes of its name.
+
+    Args:
+        encode: texts to embeddings, (n,) -> (n, D).
+        names: of the classes.
+        templates: texts with "{}" where the name goes.
+        at_once: classes whose texts are encoded together.
+    """
+    if not names or not templates:
+        raise ValueError(f"names and templates must not be empty, got {len(names)} and {len(templates)}")
+    for template in templates:
+        if template.format("name") == template:
+            raise ValueError(f'templates must have a "{{}}" where the name goes, got {template!r}')
+    found = []
+    for start in range(0, len(names), at_once):
+        part = names[start : start + at_once]
+        texts = encode([template.format(name) for name in part for template in templates])  # (n·templates, D)
+        found.append(F.normalize(F.normalize(texts, dim=-1).view(len(part), len(templates), -1).mean(1), dim=-1))
+    return torch.cat(found)
+
+
+def zero_shot(image: Tensor, labels: Tensor, classes: Tensor, *, name: str = "imagenet", group: Any = None) -> dict[str, float]:
+    """Top-1 and top-5 accuracy, as `{name}-zeroshot-val-top1`.
+
+    Args:
+        image: (N, D) embeddings.
+        labels: (N,) int64 class numbers.
+        classes: (C, D) from `classifier`, the same on all ranks.
+        name: of the dataset.
+        group: the processes that share the images. All get the same result.
+    """
+    rows = torch.arange(len(image), device=image.device)
+    ranks = gathered(ranks_of_best(image, classes.to(image), rows, labels), group)
+    if not len(ranks):
+        raise ValueError("image must have at least one row, got none")
+    return {f"{name}-zeroshot-val-top{k}": (ranks < k).double().mean().item() for k in TOPS}

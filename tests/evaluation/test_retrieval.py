@@ -1,0 +1,211 @@
+"""Recall and ranks against the dense computation in float64: one caption, several, ties, NaN, many ranks."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from helpers import aligned_pairs, tile_size, unit
+from megabatch.evaluation import classifier, ranks_of_best, results, retrieval, zero_shot
+
+
+def dense_ranks(x, y, rows, columns):
+    """The number of columns that are not the row's own and come before the best of its own, by sorting everything."""
+    found = []
+    for i, similarities in enumerate(x @ y.T):
+        own = set(columns[rows == i].tolist())
+        order = torch.sort(similarities, descending=True, stable=True).indices.tolist()
+        best = min(order.index(j) for j in own)
+        found.append(sum(j not in own for j in order[:best]))
+    return torch.tensor(found)
+
+
+def captions(N, D=12, *, seed=0, noise=3.0):
+    """N images with 1 to 4 captions each, in no order."""
+    generator = torch.Generator().manual_seed(seed)
+    owners = torch.cat([torch.arange(N), torch.randint(0, N, (2 * N,), generator=generator)])
+    owners = owners[torch.randperm(len(owners), generator=generator)]
+    image = unit(N, D, seed=seed)
+    text = torch.nn.functional.normalize(image[owners] + noise * unit(len(owners), D, seed=seed + 1), dim=1)
+    return image, text, owners
+
+
+def as_open_clip(image, text):
+    """open_clip's own formulas, on the dense matrix."""
+    wanted = torch.arange(len(text))[:, None]
+    found = {}
+    for name, logits in (("image_to_text", image @ text.T), ("text_to_image", text @ image.T)):
+        ranks = (torch.argsort(logits, descending=True) == wanted).nonzero()[:, 1].double()
+        found[f"{name}_mean_rank"] = ranks.mean().item() + 1
+        found[f"{name}_median_rank"] = math.floor(ranks.quantile(0.5).item()) + 1
+        for k in (1, 5, 10):
+            found[f"{name}_R@{k}"] = (ranks < k).double().mean().item()
+    return found
+
+
+@pytest.mark.parametrize("N", [1, 2, 37, 100])
+def test_one_caption_each_as_open_clip_counts(N):
+    image, text = aligned_pairs(N, 10, noise=1.2, seed=N)
+    found = retrieval(image, text)
+    assert found.pop("num_samples") == N
+    expected = as_open_clip(image, text)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-12), name
+    assert retrieval(image, text, torch.arange(N)) == {**found, "num_samples": N}
+
+
+@pytest.mark.parametrize("tile", [(1024, 1024), (3, 5)])
+def test_several_captions_against_sorting(tile):
+    image, text, owners = captions(41)
+    everyone = torch.arange(len(text))
+    with tile_size(*tile):
+        there = ranks_of_best(image, text, owners, everyone)
+        back = ranks_of_best(text, image, everyone, owners)
+        found = retrieval(image, text, owners)
+    assert torch.equal(there, dense_ranks(image, text, owners, everyone))
+    assert torch.equal(back, dense_ranks(text, image, everyone, owners))
+    assert there.max() > 5  # the test would see an error
+    assert found["image_to_text_R@1"] == pytest.approx((there < 1).double().mean().item())
+    assert found["text_to_image_mean_rank"] == pytest.approx(back.double().mean().item() + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_differs_from_float64_only_where_rounding_cannot_tell(dtype):
+    image, text, owners = captions(41)
+    image, text = image.to(dtype), text.to(dtype)
+    ranks = ranks_of_best(image, text, owners, torch.arange(len(text)))
+    s = image.double() @ text.double().T
+    near = 2 * 4 * 12**0.5 * torch.finfo(torch.float32).eps  # sums are float32; two roundings of vectors of length 1
+    for i, rank in enumerate(ranks.tolist()):
+        others, best = s[i, owners != i], s[i, owners == i].max()
+        assert (others > best + near).sum() <= rank <= (others >= best - near).sum()
+
+
+def test_captions_that_are_equal_rank_by_index_not_perfectly():
+    image, text = torch.ones(4, 3), torch.ones(8, 3)
+    owners = torch.arange(8) // 2
+    assert ranks_of_best(image, text, owners, torch.arange(8)).tolist() == [0, 2, 4, 6]
+    assert ranks_of_best(text, image, torch.arange(8), owners).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_the_same_caption_twice_for_one_image_counts_once():
+    image, text = aligned_pairs(20, 8, noise=1.0, seed=3)
+    twice = torch.cat([text, text])
+    owners = torch.arange(20).repeat(2)
+    once = ranks_of_best(image, text, torch.arange(20), torch.arange(20))
+    found = ranks_of_best(image, twice, owners, torch.arange(40))
+    assert torch.equal(found, 2 * once)  # every rival is there twice, the image's own copy does not stand in the way
+
+
+def test_nan_ranks_last_and_a_nan_caption_does_not_hide_a_good_one():
+    image, text = aligned_pairs(6, 4, noise=0.01, seed=0)
+    image[2] = torch.nan
+    text = torch.cat([text, torch.full((1, 4), torch.nan, dtype=text.dtype)])
+    owners = torch.tensor([0, 1, 2, 3, 4, 5, 0])
+    ranks = ranks_of_best(image, text, owners, torch.arange(7))
+    assert ranks[2] == 6  # all captions but its own
+    assert ranks[0] == 0
+    found = retrieval(image[:6], text[:6])
+    assert math.isfinite(found["image_to_text_mean_rank"])
+    assert found["image_to_text_R@1"] < 1
+
+
+def test_memory_does_not_grow_with_the_product():
+    biggest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal biggest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(tensor, torch.Tensor):
+                    biggest = max(biggest, tensor.numel())
+            return out
+
+    image, text, owners = captions(300, 8)
+    with tile_size(64, 64), Watch():
+        retrieval(image, text, owners)
+    assert biggest <= max(64 * 64, text.numel())
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "message"),
+    [
+        ([0, 1], [0, 1], "rows must name every row of x at least once, got none for row 2 of 3"),
+        ([0, 1, 5], [0, 1, 2], "rows must be row numbers of x, from 0 to 2, got 0 to 5"),
+        ([0, 1, 2], [0, 1, -1], "columns must be row numbers of y, from 0 to 3, got -1 to 1"),
+    ],
+)
+def test_messages(rows, columns, message):
+    with pytest.raises(ValueError, match=message):
+        ranks_of_best(torch.eye(3, 4), torch.eye(4), torch.tensor(rows), torch.tensor(columns))
+
+
+def test_nothing_to_rank():
+    with pytest.raises(ValueError, match="at least one row, got 0 and 0"):
+        retrieval(torch.zeros(0, 4), torch.zeros(0, 4))
+
+
+def _on_a_rank(group, rank, several):
+    image, text, owners = captions(23)
+    cuts = [0, 11, 11, 23]  # the second rank has nothing
+    begin, end = cuts[rank], cuts[rank + 1]
+    mine = (owners >= begin) & (owners < end)
+    if several:
+        return retrieval(image[begin:end], text[mine], owners[mine] - begin, group=group)
+    return retrieval(image[begin:end], text[:23][begin:end], group=group)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_many_ranks_count_as_one(pool, several):
+    image, text, owners = captions(23)
+    expected = retrieval(image, text, owners) if several else retrieval(image, text[:23])
+    for found in pool.run(_on_a_rank, 3, several):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+def _classify_on_a_rank(group, rank, image, labels, classes):
+    part = slice(0, 9) if rank == 0 else slice(9, None)
+    return zero_shot(image[part], labels[part], classes, name="toy", group=group)
+
+
+def test_zero_shot_against_the_dense_computation(pool):
+    vectors = unit(7 * 2, 6, seed=1).view(7, 2, 6)
+    table = {f"{kind} c{c}": vectors[c, t] for c in range(7) for t, kind in enumerate(("a", "the"))}
+    classes = classifier(
+        lambda texts: torch.stack([table[text] for text in texts]), [f"c{c}" for c in range(7)], ("a {}", "the {}")
+    )
+    expected = torch.nn.functional.normalize(vectors.mean(1), dim=1)
+    torch.testing.assert_close(classes, expected)
+    image, labels = unit(30, 6, seed=2), torch.arange(30) % 7
+    order = (image @ expected.T).argsort(1, descending=True)
+    found = zero_shot(image, labels, classes, name="toy")
+    assert found == {
+        "toy-zeroshot-val-top1": pytest.approx((order[:, :1] == labels[:, None]).any(1).double().mean().item()),
+        "toy-zeroshot-val-top5": pytest.approx((order[:, :5] == labels[:, None]).any(1).double().mean().item()),
+    }
+    assert pool.run(_classify_on_a_rank, 2, image, labels, classes) == [found, found]
+
+
+def test_templates_need_a_place_for_the_name():
+    with pytest.raises(ValueError, match=r'templates must have a "\{\}" where the name goes, got \'a photo\''):
+        classifier(lambda texts: torch.zeros(len(texts), 2), ["cat"], ["a photo"])
+
+
+def test_results_are_json_lines(tmp_path):
+    path = tmp_path / "new" / "results.jsonl"
+    results.append(path, {"step": 1, "image_to_text_R@1": 0.5, "loss": math.nan})
+    results.append(path, {"step": 2, "name": "Curaçao"})
+    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == results.read(path)
+    assert results.read(path) == [{"step": 1, "image_to_text_R@1": 0.5, "loss": None}, {"step": 2, "name": "Curaçao"}]
+    with path.open("a") as file:
+        file.write('{"step": 3, "na')
+    assert len(results.read(path)) == 2
+    with path.open("a") as file:
+        file.write('\n{"step": 4}\n')
+    with pytest.raises(ValueError, match="line 3, must be a JSON object"):
+        results.read(path)

@@ -1,0 +1,50 @@
+"""Search in chunks finds what sorting everything finds; the sheet is drawn with all that it was given."""
+
+import pytest
+import torch
+
+from helpers import unit
+from megabatch.evaluation import search
+from megabatch.evaluation.sheet import Found, Look, draw
+
+
+@pytest.mark.parametrize("k", [1, 5, 60])
+@pytest.mark.parametrize("chunk", [1, 7, 50])
+def test_chunks_find_what_sorting_finds(k, chunk):
+    queries, embeddings = unit(3, 9, seed=0), unit(50, 9, seed=1)
+    scores, order = torch.sort(queries @ embeddings.T, dim=1, descending=True, stable=True)
+    found = search(queries, iter(embeddings.split(chunk)), k)
+    assert torch.equal(found.indices, order[:, :k])
+    torch.testing.assert_close(found.scores, scores[:, :k])
+    assert torch.equal(search(queries, embeddings, k).indices, order[:, :k])
+
+
+def test_of_equal_ones_the_first_and_nan_last():
+    embeddings = torch.ones(6, 2)
+    embeddings[1] = torch.nan
+    assert search(torch.ones(1, 2), embeddings.split(2), 6).indices.tolist() == [[0, 2, 3, 4, 5, 1]]
+
+
+def test_messages():
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        search(torch.ones(1, 2), torch.ones(3, 2), 0)
+    with pytest.raises(ValueError, match=r"the width of the queries, 2, got shape \(3, 4\)"):
+        search(torch.ones(1, 2), torch.ones(3, 4))
+    with pytest.raises(ValueError, match="same length, at least 1, got 0 and 0"):
+        draw("never.png", [], [])
+
+
+def test_sheet_shows_pictures_and_marks(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="sheets are drawn with Pillow")
+    red = torch.tensor([255, 0, 0], dtype=torch.uint8)[:, None, None].expand(3, 10, 20)
+    look = Look(picture=40, gap=10, query_width=100)
+    rows = [[Found(red, "a very long name that has to be broken", 0.5, right=True), Found("words", "x", 0.25)], []]
+    path = tmp_path / "sheet.png"
+    draw(path, ["a query", red], rows, title="Title", credits=["somebody " * 40], look=look)
+    with image.open(path) as sheet:
+        assert sheet.width == 10 + 100 + 2 * 50 + 10
+        pixels = [sheet.getpixel((x, y)) for x in range(sheet.width) for y in range(sheet.height)]
+        # The picture is twice as wide as high and fits its square: 40×20 in the row, and 40×20 as the second query.
+        assert sum(pixel == (255, 0, 0) for pixel in pixels) == pytest.approx(2 * 40 * 20, rel=0.05)
+        assert (0x1A, 0x98, 0x50) in pixels
+    assert [entry.name for entry in tmp_path.iterdir()] == ["sheet.png"]
