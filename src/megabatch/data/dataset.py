@@ -109,6 +109,15 @@ class Dataset(ABC):
         return index
 
 
+class _Failure(str):
+    """Why a sample could not be read. Prints alike whatever the reason, because what prints is compared by a second reading."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "failure"
+
+
 @dataclass
 class _Read:
     """Reads and prepares one side of a sample; travels to workers."""
@@ -118,12 +127,12 @@ class _Read:
     preparation: Preparation
     seed: int | None
 
-    def __call__(self, index: int, generator: torch.Generator) -> tuple[int, Any, str | None]:
+    def __call__(self, index: int, generator: torch.Generator) -> tuple[int, Any, _Failure | None]:
         failure = None
         try:
             sample = self.dataset.read(int(index), self.side)
         except UnreadableSampleError as error:
-            sample, failure = blank(self.dataset.sides[self.side]), str(error)
+            sample, failure = blank(self.dataset.sides[self.side]), _Failure(error)
         if self.seed is None:
             return index, self.preparation.prepare(sample, None), failure
         # The sample's own seed instead of that of its place in the batch.
@@ -138,10 +147,10 @@ class _Collate:
     dataset: Dataset
     preparation: Preparation
 
-    def __call__(self, samples: list[tuple[int, Any, str | None]]) -> Any:
+    def __call__(self, samples: list[tuple[int, Any, _Failure | None]]) -> Any:
         for index, _, failure in samples:
             if failure is not None:
-                self.dataset.failures.setdefault(int(index), failure)
+                self.dataset.failures.setdefault(int(index), str(failure))
         return self.preparation.collate([inputs for _, inputs, _ in samples])
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import io
+import re
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from megabatch import extras
 from megabatch.data.dataset import UnreadableSampleError
+
+_ADDRESS = re.compile(r" <[^>]* at 0x[0-9a-f]+>")  # Pillow names the buffer it was given, which says nothing
 
 
 def decode(data: bytes, name: str) -> Tensor:  # (3, H, W) uint8
@@ -21,7 +24,8 @@ def decode(data: bytes, name: str) -> Tensor:  # (3, H, W) uint8
             image.load()
             return to_tensor(upright(image))
     except Exception as error:  # Pillow raises whatever its decoders do, on damaged files almost anything
-        raise UnreadableSampleError(f"{name} is not an image that can be read: {type(error).__name__}: {error}") from error
+        reason = _ADDRESS.sub("", f"{type(error).__name__}: {error}")
+        raise UnreadableSampleError(f"{name} is not an image that can be read: {reason}") from error
 
 
 def upright(image: Any) -> Any:

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """A shuffled order of samples in batches. What does not fill a batch at an epoch's end is left out, each time something else.
+    """A shuffled order of samples in batches. What does not fill a batch at an epoch's end is left out.
 
     Args:
         samples: how many there are; or, where they are stored in groups that are best read in one piece (shards), the size of

@@ -1,0 +1,206 @@
+"""webdataset shards, as img2dataset writes them: tar files of images and captions, read by position instead of in sequence.
+
+Each shard's table of contents is made once (name, offset and size of each member) and kept. After that a sample is a place in a
+file: it can be read in any order, by any rank or worker, and again for a second pass. `groups` has the number of samples in
+each shard; given to `Order`, samples are shuffled so that a few shards are read at a time.
+
+Nothing in a shard ends a run. A shard that is missing or cut off gives what it has, a sample without image or caption is left
+out, both are in `problems`; an image that cannot be decoded is found when it is read, and then in `failures`.
+"""
+
+import bisect
+import glob
+import hashlib
+import itertools
+import json
+import tarfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import extras
+from megabatch.data import cache, images
+from megabatch.data.dataset import Dataset, UnreadableSampleError
+
+IMAGES = ("jpg", "jpeg", "png", "webp")
+TEXTS = ("txt", "json")  # the caption alone, or under "caption" in img2dataset's description of the sample
+_FORMAT = 1  # of the kept tables of contents
+
+
+class Shards(Dataset):
+    """Images and captions in tar files.
+
+    Args:
+        shards: paths of tar files; or one pattern with `*` or braces, as in "data/{00000..00099}.tar".
+        caption_ids: whether samples with the same caption are not each other's negatives. The captions of a batch are then read
+            once more, for their ids.
+        cache_folder: where tables of contents are kept; None for `cache.folder()`.
+    """
+
+    def __init__(
+        self, shards: str | Path | Sequence[str | Path], *, caption_ids: bool = False, cache_folder: Path | None = None
+    ) -> None:
+        super().__init__()
+        self.problems: list[str] = []  # of shards and samples that are not there; each with its name
+        self._caption_ids = caption_ids
+        self.paths: list[Path] = []
+        self._keys: list[list[str]] = []
+        self._places: list[Tensor] = []  # (samples, 2 sides, (offset, size, member kind)) int64
+        for path in expanded(shards):
+            contents = _contents(path, (cache_folder or cache.folder()) / "shards")
+            self.problems += contents["problems"]
+            if contents["keys"]:
+                self.paths.append(path)
+                self._keys.append(contents["keys"])
+                self._places.append(contents["places"])
+        if not self.paths:
+            raise ValueError(f"shards must have at least one sample, got none in {shards!r}: {'; '.join(self.problems[:5])}")
+        self.groups = tuple(len(keys) for keys in self._keys)
+        self._ends = list(itertools.accumulate(self.groups))
+
+    def __len__(self) -> int:
+        """The number of samples that have an image and a caption."""
+        return self._ends[-1]
+
+    def read(self, index: int, side: int) -> Any:
+        """The image, or the caption."""
+        shard, row = self._find(index)
+        offset, size, kind = self._places[shard][row, side].tolist()
+        name = f"{self.paths[shard].name}:{self._keys[shard][row]}.{(IMAGES, TEXTS)[side][kind]}"
+        data = _read_at(self.paths[shard], offset, size, name)
+        return images.decode(data, name) if side == 0 else _caption(data, TEXTS[kind], name)
+
+    def name(self, index: int) -> str:
+        """The shard and the key."""
+        shard, row = self._find(index)
+        return f"{self.paths[shard].name}:{self._keys[shard][row]}"
+
+    def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
+        """Of the captions, if they were asked for."""
+        if not self._caption_ids:
+            return None
+        found = []
+        for index in map(int, indices):
+            try:
+                found.append(text_id(self.read(index, 1)))
+            except UnreadableSampleError:
+                found.append(text_id(self.name(index)))  # it has no caption to share
+        return torch.tensor(found, dtype=torch.int64)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        shard = bisect.bisect_right(self._ends, self.check(index))
+        return shard, index - (self._ends[shard - 1] if shard else 0)
+
+
+def text_id(text: str) -> int:
+    """63 bits that follow from a text; two texts share them once in 10¹⁸."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def expanded(shards: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The paths that a pattern means; a pattern that means none is an error, a path that does not exist is not yet."""
+    if not isinstance(shards, str | Path):
+        paths = [Path(path) for path in shards]
+    else:
+        pattern = str(shards)
+        if "{" in pattern:
+            found: Iterable[str] = extras.load(
+                "webdataset.shardlists", extra="webdataset", purpose="A pattern of shards with braces"
+            ).expand_urls(pattern)
+        else:
+            found = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+        paths = [Path(path) for path in found]
+    if not paths:
+        raise FileNotFoundError(f"shards must name tar files, got {shards!r}, which matches none")
+    return paths
+
+
+def _contents(path: Path, folder: Path) -> dict[str, Any]:
+    """Keys, places and problems of one shard, kept for as long as the file does not change."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        return {"keys": [], "places": torch.zeros(0, 2, 3), "problems": [f"shard {path} cannot be read: {error.strerror}"]}
+    name = hashlib.blake2b(str(path.resolve()).encode(), digest_size=12).hexdigest()
+    place = folder / f"{name}-{_FORMAT}-{status.st_size}-{status.st_mtime_ns}.pt"
+    contents: dict[str, Any] = cache.kept(place, lambda: _listed(path, status.st_size))
+    return contents
+
+
+def _listed(path: Path, length: int) -> dict[str, Any]:
+    members, problems = _members(path, length)
+    keys, places = [], []
+    for key, by_ending in members.items():
+        chosen = []
+        for what, endings in (("image", IMAGES), ("caption", TEXTS)):
+            kind = next((number for number, ending in enumerate(endings) if ending in by_ending), None)
+            if kind is None:
+                problems.append(f"sample {path.name}:{key} has no {what} ({' or '.join(endings)})")
+            else:
+                chosen.append((*by_ending[endings[kind]], kind))
+        if len(chosen) == 2:
+            keys.append(key)
+            places.append(chosen)
+    return {"keys": keys, "places": torch.tensor(places, dtype=torch.int64).view(-1, 2, 3), "problems": problems}
+
+
+def _members(path: Path, length: int) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str]]:
+    """By key and ending, offset and size of every whole member; what comes before the first dot of a name is its key."""
+    members: dict[str, dict[str, tuple[int, int]]] = {}
+    problems: list[str] = []
+    end = 0
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                if not member.isfile():
+                    continue
+                folder, _, name = member.name.rpartition("/")
+                key, _, ending = name.partition(".")
+                key, ending = (f"{folder}/{key}" if folder else key), ending.lower()
+                if member.offset_data + member.size > length:
+                    problems.append(f"shard {path} is cut off in {member.name}; what comes before it is used")
+                elif ending in members.setdefault(key, {}):
+                    problems.append(f"sample {path.name}:{key} has {ending} twice; the first is used")
+                else:
+                    members[key][ending] = (member.offset_data, member.size)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        if not any("is cut off" in problem for problem in problems):
+            problems.append(f"shard {path} is not a whole tar file: {error}; what comes before is used")
+    if not problems and not _ends_at(path, end):
+        problems.append(f"shard {path} has no end mark, so it may be cut off; what comes before is used")
+    return members, problems
+
+
+def _ends_at(path: Path, end: int) -> bool:
+    """Whether a block of zeros follows the last member. Where it is missing, `tarfile` takes what is there for the whole."""
+    with path.open("rb") as file:
+        file.seek(end)
+        return file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
+
+
+def _read_at(path: Path, offset: int, size: int, name: str) -> bytes:
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            data = file.read(size)
+    except OSError as error:
+        raise UnreadableSampleError(f"{name} cannot be read: {error.strerror}") from error
+    if len(data) < size:
+        raise UnreadableSampleError(f"{name} must have {size} bytes, got {len(data)}: the shard has become shorter")
+    return data
+
+
+def _caption(data: bytes, ending: str, name: str) -> str:
+    try:
+        text = data.decode("utf-8")
+        if ending == "json":
+            text = json.loads(text)["caption"] or ""
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreadableSampleError(f"{name} has no caption that can be read: {type(error).__name__}: {error}") from error
+    if not isinstance(text, str) or not text.strip():
+        raise UnreadableSampleError(f"{name} has an empty caption")
+    return text.strip()

@@ -1,0 +1,210 @@
+"""A table of pairs: image paths and captions, or texts and texts, in CSV, TSV, JSON lines or Parquet.
+
+The table is held, the images are read when they are due; their paths are relative to the table's folder. Rows that are
+damaged or empty are left out and named in `problems`; images that cannot be read are found later, and in `failures`.
+
+Rows that share an image or a caption are not each other's negatives: ids are those of everything connected in this way.
+"""
+
+import csv
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import extras
+from megabatch.data import images
+from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
+
+ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet")
+IMAGE_COLUMNS = ("image", "image_path", "filepath", "file_name", "filename", "path")
+TEXT_COLUMNS = ("caption", "text", "title", "sentence", "raw_caption")
+PAIR_COLUMNS = (
+    ("anchor", "positive"),
+    ("query", "document"),
+    ("query", "positive"),
+    ("question", "answer"),
+    ("text1", "text2"),
+)
+
+Row = tuple[int, dict[str, Any] | None, str]  # its number, its values, or what is wrong with it
+
+
+class Table(Dataset):
+    """Pairs from a file.
+
+    Args:
+        path: of the table, or of a folder that holds one.
+        columns: names of the two columns; None to find them by the usual names.
+        texts: whether the first column holds texts too; None to find out by its name. Needed only for names of your own.
+        root: what image paths are relative to; None for the table's folder.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        columns: tuple[str, str] | None = None,
+        texts: bool | None = None,
+        root: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        self.path = _table(Path(path))
+        self.root = self.path.parent if root is None else Path(root)
+        self.problems: list[str] = []
+        rows = _rows(self.path)
+        beginning = list(itertools.islice(rows, 1))
+        names = next((list(values) for _, values, _ in beginning if values is not None), [])
+        if columns is None:
+            columns, found = _usual_columns(names, self.path)
+            texts = found if texts is None else texts
+        elif not set(columns) <= set(names):
+            raise ValueError(f"columns must be two of {', '.join(names)}, which {self.path.name} has, got {columns!r}")
+        self.sides = (TEXT if texts else IMAGE, TEXT)
+        self._first: list[str] = []
+        self._second: list[str] = []
+        for number, values, problem in itertools.chain(beginning, rows):
+            self._add(number, values, problem, columns)
+        if not self._first:
+            raise ValueError(
+                f"{self.path} must have at least one pair, got none: {'; '.join(self.problems[:5]) or 'it is empty'}"
+            )
+        self._items = _numbered(self._first)
+        self._ids = connected(self._items, _numbered(self._second))
+
+    def __len__(self) -> int:
+        """The number of pairs."""
+        return len(self._first)
+
+    def read(self, index: int, side: int) -> Any:
+        """The image, or the text."""
+        value = (self._first, self._second)[side][self.check(index)]
+        if self.sides[side] == TEXT:
+            return value
+        place = self.root / value
+        try:
+            return images.decode(place.read_bytes(), str(place))
+        except OSError as error:
+            raise UnreadableSampleError(f"{place} cannot be read: {error.strerror}") from error
+
+    def name(self, index: int) -> str:
+        """The image's path, or the first text."""
+        return self._first[self.check(index)]
+
+    def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
+        """Of what is connected by shared images and texts."""
+        return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
+
+    def items(self) -> Tensor:  # (samples,) int64
+        """Rows with the same image, or the same first text, are one item with several captions."""
+        return self._items
+
+    def _add(self, number: int, values: dict[str, Any] | None, problem: str, columns: tuple[str, str]) -> None:
+        if values is None:
+            self.problems.append(f"{self.path.name}, row {number}: {problem}")
+            return
+        pair = []
+        for column in columns:
+            value = values.get(column)
+            if not isinstance(value, str) or not value.strip():
+                came = "nothing" if value is None or value == "" else repr(value)
+                self.problems.append(f"{self.path.name}, row {number}: {column} must be a text, got {came}")
+                return
+            pair.append(value.strip())
+        self._first.append(pair[0])
+        self._second.append(pair[1])
+
+
+def connected(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) int64
+    """One number for each row, the same for rows that share a number on either side, directly or through others."""
+    parent = list(range(len(first)))
+
+    def root(row: int) -> int:
+        while parent[row] != row:
+            parent[row] = parent[parent[row]]
+            row = parent[row]
+        return row
+
+    for side in (first, second):
+        seen: dict[int, int] = {}
+        for row, value in enumerate(side.tolist()):
+            a, b = root(row), root(seen.setdefault(value, row))
+            parent[max(a, b)] = min(a, b)
+    return torch.tensor([root(row) for row in range(len(first))], dtype=torch.int64)
+
+
+def _numbered(values: list[str]) -> Tensor:  # (n,) int64
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in values], dtype=torch.int64)
+
+
+def _table(path: Path) -> Path:
+    if path.is_dir():
+        found = sorted(entry for entry in path.iterdir() if entry.suffix in ENDINGS)
+        if len(found) != 1:
+            names = ", ".join(entry.name for entry in found) or "none"
+            raise ValueError(
+                f"the folder {path} must have one table ({', '.join(ENDINGS)}), got {names}; name the file instead"
+            )
+        return found[0]
+    if path.suffix not in ENDINGS:
+        raise ValueError(f"path must end in one of {', '.join(ENDINGS)}, got {path.name!r}")
+    if not path.exists():
+        raise FileNotFoundError(f"path must be a table or a folder, got {path}, which does not exist")
+    return path
+
+
+def _usual_columns(names: Iterable[str], path: Path) -> tuple[tuple[str, str], bool]:
+    """The two columns, and whether both are texts."""
+    known = list(names)
+    for pair in PAIR_COLUMNS:
+        if set(pair) <= set(known):
+            return pair, True
+    image = next((name for name in IMAGE_COLUMNS if name in known), None)
+    text = next((name for name in TEXT_COLUMNS if name in known), None)
+    if image is None or text is None:
+        raise ValueError(
+            f"columns must be given where {path.name} has none of the usual names ({', '.join(IMAGE_COLUMNS)} with "
+            f"{', '.join(TEXT_COLUMNS)}), got {', '.join(known) or 'no columns at all'}"
+        )
+    return (image, text), False
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if path.suffix == ".jsonl":
+        return _json_rows(path)
+    return _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        reader = csv.DictReader((line.replace("\0", "") for line in file), delimiter="\t" if path.suffix == ".tsv" else ",")
+        for number, values in enumerate(reader, 1):
+            yield number, dict(values), ""
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                yield number, None, f"must be a JSON object: {error}"
+                continue
+            yield (number, values, "") if isinstance(values, dict) else (number, None, "must be a JSON object")
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+    number = 0
+    with parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            for values in batch.to_pylist():
+                number += 1
+                yield number, values, ""

@@ -1,0 +1,119 @@
+"""Tables of pairs in four formats: the same pairs from each, damaged rows named, shared images and captions known."""
+
+import json
+
+import pytest
+import torch
+
+from megabatch import extras
+from megabatch.data.tables import Table, connected
+
+ROWS = [("a.png", "one"), ("b.png", "two, with a comma"), ("a.png", 'a "third"'), ("c.png", "one")]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")
+    for value, name in enumerate(("a.png", "b.png")):
+        image.new("RGBA", (4, 3), (value, 2, 3, 255)).save(tmp_path / name)
+    return tmp_path
+
+
+def written(folder, ending):
+    path = folder / f"pairs{ending}"
+    if ending == ".jsonl":
+        path.write_text("\n".join(json.dumps({"image": a, "caption": b}) for a, b in ROWS))
+    elif ending == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="Parquet is read with pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"image": [a for a, _ in ROWS], "caption": [b for _, b in ROWS]}), path)
+    else:
+        tab = "\t" if ending == ".tsv" else ","
+        quoted = [tab.join('"' + value.replace('"', '""') + '"' for value in row) for row in [("image", "caption"), *ROWS]]
+        path.write_text("\n".join(quoted))
+    return path
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_the_same_pairs_from_every_format(folder, ending):
+    path = written(folder, ending)
+    for given in (path, folder):
+        table = Table(given)
+        assert table.sides == ("image", "text")
+        assert [(table.name(i), table.read(i, 1)) for i in range(len(table))] == ROWS
+    assert table.read(1, 0)[:, 0, 0].tolist() == [1, 2, 3]
+    assert table.read(1, 0).shape == (3, 3, 4)
+    assert table.items().tolist() == [0, 1, 0, 2]
+    a, b, c, d = table.ids(range(4)).tolist()
+    assert a == c == d != b  # 0 and 2 share the image, 0 and 3 the caption
+    assert table.problems == []
+
+
+def test_a_missing_image_is_a_failure_with_its_name(folder):
+    table = Table(written(folder, ".csv"))
+
+    class Sum:
+        def prepare(self, sample, generator):
+            return sample.float().sum()
+
+        collate = staticmethod(torch.stack)
+
+    list(table.source(range(4), 0, Sum()).chunks([(0, 4)], None))
+    assert table.failures == {3: f"{folder / 'c.png'} cannot be read: No such file or directory"}
+    assert table.usable([3, 0]).tolist() == [False, True]
+
+
+def test_damaged_rows_are_named_and_left_out(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(
+        '{"anchor": "a", "positive": "b"}\n{"anchor": "a"\n[1]\n\n{"anchor": "", "positive": "b"}\n'
+        '{"anchor": 3, "positive": "b"}\n'
+    )
+    table = Table(path)
+    assert table.sides == ("text", "text")
+    assert len(table) == 1
+    assert (table.read(0, 0), table.read(0, 1)) == ("a", "b")
+    assert [problem.split(":")[0] for problem in table.problems] == [f"pairs.jsonl, row {n}" for n in (2, 3, 5, 6)]
+    assert table.problems[2:] == [
+        "pairs.jsonl, row 5: anchor must be a text, got nothing",
+        "pairs.jsonl, row 6: anchor must be a text, got 3",
+    ]
+    (tmp_path / "short.csv").write_text("image,caption\na.png\n,nothing\n")
+    with pytest.raises(
+        ValueError, match=r"short\.csv must have at least one pair, got none: short.csv, row 1: caption must be"
+    ):
+        Table(tmp_path / "short.csv")
+
+
+def test_columns_of_your_own(tmp_path):
+    path = tmp_path / "pairs.csv"
+    path.write_text("word,meaning\ncat,a pet\n")
+    with pytest.raises(ValueError, match=r"has none of the usual names .*, got word, meaning"):
+        Table(path)
+    with pytest.raises(ValueError, match=r"columns must be two of word, meaning, which pairs.csv has, got"):
+        Table(path, columns=("word", "gloss"))
+    table = Table(path, columns=("word", "meaning"), texts=True)
+    assert (table.read(0, 0), table.read(0, 1)) == ("cat", "a pet")
+
+
+def test_what_is_no_table(tmp_path):
+    with pytest.raises(ValueError, match=r"must have one table .*, got none; name the file"):
+        Table(tmp_path)
+    with pytest.raises(ValueError, match=r"path must end in one of .csv, .tsv, .jsonl, .parquet, got 'pairs.txt'"):
+        Table(tmp_path / "pairs.txt")
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
+        Table(tmp_path / "pairs.csv")
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(ValueError, match="got no columns at all"):
+        Table(tmp_path / "empty.csv")
+
+
+def test_connected_through_others():
+    first, second = torch.tensor([0, 1, 1, 2, 3]), torch.tensor([5, 5, 6, 7, 7])
+    assert connected(first, second).tolist() == [0, 0, 0, 3, 3]
+
+
+def test_a_missing_package_names_the_extra():
+    with pytest.raises(ModuleNotFoundError, match=r'Reading Foo needs .*"no_such_package".*"megabatch\[foo\]"'):
+        extras.load("no_such_package.inner", extra="foo", purpose="Reading Foo")
