@@ -49,7 +49,7 @@ class WordNet(Dataset):
         unseen[order[:TEST_MEANINGS]] = True
         kept = {"train": ~unseen[meanings], "test": unseen[meanings], "all": torch.ones_like(meanings, dtype=torch.bool)}[split]
         self._meanings = meanings[kept]  # (samples,)
-        self._words = [words[i] for i in kept.nonzero().flatten().tolist()]
+        self._words: list[str] = [words[i] for i in kept.nonzero().flatten().tolist()]
 
     def __len__(self) -> int:
         """The number of pairs."""

@@ -1,0 +1,45 @@
+"""Towers by name."""
+
+from typing import Any
+
+from megabatch.data.dataset import IMAGE, TEXT
+from megabatch.towers import huggingface, open_clip, small
+from megabatch.towers.tower import Pair
+
+POSSIBLE = (
+    "small (a convolutional network and a bag of n-grams, for a CPU)",
+    "open_clip:MODEL or open_clip:MODEL@WEIGHTS (image–text, such as open_clip:ViT-B-32)",
+    "hf:NAME (text–text, a transformers encoder with its weights)",
+    "hf-config:FOLDER (text–text, a transformers encoder with random weights, from a config.json)",
+)
+
+
+def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> Pair:
+    """The towers that a name means, for data whose sides are of these kinds.
+
+    Args:
+        spec: see `POSSIBLE`.
+        kinds: a dataset's `sides`.
+        options: fields of `small.SmallConfig`, for "small".
+    """
+    family, _, name = spec.partition(":")
+    if options and spec != "small":
+        raise ValueError(f'options must be left out for models other than "small", got {", ".join(options)} for {spec!r}')
+    if spec == "small":
+        config = small.SmallConfig(**options)
+        text = small.text_tower(config)
+        pair = Pair(small.image_tower(config) if kinds[0] == IMAGE else text, text, name=spec)
+    elif family == "open_clip" and name:
+        pair = open_clip.load(name)
+    elif family == "hf" and name:
+        pair = huggingface.load(name)
+    elif family == "hf-config" and name:
+        pair = huggingface.load_config(name)
+    else:
+        raise ValueError(f"spec must be one of: {'; '.join(POSSIBLE)}. Got {spec!r}")
+    if (pair.first.kind, pair.second.kind) != tuple(kinds):
+        raise ValueError(
+            f"spec must name towers for {kinds[0]} and {kinds[1]}, got {spec!r}, which is for {pair.first.kind} and "
+            f"{pair.second.kind}; possible are: {'; '.join(POSSIBLE)}"
+        )
+    return pair

@@ -1,0 +1,99 @@
+"""Any open_clip model as two towers, by its name: "ViT-B-32", or with trained weights "ViT-B-32@laion2b_s34b_b79k".
+
+Both towers are one module, called with an image or with a text, because in open_clip's CLIP they are one: its text side has no
+module of its own. The state of `module.model` is what open_clip loads back. The model's own scale is where the loss begins; it
+is frozen here, as the loss has one of its own, and has to be written back into the model that is saved.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch import extras
+from megabatch.data.augment import RandomCrop
+from megabatch.data.images import to_pillow
+from megabatch.towers.tower import Pair, Tower
+
+_PURPOSE = "An open_clip model"
+
+
+class Sides(nn.Module):
+    """An open_clip model that encodes one side at a time, to unit length."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Tensor:  # (n, …) -> (n, D)
+        """Embeddings of images, or of texts."""
+        model: Any = self.model
+        if (image is None) == (text is None):
+            raise ValueError("image or text must be given, and not both")
+        return F.normalize(model.encode_text(text) if image is None else model.encode_image(image), dim=-1)
+
+
+def load(name: str) -> Pair:
+    """The towers of a model; with "@" and the name of weights, trained."""
+    open_clip = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
+    architecture, _, weights = name.partition("@")
+    known = open_clip.list_models()
+    if architecture not in known:
+        near = [other for other in known if architecture.lower() in other.lower()] or known
+        shown = ", ".join(near[:10]) + (f" and {len(near) - 10} more" if len(near) > 10 else "")
+        raise ValueError(f"model must be one that open_clip knows, such as {shown}, got {architecture!r}")
+    model, _, evaluation = open_clip.create_model_and_transforms(architecture, pretrained=weights or None)
+    scale = model.logit_scale.detach().exp().item()
+    bias = getattr(model, "logit_bias", None)
+    for parameter in (model.logit_scale, bias):
+        if parameter is not None:
+            parameter.requires_grad_(False)
+    module, images = Sides(model), _Images(model.visual, evaluation)
+    texts = _Texts(open_clip.get_tokenizer(architecture))
+    return Pair(
+        Tower(module, "image", images.prepare, images.collate),
+        Tower(module, "text", texts.prepare, texts.collate),
+        logit_scale=scale,
+        logit_bias=None if bias is None else bias.detach().item(),
+        name=f"open_clip:{name}",
+    )
+
+
+class _Images:
+    """open_clip's own transform for evaluation; for training its crop, drawn from the sample's generator."""
+
+    def __init__(self, visual: Any, evaluation: Any) -> None:
+        size = visual.image_size
+        self._crop = RandomCrop((size, size) if isinstance(size, int) else tuple(size))
+        mean, deviation = (getattr(visual, name, None) for name in ("image_mean", "image_std"))
+        constants = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
+        self._mean = torch.tensor(mean or constants.OPENAI_DATASET_MEAN)[:, None, None]
+        self._deviation = torch.tensor(deviation or constants.OPENAI_DATASET_STD)[:, None, None]
+        self._evaluation = evaluation
+
+    def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor:  # (3, S, S)
+        """One image."""
+        if generator is not None:
+            return (self._crop(image, generator) - self._mean) / self._deviation
+        prepared: Tensor = self._evaluation(to_pillow(image))
+        return prepared
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        """A chunk."""
+        return {"image": torch.stack(samples)}
+
+
+class _Texts:
+    """Texts go through the tokenizer a chunk at a time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def prepare(self, text: str, generator: torch.Generator | None) -> str:
+        """As it is."""
+        return text
+
+    def collate(self, samples: list[str]) -> dict[str, Tensor]:
+        """A chunk."""
+        return {"text": self._tokenizer(samples)}
