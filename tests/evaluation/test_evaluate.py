@@ -1,0 +1,102 @@
+"""A model on a dataset with several captions an image and images that cannot be read, on one rank and on several."""
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch.data.dataset import Dataset, UnreadableSampleError
+from megabatch.evaluation import embed, embedded, evaluate, retrieval
+from megabatch.towers import Pair, Tower
+
+D = 6
+
+
+class Vectors(Dataset):
+    """Images that are their own number, captions "image caption"; image 3 is damaged."""
+
+    def __init__(self, captions=(2, 1, 3, 2, 1, 2, 1), damaged=()):
+        super().__init__()
+        self.of_image = [image for image, count in enumerate(captions) for _ in range(count)]
+        self.damaged = damaged
+
+    def __len__(self):
+        return len(self.of_image)
+
+    def read(self, index, side):
+        if side == 0 and self.of_image[index] in self.damaged:
+            raise UnreadableSampleError(f"image {self.of_image[index]} is damaged")
+        if side == 0:
+            return torch.full((3, 2, 2), self.of_image[index], dtype=torch.uint8)
+        return f"{self.of_image[index]} {index}"
+
+    def name(self, index):
+        return str(index)
+
+    def items(self):
+        return torch.tensor(self.of_image)
+
+
+class Table(nn.Module):
+    """Rows by number, a fixed random vector for each."""
+
+    def __init__(self, seed):
+        super().__init__()
+        weight = torch.randn(256, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self.weight = nn.Parameter(nn.functional.normalize(weight, dim=1))
+
+    def forward(self, numbers):
+        return self.weight[numbers]
+
+
+def model():
+    image = Tower(Table(0), "image", lambda sample, generator: sample[0, 0, 0].long(), torch.stack)
+    text = Tower(Table(1), "text", lambda sample, generator: torch.tensor(int((sample or "0 99").split()[1])), torch.stack)
+    return Pair(image, text)
+
+
+def by_hand(data):
+    pair = model()
+    kept = [i for i in range(len(data)) if data.of_image[i] not in data.damaged]
+    images = sorted({data.of_image[i] for i in kept})
+    owners = torch.tensor([images.index(data.of_image[i]) for i in kept])
+    return retrieval(pair.first.module(torch.tensor(images)), pair.second.module(torch.tensor(kept)), owners)
+
+
+@pytest.mark.parametrize("damaged", [(), (3,), (2, 6)])
+def test_captions_are_grouped_by_image_and_damaged_images_left_out(damaged):
+    data = Vectors(damaged=damaged)
+    found = evaluate(model(), data, chunk_size=3)
+    # One sample of each image is read; the others' captions go with it.
+    assert found.pop("num_failed") == len(damaged)
+    assert found == by_hand(data)
+    assert found["num_samples"] == 7 - len(damaged)
+
+
+def _on_a_rank(group, rank, damaged):
+    return evaluate(model(), Vectors(damaged=damaged), chunk_size=2, group=group)
+
+
+@pytest.mark.parametrize("damaged", [(), (3,)])
+def test_ranks_count_as_one(pool, damaged):
+    expected = evaluate(model(), Vectors(damaged=damaged))
+    for found in pool.run(_on_a_rank, 3, damaged):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+def test_one_caption_each_and_side_names():
+    data = Vectors(captions=(1,) * 9)
+    assert evaluate(model(), data) == {**by_hand(data), "num_failed": 0}
+
+
+def test_messages():
+    pair, data = model(), Vectors()
+    with pytest.raises(ValueError, match="tower must encode side 0 of the dataset, image, got a tower for text"):
+        list(embedded(pair.second, data, 0))
+    with pytest.raises(ValueError, match="indices must name at least one sample, got none"):
+        embed(pair.first, data, 0, [])
+    with pytest.raises(ValueError, match="side must be 0 or 1, got 2"):
+        data.source([0], 2, pair.first)
+    with pytest.raises(IndexError, match="index must be from 0 to 11, got -1"):
+        data.check(-1)
