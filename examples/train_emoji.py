@@ -14,11 +14,11 @@ import time
 import torch
 
 import megabatch as mb
+from megabatch import towers
 from megabatch.data.emoji import Emoji
 from megabatch.data.order import Order
 from megabatch.evaluation import embed, encode, evaluate, search
 from megabatch.evaluation.sheet import Found, draw
-from megabatch.towers import Pair, small
 
 QUERIES = ("red fruit", "happy cat", "musical instrument", "a fish in the sea", "broken heart", "person riding a bicycle")
 
@@ -26,9 +26,8 @@ QUERIES = ("red fruit", "happy cat", "musical instrument", "a fish in the sea", 
 def main() -> None:
     options = arguments()
     torch.manual_seed(options.seed)
-    config = small.SmallConfig()
-    train, test = Emoji("train", size=config.image_size), Emoji("test", size=config.image_size)
-    pair = Pair(small.image_tower(config), small.text_tower(config))
+    train, test = Emoji("train", size=32), Emoji("test", size=32)
+    pair = towers.load("small")
     scale = torch.nn.Parameter(torch.tensor(math.log(pair.logit_scale)))
     optimizer = torch.optim.AdamW(groups(pair, scale), lr=options.lr, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, options.steps))
@@ -36,12 +35,12 @@ def main() -> None:
     began = time.perf_counter()
     for batch in Order(len(train), options.batch_size, options.seed).batches(0, options.steps):
         indices, ids = batch.indices.tolist(), train.ids(batch.indices)
-        towers = [
+        inputs = [
             (tower.module, train.source(indices, side, tower, seed=options.seed, epoch=batch.epoch))
             for side, tower in enumerate(pair.towers)
         ]
         loss = mb.cached_backward(
-            lambda image, text, ids=ids: mb.clip_loss(image, text, scale.exp(), ids=ids), towers, chunk_size=256, budget="auto"
+            lambda image, text, ids=ids: mb.clip_loss(image, text, scale.exp(), ids=ids), inputs, chunk_size=256, budget="auto"
         )
         optimizer.step()
         optimizer.zero_grad()
@@ -63,7 +62,7 @@ def main() -> None:
         show(pair, test, options.sheet)
 
 
-def show(pair: Pair, test: Emoji, path: str) -> None:
+def show(pair: towers.Pair, test: Emoji, path: str) -> None:
     drawings = Emoji("test", size=72)  # the same, larger
     matches = search(encode(pair.second, list(QUERIES)), embed(pair.first, test, 0), k=8)
     rows = [
@@ -74,7 +73,7 @@ def show(pair: Pair, test: Emoji, path: str) -> None:
     print(f"wrote {path}")
 
 
-def groups(pair: Pair, scale: torch.nn.Parameter) -> list[dict[str, object]]:
+def groups(pair: towers.Pair, scale: torch.nn.Parameter) -> list[dict[str, object]]:
     """Weight decay for matrices; none for norms, biases and the scale."""
     matrices = [p for p in pair.parameters() if p.dim() > 1]
     rest = [p for p in pair.parameters() if p.dim() <= 1]
@@ -89,7 +88,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=160, help="optimizer steps (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=1024, help="pairs in a batch (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sheet", default="", help="where to draw what a few queries find, as PNG")
     return parser.parse_args()

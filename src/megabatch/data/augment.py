@@ -19,15 +19,15 @@ _LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
 class Augmentation:
     """How far images may be changed; every number is 0 for not at all. What is outside an image is white."""
 
-    zoom: float = 0.15  # larger or smaller by up to this share
-    stretch: float = 0.1  # wider than high, or the other way round, by up to this share
-    shift: float = 0.08  # of the side, in each direction
-    turn: float = 10.0  # degrees, either way
+    zoom: float = 0.1  # larger or smaller by up to this share
+    stretch: float = 0.05  # wider than high, or the other way round, by up to this share
+    shift: float = 0.05  # of the side, in each direction
+    turn: float = 5.0  # degrees, either way
     flip: bool = False  # left to right: off, because it turns "left arrow" into a lie
-    brightness: float = 0.2  # added or taken
-    contrast: float = 0.3  # share of the distance from grey
-    saturation: float = 0.5  # share of the distance from the pixel's own grey
-    hue: float = 0.1  # of a full circle, either way
+    brightness: float = 0.1  # added or taken
+    contrast: float = 0.2  # share of the distance from grey
+    saturation: float = 0.4  # share of the distance from the pixel's own grey
+    hue: float = 0.05  # of a full circle, either way
 
     def draw(self, generator: torch.Generator) -> Tensor:  # (NUMBERS,)
         """A sample's numbers, uniform from −1 to 1."""

@@ -28,7 +28,7 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
     if spec == "small":
         config = small.SmallConfig(**options)
         text = small.text_tower(config)
-        pair = Pair(small.image_tower(config) if kinds[0] == IMAGE else text, text, name=spec)
+        pair = Pair(small.image_tower(config) if kinds[0] == IMAGE else text, text, small.INITIAL_SCALE, name=spec)
     elif family == "open_clip" and name:
         pair = open_clip.load(name)
     elif family == "hf" and name:

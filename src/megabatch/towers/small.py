@@ -19,6 +19,8 @@ from megabatch.towers.tower import Tower
 _WORD = re.compile(r"\w+|[^\w\s]")
 _BEGIN, _END = "<", ">"  # mark where a word begins and ends, so that "cat" and the middle of "education" differ
 
+INITIAL_SCALE = 10.0  # learns faster than CLIP's 1 / 0.07, and much faster than 30
+
 
 @dataclass(frozen=True)
 class SmallConfig:
