@@ -109,7 +109,7 @@ def backend(value: Any, precision: str, device: torch.device) -> str:
     if value not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
     if value == "auto":
-        return backends.DEFAULT
+        return str(backends.default(precision, device))
     reason = backends.why_not_triton(precision, device) if value == backends.TRITON else None
     if reason is not None:
         raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')

@@ -50,7 +50,9 @@ def logsumexp(
     with on_its_device(x):
         row, col = walks(backend, block).logsumexp_statistics(block)
         packed = sums_dtype(backend, block.dtype)
-        match = matching_similarities(block) if diagonal == APART else block.zeros(0)
+        match = block.zeros(0)
+        if diagonal == APART:
+            match = matching_similarities(block, walks(backend, block).matching_products(block))
         return row.value().to(block.dtype), col.value().to(block.dtype), match, row.pack().to(packed), col.pack().to(packed)
 
 
@@ -88,7 +90,8 @@ def logsumexp_backward(
     with on_its_device(x):
         unit = gradient_unit(block, drow, dcol)
         sums = column_sums(block, wanted)
-        strips = walks(backend, block).logsumexp_gradients(
+        walk = walks(backend, block)
+        strips = walk.logsumexp_gradients(
             block,
             LogSum.unpack(row),
             LogSum.unpack(col),
@@ -97,7 +100,7 @@ def logsumexp_backward(
             sums,
             wanted,
         )
-        return finish(block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
+        return finish(walk, block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
 
 
 @logsumexp_backward.register_fake

@@ -43,16 +43,17 @@ def sigmoid_mean(
     )
     wanted = Needs(*needs)
     with on_its_device(x):
-        match = matching_similarities(block)
+        walk = walks(backend, block)
+        match = matching_similarities(block, walk.matching_products(block))
         if any(wanted):
             total = block.zeros(block.N)
             sums = column_sums(block, wanted)
             unit = gradient_unit(block, torch.ones_like(total))
-            strips = walks(backend, block).softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
+            strips = walk.softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
             dmatch = -torch.sigmoid(-match) / unit
-            gradients = finish(block, strips, sums, wanted, unit=unit / block.N, dmatch=dmatch, dtype=_saved_dtype(x, y))
+            gradients = finish(walk, block, strips, sums, wanted, unit=unit / block.N, dmatch=dmatch, dtype=_saved_dtype(x, y))
         else:
-            total = walks(backend, block).softplus_sums(block)
+            total = walk.softplus_sums(block)
             gradients = empty_gradients(x, y, wanted, _saved_dtype(x, y))
         total -= F.logsigmoid(match)
         return total.mean(), *gradients[:4]

@@ -58,8 +58,9 @@ def softplus_backward(
     with on_its_device(x):
         unit = gradient_unit(block, dtotal)
         sums = column_sums(block, wanted)
-        strips = walks(backend, block).softplus_gradients(block, dtotal / unit, sums, wanted)
-        return finish(block, strips, sums, wanted, unit=unit)
+        walk = walks(backend, block)
+        strips = walk.softplus_gradients(block, dtotal / unit, sums, wanted)
+        return finish(walk, block, strips, sums, wanted, unit=unit)
 
 
 @softplus_backward.register_fake

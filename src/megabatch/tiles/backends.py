@@ -40,6 +40,20 @@ class Walks(Protocol):
 
     def rank_counts(self, block: Block) -> tuple[Tensor, Tensor]: ...  # noqa: D102
 
+    def matching_products(self, block: Block) -> Tensor: ...  # noqa: D102
+
+    def finish_rows(  # noqa: D102
+        self,
+        sums: Tensor,
+        out: Tensor | None,
+        factor: Tensor,
+        *,
+        own: Tensor | None,
+        partners: Tensor,
+        dmatch: Tensor | None,
+        precision: str,
+    ) -> Tensor | None: ...
+
 
 def _find_triton() -> bool:
     try:
@@ -59,13 +73,23 @@ def why_not_triton(precision: str, device: torch.device) -> str | None:
         return "the package triton is not installed; pip install triton"
     if precision == FLOAT64:
         return "its kernels compute in float32 at most, and the inputs are float64"
-    if device.type != "cuda" and not INTERPRETED:
-        return f"its kernels run on CUDA devices, and the inputs are on {device}"
+    if INTERPRETED:
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels run on NVIDIA GPUs, and the inputs are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST:
+        return "its kernels need compute capability {}.{} or newer, and {} has {}.{}".format(*_OLDEST, device, *capability)
     return None
 
 
-# What "auto" means. The kernels are asked for by name until their safe path for outliers has been run on a device.
-DEFAULT = EAGER
+_OLDEST = (8, 0)  # Ampere: the first with bfloat16 and TF32
+
+
+@torch.compiler.assume_constant_result
+def default(precision: str, device: torch.device) -> str:
+    """What "auto" means: the kernels on GPUs they run on, PyTorch operations elsewhere."""
+    return TRITON if device.type == "cuda" and why_not_triton(precision, device) is None else EAGER
 
 
 def sums_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:

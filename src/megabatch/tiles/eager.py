@@ -8,6 +8,8 @@ Four walks over the same tiles:
 - `softplus_sums`         row sums of softplus(s)
 - `*_gradients`           strips of dx as they are finished, dy added to as we go
 - `rank_counts`           how many entries of a row or column come before the matching one
+
+What is done row by row, `matching_products` and `finish_rows`, is in `matching`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from torch import Tensor
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
-from megabatch.tiles.matching import matching_similarities, rank_noise
+from megabatch.tiles.matching import finish_rows, matching_products, matching_similarities, rank_noise
 from megabatch.tiles.precision import (
     BFLOAT16,
     FLOAT16,
@@ -31,6 +33,16 @@ from megabatch.tiles.precision import (
     round_to_tf32_,
     rounded,
 )
+
+__all__ = [
+    "finish_rows",
+    "logsumexp_gradients",
+    "logsumexp_statistics",
+    "matching_products",
+    "rank_counts",
+    "softplus_gradients",
+    "softplus_sums",
+]
 
 
 class _Tiles:
@@ -222,7 +234,7 @@ def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
     comes first: the same product, formed in two places, need not have the same last bit. What NaN touches ranks last.
     """
     tiles = _Tiles(block)
-    match = matching_similarities(block)
+    match = matching_similarities(block, matching_products(block))
     row_noise, col_noise = rank_noise(block)
     index = torch.arange(max(block.N, block.M), device=block.x.device)
     row_rank = torch.zeros(block.N, dtype=torch.int64, device=block.x.device)

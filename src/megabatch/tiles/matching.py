@@ -1,4 +1,7 @@
-"""The matching pairs (i, i) of a block, which no walk has to look for: O(N·D), in PyTorch operations on every device."""
+"""The matching pairs (i, i) of a block, which no walk has to look for, and what else is done row by row: O(N·D).
+
+In PyTorch operations; `triton_rows` does the same in one launch each.
+"""
 
 import torch
 from torch import Tensor
@@ -18,14 +21,38 @@ def matching_products(block: Block) -> Tensor:  # (N,)
     return out
 
 
-def matching_similarities(block: Block) -> Tensor:  # (N,)
-    """s_ii."""
-    out = matching_products(block).mul_(block.scale)
+def matching_similarities(block: Block, products: Tensor) -> Tensor:  # (N,)
+    """s_ii, from ⟨x_i, y_i⟩."""
+    out = products * block.scale
     if block.row_bias is not None:
         out.add_(block.row_bias)
     if block.col_bias is not None:
         out.add_(block.col_bias)
     return out
+
+
+def finish_rows(
+    sums: Tensor,  # (n, D), overwritten
+    out: Tensor | None,  # (n, D)
+    factor: Tensor,  # ()
+    *,
+    own: Tensor | None,  # (n, D)
+    partners: Tensor,  # (n, D)
+    dmatch: Tensor | None,  # (n,)
+    precision: str,
+) -> Tensor | None:  # (n,)
+    """out = (sums + dmatch·partners)·factor; returns row products of the parenthesis with `own`, where it is given."""
+    row_products = None if own is None else sums.new_empty(len(sums))
+    for rows in windows(len(sums), plan.rows_at_once(sums.device, sums.shape[1])):
+        values = sums[rows]
+        if dmatch is not None:
+            values.addcmul_(dmatch[rows, None], rounded(partners[rows], precision).to(sums.dtype))
+        if own is not None and row_products is not None:
+            torch.sum(values * rounded(own[rows], precision).to(sums.dtype), dim=1, out=row_products[rows])
+        if out is not None:
+            torch.mul(values, factor, out=values)
+            out[rows] = values
+    return row_products
 
 
 def rank_noise(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)

@@ -5,7 +5,8 @@ from functools import cache
 
 import torch
 
-from megabatch.tiles.precision import FLOAT32, TF32
+from megabatch.tiles.block import Block
+from megabatch.tiles.precision import BFLOAT16, FLOAT16, FLOAT32, TF32
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,50 @@ MARCH_ROWS, MARCH_PANELS = 131072, 256
 # A strip of gradients; 8448 rows are 132 multiprocessors' worth of 128×256 tiles of dx at D = 512, and 16384 columns fill
 # them to 97 % for dy. Half of the 512 MiB that a workspace may take, because other buffers are alive beside it.
 _STRIP_ROWS, _STRIP_BYTES = 8448, 256 * 2**20
+
+
+# Bytes of shared memory on Hopper that the slots of `gluon_panels` may take, beside 32 KiB that wait to be stored.
+_PANEL_BYTES = 192 * 2**10
+
+# Versions of Triton whose Gluon, which is experimental, the kernels there were compiled and run with.
+_GLUON_VERSIONS = ((3, 6), (3, 9))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Columns that a program of `gluon_panels` keeps in shared memory, and slots for rows that pass by."""
+
+    columns: int
+    ring: int
+
+
+def panel(block: Block, *, sigmoid: bool) -> Panel | None:
+    """Where the warp-specialised kernels serve and measured faster.
+
+    H200, bf16, 64k×64k in strips of 8192×16384, TFLOP/s at D = 512; cuBLAS's bare product in that run: 655. Sums 764 (`_march`:
+    679), softmax weights 660 (`_strip`: 519). Panels of which only a part stays, at D = 768 / 1024: sums 698 / 661 (`_march`:
+    730 / 756), softmax weights 637 / 603 (`_strip`: 622 / 653); panels of 64 columns: softmax weights 555 / 521.
+    """
+    half = block.precision in (BFLOAT16, FLOAT16)
+    biased = block.col_bias is not None or (block.row_bias is not None and not sigmoid)
+    if not half or biased or block.row_ids is not None or not has_gluon(block.x.device):
+        return None
+    steps = -(-block.D // 64)
+    for columns in (128, 64) if sigmoid else (128,):
+        ring = min(8, (_PANEL_BYTES - steps * columns * 128) // (128 * 128))
+        if ring >= 4:
+            return Panel(columns, ring)
+    return None
+
+
+@cache
+def has_gluon(device: torch.device) -> bool:
+    """Whether the warp-specialised kernels run on `device`: Hopper, and a Triton they were tried with."""
+    import triton
+
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    first, after_last = _GLUON_VERSIONS
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and first <= version < after_last
 
 
 def march_tile(precision: str, device: torch.device) -> KernelTile:

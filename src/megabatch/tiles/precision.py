@@ -97,6 +97,7 @@ def round_to_tf32_(values: Tensor, spare: Tensor) -> Tensor:
 
 def multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out = a @ b, accumulated in the type of `out`."""
+    a, b = _widened(a, b, out)
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     else:
@@ -105,9 +106,13 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b, accumulated in the type of `out`."""
-    if a.dtype != out.dtype and out.device.type != "cuda":
-        a, b = a.to(out.dtype), b.to(out.dtype)
+    a, b = _widened(a, b, out)
     if a.dtype == out.dtype:
         out.addmm_(a, b)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+
+
+def _widened(a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Only CUDA multiplies into a wider type."""
+    return (a, b) if out.device.type == "cuda" else (a.to(out.dtype), b.to(out.dtype))

@@ -20,9 +20,10 @@ from torch import Tensor
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
-from megabatch.tiles.precision import FLOAT32, TF32, add_product
+from megabatch.tiles.precision import FLOAT32, TF32, add_product, multiply_into
 from megabatch.tiles.triton_forward import dot_precision, exact, exponents, offsets
 from megabatch.tiles.triton_operands import LOG2E, Operands, descriptor, exponent_operands, similarity_operands, whole_rows
+from megabatch.tiles.triton_softplus import joint, log1p
 
 # What a tile of exponents becomes.
 SOFTMAX, ODD_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -80,7 +81,7 @@ def _strip(
     rows, columns = last_row - first_row, last_column - first_column
     tiles_n, tiles_m = tl.cdiv(rows, BLOCK_N), tl.cdiv(columns, BLOCK_M)
     HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
-    k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
+    k, k_rest, base = tl.load(exponent_scale), tl.load(exponent_scale + 1), tl.load(exponent_scale + 2)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=KIND != ODD_SOFTMAX):
         # GROUP tiles of rows at a time, so that what the programs read at once stays in the cache.
         group = tile // (GROUP * tiles_m)
@@ -103,7 +104,7 @@ def _strip(
                 part = left if half == 0 else right
                 mh = m + half * HALF
                 offs_m = mh + tl.arange(0, HALF)
-                column, row = offsets(col_offset, offs_m, M, 0), offsets(row_offset, offs_n, N, 1)
+                column, row = offsets(col_offset, base, offs_m, M, 0), offsets(row_offset, 0.0, offs_n, N, 1)
                 t = exponents(part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
                 if KIND == SIGMOID:
                     small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # of the two exponentials the one that cannot overflow
@@ -113,21 +114,20 @@ def _strip(
                     if KIND == SOFTMAX:
                         g = tl.exp2(t) * (a[:, None] + b[None, :])
                     else:
-                        column, row = offsets(col_plain, offs_m, M, 0), offsets(row_plain, offs_n, N, 1)
+                        column, row = offsets(col_plain, 0.0, offs_m, M, 0), offsets(row_plain, 0.0, offs_n, N, 1)
                         plain = exponents(
                             part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL
                         )
-                        rs, cs = offsets(row_shift, offs_n, N, 1), offsets(col_shift, offs_m, M, 0)
+                        rs, cs = offsets(row_shift, 0.0, offs_n, N, 1), offsets(col_shift, 0.0, offs_m, M, 0)
                         none = -float("inf")
                         g = a[:, None] * tl.exp2(tl.where(rs == none, t, plain - rs))
                         g += b[None, :] * tl.exp2(tl.where(cs == none, t, plain - cs))
                 mask_n, mask_m = offs_n < last_row, offs_m < last_column
                 place = (2 * tile_m + half).to(tl.int64) * rows + (offs_n - first_row)
                 if softplus_part is not None:
-                    above_one = (1.0 + small) - 1.0  # what is left of `small` in 1 + small; the ratio puts back what is not
-                    log1p = tl.where(above_one == 0, small, 0.6931471805599453 * tl.log2(1.0 + small) * (small / above_one))
-                    value = tl.maximum(t, 0.0) + log1p
-                    tl.store(softplus_part + place, tl.sum(tl.where(mask_m[None, :], value, 0.0), 1), mask=mask_n)
+                    above_zero = tl.sum(tl.where(mask_m[None, :], tl.maximum(t, 0.0), 0.0), 1)
+                    product = tl.reduce(tl.where(mask_m[None, :], small, 0.0), 1, joint)
+                    tl.store(softplus_part + place, above_zero + log1p(product), mask=mask_n)
                 if row_part is not None:
                     tl.store(row_part + place, tl.sum(tl.where(mask_m[None, :], g, 0.0), 1), mask=mask_n)
                 if scale_part is not None:
@@ -230,7 +230,6 @@ def _walk(
     needs: Needs,
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
-    size = plan.strip_tile(block.precision, block.x.device)
     strip = plan.strip_size(block.N, block.M, block.D, given.x.element_size())
     # Summing the scale's gradient in the kernel costs a tenth of it. Half precision takes it from dx instead, where the
     # roundings of g enter but the dense computation's are larger still.
@@ -241,66 +240,88 @@ def _walk(
         workspace = whole_rows(given.x, min(strip.rows, block.N), min(strip.columns, block.M))
     for rows in windows(block.N, strip.rows):
         n = rows.stop - rows.start
-        dx = block.zeros(n, block.D) if want_dx else None
+        dx = torch.empty(n, block.D, dtype=block.dtype, device=block.x.device) if want_dx else None
         dscale = block.zeros(n) if scale_in_kernel else None
         drow_bias = block.zeros(n) if needs.drow_bias else None
         by_row = (None if total is None else total[rows], drow_bias, dscale)
         for columns in windows(block.M, strip.columns):
-            m = columns.stop - columns.start
-            g = None if workspace is None else workspace[:n, :m]
-            tiles_n, tiles_m = triton.cdiv(n, size.rows), triton.cdiv(m, size.columns)
-            row_parts = [None if whole is None else _part(block, 2 * tiles_m, n) for whole in by_row]
-            col_part = None if sums.dcol_bias is None else _part(block, tiles_n, m)
-            programs = plan.multiprocessors(block.x.device) * size.per_multiprocessor
-            for kind in kinds:
-                _strip[(programs,)](
-                    descriptor(given.x, size.rows, size.width),
-                    descriptor(given.y, size.columns, size.width),
-                    None if g is None else descriptor(g, size.rows, size.columns // 2),
-                    given.exponent_scale,
-                    given.row_offset,
-                    given.col_offset,
-                    given.row_plain,
-                    given.col_plain,
-                    given.row_ids,
-                    given.col_ids,
-                    weights.row_weight,
-                    weights.col_weight,
-                    weights.row_shift,
-                    weights.col_shift,
-                    weights.odd,
-                    weights.row_odd,
-                    weights.col_odd,
-                    *row_parts,
-                    col_part,
-                    rows.start,
-                    rows.stop,
-                    columns.start,
-                    columns.stop,
-                    block.N,
-                    block.M,
-                    D=block.D,
-                    KIND=kind,
-                    SKIP_DIAGONAL=block.skip_diagonal,
-                    PRECISION=dot_precision(block),
-                    EXACT=exact(block),
-                    TF32=block.precision == TF32,
-                    GROUP=size.group,
-                    PROGRAMS=programs,
-                    **size.options,
-                )
-            for whole, part in zip(by_row, row_parts, strict=True):
-                if whole is not None and part is not None:
-                    whole += part.sum(0)
-            if sums.dcol_bias is not None and col_part is not None:
-                sums.dcol_bias[columns] += col_part.sum(0)
+            g = None if workspace is None else workspace[:n, : columns.stop - columns.start]
+            by_column = None if sums.dcol_bias is None else sums.dcol_bias[columns]
+            _form(kinds, given, block, weights, rows, columns, g, by_row, by_column)
             if g is not None and dx is not None:
-                add_product(dx, g, given.y[columns])
+                if columns.start == 0:
+                    multiply_into(dx, g, given.y[columns])
+                else:
+                    add_product(dx, g, given.y[columns])
             if g is not None and sums.dy is not None:
                 add_product(sums.dy[columns], g.T, given.x[rows])
-        if needs.dscale and dx is not None and not scale_in_kernel:
-            dscale = (dx * given.x[rows]).sum(1)
         yield RowGradients(rows, dx, dscale, drow_bias)
+
+
+def _form(
+    kinds: tuple[tl.constexpr, ...],
+    given: Operands,
+    block: Block,
+    weights: _SoftmaxWeights,
+    rows: slice,
+    columns: slice,
+    g: Tensor | None,  # (n, m) written
+    by_row: tuple[Tensor | None, Tensor | None, Tensor | None],  # (n,) each: sums of softplus, of g, of g times product
+    by_column: Tensor | None,  # (m,) sums of g
+) -> None:
+    """A strip of weights and what is summed over it."""
+    size, panel = plan.strip_tile(block.precision, block.x.device), plan.panel(block, sigmoid=SIGMOID in kinds)
+    n, m = rows.stop - rows.start, columns.stop - columns.start
+    tiles_m = 2 * triton.cdiv(m, size.columns) if panel is None else triton.cdiv(m, panel.columns)
+    row_parts = [None if whole is None else _part(block, tiles_m, n) for whole in by_row]
+    col_part = None if by_column is None else _part(block, triton.cdiv(n, size.rows), m)
+    programs = plan.multiprocessors(block.x.device) * size.per_multiprocessor
+    if panel is not None:
+        from megabatch.tiles import gluon_panels
+
+        form = gluon_panels.sigmoid_weights if SIGMOID in kinds else gluon_panels.softmax_weights
+        form(panel, given, weights.row_weight, weights.col_weight, rows, columns, g, row_parts, block.skip_diagonal)
+        kinds = kinds[1:]
+    for kind in kinds:
+        _strip[(programs,)](
+            descriptor(given.x, size.rows, size.width),
+            descriptor(given.y, size.columns, size.width),
+            None if g is None else descriptor(g, size.rows, size.columns // 2),
+            given.exponent_scale,
+            given.row_offset,
+            given.col_offset,
+            given.row_plain,
+            given.col_plain,
+            given.row_ids,
+            given.col_ids,
+            weights.row_weight,
+            weights.col_weight,
+            weights.row_shift,
+            weights.col_shift,
+            weights.odd,
+            weights.row_odd,
+            weights.col_odd,
+            *row_parts,
+            col_part,
+            rows.start,
+            rows.stop,
+            columns.start,
+            columns.stop,
+            block.N,
+            block.M,
+            D=block.D,
+            KIND=kind,
+            SKIP_DIAGONAL=block.skip_diagonal,
+            PRECISION=dot_precision(block),
+            EXACT=exact(block),
+            TF32=block.precision == TF32,
+            GROUP=size.group,
+            PROGRAMS=programs,
+            **size.options,
+        )
+    for whole, part in zip((*by_row, by_column), (*row_parts, col_part), strict=True):
+        if whole is not None and part is not None:
+            whole += part.sum(0)
 
 
 def _part(block: Block, *shape: int) -> Tensor:

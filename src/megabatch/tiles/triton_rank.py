@@ -13,6 +13,7 @@ from megabatch.tiles.block import Block
 from megabatch.tiles.matching import matching_similarities, rank_noise
 from megabatch.tiles.triton_forward import dot_precision
 from megabatch.tiles.triton_operands import descriptor, similarity_operands
+from megabatch.tiles.triton_rows import matching_products
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
         descriptor(given.x, size.rows, size.width),
         descriptor(given.y, size.columns, size.width),
         block.scale,
-        matching_similarities(block),
+        matching_similarities(block, matching_products(block)),
         row_noise,
         col_noise,
         row_rank,

@@ -1,0 +1,427 @@
+"""Both kernels over the similarities once more, warp-specialised, for Hopper: plain inputs, half precision.
+
+A program owns a panel of BLOCK_M columns, keeps it in shared memory and marches down the rows. One warp copies rows into a
+ring of slots; two warpgroups take turns with the tensor cores: while one multiplies its tile, the other turns the one before
+into sums or weights. Panels that stay halve what is asked of the L2 cache, which would otherwise set the pace.
+
+`triton_forward` and `triton_backward` say what is computed, and serve everything that is not served here.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megabatch.tiles import plan
+from megabatch.tiles.plan import Panel
+from megabatch.tiles.triton_operands import Operands
+from megabatch.tiles.triton_softplus import joint, log1p
+
+# What a tile of exponents becomes.
+SUMS, SOFTMAX, SIGMOID = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
+BLOCK_N, BLOCK_D = 128, 64
+
+
+@gluon.jit
+def _halves(s):
+    """The left and the right columns of a piece; both are where they were, in the same registers."""
+    columns: gl.constexpr = s.shape[1] // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    left, right = s.reshape((s.shape[0], 2, columns)).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _places(s, n, m):
+    """Rows and columns of a piece that begins at (n, m)."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.shape[1], 16])
+    offs_n = n + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+    return offs_n, m + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def _left_out(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL: gl.constexpr, EDGES: gl.constexpr):
+    """−inf on the diagonal and beyond the edges."""
+    if SKIP_DIAGONAL:
+        if (n < m + t.shape[1]) & (m < n + t.shape[0]):
+            t = gl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), t)
+    if EDGES:
+        if (n + t.shape[0] > N) | (m + t.shape[1] > M):
+            t = gl.where((offs_n < N)[:, None] & (offs_m < M)[None, :], t, -float("inf"))
+    return t
+
+
+@gluon.jit
+def _sums(s, k, base, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
+    """Row sums of 2^t, and column sums over the rows that one thread owns: (4, 8, columns)."""
+    offs_n, offs_m = _places(s, n, m)
+    e = gl.exp2(_left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True))
+    pairs = gl.sum(e.reshape((s.shape[0] // 16, 2, 8, s.shape[1])), 1)
+    return gl.sum(e, 1), gl.sum(pairs.reshape((s.shape[0] // 64, 4, 8, s.shape[1])), 0)
+
+
+@gluon.jit
+def _softmax(s, k, base, row_weight, col_weight, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
+    """Weights; nobody reads those beyond the edges."""
+    offs_n, offs_m = _places(s, n, m)
+    a = gl.load(row_weight + gl.minimum(offs_n, N - 1))
+    b = gl.load(col_weight + gl.minimum(offs_m, M - 1))
+    t = _left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, False)
+    return gl.exp2(t) * (a[:, None] + b[None, :])
+
+
+@gluon.jit
+def _sigmoid(s, k, row_offset, row_weight, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
+    """Weights, their row sums, and row sums of softplus; t is in units of log 2.
+
+    Every operation counts: a warp fetches this much code at one instruction in four or five clocks.
+    """
+    LOG2E: gl.constexpr = 1.4426950408889634
+    offs_n, offs_m = _places(s, n, m)
+    t = s * (k * LOG2E)
+    if row_offset is not None:
+        t += (gl.load(row_offset + gl.minimum(offs_n, N - 1)) * LOG2E)[:, None]
+    t = _left_out(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True)
+    e = gl.exp2(-gl.abs(t))  # of the two exponentials the one that cannot overflow
+    r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=gl.float32, is_pure=True, pack=1)
+    a = gl.load(row_weight + gl.minimum(offs_n, N - 1))
+    g = r * gl.exp2(gl.minimum(t, 0.0))  # one more exponential is cheaper than a choice by the sign
+    softplus = gl.sum(gl.maximum(t, 0.0), 1) / LOG2E + log1p(gl.reduce(e, 1, joint))
+    return a[:, None] * g, a * gl.sum(g, 1), softplus
+
+
+@gluon.jit
+def _store_columns(folded, col_part, WHICH: gl.constexpr, START: gl.constexpr, panel, tiles_n, columns, BLOCK_M: gl.constexpr):
+    """Column sums of what this warpgroup saw of a panel. Programs that share a panel have rows of `col_part` of their own."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tiles = tiles_n.to(gl.int64) * gl.cdiv(columns, BLOCK_M)
+    first_program = ((panel.to(gl.int64) * tiles_n + 1) * gl.num_programs(0) - 1) // tiles
+    offs_m = panel * BLOCK_M + START + gl.arange(0, folded.shape[2], layout)
+    sums = gl.convert_layout(gl.sum(gl.sum(folded, 0), 0), layout)
+    place = (2 * (gl.program_id(0) - first_program) + WHICH) * columns + offs_m
+    gl.store(col_part + place, sums, mask=offs_m < columns)
+
+
+@gluon.jit
+def _copy(
+    slots,
+    panel_steps,
+    barriers,
+    x_desc,
+    y_desc,
+    where,
+):
+    """The copying warp: columns whenever the panel changes, rows for every tile."""
+    full, empty, panel_full, panel_empty = barriers
+    first_row, first_column, _rows, _columns, _N, _M, tiles_n, first_tile, last_tile = where
+    STEPS: gl.constexpr = panel_steps.shape[0]
+    RING: gl.constexpr = slots.shape[0]
+    BLOCK_N: gl.constexpr = slots.shape[1]
+    BLOCK_M: gl.constexpr = panel_steps.shape[1]
+    BLOCK_D: gl.constexpr = slots.shape[2]
+    index = 0
+    panels = 0
+    before = -1
+    for tile in range(first_tile, last_tile):
+        panel = tile // tiles_n
+        n, m = first_row + (tile % tiles_n) * BLOCK_N, first_column + panel * BLOCK_M
+        if panel != before:
+            mbarrier.wait(panel_empty, (panels & 1) ^ 1)
+            mbarrier.expect(panel_full, STEPS * BLOCK_M * BLOCK_D * 2)
+            for step in range(STEPS):
+                tma.async_copy_global_to_shared(y_desc, [m, step * BLOCK_D], panel_full, panel_steps.index(step))
+            before = panel
+            panels += 1
+        for step in range(STEPS):
+            slot = index % RING
+            mbarrier.wait(empty.index(slot), ((index // RING) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), BLOCK_N * BLOCK_D * 2)
+            tma.async_copy_global_to_shared(x_desc, [n, step * BLOCK_D], full.index(slot), slots.index(slot))
+            index += 1
+
+
+@gluon.jit
+def _work(
+    WHICH: gl.constexpr,
+    slots,
+    panel_steps,
+    barriers,
+    turns,
+    staging,
+    g_desc,
+    given,
+    where,
+    KIND: gl.constexpr,
+    SKIP_DIAGONAL: gl.constexpr,
+):
+    """One of the two warpgroups: every other tile."""
+    full, empty, panel_full, panel_empty = barriers
+    exponent_scale, row_offset, row_weight, col_weight, softplus_part, row_part, col_part = given
+    first_row, first_column, rows, columns, N, M, tiles_n, first_tile, last_tile = where
+    STEPS: gl.constexpr = panel_steps.shape[0]
+    RING: gl.constexpr = slots.shape[0]
+    BLOCK_N: gl.constexpr = slots.shape[1]
+    BLOCK_M: gl.constexpr = panel_steps.shape[1]
+    PIECE: gl.constexpr = 64  # columns that are finished at once
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    k, base = gl.load(exponent_scale), gl.load(exponent_scale + 2)
+    first_panel, last_panel = first_tile // tiles_n, gl.maximum(last_tile - 1, first_tile) // tiles_n
+    before = (first_tile + WHICH) // tiles_n
+    released = first_panel
+    turn = 1 - WHICH
+    if KIND == SUMS:
+        gl.static_assert(BLOCK_M == 2 * PIECE)
+        nothing = _halves(gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout))[0]
+        left_columns = _sums(nothing, k, -float("inf"), 0, 0, N, M, False)[1]  # zeros, laid out as what will be added
+        right_columns = left_columns
+    for tile in range(first_tile + WHICH, last_tile, 2):
+        panel = tile // tiles_n
+        n, m = first_row + (tile % tiles_n) * BLOCK_N, first_column + panel * BLOCK_M
+        for done in range(released, panel):
+            mbarrier.wait(panel_full, (done - first_panel) & 1)
+            mbarrier.arrive(panel_empty)
+        released = panel
+        mbarrier.wait(panel_full, (panel - first_panel) & 1)
+        # Parities tell only two rounds of the ring apart: nobody may wait for a slot before the other has had all of his.
+        mbarrier.wait(turns.index(WHICH), turn & 1)
+        turn += 1
+        index = (tile - first_tile) * STEPS
+        s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout)
+        for step in range(STEPS):
+            slot = index % RING
+            mbarrier.wait(full.index(slot), (index // RING) & 1)
+            s = warpgroup_mma(slots.index(slot), panel_steps.index(step).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            if step > 0:  # the product before this one is finished
+                mbarrier.arrive(empty.index((index - 1) % RING))
+            index += 1
+        mbarrier.arrive(turns.index(1 - WHICH))
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(empty.index((index - 1) % RING))
+
+        if BLOCK_M == PIECE:
+            left, right = s, s
+        else:
+            left, right = _halves(s)
+        offs_n = _places(left, n, m)[0]
+        place, mask_n = panel.to(gl.int64) * rows + (offs_n - first_row), offs_n < N
+        if KIND == SUMS:
+            if panel != before:
+                _store_columns(left_columns, col_part, WHICH, 0, before, tiles_n, columns, BLOCK_M)
+                _store_columns(right_columns, col_part, WHICH, PIECE, before, tiles_n, columns, BLOCK_M)
+                left_columns, right_columns = left_columns * 0.0, right_columns * 0.0
+                before = panel
+            left_rows, folded = _sums(left, k, base, n, m, N, M, SKIP_DIAGONAL)
+            left_columns += folded
+            right_rows, folded = _sums(right, k, base, n, m + PIECE, N, M, SKIP_DIAGONAL)
+            right_columns += folded
+            gl.store(row_part + place, left_rows + right_rows, mask=mask_n)
+        else:
+            row_sums, softplus_sums = gl.zeros_like(offs_n).to(gl.float32), gl.zeros_like(offs_n).to(gl.float32)
+            for piece in gl.static_range(BLOCK_M // PIECE):
+                part = left if piece == 0 else right
+                mp = m + piece * PIECE
+                if KIND == SOFTMAX:
+                    g = _softmax(part, k, base, row_weight, col_weight, n, mp, N, M, SKIP_DIAGONAL)
+                else:
+                    g, added, softplus = _sigmoid(part, k, row_offset, row_weight, n, mp, N, M, SKIP_DIAGONAL)
+                    row_sums += added
+                    softplus_sums += softplus
+                if g_desc is not None:
+                    tma.store_wait(0)
+                    staging.store(g.to(g_desc.dtype))
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(g_desc, [n - first_row, mp - first_column], staging)
+            if row_part is not None:
+                gl.store(row_part + place, row_sums, mask=mask_n)
+            if softplus_part is not None:
+                gl.store(softplus_part + place, softplus_sums, mask=mask_n)
+    for done in range(released, last_panel):  # the other warpgroup may still need the next panel
+        mbarrier.wait(panel_full, (done - first_panel) & 1)
+        mbarrier.arrive(panel_empty)
+    if KIND == SUMS:
+        if first_tile + WHICH < last_tile:
+            _store_columns(left_columns, col_part, WHICH, 0, before, tiles_n, columns, BLOCK_M)
+            _store_columns(right_columns, col_part, WHICH, PIECE, before, tiles_n, columns, BLOCK_M)
+    elif g_desc is not None:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _panels(
+    x_desc,
+    y_desc,
+    g_desc,  # (rows, columns), or None
+    exponent_scale,  # (3,)
+    row_offset,  # (N,) or None
+    row_weight,  # (N,) or None
+    col_weight,  # (M,) or None
+    softplus_part,  # (panels, rows) or None
+    row_part,  # (panels, rows) or None
+    col_part,  # (2 · programs that share a panel, columns) or None
+    first_row,
+    first_column,
+    rows,
+    columns,
+    N,
+    M,
+    KIND: gl.constexpr,
+    SKIP_DIAGONAL: gl.constexpr,
+    STEPS: gl.constexpr,
+    RING: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    tiles_n = gl.cdiv(rows, BLOCK_N)
+    tiles = tiles_n.to(gl.int64) * gl.cdiv(columns, BLOCK_M)
+    first_tile = (tiles * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
+    last_tile = (tiles * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+    slots = gl.allocate_shared_memory(x_desc.dtype, [RING, BLOCK_N, BLOCK_D], x_desc.layout)
+    panel_steps = gl.allocate_shared_memory(y_desc.dtype, [STEPS, BLOCK_M, BLOCK_D], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    panel_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    panel_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if g_desc is not None:
+        staging0 = gl.allocate_shared_memory(g_desc.dtype, [BLOCK_N, 64], g_desc.layout)
+        staging1 = gl.allocate_shared_memory(g_desc.dtype, [BLOCK_N, 64], g_desc.layout)
+    else:
+        staging0 = slots.index(0)
+        staging1 = slots.index(0)
+    for slot in gl.static_range(RING):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
+    mbarrier.init(panel_full, count=1)
+    mbarrier.init(panel_empty, count=2)
+    fence_async_shared()
+    barriers = (full, empty, panel_full, panel_empty)
+    given = (exponent_scale, row_offset, row_weight, col_weight, softplus_part, row_part, col_part)
+    where = (first_row, first_column, rows, columns, N, M, tiles_n, first_tile, last_tile)
+    gl.warp_specialize(
+        [
+            (_work, (0, slots, panel_steps, barriers, turns, staging0, g_desc, given, where, KIND, SKIP_DIAGONAL)),
+            (_work, (1, slots, panel_steps, barriers, turns, staging1, g_desc, given, where, KIND, SKIP_DIAGONAL)),
+            (_copy, (slots, panel_steps, barriers, x_desc, y_desc, where)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def sums(
+    panel: Panel,
+    given: Operands,
+    rows: slice,
+    columns: slice,
+    row_part: Tensor,  # (panels, n) written
+    skip_diagonal: bool,
+) -> Tensor:  # (some, m)
+    """Partial row sums of 2^t, and partial column sums, which are returned."""
+    sharing = 2 * (plan.multiprocessors(given.x.device) // len(row_part) + 2)  # programs that may share a panel
+    col_part = torch.zeros(sharing, columns.stop - columns.start, dtype=torch.float32, device=given.x.device)
+    _launch(SUMS, panel, given, rows, columns, skip_diagonal, row_part=row_part, col_part=col_part)
+    return col_part
+
+
+def softmax_weights(
+    panel: Panel,
+    given: Operands,
+    row_weight: Tensor,  # (N,)
+    col_weight: Tensor,  # (M,)
+    rows: slice,
+    columns: slice,
+    g: Tensor | None,  # (n, m) written
+    row_parts: Sequence[Tensor | None],
+    skip_diagonal: bool,
+) -> None:
+    """g = 2^t · (row weight + column weight). Nothing is summed: only biases ask for that, and `plan.panel` sends them away."""
+    assert all(part is None for part in row_parts)
+    _launch(SOFTMAX, panel, given, rows, columns, skip_diagonal, g, row_weight=row_weight, col_weight=col_weight)
+
+
+def sigmoid_weights(
+    panel: Panel,
+    given: Operands,
+    row_weight: Tensor,  # (N,)
+    col_weight: Tensor,  # not used
+    rows: slice,
+    columns: slice,
+    g: Tensor | None,  # (n, m) written
+    row_parts: Sequence[Tensor | None],  # (panels, n) written
+    skip_diagonal: bool,
+) -> None:
+    """g = row weight · sigmoid(t), and partial row sums of softplus and of g."""
+    softplus_part, row_part, scale_part = row_parts
+    assert scale_part is None
+    parts = {"softplus_part": softplus_part, "row_part": row_part}
+    _launch(SIGMOID, panel, given, rows, columns, skip_diagonal, g, row_offset=given.row_offset, row_weight=row_weight, **parts)
+
+
+def _launch(
+    kind: gl.constexpr,
+    panel: Panel,
+    given: Operands,
+    rows: slice,
+    columns: slice,
+    skip_diagonal: bool,
+    g: Tensor | None = None,
+    *,
+    row_offset: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    col_weight: Tensor | None = None,
+    softplus_part: Tensor | None = None,
+    row_part: Tensor | None = None,
+    col_part: Tensor | None = None,
+) -> None:
+    _panels[(plan.multiprocessors(given.x.device),)](
+        _descriptor(given.x, BLOCK_N),
+        _descriptor(given.y, panel.columns),
+        None if g is None else _descriptor(g, BLOCK_N),
+        given.exponent_scale,
+        row_offset,
+        row_weight,
+        col_weight,
+        softplus_part,
+        row_part,
+        col_part,
+        rows.start,
+        columns.start,
+        rows.stop - rows.start,
+        columns.stop - columns.start,
+        len(given.x),
+        len(given.y),
+        KIND=kind,
+        SKIP_DIAGONAL=skip_diagonal,
+        STEPS=triton.cdiv(given.x.shape[1], BLOCK_D),
+        RING=panel.ring,
+        BLOCK_N=BLOCK_N,
+        BLOCK_M=panel.columns,
+        BLOCK_D=BLOCK_D,
+        num_warps=4,
+    )
+
+
+_LAYOUT = {
+    dtype: gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], kind)
+    for dtype, kind in ((torch.bfloat16, gl.bfloat16), (torch.float16, gl.float16))
+}
+
+
+def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, BLOCK_D], _LAYOUT[values.dtype])
