@@ -87,7 +87,8 @@ def main(capability: int, precision: str, features: bool) -> None:
         setattr(module, name, Compiles(getattr(module, name), target))
     walk(512, precision, features)
     if capability == 90 and not features:
-        walk(768, precision, features)  # too wide for panels that stay in shared memory
+        walk(768, precision, features)  # panels of which a part stays in shared memory
+        walk(1088, precision, features)  # none
     print("compiled", len(COMPILED))
 
 

@@ -1,8 +1,9 @@
 """Both kernels over the similarities once more, warp-specialised, for Hopper: plain inputs, half precision.
 
-A program owns a panel of BLOCK_M columns, keeps it in shared memory and marches down the rows. One warp copies rows into a
-ring of slots; two warpgroups take turns with the tensor cores: while one multiplies its tile, the other turns the one before
-into sums or weights. Panels that stay halve what is asked of the L2 cache, which would otherwise set the pace.
+A program owns a panel of BLOCK columns and marches down the rows. One warp copies into a ring of slots; two warpgroups take
+turns with the tensor cores: while one multiplies its tile, the other turns the one before into sums or weights. The panel stays
+in shared memory, or as many steps of its width as fit; the others are copied for every tile. Columns that stay halve what is
+asked of the L2 cache, which would otherwise set the pace.
 
 `triton_forward` and `triton_backward` say what is computed, and serve everything that is not served here.
 """
@@ -31,7 +32,7 @@ from megabatch.tiles.triton_softplus import joint, log1p
 # What a tile of exponents becomes.
 SUMS, SOFTMAX, SIGMOID = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
-BLOCK_N, BLOCK_D = 128, 64
+BLOCK, BLOCK_D = 128, 64  # a tile is BLOCK × BLOCK: half of a warpgroup's registers
 
 
 @gluon.jit
@@ -103,60 +104,57 @@ def _sigmoid(s, k, row_offset, row_weight, n, m, N, M, SKIP_DIAGONAL: gl.constex
 
 
 @gluon.jit
-def _store_columns(folded, col_part, WHICH: gl.constexpr, START: gl.constexpr, panel, tiles_n, columns, BLOCK_M: gl.constexpr):
+def _store_columns(folded, col_part, WHICH: gl.constexpr, START: gl.constexpr, panel, tiles_n, columns, BLOCK: gl.constexpr):
     """Column sums of what this warpgroup saw of a panel. Programs that share a panel have rows of `col_part` of their own."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    tiles = tiles_n.to(gl.int64) * gl.cdiv(columns, BLOCK_M)
+    tiles = tiles_n.to(gl.int64) * gl.cdiv(columns, BLOCK)
     first_program = ((panel.to(gl.int64) * tiles_n + 1) * gl.num_programs(0) - 1) // tiles
-    offs_m = panel * BLOCK_M + START + gl.arange(0, folded.shape[2], layout)
+    offs_m = panel * BLOCK + START + gl.arange(0, folded.shape[2], layout)
     sums = gl.convert_layout(gl.sum(gl.sum(folded, 0), 0), layout)
     place = (2 * (gl.program_id(0) - first_program) + WHICH) * columns + offs_m
     gl.store(col_part + place, sums, mask=offs_m < columns)
 
 
 @gluon.jit
-def _copy(
-    slots,
-    panel_steps,
-    barriers,
-    x_desc,
-    y_desc,
-    where,
-):
-    """The copying warp: columns whenever the panel changes, rows for every tile."""
+def _copy(x_desc, y_desc, slots, barriers, where, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
+    """The copying warp: columns that stay whenever the panel changes, rows and the other columns for every tile."""
     full, empty, panel_full, panel_empty = barriers
     first_row, first_column, _rows, _columns, _N, _M, tiles_n, first_tile, last_tile = where
-    STEPS: gl.constexpr = panel_steps.shape[0]
-    RING: gl.constexpr = slots.shape[0]
-    BLOCK_N: gl.constexpr = slots.shape[1]
-    BLOCK_M: gl.constexpr = panel_steps.shape[1]
+    RING: gl.constexpr = full.shape[0]
+    BLOCK: gl.constexpr = slots.shape[1]
     BLOCK_D: gl.constexpr = slots.shape[2]
+    BYTES: gl.constexpr = BLOCK * BLOCK_D * 2
     index = 0
     panels = 0
     before = -1
     for tile in range(first_tile, last_tile):
         panel = tile // tiles_n
-        n, m = first_row + (tile % tiles_n) * BLOCK_N, first_column + panel * BLOCK_M
+        n, m = first_row + (tile % tiles_n) * BLOCK, first_column + panel * BLOCK
         if panel != before:
             mbarrier.wait(panel_empty, (panels & 1) ^ 1)
-            mbarrier.expect(panel_full, STEPS * BLOCK_M * BLOCK_D * 2)
-            for step in range(STEPS):
-                tma.async_copy_global_to_shared(y_desc, [m, step * BLOCK_D], panel_full, panel_steps.index(step))
+            mbarrier.expect(panel_full, RESIDENT * BYTES)
+            for step in range(RESIDENT):
+                tma.async_copy_global_to_shared(y_desc, [m, step * BLOCK_D], panel_full, slots.index(step))
             before = panel
             panels += 1
         for step in range(STEPS):
             slot = index % RING
             mbarrier.wait(empty.index(slot), ((index // RING) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), BLOCK_N * BLOCK_D * 2)
-            tma.async_copy_global_to_shared(x_desc, [n, step * BLOCK_D], full.index(slot), slots.index(slot))
+            mbarrier.expect(full.index(slot), BYTES)
+            tma.async_copy_global_to_shared(x_desc, [n, step * BLOCK_D], full.index(slot), slots.index(RESIDENT + slot))
             index += 1
+            if step >= RESIDENT:
+                slot = index % RING
+                mbarrier.wait(empty.index(slot), ((index // RING) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), BYTES)
+                tma.async_copy_global_to_shared(y_desc, [m, step * BLOCK_D], full.index(slot), slots.index(RESIDENT + slot))
+                index += 1
 
 
 @gluon.jit
 def _work(
     WHICH: gl.constexpr,
     slots,
-    panel_steps,
     barriers,
     turns,
     staging,
@@ -165,30 +163,29 @@ def _work(
     where,
     KIND: gl.constexpr,
     SKIP_DIAGONAL: gl.constexpr,
+    STEPS: gl.constexpr,
+    RESIDENT: gl.constexpr,
 ):
     """One of the two warpgroups: every other tile."""
     full, empty, panel_full, panel_empty = barriers
     exponent_scale, row_offset, row_weight, col_weight, softplus_part, row_part, col_part = given
     first_row, first_column, rows, columns, N, M, tiles_n, first_tile, last_tile = where
-    STEPS: gl.constexpr = panel_steps.shape[0]
-    RING: gl.constexpr = slots.shape[0]
-    BLOCK_N: gl.constexpr = slots.shape[1]
-    BLOCK_M: gl.constexpr = panel_steps.shape[1]
-    PIECE: gl.constexpr = 64  # columns that are finished at once
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    RING: gl.constexpr = full.shape[0]
+    BLOCK: gl.constexpr = slots.shape[1]
+    HALF: gl.constexpr = BLOCK // 2  # columns that are finished at once
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     k, base = gl.load(exponent_scale), gl.load(exponent_scale + 2)
     first_panel, last_panel = first_tile // tiles_n, gl.maximum(last_tile - 1, first_tile) // tiles_n
     before = (first_tile + WHICH) // tiles_n
     released = first_panel
     turn = 1 - WHICH
     if KIND == SUMS:
-        gl.static_assert(BLOCK_M == 2 * PIECE)
-        nothing = _halves(gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout))[0]
+        nothing = _halves(gl.zeros((BLOCK, BLOCK), gl.float32, layout))[0]
         left_columns = _sums(nothing, k, -float("inf"), 0, 0, N, M, False)[1]  # zeros, laid out as what will be added
         right_columns = left_columns
     for tile in range(first_tile + WHICH, last_tile, 2):
         panel = tile // tiles_n
-        n, m = first_row + (tile % tiles_n) * BLOCK_N, first_column + panel * BLOCK_M
+        n, m = first_row + (tile % tiles_n) * BLOCK, first_column + panel * BLOCK
         for done in range(released, panel):
             mbarrier.wait(panel_full, (done - first_panel) & 1)
             mbarrier.arrive(panel_empty)
@@ -197,53 +194,60 @@ def _work(
         # Parities tell only two rounds of the ring apart: nobody may wait for a slot before the other has had all of his.
         mbarrier.wait(turns.index(WHICH), turn & 1)
         turn += 1
-        index = (tile - first_tile) * STEPS
-        s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout)
+        index = (tile - first_tile) * (2 * STEPS - RESIDENT)
+        s = gl.zeros((BLOCK, BLOCK), gl.float32, layout)
         for step in range(STEPS):
-            slot = index % RING
-            mbarrier.wait(full.index(slot), (index // RING) & 1)
-            s = warpgroup_mma(slots.index(slot), panel_steps.index(step).permute((1, 0)), s, is_async=True)
+            x_slot = index % RING
+            mbarrier.wait(full.index(x_slot), (index // RING) & 1)
+            y_slot = step
+            if step >= RESIDENT:
+                y_slot = RESIDENT + (index + 1) % RING
+                mbarrier.wait(full.index((index + 1) % RING), ((index + 1) // RING) & 1)
+            s = warpgroup_mma(slots.index(RESIDENT + x_slot), slots.index(y_slot).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             if step > 0:  # the product before this one is finished
                 mbarrier.arrive(empty.index((index - 1) % RING))
+                if step > RESIDENT:
+                    mbarrier.arrive(empty.index((index - 2) % RING))
             index += 1
+            if step >= RESIDENT:
+                index += 1
         mbarrier.arrive(turns.index(1 - WHICH))
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(empty.index((index - 1) % RING))
+        if STEPS > RESIDENT:
+            mbarrier.arrive(empty.index((index - 2) % RING))
 
-        if BLOCK_M == PIECE:
-            left, right = s, s
-        else:
-            left, right = _halves(s)
+        left, right = _halves(s)
         offs_n = _places(left, n, m)[0]
         place, mask_n = panel.to(gl.int64) * rows + (offs_n - first_row), offs_n < N
         if KIND == SUMS:
             if panel != before:
-                _store_columns(left_columns, col_part, WHICH, 0, before, tiles_n, columns, BLOCK_M)
-                _store_columns(right_columns, col_part, WHICH, PIECE, before, tiles_n, columns, BLOCK_M)
+                _store_columns(left_columns, col_part, WHICH, 0, before, tiles_n, columns, BLOCK)
+                _store_columns(right_columns, col_part, WHICH, HALF, before, tiles_n, columns, BLOCK)
                 left_columns, right_columns = left_columns * 0.0, right_columns * 0.0
                 before = panel
             left_rows, folded = _sums(left, k, base, n, m, N, M, SKIP_DIAGONAL)
             left_columns += folded
-            right_rows, folded = _sums(right, k, base, n, m + PIECE, N, M, SKIP_DIAGONAL)
+            right_rows, folded = _sums(right, k, base, n, m + HALF, N, M, SKIP_DIAGONAL)
             right_columns += folded
             gl.store(row_part + place, left_rows + right_rows, mask=mask_n)
         else:
             row_sums, softplus_sums = gl.zeros_like(offs_n).to(gl.float32), gl.zeros_like(offs_n).to(gl.float32)
-            for piece in gl.static_range(BLOCK_M // PIECE):
-                part = left if piece == 0 else right
-                mp = m + piece * PIECE
+            for half in gl.static_range(2):
+                part = left if half == 0 else right
+                mh = m + half * HALF
                 if KIND == SOFTMAX:
-                    g = _softmax(part, k, base, row_weight, col_weight, n, mp, N, M, SKIP_DIAGONAL)
+                    g = _softmax(part, k, base, row_weight, col_weight, n, mh, N, M, SKIP_DIAGONAL)
                 else:
-                    g, added, softplus = _sigmoid(part, k, row_offset, row_weight, n, mp, N, M, SKIP_DIAGONAL)
+                    g, added, softplus = _sigmoid(part, k, row_offset, row_weight, n, mh, N, M, SKIP_DIAGONAL)
                     row_sums += added
                     softplus_sums += softplus
                 if g_desc is not None:
                     tma.store_wait(0)
                     staging.store(g.to(g_desc.dtype))
                     fence_async_shared()
-                    tma.async_copy_shared_to_global(g_desc, [n - first_row, mp - first_column], staging)
+                    tma.async_copy_shared_to_global(g_desc, [n - first_row, mh - first_column], staging)
             if row_part is not None:
                 gl.store(row_part + place, row_sums, mask=mask_n)
             if softplus_part is not None:
@@ -253,8 +257,8 @@ def _work(
         mbarrier.arrive(panel_empty)
     if KIND == SUMS:
         if first_tile + WHICH < last_tile:
-            _store_columns(left_columns, col_part, WHICH, 0, before, tiles_n, columns, BLOCK_M)
-            _store_columns(right_columns, col_part, WHICH, PIECE, before, tiles_n, columns, BLOCK_M)
+            _store_columns(left_columns, col_part, WHICH, 0, before, tiles_n, columns, BLOCK)
+            _store_columns(right_columns, col_part, WHICH, HALF, before, tiles_n, columns, BLOCK)
     elif g_desc is not None:
         tma.store_wait(0)
 
@@ -280,25 +284,24 @@ def _panels(
     KIND: gl.constexpr,
     SKIP_DIAGONAL: gl.constexpr,
     STEPS: gl.constexpr,
+    RESIDENT: gl.constexpr,
     RING: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_M: gl.constexpr,
+    BLOCK: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    tiles_n = gl.cdiv(rows, BLOCK_N)
-    tiles = tiles_n.to(gl.int64) * gl.cdiv(columns, BLOCK_M)
+    tiles_n = gl.cdiv(rows, BLOCK)
+    tiles = tiles_n.to(gl.int64) * gl.cdiv(columns, BLOCK)
     first_tile = (tiles * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     last_tile = (tiles * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
-    slots = gl.allocate_shared_memory(x_desc.dtype, [RING, BLOCK_N, BLOCK_D], x_desc.layout)
-    panel_steps = gl.allocate_shared_memory(y_desc.dtype, [STEPS, BLOCK_M, BLOCK_D], y_desc.layout)
+    slots = gl.allocate_shared_memory(x_desc.dtype, [RESIDENT + RING, BLOCK, BLOCK_D], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     panel_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     panel_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     if g_desc is not None:
-        staging0 = gl.allocate_shared_memory(g_desc.dtype, [BLOCK_N, 64], g_desc.layout)
-        staging1 = gl.allocate_shared_memory(g_desc.dtype, [BLOCK_N, 64], g_desc.layout)
+        staging0 = gl.allocate_shared_memory(g_desc.dtype, [BLOCK, BLOCK // 2], g_desc.layout)
+        staging1 = gl.allocate_shared_memory(g_desc.dtype, [BLOCK, BLOCK // 2], g_desc.layout)
     else:
         staging0 = slots.index(0)
         staging1 = slots.index(0)
@@ -315,9 +318,9 @@ def _panels(
     where = (first_row, first_column, rows, columns, N, M, tiles_n, first_tile, last_tile)
     gl.warp_specialize(
         [
-            (_work, (0, slots, panel_steps, barriers, turns, staging0, g_desc, given, where, KIND, SKIP_DIAGONAL)),
-            (_work, (1, slots, panel_steps, barriers, turns, staging1, g_desc, given, where, KIND, SKIP_DIAGONAL)),
-            (_copy, (slots, panel_steps, barriers, x_desc, y_desc, where)),
+            (_work, (0, slots, barriers, turns, staging0, g_desc, given, where, KIND, SKIP_DIAGONAL, STEPS, RESIDENT)),
+            (_work, (1, slots, barriers, turns, staging1, g_desc, given, where, KIND, SKIP_DIAGONAL, STEPS, RESIDENT)),
+            (_copy, (x_desc, y_desc, slots, barriers, where, STEPS, RESIDENT)),
         ],
         [4, 1],
         [240, 24],
@@ -390,9 +393,9 @@ def _launch(
     col_part: Tensor | None = None,
 ) -> None:
     _panels[(plan.multiprocessors(given.x.device),)](
-        _descriptor(given.x, BLOCK_N),
-        _descriptor(given.y, panel.columns),
-        None if g is None else _descriptor(g, BLOCK_N),
+        _descriptor(given.x),
+        _descriptor(given.y),
+        None if g is None else _descriptor(g),
         given.exponent_scale,
         row_offset,
         row_weight,
@@ -409,19 +412,19 @@ def _launch(
         KIND=kind,
         SKIP_DIAGONAL=skip_diagonal,
         STEPS=triton.cdiv(given.x.shape[1], BLOCK_D),
+        RESIDENT=panel.resident,
         RING=panel.ring,
-        BLOCK_N=BLOCK_N,
-        BLOCK_M=panel.columns,
+        BLOCK=BLOCK,
         BLOCK_D=BLOCK_D,
         num_warps=4,
     )
 
 
 _LAYOUT = {
-    dtype: gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], kind)
+    dtype: gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK_D], kind)
     for dtype, kind in ((torch.bfloat16, gl.bfloat16), (torch.float16, gl.float16))
 }
 
 
-def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, BLOCK_D], _LAYOUT[values.dtype])
+def _descriptor(values: Tensor) -> TensorDescriptor:
+    return TensorDescriptor(values, list(values.shape), list(values.stride()), [BLOCK, BLOCK_D], _LAYOUT[values.dtype])

@@ -97,38 +97,33 @@ MARCH_ROWS, MARCH_PANELS = 131072, 256
 _STRIP_ROWS, _STRIP_BYTES = 8448, 256 * 2**20
 
 
-# Bytes of shared memory on Hopper that the slots of `gluon_panels` may take, beside 32 KiB that wait to be stored.
-_PANEL_BYTES = 192 * 2**10
-
-# Versions of Triton whose Gluon, which is experimental, the kernels there were compiled and run with.
+# Versions of Triton whose Gluon, which is experimental, the kernels of `gluon_panels` were compiled and run with.
 _GLUON_VERSIONS = ((3, 6), (3, 9))
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Columns that a program of `gluon_panels` keeps in shared memory, and slots for rows that pass by."""
+    """Columns that a program of `gluon_panels` owns, and how 12 slots of 16 KiB are divided between what stays and a ring."""
 
-    columns: int
-    ring: int
+    resident: int  # steps of 64 of the width whose columns stay in shared memory
+    ring: int  # slots for what passes by
+    columns: int = 128
 
 
-def panel(block: Block, *, sigmoid: bool) -> Panel | None:
-    """Where the warp-specialised kernels serve and measured faster.
+def panel(block: Block, task: str) -> Panel | None:
+    """Where the warp-specialised kernels serve and measured faster; `task` is "sums", "softmax" or "sigmoid".
 
-    H200, bf16, 64k×64k in strips of 8192×16384, TFLOP/s at D = 512; cuBLAS's bare product in that run: 655. Sums 764 (`_march`:
-    679), softmax weights 660 (`_strip`: 519). Panels of which only a part stays, at D = 768 / 1024: sums 698 / 661 (`_march`:
-    730 / 756), softmax weights 637 / 603 (`_strip`: 622 / 653); panels of 64 columns: softmax weights 555 / 521.
+    H200, bf16, 64k×64k in strips of 8192×16384, TFLOP/s at D = 512 / 768 / 1024; cuBLAS's bare product: 655 / 699 / 725.
+    Sums: 764 / 698 / 661, `_march` 679 / 730 / 756. Softmax weights: 660 / 637 / 603, `_strip` 519 / 622 / 653. Softmax weights
+    at 768 when 8, 6, 5, 4, 3, 2 steps stay: 539, 637, 622, 634, 617, 610.
     """
+    widest = {"sums": 512, "softmax": 768, "sigmoid": 1024}[task]
     half = block.precision in (BFLOAT16, FLOAT16)
-    biased = block.col_bias is not None or (block.row_bias is not None and not sigmoid)
-    if not half or biased or block.row_ids is not None or not has_gluon(block.x.device):
+    biased = block.col_bias is not None or (block.row_bias is not None and task != "sigmoid")
+    if widest < block.D or not half or biased or block.row_ids is not None or not has_gluon(block.x.device):
         return None
     steps = -(-block.D // 64)
-    for columns in (128, 64) if sigmoid else (128,):
-        ring = min(8, (_PANEL_BYTES - steps * columns * 128) // (128 * 128))
-        if ring >= 4:
-            return Panel(columns, ring)
-    return None
+    return Panel(steps, min(8, 12 - steps)) if steps <= 8 else Panel(6, 6)
 
 
 @cache

@@ -270,7 +270,10 @@ def _form(
     by_column: Tensor | None,  # (m,) sums of g
 ) -> None:
     """A strip of weights and what is summed over it."""
-    size, panel = plan.strip_tile(block.precision, block.x.device), plan.panel(block, sigmoid=SIGMOID in kinds)
+    size, panel = (
+        plan.strip_tile(block.precision, block.x.device),
+        plan.panel(block, "sigmoid" if SIGMOID in kinds else "softmax"),
+    )
     n, m = rows.stop - rows.start, columns.stop - columns.start
     tiles_m = 2 * triton.cdiv(m, size.columns) if panel is None else triton.cdiv(m, panel.columns)
     row_parts = [None if whole is None else _part(block, tiles_m, n) for whole in by_row]

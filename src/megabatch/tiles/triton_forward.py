@@ -198,7 +198,7 @@ def _log_sum(total: Tensor, shift: Tensor) -> LogSum:
 
 
 def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
-    size, panel = plan.march_tile(block.precision, block.x.device), plan.panel(block, sigmoid=False)
+    size, panel = plan.march_tile(block.precision, block.x.device), plan.panel(block, "sums")
     row_total, col_total = block.zeros(block.N), block.zeros(block.M)
     width = size.columns if panel is None else panel.columns
     for rows in _row_ranges(block, size, panel):
