@@ -311,7 +311,9 @@ def main() -> int:
     args = parse()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device; benchmarks/loss_cpu.py is the one for a CPU.")
-    said = [word for word in sys.argv[1:] if word not in ("--output", str(args.output))]  # where results went is nobody's matter
+    said = [
+        word for word in sys.argv[1:] if word not in ("--output", str(args.output))
+    ]  # where results went is nobody's matter
     command = " ".join(["python", "benchmarks/loss_gpu.py", *said])
     record: dict[str, Any] = {"command": command, "machine": machine.describe(), "results": [], "large": []}
     work = [

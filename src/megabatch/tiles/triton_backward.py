@@ -10,14 +10,14 @@ there are none, as nearly always, it returns at once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import plan, tuning
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import FLOAT32, TF32, add_product, multiply_into
@@ -166,12 +166,12 @@ def logsumexp_gradients(
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     given = exponent_operands(block)
-    size = plan.strip_tile(block.precision, block.x.device)
+    size = _strip_tile(given, block, SOFTMAX)
     row_weight, row_shift, row_odd = _relative(row, drow, given.shift, size.rows)
     col_weight, col_shift, col_odd = _relative(col, dcol, given.shift, size.columns)
     odd = row_odd.amax() + col_odd.amax()
     weights = _SoftmaxWeights(row_weight, col_weight, row_shift, col_shift, odd, row_odd, col_odd)
-    return _walk(given, block, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
+    return _walk(given, block, size, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
 
 
 def softplus_gradients(
@@ -183,9 +183,9 @@ def softplus_gradients(
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
-    none = dtotal[:0]
-    weights = _SoftmaxWeights(dtotal.contiguous(), none, none, none, none, none, none)
-    return _walk(similarity_operands(block), block, (SIGMOID,), weights, sums, needs, total)
+    given = similarity_operands(block)
+    size = _strip_tile(given, block, SIGMOID)
+    return _walk(given, block, size, (SIGMOID,), _row_weights(dtotal.contiguous()), sums, needs, total)
 
 
 def softplus_sums(block: Block) -> Tensor:  # (N,)
@@ -195,6 +195,31 @@ def softplus_sums(block: Block) -> Tensor:  # (N,)
     for _ in softplus_gradients(block, torch.zeros_like(total), nobody, nothing, total=total):
         pass
     return total
+
+
+def _row_weights(weight: Tensor) -> _SoftmaxWeights:
+    """Weights of rows alone."""
+    none = weight[:0]
+    return _SoftmaxWeights(weight, none, none, none, none, none, none)
+
+
+def _strip_tile(given: Operands, block: Block, kind: tl.constexpr) -> plan.KernelTile:
+    """The tile of `_strip` here, measured if the user asked for it."""
+    default = plan.strip_tile(block.precision, block.x.device)
+    if _panel(block, kind) is not None:
+        return default
+    rows, columns = slice(0, min(block.N, 8192)), slice(0, min(block.M, 8192))
+
+    def trial(size: plan.KernelTile) -> None:
+        weights = replace(_row_weights(block.zeros(block.N)), col_weight=block.zeros(block.M))
+        _form((kind,), size, given, block, weights, rows, columns, g, (None, None, None), None)
+
+    g = whole_rows(given.x, rows.stop, columns.stop) if tuning.ENABLED else None
+    return tuning.tile(f"strip {kind.value}", block, default, trial)
+
+
+def _panel(block: Block, kind: tl.constexpr) -> plan.Panel | None:
+    return plan.panel(block, "sigmoid" if kind == SIGMOID else "softmax")
 
 
 def _relative(
@@ -224,6 +249,7 @@ def _any_in_tile(own: Tensor, tile: int) -> Tensor:  # (tiles,) int32
 def _walk(
     given: Operands,
     block: Block,
+    size: plan.KernelTile,
     kinds: tuple[tl.constexpr, ...],  # one launch each
     weights: _SoftmaxWeights,
     sums: ColumnGradients,
@@ -247,7 +273,7 @@ def _walk(
         for columns in windows(block.M, strip.columns):
             g = None if workspace is None else workspace[:n, : columns.stop - columns.start]
             by_column = None if sums.dcol_bias is None else sums.dcol_bias[columns]
-            _form(kinds, given, block, weights, rows, columns, g, by_row, by_column)
+            _form(kinds, size, given, block, weights, rows, columns, g, by_row, by_column)
             if g is not None and dx is not None:
                 if columns.start == 0:
                     multiply_into(dx, g, given.y[columns])
@@ -260,6 +286,7 @@ def _walk(
 
 def _form(
     kinds: tuple[tl.constexpr, ...],
+    size: plan.KernelTile,
     given: Operands,
     block: Block,
     weights: _SoftmaxWeights,
@@ -270,10 +297,7 @@ def _form(
     by_column: Tensor | None,  # (m,) sums of g
 ) -> None:
     """A strip of weights and what is summed over it."""
-    size, panel = (
-        plan.strip_tile(block.precision, block.x.device),
-        plan.panel(block, "sigmoid" if SIGMOID in kinds else "softmax"),
-    )
+    panel = _panel(block, kinds[0])
     n, m = rows.stop - rows.start, columns.stop - columns.start
     tiles_m = 2 * triton.cdiv(m, size.columns) if panel is None else triton.cdiv(m, panel.columns)
     row_parts = [None if whole is None else _part(block, tiles_m, n) for whole in by_row]

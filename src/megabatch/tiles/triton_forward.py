@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import plan, tuning
 from megabatch.tiles.block import Block, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT32, TF32
@@ -198,7 +198,8 @@ def _log_sum(total: Tensor, shift: Tensor) -> LogSum:
 
 
 def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
-    size, panel = plan.march_tile(block.precision, block.x.device), plan.panel(block, "sums")
+    panel = plan.panel(block, "sums")
+    size = plan.march_tile(block.precision, block.x.device) if panel is not None else _march_tile(given, block)
     row_total, col_total = block.zeros(block.N), block.zeros(block.M)
     width = size.columns if panel is None else panel.columns
     for rows in _row_ranges(block, size, panel):
@@ -214,6 +215,17 @@ def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M
             row_total[rows] += row_part.sum(0)
             col_total[columns] += col_part.sum(0)
     return row_total, col_total
+
+
+def _march_tile(given: Operands, block: Block) -> plan.KernelTile:
+    """The tile of `_march` here, measured if the user asked for it."""
+    rows, columns = slice(0, min(block.N, 16384)), slice(0, min(block.M, 8192))
+
+    def trial(size: plan.KernelTile) -> None:
+        panels = triton.cdiv(columns.stop, size.columns)
+        _march_down(given, block, size, rows, columns, torch.empty(panels, rows.stop, dtype=block.dtype, device=block.x.device))
+
+    return tuning.tile("march", block, plan.march_tile(block.precision, block.x.device), trial)
 
 
 def _row_ranges(block: Block, size: plan.KernelTile, panel: plan.Panel | None) -> Iterator[slice]:
