@@ -57,5 +57,15 @@ def finish_rows(
 
 def rank_noise(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
     """Two vectors whose outer product is what rounding may do to s: 4·√D roundings of ‖x_i‖·‖y_j‖."""
-    row, col = (torch.linalg.vector_norm(side, dim=1, dtype=block.dtype) for side in (block.x, block.y))
+    row, col = (_norms(side, block.dtype) for side in (block.x, block.y))
     return row.mul_(4 * block.D**0.5 * torch.finfo(block.dtype).eps * block.scale.abs()), col
+
+
+def _norms(side: Tensor, dtype: torch.dtype) -> Tensor:  # (K,)
+    """Row by row; divided by the largest entry first, because the square of 10²⁰ is beyond float32."""
+    out = torch.empty(len(side), dtype=dtype, device=side.device)
+    for rows in windows(len(side), plan.rows_at_once(side.device, side.shape[1])):
+        values = side[rows].to(dtype)
+        largest = values.abs().amax(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+        torch.mul(torch.linalg.vector_norm(values / largest, dim=1), largest.squeeze(1), out=out[rows])
+    return out

@@ -18,6 +18,7 @@ import torch
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.plan import KernelTile
+from megabatch.tiles.precision import FLOAT32, TF32
 
 ENABLED = os.environ.get("MEGABATCH_AUTOTUNE") == "1"
 
@@ -41,7 +42,7 @@ def tile(kernel: str, block: Block, default: KernelTile, trial: Callable[[Kernel
 def candidates(block: Block, default: KernelTile) -> Iterator[KernelTile]:
     """`default`, and others that fit the chip's shared memory."""
     yield default
-    element_size = 4 if block.precision in (plan.FLOAT32, plan.TF32) else 2
+    element_size = 4 if block.precision in (FLOAT32, TF32) else 2
     for rows, columns, warps in ((64, 64, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8), (128, 256, 8)):
         for stages in (2, 3, 4):
             for programs in (1, 2):
