@@ -5,9 +5,14 @@ PyTorch's compile cache does not notice a changed operator, so a run has one of 
 
 import os
 import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from ranks import Pool
 
 _cache = tempfile.TemporaryDirectory(prefix="megabatch-inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
@@ -20,3 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none here"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator["Pool"]:
+    """Eight ranks, started when the first test asks for them."""
+    from ranks import Pool
+
+    processes = Pool()
+    yield processes
+    processes.close()

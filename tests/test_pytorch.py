@@ -83,10 +83,22 @@ opcheck_warns = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tens
 def test_operators_keep_their_promises_to_pytorch(case):
     x, y = leaves(unit(6, 4, seed=0, dtype=torch.float32), unit(6, 4, seed=1, dtype=torch.float32))
     scale = torch.tensor(3.0, requires_grad=True)
-    torch.library.opcheck(operators.logsumexp, (x, y, scale, *CASES[case], "float32", "eager"))
+    torch.library.opcheck(operators.logsumexp, (x, y, scale, *CASES[case], "float32", "eager", ""))
     plain = [t.detach() for t in (x, y, scale)]
     needs = [True, True, True, CASES[case][0] is not None, False]
-    arguments = (*plain, *CASES[case], "float32", "eager", torch.ones(2, 6), torch.ones(2, 6), torch.ones(6), None, None, needs)
+    arguments = (
+        *plain,
+        *CASES[case],
+        "float32",
+        "eager",
+        "",
+        torch.ones(2, 6),
+        torch.ones(2, 6),
+        torch.ones(6),
+        None,
+        None,
+        needs,
+    )
     torch.library.opcheck(logsumexp_backward, arguments)
 
 
@@ -94,18 +106,18 @@ def test_operators_keep_their_promises_to_pytorch(case):
 def test_softplus_and_rank_operators_keep_their_promises_to_pytorch():
     x, y = leaves(unit(6, 4, seed=0, dtype=torch.float32), unit(6, 4, seed=1, dtype=torch.float32))
     scale, bias = torch.tensor(3.0, requires_grad=True), torch.zeros(6)
-    torch.library.opcheck(operators.softplus, (x, y, scale, bias, "float32", "eager"))
+    torch.library.opcheck(operators.softplus, (x, y, scale, bias, "float32", "eager", ""))
     plain = [t.detach() for t in (x, y, scale, bias)]
-    torch.library.opcheck(softplus_backward, (*plain, "float32", "eager", torch.ones(6), [True, True, True, True]))
+    torch.library.opcheck(softplus_backward, (*plain, "float32", "eager", "", torch.ones(6), [True, True, True, True]))
     # The rest of opcheck would differentiate the gradients that this one returns, and that is refused.
-    arguments = (x, y, scale, bias, None, "float32", "eager", [True, True, True, False])
+    arguments = (x, y, scale, bias, None, "float32", "eager", "", [True, True, True, False])
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(operators.sigmoid_mean, arguments, test_utils=utils)
     half = [t.half() for t in plain[:2]]
     for needs in ([True] * 4, [False] * 4):
-        arguments = (*half, *plain[2:], None, "float16", "eager", needs)
+        arguments = (*half, *plain[2:], None, "float16", "eager", "", needs)
         torch.library.opcheck(operators.sigmoid_mean, arguments, test_utils=utils)
-    torch.library.opcheck(operators.rank, (*plain[:2], "float32", "eager"))
+    torch.library.opcheck(operators.rank, (*plain[:2], "float32", "eager", ""))
 
 
 @pytest.mark.parametrize("loss", [mb.clip_loss, lambda x, y, s: mb.siglip_loss(x, y, s, -2.0)])

@@ -48,14 +48,15 @@ def pairwise_logsumexp(
         col_bias: (M,) added to every similarity of a column.
         exclude: None; "diagonal", to leave out the pairs (i, i); or a pair of integer vectors, ids of the rows (N,) and of
             the columns (M,), to leave out the pairs whose ids are equal.
-        group: the processes that share the batch; None for this one alone.
+        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. x and
+            y are this rank's rows and columns; sums are over those of all ranks, which all have to run backward.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(x, y)
     validation.exclude(exclude, x, y)
     for name, value, like, side in (("row_bias", row_bias, x, "x"), ("col_bias", col_bias, y, "y")):
         validation.offsets(value, name, like, side)
-    validation.group(group)
+    route = validation.group(group)
     backend = validation.backend(backend, precision, x.device)
     row_ids, col_ids = (None, None) if exclude is None or isinstance(exclude, str) else exclude
     row, col, *_ = operators.logsumexp(
@@ -69,6 +70,7 @@ def pairwise_logsumexp(
         SKIPPED if exclude == "diagonal" else KEPT,
         precision,
         backend,
+        route,
     )
     return row, col
 
@@ -91,14 +93,15 @@ def pairwise_softplus(
         y: (M, D) embeddings, of the same dtype.
         scale: a float, or a tensor of one element.
         bias: a float, or a tensor of one element.
-        group: the processes that share the batch; None for this one alone.
+        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. x and
+            y are this rank's rows and columns; sums are over those of all ranks, which all have to run backward.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(x, y)
-    validation.group(group)
+    route = validation.group(group)
     backend = validation.backend(backend, precision, x.device)
     row_bias = _number(bias, "bias", x).expand(x.shape[0])
-    total: Tensor = operators.softplus(x, y, _number(scale, "scale", x), row_bias, precision, backend)
+    total: Tensor = operators.softplus(x, y, _number(scale, "scale", x), row_bias, precision, backend, route)
     return total
 
 
@@ -119,13 +122,14 @@ def pairwise_rank(
     Args:
         x: (N, D) embeddings.
         y: (N, D) embeddings, of the same dtype; row i belongs to row i of x.
-        group: the processes that share the batch; None for this one alone.
+        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. x and
+            y are this rank's pairs, ranked among those of all ranks.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(x, y, same_rows=True)
-    validation.group(group)
-    backend = validation.backend(backend, precision, x.device)
-    row_rank, col_rank = operators.rank(x, y, precision, backend)
+    route = validation.group(group)
+    backend = validation.rank_backend(backend, precision, x.device, route)
+    row_rank, col_rank = operators.rank(x, y, precision, backend, route)
     return row_rank, col_rank
 
 
@@ -138,17 +142,18 @@ def matched_logsumexp(
     ids: Tensor | None = None,  # (N,)
     group: Any = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:  # (N,), (N,), (N,)
-    """For losses: (log Σ_{j≠i} exp s_ij, log Σ_{j≠i} exp s_ji, s_ii), where equal ids are left out of the sums as well.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (N,), (N,), (N,), ()
+    """For losses: (log Σ_{j≠i} exp s_ij, log Σ_{j≠i} exp s_ji, s_ii, share); equal ids are left out of the sums as well.
 
     With the matching pair apart, a cross-entropy is softplus(row − match): it cannot be negative, and neither it nor its
-    gradient loses digits when the pair is almost certain.
+    gradient loses digits when the pair is almost certain. A sum over the pairs here, times `share`, is this rank's part of the
+    mean over the batch: the mean over ranks is the mean over pairs, however many of them each rank has.
     """
-    precision, backend = _matched(x, y, ids, names, group, backend)
-    row, col, match, *_ = operators.logsumexp(
-        x, y, _number(scale, names[2], x), None, None, ids, ids, APART, precision, backend
+    precision, backend, route = _matched(x, y, ids, names, group, backend)
+    row, col, match, share, *_ = operators.logsumexp(
+        x, y, _number(scale, names[2], x), None, None, ids, ids, APART, precision, backend, route
     )
-    return row, col, match
+    return row, col, match, share
 
 
 def matched_sigmoid(
@@ -162,11 +167,14 @@ def matched_sigmoid(
     group: Any = None,
     backend: str = "auto",
 ) -> Tensor:  # ()
-    """For losses: Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N; pairs with equal ids are left out of the inner sum."""
-    precision, backend = _matched(x, y, ids, names[:3], group, backend)
+    """For losses: Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N; pairs with equal ids are left out of the inner sum.
+
+    With a group, this rank's part of it, scaled so that the mean over ranks is the whole.
+    """
+    precision, backend, route = _matched(x, y, ids, names[:3], group, backend)
     scale, row_bias = _number(scale, names[2], x), _number(bias, names[3], x).expand(x.shape[0])
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, y, scale, row_bias)]
-    loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, precision, backend, needs)[0]
+    loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, precision, backend, route, needs)[0]
     return loss
 
 
@@ -177,12 +185,13 @@ def exact_softplus(values: Tensor) -> Tensor:
 
 def _matched(
     x: Tensor, y: Tensor, ids: Tensor | None, names: tuple[str, str, str], group: Any, backend: str
-) -> tuple[str, str]:
+) -> tuple[str, str, str]:
     precision = validation.embeddings(x, y, names[:2], same_rows=True)
-    validation.at_least_one_pair(x, names[0])
     validation.ids(ids, "ids", x, names[0])
-    validation.group(group)
-    return precision, validation.backend(backend, precision, x.device)
+    route = validation.group(group)
+    if not route:  # over a group one rank may have none; that all have none is found out together
+        validation.at_least_one_pair(x, names[0])
+    return precision, validation.backend(backend, precision, x.device), route
 
 
 def _number(value: float | Tensor, name: str, x: Tensor) -> Tensor:  # ()

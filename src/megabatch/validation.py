@@ -8,8 +8,10 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
 
+from megabatch.ring import topology
 from megabatch.tiles import backends
 from megabatch.tiles.precision import SUPPORTED_DTYPES, compute_precision
 
@@ -116,25 +118,46 @@ def backend(value: Any, precision: str, device: torch.device) -> str:
     return str(value)
 
 
-def group(value: Any) -> None:
-    """None, or a group of this process alone."""
+def rank_backend(value: Any, precision: str, device: torch.device, route: str) -> str:
+    """The same for ranks of pairs, which kernels find for one process alone."""
+    settled = backend(value, precision, device)
+    if route and value == backends.TRITON:
+        raise ValueError('backend="triton" cannot serve this call: it ranks the pairs of one process. Use backend="auto"')
+    return backends.EAGER if route else settled
+
+
+def group(value: Any) -> str:
+    """None, a process group or a mesh of one dimension; returns what the operators are given."""
     if value is None:
-        return
-    size = value.size() if hasattr(value, "size") else None
-    if not isinstance(size, int):
+        return ""
+    if isinstance(value, DeviceMesh):
+        if value.ndim != 1:
+            raise ValueError(
+                f"group must be a mesh of one dimension, got one of {value.ndim}, of shape {tuple(value.shape)}; take the "
+                'dimension that the batch is split over, as in mesh["dp"]'
+            )
+        value = value.get_group()
+    if isinstance(value, int):
+        raise ValueError("group must contain this process, got a group of other processes")
+    if not isinstance(value, distributed.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed process group, a DeviceMesh or None, got {_kind(value)}")
-    if size > 1:
-        raise NotImplementedError(
-            f"group spans {size} ranks, and this version computes the loss of one process only; pass group=None"
-        )
+    return topology.route(value)
 
 
-def one_process(world_size: int) -> None:
-    """For the loss modules, whose constructors name the ranks."""
-    if world_size != 1:
-        raise NotImplementedError(
-            f"world_size must be 1 in this version, which computes the loss of one process only, got {world_size}"
+def default_group(rank: int, world_size: int) -> Any:
+    """For the loss modules, whose constructors name the ranks: the group they mean."""
+    if world_size == 1:
+        return None
+    if not distributed.is_initialized():
+        raise ValueError(
+            f"world_size must be 1 unless torch.distributed has been initialised, got {world_size}; call init_process_group"
         )
+    if (rank, world_size) != (distributed.get_rank(), distributed.get_world_size()):
+        raise ValueError(
+            f"rank and world_size must be those of the default process group, {distributed.get_rank()} and "
+            f"{distributed.get_world_size()}, got {rank} and {world_size}"
+        )
+    return distributed.group.WORLD
 
 
 def dist_impl(value: str | None) -> None:

@@ -32,18 +32,20 @@ def clip_loss(
         text: (N, D) embeddings; row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
-        group: the processes that share the batch; None for this one alone.
+        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
+            passes its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after
+            DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
-    row, col, match = matched_logsumexp(
+    row, col, match, share = matched_logsumexp(
         image, text, logit_scale, names=("image", "text", "logit_scale"), ids=ids, group=group, backend=backend
     )
-    return (_cross_entropy(row, match) + _cross_entropy(col, match)) / 2
+    return (_cross_entropy(row, match) + _cross_entropy(col, match)) * (share / 2)
 
 
 def _cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:
-    """Mean of −log(exp match / (exp match + exp negatives))."""
-    return exact_softplus(negatives - match).mean()
+    """Sum of −log(exp match / (exp match + exp negatives))."""
+    return exact_softplus(negatives - match).sum()
 
 
 class ClipLoss(nn.Module):
@@ -63,7 +65,6 @@ class ClipLoss(nn.Module):
         use_horovod: bool = False,
     ) -> None:
         super().__init__()
-        validation.one_process(world_size)
         if use_horovod:
             raise ValueError("use_horovod must be False: Horovod is not supported, use torch.distributed")
         self.local_loss = local_loss
@@ -82,7 +83,8 @@ class ClipLoss(nn.Module):
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or {"contrastive_loss": loss}. A bias cancels in a softmax: it gets a gradient, and that is zero."""
-        loss = clip_loss(image_features, text_features, logit_scale)
+        group = validation.default_group(self.rank, self.world_size)
+        loss = clip_loss(image_features, text_features, logit_scale, group=group)
         if logit_bias is not None:
             validation.number(logit_bias, "logit_bias", image_features)
         if isinstance(logit_bias, Tensor):

@@ -35,7 +35,9 @@ def siglip_loss(
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
         logit_bias: a float, or a tensor of one element.
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
-        group: the processes that share the batch; None for this one alone.
+        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
+            passes its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after
+            DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     names = ("image", "text", "logit_scale", "logit_bias")
@@ -57,7 +59,6 @@ class SigLipLoss(nn.Module):
         dist_impl: str | None = None,
     ) -> None:
         super().__init__()
-        validation.one_process(world_size)
         validation.dist_impl(dist_impl)
         self.cache_labels = cache_labels
         self.rank = rank
@@ -73,5 +74,7 @@ class SigLipLoss(nn.Module):
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or {"contrastive_loss": loss}."""
-        loss = siglip_loss(image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias)
+        bias = 0.0 if logit_bias is None else logit_bias
+        group = validation.default_group(self.rank, self.world_size)
+        loss = siglip_loss(image_features, text_features, logit_scale, bias, group=group)
         return {"contrastive_loss": loss} if output_dict else loss

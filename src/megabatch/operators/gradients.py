@@ -5,7 +5,7 @@ its row, and its gradient nearly cancels against the rest of the row; a half-pre
 added here in full precision, before anything is rounded to the type of the inputs.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -59,17 +59,18 @@ def column_sums(block: Block, needs: Needs) -> ColumnGradients:
     )
 
 
-def gradient_unit(block: Block, *weights: Tensor | None) -> Tensor:  # ()
+def gradient_unit(block: Block, *weights: Tensor | None, largest: Callable[[Tensor], Tensor] | None = None) -> Tensor:  # ()
     """What gradients are divided by while they pass through tiles: a power of two that makes the largest weight about 1.
 
     For fp16 it becomes 2¹⁴. A softmax of a million columns spreads that to 2⁻⁶, still far from where fp16 begins to lose
-    digits, and the largest entry of a tile, two such weights, is still within its range.
+    digits, and the largest entry of a tile, two such weights, is still within its range. Sums that pass from rank to rank have
+    to be in the same unit everywhere: there, `largest` finds the largest of all ranks' weights.
     """
     one = torch.ones_like(block.scale)
-    largest = [w.abs().amax() for w in weights if w is not None and w.numel()]
-    if not largest:
-        return one
-    size = torch.stack(largest).amax()
+    sizes = [w.abs().amax() for w in weights if w is not None and w.numel()]
+    size = torch.stack(sizes).amax() if sizes else torch.zeros_like(one)
+    if largest is not None:
+        size = largest(size)
     unit = size.log2().ceil().exp2()
     return torch.where((size > 0) & unit.isfinite() & (unit > 0), unit, one) / (2**14 if block.precision == FLOAT16 else 1)
 

@@ -17,7 +17,8 @@ from megabatch.operators.gradients import (
     refuse_second_derivative,
     statistic,
 )
-from megabatch.tiles.backends import sums_dtype, walks
+from megabatch.operators.team import assemble
+from megabatch.tiles.backends import sums_dtype
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.matching import matching_similarities
@@ -41,28 +42,32 @@ def logsumexp(
     diagonal: str,
     precision: str,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, and for backward the two sums themselves, packed).
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, share, and for backward the two sums themselves, packed).
 
-    s_ii is empty unless the diagonal is kept apart.
+    s_ii is empty unless the diagonal is kept apart. `share` turns a sum over local pairs into this rank's part of a mean.
     """
     block = _block(x, y, scale, row_bias, col_bias, row_ids, col_ids, diagonal, precision)
     with on_its_device(x):
-        row, col = walks(backend, block).logsumexp_statistics(block)
+        team = assemble(group, backend, block, "logsumexp", mean=diagonal == APART)
+        row, col = team.walks.logsumexp_statistics(block)
         packed = sums_dtype(backend, block.dtype)
         match = block.zeros(0)
         if diagonal == APART:
-            match = matching_similarities(block, walks(backend, block).matching_products(block))
-        return row.value().to(block.dtype), col.value().to(block.dtype), match, row.pack().to(packed), col.pack().to(packed)
+            match = matching_similarities(block, team.walks.matching_products(block))
+        share = torch.full_like(scale, team.share)
+        values = row.value().to(block.dtype), col.value().to(block.dtype)
+        return *values, match, share, row.pack().to(packed), col.pack().to(packed)
 
 
 @logsumexp.register_fake
-def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, diagonal, _precision, backend = options
+def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, diagonal, _precision, backend, _group = options
     N, M = x.shape[0], y.shape[0]
     match = statistic(x, N if diagonal == APART else 0)
     sums = [x.new_empty(2, size, dtype=sums_dtype(backend, accumulator_dtype(x.dtype))) for size in (N, M)]
-    return statistic(x, N), statistic(x, M), match, sums[0], sums[1]
+    return statistic(x, N), statistic(x, M), match, torch.empty_like(scale), sums[0], sums[1]
 
 
 @torch.library.custom_op("megabatch::logsumexp_backward", mutates_args=())
@@ -77,6 +82,7 @@ def logsumexp_backward(
     diagonal: str,
     precision: str,
     backend: str,
+    group: str,
     row: Tensor,  # (2, N)
     col: Tensor,  # (2, M)
     drow: Tensor | None,  # (N,)
@@ -88,10 +94,11 @@ def logsumexp_backward(
     block = _block(x, y, scale, row_bias, col_bias, row_ids, col_ids, diagonal, precision)
     wanted = Needs(*needs)
     with on_its_device(x):
-        unit = gradient_unit(block, drow, dcol)
+        given = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "nothing"
+        team = assemble(group, backend, block, "logsumexp backward", needs=wanted, terms={"what has a gradient": given})
+        unit = gradient_unit(block, drow, dcol, largest=team.largest)
         sums = column_sums(block, wanted)
-        walk = walks(backend, block)
-        strips = walk.logsumexp_gradients(
+        strips = team.walks.logsumexp_gradients(
             block,
             LogSum.unpack(row),
             LogSum.unpack(col),
@@ -100,7 +107,7 @@ def logsumexp_backward(
             sums,
             wanted,
         )
-        return finish(walk, block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
+        return finish(team.walks, block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
 
 
 @logsumexp_backward.register_fake
@@ -126,7 +133,7 @@ def _block(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.diagonal, ctx.precision, ctx.backend = inputs
+    (*tensors, ctx.diagonal), ctx.options = inputs[:8], inputs[8:]
     *_, row, col = output
     ctx.save_for_backward(*tensors, row, col)
     ctx.set_materialize_grads(False)
@@ -138,10 +145,8 @@ def _backward(
     *tensors, row, col = ctx.saved_tensors
     needs = Needs(*ctx.needs_input_grad[:5])
     dmatch = dmatch if ctx.diagonal == APART else None
-    gradients = logsumexp_backward(
-        *tensors, ctx.diagonal, ctx.precision, ctx.backend, row, col, drow, dcol, dmatch, list(needs)
-    )
-    return *asked_for(gradients, needs), None, None, None, None, None
+    gradients = logsumexp_backward(*tensors, ctx.diagonal, *ctx.options, row, col, drow, dcol, dmatch, list(needs))
+    return *asked_for(gradients, needs), None, None, None, None, None, None
 
 
 logsumexp.register_autograd(_backward, setup_context=_save)

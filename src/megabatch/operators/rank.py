@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from megabatch.operators.gradients import on_its_device
-from megabatch.tiles.backends import walks
+from megabatch.operators.team import assemble
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 
 
 @torch.library.custom_op("megabatch::rank", mutates_args=())
-def rank(x: Tensor, y: Tensor, precision: str, backend: str) -> tuple[Tensor, Tensor]:
+def rank(x: Tensor, y: Tensor, precision: str, backend: str, group: str) -> tuple[Tensor, Tensor]:
     """How many entries of its row, and of its column, come before the matching pair: (N,) and (N,) int64."""
     one = torch.ones((), dtype=accumulator_dtype(x.dtype), device=x.device)
     block = Block(x, y, one, by_matmul_setting(precision, x.device.type))
     with on_its_device(x):
-        return walks(backend, block).rank_counts(block)
+        return assemble(group, backend, block, "rank").walks.rank_counts(block)
 
 
 @rank.register_fake

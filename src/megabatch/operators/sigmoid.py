@@ -20,7 +20,7 @@ from megabatch.operators.gradients import (
     gradient_unit,
     on_its_device,
 )
-from megabatch.tiles.backends import walks
+from megabatch.operators.team import assemble
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.matching import matching_similarities
 from megabatch.tiles.precision import by_matmul_setting
@@ -35,28 +35,41 @@ def sigmoid_mean(
     ids: Tensor | None,  # (N,)
     precision: str,
     backend: str,
+    group: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N, dx, dy, dscale, drow_bias): the loss and its own gradients."""
+    """(Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] · share, dx, dy, dscale, drow_bias): the loss and its own gradients.
+
+    The share is 1/N for one process alone; over R ranks with B pairs in all it is R/B, so that the mean over ranks is the loss.
+    """
     block = Block(
         x, y, scale, by_matmul_setting(precision, x.device.type), row_bias, row_ids=ids, col_ids=ids, skip_diagonal=True
     )
     wanted = Needs(*needs)
     with on_its_device(x):
-        walk = walks(backend, block)
-        match = matching_similarities(block, walk.matching_products(block))
+        team = assemble(group, backend, block, "sigmoid loss", needs=wanted, mean=True)
+        match = matching_similarities(block, team.walks.matching_products(block))
         if any(wanted):
             total = block.zeros(block.N)
             sums = column_sums(block, wanted)
-            unit = gradient_unit(block, torch.ones_like(total))
-            strips = walk.softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
+            unit = gradient_unit(block, torch.ones_like(scale))
+            strips = team.walks.softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
             dmatch = -torch.sigmoid(-match) / unit
-            gradients = finish(walk, block, strips, sums, wanted, unit=unit / block.N, dmatch=dmatch, dtype=_saved_dtype(x, y))
+            gradients = finish(
+                team.walks,
+                block,
+                strips,
+                sums,
+                wanted,
+                unit=unit * team.share,
+                dmatch=dmatch,
+                dtype=_saved_dtype(x, y),
+            )
         else:
-            total = walk.softplus_sums(block)
+            total = team.walks.softplus_sums(block)
             gradients = empty_gradients(x, y, wanted, _saved_dtype(x, y))
         total -= F.logsigmoid(match)
-        return total.mean(), *gradients[:4]
+        return total.sum() * team.share, *gradients[:4]
 
 
 @sigmoid_mean.register_fake
@@ -78,7 +91,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dloss: Tensor | None, *dgradients: Tensor | None) -> tuple[Any, ...]:
     if any(d is not None for d in dgradients):
         raise RuntimeError(TWICE)
-    nothing = (None, None, None, None)
+    nothing = (None, None, None, None, None)
     if dloss is None:
         return None, None, None, None, *nothing
     asked = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:4], strict=True)

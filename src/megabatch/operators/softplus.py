@@ -16,7 +16,7 @@ from megabatch.operators.gradients import (
     refuse_second_derivative,
     statistic,
 )
-from megabatch.tiles.backends import walks
+from megabatch.operators.team import assemble
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.precision import by_matmul_setting
 
@@ -29,11 +29,12 @@ def softplus(
     row_bias: Tensor,  # (N,)
     precision: str,
     backend: str,
+    group: str,
 ) -> Tensor:
     """Σ_j log(1 + exp s_ij), one sum a row."""
     block = Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias)
     with on_its_device(x):
-        return walks(backend, block).softplus_sums(block)
+        return assemble(group, backend, block, "softplus").walks.softplus_sums(block)
 
 
 @softplus.register_fake
@@ -49,6 +50,7 @@ def softplus_backward(
     row_bias: Tensor,
     precision: str,
     backend: str,
+    group: str,
     dtotal: Tensor,  # (N,)
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -56,11 +58,11 @@ def softplus_backward(
     block = Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias)
     wanted = Needs(*needs)
     with on_its_device(x):
-        unit = gradient_unit(block, dtotal)
+        team = assemble(group, backend, block, "softplus backward", needs=wanted)
+        unit = gradient_unit(block, dtotal, largest=team.largest)
         sums = column_sums(block, wanted)
-        walk = walks(backend, block)
-        strips = walk.softplus_gradients(block, dtotal / unit, sums, wanted)
-        return finish(walk, block, strips, sums, wanted, unit=unit)
+        strips = team.walks.softplus_gradients(block, dtotal / unit, sums, wanted)
+        return finish(team.walks, block, strips, sums, wanted, unit=unit)
 
 
 @softplus_backward.register_fake
@@ -69,14 +71,14 @@ def _(x: Tensor, y: Tensor, *options: Any) -> Gradients:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.precision, ctx.backend = inputs
+    tensors, ctx.options = inputs[:4], inputs[4:]
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dtotal: Tensor) -> tuple[Any, ...]:
     needs = Needs(*ctx.needs_input_grad[:4])
-    gradients = softplus_backward(*ctx.saved_tensors, ctx.precision, ctx.backend, dtotal, list(needs))
-    return *asked_for(gradients, needs)[:4], None, None
+    gradients = softplus_backward(*ctx.saved_tensors, *ctx.options, dtotal, list(needs))
+    return *asked_for(gradients, needs)[:4], None, None, None
 
 
 softplus.register_autograd(_backward, setup_context=_save)

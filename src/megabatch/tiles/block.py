@@ -83,6 +83,15 @@ class RowGradients(NamedTuple):
     drow_bias: Tensor | None  # (n,)
 
 
+class Pairs(NamedTuple):
+    """The matching pairs of a block's rows and columns, where they are not on its main diagonal: in a larger batch."""
+
+    row_match: Tensor  # (N,) the similarity of each row's pair
+    col_match: Tensor  # (M,)
+    row_index: Tensor  # (N,) int64, the pair's place in the batch
+    col_index: Tensor  # (M,) int64
+
+
 def windows(length: int, size: int) -> Iterator[slice]:
     """[0, length) cut into pieces of `size`; the last may be shorter."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.tiles import plan
-from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
+from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.matching import finish_rows, matching_products, matching_similarities, rank_noise
 from megabatch.tiles.precision import (
@@ -227,32 +227,35 @@ def _product_factor(tiles: _Tiles) -> Callable[[Tensor], Tensor]:
     return lambda g: half(*g.shape).copy_(g)
 
 
-def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
-    """How many entries of row i, and of column i, come before s_ii.
+def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:  # (N,), (M,) int64
+    """How many entries of row i, and of column i, come before s_ii; or before the pairs given, which may be elsewhere.
 
     Larger comes first. Entries that rounding cannot tell from s_ii count as equal to it, and of equal ones the smaller index
     comes first: the same product, formed in two places, need not have the same last bit. What NaN touches ranks last.
     """
     tiles = _Tiles(block)
-    match = matching_similarities(block, matching_products(block))
+    row_match, col_match, row_index, col_index = _on_the_diagonal(block) if pairs is None else pairs
     row_noise, col_noise = rank_noise(block)
-    index = torch.arange(max(block.N, block.M), device=block.x.device)
     row_rank = torch.zeros(block.N, dtype=torch.int64, device=block.x.device)
     col_rank = torch.zeros(block.M, dtype=torch.int64, device=block.x.device)
     for rows in tiles.rows:
         x = tiles.x(rows)
         for columns in tiles.columns:
             s = tiles.similarities(rows, columns, x, tiles.y(columns))
-            i, j = index[rows, None], index[columns]
+            i, j = row_index[rows, None], col_index[columns]
             near = row_noise[rows, None] * col_noise[columns]
             for rank, own, later, dim in (
-                (row_rank[rows], match[rows, None], j > i, 1),
-                (col_rank[columns], match[columns], i > j, 0),
+                (row_rank[rows], row_match[rows, None], j > i, 1),
+                (col_rank[columns], col_match[columns], i > j, 0),
             ):
-                before = ~((s < own - near) | ((s <= own + near) & later))
-                diagonal_of(before, rows, columns).fill_(False)
+                before = ~((s < own - near) | ((s <= own + near) & later)) & (i != j)
                 rank += before.sum(dim)
     return row_rank, col_rank
+
+
+def _on_the_diagonal(block: Block) -> Pairs:
+    match, index = matching_similarities(block, matching_products(block)), torch.arange(block.N, device=block.x.device)
+    return Pairs(match, match, index, index)
 
 
 def _softplus(s: Tensor, out: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""What a step will cost before it is run."""

@@ -1,0 +1,214 @@
+"""The cost of a loss over many ranks: bytes, operations and seconds, for each schedule, before anything is run.
+
+Bytes and operations are exact: they follow from the schedule, hop by hop, and tests compare them with what is sent. Seconds are
+a simulation of that schedule: every rank has a clock, every link carries one message after another at its bandwidth, and a rank
+that needs a message waits for it. What it waits for is the exposed part of the exchange; the rest is hidden behind the work.
+
+Bandwidths, latencies and the compute rate are inputs; measure them on the machine that is meant.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megabatch.ring import schedule as schedules
+from megabatch.ring.schedule import Hop, Nodes, Schedule
+
+SCHEDULES: dict[str, Callable[[Nodes], Schedule]] = {
+    "ring": schedules.ring,
+    "two_level": schedules.two_level,
+    "gather": schedules.gather,
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """Carries this much in each direction at once."""
+
+    bandwidth: float  # bytes a second
+    latency: float = 0.0  # seconds
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equally many ranks. Inside a node every rank has a link of its own; between nodes, a node has `rails` links."""
+
+    nodes: int
+    ranks_per_node: int
+    inside: Link
+    between: Link
+    rate: float  # operations a second of one rank, all ranks working
+    rails: int = 1  # links that a node has to the others, shared out evenly among its ranks; one, or one for each rank
+    overhead: float = 0.0  # seconds that one piece of work takes, however small
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def layout(self) -> Nodes:
+        """The ranks of each node, numbered as torchrun does."""
+        return tuple(tuple(range(n * self.ranks_per_node, (n + 1) * self.ranks_per_node)) for n in range(self.nodes))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One lap: what it does for a pair and what travels for a column."""
+
+    name: str
+    operations: int  # for a pair, per unit of width
+    block_bytes: int  # of a column, on its way to all ranks
+    sums_bytes: int  # of what is summed for a column, on its way home
+    exchanges: int = 1  # small messages of all ranks to all, before the lap
+
+
+def clip_passes(D: int, element_bytes: int, *, sums_bytes: int = 4, statistics_bytes: int | None = None) -> list[Pass]:
+    """Forward and backward of `clip_loss` with both towers learned.
+
+    Args:
+        D: the width of the embeddings.
+        element_bytes: of one number as it travels; 2 for half precision, also under autocast.
+        sums_bytes: of a number in a gradient sum.
+        statistics_bytes: of a number in a sum of exponentials; `backends.sums_dtype` says which (8 for Triton).
+    """
+    statistics = 2 * (statistics_bytes or sums_bytes)
+    return [
+        Pass("forward", 2, D * element_bytes, statistics),
+        Pass("backward", 6, D * element_bytes + statistics + sums_bytes, D * sums_bytes, exchanges=2),
+    ]
+
+
+def siglip_passes(D: int, element_bytes: int, *, sums_bytes: int = 4) -> list[Pass]:
+    """Forward of `siglip_loss` with both towers learned; its backward exchanges nothing."""
+    return [Pass("forward", 6, D * element_bytes, D * sums_bytes)]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one pass."""
+
+    sent: list[int]  # bytes that each rank sends
+    crossing: list[int]  # bytes that leave each node
+    operations: list[int]  # of each rank
+    seconds: float
+    working: float  # seconds of the rank that works longest
+    exposed: float  # seconds in which the last rank to finish waits for messages
+
+
+def traffic(schedule: Schedule, columns: list[int], lap: Pass) -> list[int]:
+    """Bytes that each rank sends, exactly."""
+    sent = [0] * len(columns)
+    for hop, size in _messages(schedule, columns, lap):
+        sent[hop.source] += size
+    return sent
+
+
+def predict(name: str, cluster: Cluster, batch: int, D: int, lap: Pass) -> Cost:
+    """The cost of one pass over a batch that is shared out evenly.
+
+    Args:
+        name: "ring", "two_level" or "gather".
+        cluster: what it runs on.
+        batch: pairs of all ranks together.
+        D: the width of the embeddings.
+        lap: one of `clip_passes` or `siglip_passes`.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"name must be one of {', '.join(map(repr, SCHEDULES))}, got {name!r}")
+    schedule = SCHEDULES[name](cluster.layout)
+    ends = list(accumulate((batch + r) // cluster.ranks for r in range(cluster.ranks)))
+    columns = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    crossing = [0] * cluster.nodes
+    for hop, size in _messages(schedule, columns, lap):
+        crossing[schedule.node_of[hop.source]] += size if schedule.crosses(hop) else 0
+    clocks, working, operations = _Simulation(schedule, cluster, columns, D, lap).run()
+    slowest = max(range(cluster.ranks), key=lambda rank: clocks[rank])
+    return Cost(
+        sent=traffic(schedule, columns, lap),
+        crossing=crossing,
+        operations=operations,
+        seconds=clocks[slowest],
+        working=max(working),
+        exposed=clocks[slowest] - working[slowest],
+    )
+
+
+def predict_step(name: str, cluster: Cluster, batch: int, D: int, passes: list[Pass]) -> Cost:
+    """All passes of one training step, one after another."""
+    costs = [predict(name, cluster, batch, D, lap) for lap in passes]
+
+    def total(lists: list[list[int]]) -> list[int]:
+        return [sum(values) for values in zip(*lists, strict=True)]
+
+    return Cost(
+        sent=total([cost.sent for cost in costs]),
+        crossing=total([cost.crossing for cost in costs]),
+        operations=total([cost.operations for cost in costs]),
+        seconds=sum(cost.seconds for cost in costs),
+        working=sum(cost.working for cost in costs),
+        exposed=sum(cost.exposed for cost in costs),
+    )
+
+
+def _messages(schedule: Schedule, columns: list[int], lap: Pass) -> list[tuple[Hop, int]]:
+    def size(hop: Hop, per_column: int) -> int:
+        return hop.length(columns[hop.block]) * per_column
+
+    pairs = [(hop, size(hop, lap.block_bytes)) for hop in schedule.blocks]
+    return pairs + [(hop, size(hop, lap.sums_bytes)) for hop in schedule.sums]
+
+
+class _Simulation:
+    """Clocks of ranks and links, moved forward step by step."""
+
+    def __init__(self, schedule: Schedule, cluster: Cluster, columns: list[int], D: int, lap: Pass) -> None:
+        self.schedule, self.cluster, self.columns, self.D, self.lap = schedule, cluster, columns, D, lap
+        self._free: dict[tuple[str, int, int], float] = defaultdict(float)  # when a link can take the next message
+        self._block_arrives: dict[tuple[int, int], float] = defaultdict(float)  # (rank, step)
+        self._sums_arrive: dict[tuple[int, int], float] = defaultdict(float)
+
+    def run(self) -> tuple[list[float], list[float], list[int]]:
+        ranks, cluster = range(self.cluster.ranks), self.cluster
+        slow = max(cluster.inside.latency, cluster.between.latency if cluster.nodes > 1 else 0.0)
+        clocks = [self.lap.exchanges * (len(ranks) - 1) * slow for _ in ranks]
+        working, operations = [0.0 for _ in ranks], [0 for _ in ranks]
+        by_step: list[list[list[Hop]]] = [[[], []] for _ in range(self.schedule.steps)]
+        for kind, hops in enumerate((self.schedule.blocks, self.schedule.sums)):
+            for hop in hops:
+                by_step[hop.leaves][kind].append(hop)
+        for step, (blocks, sums) in enumerate(by_step):
+            clocks = [max(clocks[rank], self._block_arrives[rank, step]) for rank in ranks]
+            for hop in blocks:
+                self._send(hop, self.lap.block_bytes, clocks, self._block_arrives)
+            for rank in ranks:
+                pairs = self.columns[rank] * sum(self.columns[block] for block in self.schedule.work[step][rank])
+                operations[rank] += self.lap.operations * self.D * pairs
+                seconds = self.lap.operations * self.D * pairs / cluster.rate + cluster.overhead
+                working[rank] += seconds
+                clocks[rank] = max(clocks[rank] + seconds, self._sums_arrive.pop((rank, step), 0.0))
+            for hop in sums:
+                self._send(hop, self.lap.sums_bytes, clocks, self._sums_arrive)
+            clocks = [max(clocks[rank], self._sums_arrive.pop((rank, step), 0.0)) for rank in ranks]
+        return clocks, working, operations
+
+    def _send(self, hop: Hop, per_column: int, clocks: list[float], arrives: dict[tuple[int, int], float]) -> None:
+        size = hop.length(self.columns[hop.block]) * per_column
+        crosses = self.schedule.crosses(hop)
+        link = self.cluster.between if crosses else self.cluster.inside
+        ways = [("out", *self._rail(hop.source, crosses)), ("in", *self._rail(hop.target, crosses))]
+        # Both sides have to have come this far: a message is taken when it is asked for.
+        asked = max(clocks[hop.source], clocks[hop.target])
+        # Each end works through its own messages: one that has to wait at one end does not hold up others at the other.
+        for way in ways:
+            self._free[way] = max(asked, self._free[way]) + size / link.bandwidth
+        end = max(self._free[way] for way in ways)
+        arrives[hop.target, hop.needed] = max(arrives[hop.target, hop.needed], end + link.latency)
+
+    def _rail(self, rank: int, crosses: bool) -> tuple[int, int]:
+        """Which link a rank uses: (−1, rank) inside its node, (node, rail) between nodes."""
+        if not crosses:
+            return -1, rank
+        node, place = divmod(rank, self.cluster.ranks_per_node)
+        return node, place * self.cluster.rails // self.cluster.ranks_per_node

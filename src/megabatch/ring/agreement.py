@@ -1,0 +1,95 @@
+"""Before a lap: do all ranks mean the same? One small message each, so that all of them get the same answer, or the same error.
+
+It also tells everybody how many rows and columns each rank has, which may differ, and on which node it is.
+"""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from megabatch.ring import schedule as schedules
+from megabatch.ring.exchange import Exchange
+from megabatch.ring.schedule import Nodes, Schedule
+from megabatch.ring.topology import AUTO, GATHER, RING, TWO_LEVEL, Members, nodes_from, own_node
+
+MESSAGE_BYTES = 512
+
+# The blocks of all ranks and the sums of their gradients may be held by every rank when they take no more than this. Then few
+# large messages and one large piece of work are better than many small ones (docs/ring.md has the measurement).
+GATHER_BYTES = 8 * 2**20
+
+
+class Census(NamedTuple):
+    """What all ranks together have."""
+
+    rows: tuple[int, ...]  # of each rank
+    columns: tuple[int, ...]
+    nodes: Nodes
+
+
+def agree(exchange: Exchange, terms: dict[str, Any], rows: int, columns: int) -> Census:
+    """Raises the same `ValueError` on every rank if any of the terms differs between ranks."""
+    names, values = list(terms), [str(value) for value in terms.values()]
+    texts = _everyone(exchange, "\n".join([*values, str(rows), str(columns), str(own_node())]))
+    table = [text.split("\n") for text in texts]
+    complaints = [
+        f"{name} is {_who_has_what([line[i] if i < len(line) else 'unknown' for line in table])}"
+        for i, name in enumerate(names)
+        if len({line[i] if i < len(line) else "" for line in table}) > 1
+    ]
+    if complaints:
+        raise ValueError(f"the ranks of the group disagree: {'; '.join(complaints)}")
+    own_rows, own_columns, node_of = ([int(line[i]) for line in table] for i in (-3, -2, -1))
+    return Census(tuple(own_rows), tuple(own_columns), nodes_from(node_of))
+
+
+def _everyone(exchange: Exchange, text: str) -> list[str]:
+    message = text.encode()
+    assert len(message) <= MESSAGE_BYTES, "the terms of an operation are few and short"
+    # A stream of its own: what this waits for is the other ranks, not the work that is queued on the device.
+    device = exchange.device
+    aside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
+    with aside:
+        own = torch.tensor(list(message.ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device=device)
+        texts = torch.stack(exchange.everyone(own)).cpu()
+    return [bytes(line.tolist()).rstrip(b"\0").decode() for line in texts]
+
+
+def _who_has_what(values: list[str]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return ", ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {' '.join(who)}" for value, who in ranks.items())
+
+
+def settle(members: Members, census: Census, column_bytes: int) -> Schedule:
+    """The schedule that was asked for, made for these ranks; the same on all of them.
+
+    "auto": gather while everything is small, two levels where several nodes have equally many ranks and more than one, or else
+    a ring.
+
+    Args:
+        members: who takes part, and what was asked for.
+        census: what they have.
+        column_bytes: of one column and the sums of its gradient.
+    """
+    kind, _, given = members.schedule.partition(":")
+    nodes = census.nodes
+    if given:
+        size = int(given)
+        nodes = nodes_from([rank // size for rank in range(members.size)])
+    equal = len({len(node) for node in nodes}) == 1
+    if kind == AUTO:
+        if sum(census.columns) * column_bytes <= GATHER_BYTES:
+            kind = GATHER
+        else:
+            kind = TWO_LEVEL if equal and 1 < len(nodes) < members.size else RING
+    if kind == GATHER:
+        return schedules.gather(nodes)
+    if kind == RING:
+        return schedules.ring(nodes)
+    if not equal:
+        counts = ", ".join(str(len(node)) for node in nodes)
+        raise ValueError(f"the schedule 'two_level' needs equally many ranks on every node, got {counts}; use 'ring'")
+    return schedules.two_level(nodes)

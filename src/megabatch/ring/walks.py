@@ -1,0 +1,239 @@
+"""The walks over all ranks: the same functions as a backend's, where x and y are this rank's share of the batch.
+
+Each wraps the walk of a backend. Rows stay; the columns of all ranks come by, and one visit serves both directions: what it
+adds to the rows stays too, what it adds to the columns goes home with them. Results are those of one process on the whole
+batch: sums of local rows over all columns, and of local columns over all rows.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megabatch.ring.agreement import Census
+from megabatch.ring.exchange import Exchange
+from megabatch.ring.lap import Lap, Merge, Tensors, Work
+from megabatch.ring.schedule import Schedule
+from megabatch.tiles import plan
+from megabatch.tiles.backends import Walks
+from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients, windows
+from megabatch.tiles.logsum import LogSum
+from megabatch.tiles.matching import matching_similarities
+from megabatch.tiles.precision import BFLOAT16, FLOAT16
+
+_HALF = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
+
+
+@dataclass(frozen=True)
+class RingWalks:
+    """A backend's walks, taken round the ring."""
+
+    exchange: Exchange
+    schedule: Schedule
+    census: Census
+    inner: Callable[[Block], Walks]  # which walks serve a block
+    local: Walks  # those of this rank's own block, for what is done row by row
+    count: Callable[[Block, Pairs], tuple[Tensor, Tensor]]  # ranks of pairs that are elsewhere
+    sums_dtype: torch.dtype
+
+    def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]:
+        """Row sums (N,) and column sums (M,) of exp(s) over the whole batch."""
+        block = self._prepared(block)
+        row = LogSum.empty(block.N, dtype=self.sums_dtype, device=block.x.device)
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            visited = self._visited(block, blocks, here)
+            by_row, by_column = (self._kept(part) for part in self.inner(visited).logsumexp_statistics(visited))
+            row.add_(by_row)
+            return by_column
+
+        home = self._lap(self._columns(block), work, lambda sums, others: LogSum(*sums).add_(LogSum(*others)))
+        return row, LogSum(*home)
+
+    def _kept(self, sums: LogSum) -> LogSum:
+        return LogSum(*(part.to(self.sums_dtype) for part in sums))
+
+    def logsumexp_gradients(
+        self,
+        block: Block,
+        row: LogSum,
+        col: LogSum,
+        drow: Tensor | None,
+        dcol: Tensor | None,
+        sums: ColumnGradients,
+        needs: Needs,
+    ) -> Iterator[RowGradients]:
+        """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
+        block = self._prepared(block)
+        rows = _RowSums(block, needs)
+        columns = self._columns(block)
+        weights = [col.shift, col.total, *([] if dcol is None else [dcol])]
+
+        def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
+            shift, total, *given = extra
+            dcol_here = given[0] if given else None
+            whole = LogSum(shift, total)
+            return self.inner(visited).logsumexp_gradients(visited, row, whole, drow, dcol_here, partial, needs)
+
+        self._gradient_lap(block, columns, weights, walk, sums, rows)
+        return rows.strips()
+
+    def softplus_sums(self, block: Block) -> Tensor:
+        """Row sums of softplus(s) over the whole batch."""
+        block = self._prepared(block)
+        total = block.zeros(block.N)
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            visited = self._visited(block, blocks, here)
+            total.add_(self.inner(visited).softplus_sums(visited))
+            return ()
+
+        self._lap(self._columns(block), work, _add)
+        return total
+
+    def softplus_gradients(
+        self, block: Block, dtotal: Tensor, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
+    ) -> Iterator[RowGradients]:
+        """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
+        block = self._prepared(block)
+        rows = _RowSums(block, needs)
+
+        def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
+            return self.inner(visited).softplus_gradients(visited, dtotal, partial, needs, total=total)
+
+        self._gradient_lap(block, self._columns(block), [], walk, sums, rows)
+        return rows.strips()
+
+    def rank_counts(self, block: Block) -> tuple[Tensor, Tensor]:
+        """How many entries of its row, and of its column, come before each local pair in the whole batch."""
+        match = matching_similarities(block, self.matching_products(block))
+        block = self._prepared(block)
+        first = sum(self.census.rows[: self.exchange.members.rank])
+        index = torch.arange(first, first + block.N, device=block.x.device)
+        row_rank = torch.zeros_like(index)
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            columns, (col_match, col_index) = here[:-2], here[-2:]
+            visited = self._visited(block, blocks, columns)
+            by_row, by_column = self.count(visited, Pairs(match, col_match, index, col_index))
+            row_rank.add_(by_row)
+            return (by_column,)
+
+        (col_rank,) = self._lap([*self._columns(block), match, index], work, _add)
+        return row_rank, col_rank
+
+    def matching_products(self, block: Block) -> Tensor:
+        """⟨x_i, y_i⟩ of the local pairs."""
+        return self.local.matching_products(block)
+
+    def finish_rows(
+        self,
+        sums: Tensor,
+        out: Tensor | None,
+        factor: Tensor,
+        *,
+        own: Tensor | None,
+        partners: Tensor,
+        dmatch: Tensor | None,
+        precision: str,
+    ) -> Tensor | None:
+        """As the backend's."""
+        return self.local.finish_rows(sums, out, factor, own=own, partners=partners, dmatch=dmatch, precision=precision)
+
+    def _gradient_lap(
+        self,
+        block: Block,
+        columns: list[Tensor],
+        weights: list[Tensor],
+        walk: Callable[[Block, Tensors, ColumnGradients], Iterator[RowGradients]],
+        sums: ColumnGradients,
+        rows: "_RowSums",
+    ) -> None:
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            visited = self._visited(block, blocks, here[: len(columns)])
+            own = blocks == (self.exchange.members.rank,)
+            partial = sums if own else _like(sums, visited.M)
+            if not visited.is_empty:
+                for strip in walk(visited, here[len(columns) :], partial):
+                    rows.add(strip)
+            return _present(partial)
+
+        self._lap([*columns, *weights], work, _add)
+
+    def _lap(self, own: list[Tensor], work: Work, merge: Merge) -> Tensors:
+        return Lap(self.schedule, self.exchange, self.census.columns).run(own, work, merge)
+
+    def _prepared(self, block: Block) -> Block:
+        """`block` as it goes round: rounded to half precision once where products see no more, ids as wide as others'.
+
+        The main diagonal is that of the whole batch. It lies in the own blocks if every rank has as many rows as columns, and
+        is expressed by ids if not.
+        """
+        half = _HALF.get(block.precision)
+        if half is not None:
+            block = replace(block, x=block.x.to(half), y=block.y.to(half))
+        if block.row_ids is not None and block.col_ids is not None:
+            block = replace(block, row_ids=block.row_ids.long(), col_ids=block.col_ids.long())
+        if block.skip_diagonal and self.census.rows != self.census.columns:
+            assert block.row_ids is None, "ids and a diagonal at once come from losses, whose rows and columns are pairs"
+            rank, device = self.exchange.members.rank, block.x.device
+            row, col = sum(self.census.rows[:rank]), sum(self.census.columns[:rank])
+            row_ids, col_ids = (
+                torch.arange(start, start + size, device=device) for start, size in ((row, block.N), (col, block.M))
+            )
+            block = replace(block, row_ids=row_ids, col_ids=col_ids, skip_diagonal=False)
+        return block
+
+    def _columns(self, block: Block) -> list[Tensor]:
+        """What every visit needs to know of the columns."""
+        return [tensor for tensor in (block.y, block.col_bias, block.col_ids) if tensor is not None]
+
+    def _visited(self, block: Block, blocks: tuple[int, ...], columns: Tensors) -> Block:
+        """The local rows against the columns that are here."""
+        y, *rest = columns
+        given = iter(rest)
+        return replace(
+            block,
+            y=y,
+            col_bias=None if block.col_bias is None else next(given),
+            col_ids=None if block.col_ids is None else next(given),
+            skip_diagonal=block.skip_diagonal and blocks == (self.exchange.members.rank,),
+        )
+
+
+class _RowSums:
+    """Gradients of the local rows, summed over all visits."""
+
+    def __init__(self, block: Block, needs: Needs) -> None:
+        self.block = block
+        self.dx = block.zeros(block.N, block.D) if needs.dx or needs.dscale else None
+        self.dscale: Tensor | None = None  # where the backend leaves it to be taken from dx
+        self.drow_bias = block.zeros(block.N) if needs.drow_bias else None
+
+    def add(self, strip: RowGradients) -> None:
+        rows, *parts = strip
+        if strip.dscale is not None and self.dscale is None:
+            self.dscale = self.block.zeros(self.block.N)
+        for whole, part in zip((self.dx, self.dscale, self.drow_bias), parts, strict=True):
+            if whole is not None and part is not None:
+                whole[rows] += part
+
+    def strips(self) -> Iterator[RowGradients]:
+        wholes = (self.dx, self.dscale, self.drow_bias)
+        for rows in windows(self.block.N, plan.rows_at_once(self.block.x.device, self.block.D)):
+            dx, dscale, drow_bias = (None if whole is None else whole[rows] for whole in wholes)
+            yield RowGradients(rows, dx, dscale, drow_bias)
+
+
+def _like(sums: ColumnGradients, columns: int) -> ColumnGradients:
+    return ColumnGradients(*(None if part is None else part.new_zeros(columns, *part.shape[1:]) for part in sums))
+
+
+def _present(sums: ColumnGradients) -> list[Tensor]:
+    return [part for part in sums if part is not None]
+
+
+def _add(sums: Tensors, others: Tensors) -> None:
+    for part, other in zip(sums, others, strict=True):
+        part.add_(other)

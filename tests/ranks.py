@@ -1,0 +1,108 @@
+"""Eight processes that are started once and then run many cases, in groups of 1, 2, 3, 4 and 8 of them; they end by themselves.
+
+Starting them takes most of the time of these tests. A case is a function at the top of a test module: it is called on every
+rank of the group, with the group and the rank first, and what it returns comes back by rank.
+"""
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+WORLDS = (1, 2, 3, 4, 8)
+TIMEOUT = 60.0
+
+
+class RankFailedError(AssertionError):
+    """What a rank raised where nothing should have been; or that it gave no answer."""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def join(rank, size, port, seconds=TIMEOUT):
+    """This process as a rank of the default group."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=seconds),
+    )
+
+
+def _serve(pipe, rank, size, port, seconds):
+    join(rank, size, port, seconds)
+    limit = datetime.timedelta(seconds=seconds)  # a group has a timeout of its own, and not that of the default group
+    groups = {world: dist.new_group(range(world), timeout=limit) for world in WORLDS if world < size}
+    groups[size] = dist.group.WORLD
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            break
+        function, world, args = pickle.loads(call)
+        try:
+            answer = (True, function(groups[world], rank, *args))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
+    os._exit(0)  # without a word to the others, which may have gone
+
+
+class Pool:
+    def __init__(self, size=8, seconds=TIMEOUT):
+        spawn = multiprocessing.get_context("spawn")
+        self.size = size
+        self._pipes, self.processes = [], []
+        port = free_port()
+        for rank in range(size):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs, rank, size, port, seconds), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function, world, *args, seconds=TIMEOUT, ranks=None):
+        """What `function(group, rank, *args)` returns on each rank; a failure anywhere is a failure here."""
+        answers = self.attempt(function, world, *args, seconds=seconds)
+        for rank, (worked, answer) in enumerate(answers):
+            if not worked:
+                raise RankFailedError(f"rank {rank}: {answer}")
+        return [answer for _, answer in answers]
+
+    def attempt(self, function, world, *args, seconds=TIMEOUT):
+        """The same as pairs: (True, result), or (False, how it failed)."""
+        call = pickle.dumps((function, world, args))
+        deadline = time.monotonic() + seconds
+        for pipe in self._pipes[:world]:
+            pipe.send_bytes(call)
+        return [self._answer(rank, deadline) for rank in range(world)]
+
+    def _answer(self, rank, deadline):
+        pipe = self._pipes[rank]
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                return pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return False, f"the process of rank {rank} has ended"
+        self.close()
+        raise RankFailedError(f"rank {rank} gave no answer in time")
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)

@@ -1,0 +1,136 @@
+"""Ranks that disagree, do not come, or die: all others say so, and nothing hangs."""
+
+import os
+import re
+import time
+
+import pytest
+import torch
+
+import megabatch as mb
+from helpers import leaves, unit
+from megabatch import ring
+from megabatch.ring import lap
+from ranks import Pool
+
+
+def disagree(group, rank, what):
+    odd = rank == 1
+    x, y = leaves(*(unit(4, 6, seed=s, dtype=torch.float32) for s in (rank, rank + 10)))
+    ids, schedule, backend, loss = None, "ring", "eager", mb.clip_loss
+    scale = torch.tensor(3.0, requires_grad=True)
+    if odd and what == "width":
+        x, y = x[:, :5], y[:, :5]
+    if odd and what == "dtype":
+        x, y = x.double(), y.double()
+    if odd and what == "backend":
+        backend = "triton"
+    if odd and what == "schedule":
+        schedule = "gather"
+    if odd and what == "ids":
+        ids = torch.arange(4)
+    if odd and what == "operation":
+        loss = lambda *a, **k: mb.siglip_loss(*a, 0.0, **k)  # noqa: E731
+    if odd and what == "needs":
+        y = y.detach()
+    if what == "nobody has rows":
+        x, y = x[:0], y[:0]
+    try:
+        with ring.using(schedule):
+            loss(x, y, scale, ids=ids, group=group, backend=backend).backward()
+        message = None
+    except ValueError as error:
+        message = str(error)
+    return message, mb.clip_loss(x[:, :5].float(), y[:, :5].float(), 3.0, group=group).isfinite() if len(x) else True
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("width", "the width of the embeddings is 6 on ranks 0 2, 5 on rank 1"),
+        (
+            "dtype",
+            "the dtype of the embeddings is float32 and float32 on ranks 0 2, float64 and float64 on rank 1; the precision",
+        ),
+        ("backend", "the backend is eager on ranks 0 2, triton on rank 1"),
+        ("schedule", "the schedule is ring on ranks 0 2, gather on rank 1"),
+        ("ids", "what is excluded is diagonal on ranks 0 2, ids and diagonal on rank 1"),
+        ("operation", "the operation is logsumexp on ranks 0 2, sigmoid loss on rank 1"),
+        ("needs", "what needs a gradient is x y scale on ranks 0 2, x scale on rank 1"),
+        (
+            "nobody has rows",
+            "the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank",
+        ),
+    ],
+)
+def test_a_disagreement_is_the_same_error_on_every_rank_and_leaves_the_group_usable(pool, what, message):
+    if what == "backend":
+        pytest.importorskip("triton")
+    answers = pool.run(disagree, 3, what)
+    assert len({found for found, _ in answers}) == 1
+    assert message in answers[0][0]
+    assert all(usable for _, usable in answers)
+
+
+def uneven_nodes(group, rank):
+    x = unit(3, 4, seed=rank)
+    with ring.using("two_level:2"):
+        mb.clip_loss(x, x, 1.0, group=group)
+
+
+def test_nodes_of_different_sizes_have_no_two_levels(pool):
+    for worked, answer in pool.attempt(uneven_nodes, 3):
+        assert not worked
+        assert "the schedule 'two_level' needs equally many ranks on every node, got 2, 1; use 'ring'" in answer
+
+
+@pytest.fixture(scope="module")
+def fragile():
+    processes = Pool(3, seconds=4)
+    yield processes
+    processes.close()
+
+
+def stay_away(group, rank):
+    x = unit(3, 4, seed=rank)
+    if rank == 1:
+        return time.monotonic()
+    return mb.clip_loss(x, x, 1.0, group=group)
+
+
+def test_a_rank_that_does_not_come(fragile):
+    start = time.monotonic()
+    (worked, answer), _ = fragile.attempt(stay_away, 2, seconds=30)
+    assert not worked
+    assert "RingError: rank 0 of 2 failed before the first step of logsumexp, waiting for all ranks to come: " in answer
+    assert time.monotonic() - start < 20
+
+
+def die(group, rank):
+    x, y = leaves(unit(3, 4, seed=rank), unit(3, 4, seed=rank + 5))
+    with ring.using("ring"):
+        loss = mb.clip_loss(x, y, 1.0, group=group)
+        post = lap.Lap._post_sums
+
+        def fall_over(self, step, *rest):
+            if rank == 1 and step == 1:
+                os._exit(1)
+            return post(self, step, *rest)
+
+        lap.Lap._post_sums = fall_over
+        loss.backward()
+
+
+def test_a_rank_that_dies_on_the_way(fragile):
+    start = time.monotonic()
+    answers = fragile.attempt(die, 3, seconds=30)
+    assert time.monotonic() - start < 20
+    assert not any(worked for worked, _ in answers)
+    for rank, doing in ((0, "sending to rank 1 and receiving from rank 2"), (2, "sending to rank 0 and receiving from rank 1")):
+        said = answers[rank][1]
+        # Which of the messages to and from the dead rank is missed first is a matter of time.
+        assert re.search(
+            rf"RingError: rank {rank} of 3 failed (at|after) step 2 of 3 of logsumexp backward, {doing}: ", said
+        ), said
+        assert "Another rank has probably died" in said
+    assert answers[1][1] == "the process of rank 1 has ended"

@@ -1,0 +1,112 @@
+"""Schedules are data: every block meets every rank once, nothing is sent before it is there, and all sums come home."""
+
+import pytest
+
+from megabatch.ring import schedule as schedules
+from megabatch.ring.topology import check_schedule, nodes_from, using
+
+
+def even_nodes(k, size):
+    return tuple(tuple(range(n * size, (n + 1) * size)) for n in range(k))
+
+
+ALL = {
+    **{f"ring of {n}": schedules.ring(even_nodes(1, n)) for n in (1, 2, 3, 4, 8)},
+    **{f"{k} nodes of {n}": schedules.two_level(even_nodes(k, n)) for k in (1, 2, 3, 4) for n in (1, 2, 3, 4)},
+    **{f"gather of {n}": schedules.gather(even_nodes(1, n)) for n in (1, 2, 3, 8)},
+    "ring over nodes that are mixed up": schedules.ring(((0, 2), (3, 1))),
+    "two levels over nodes that are mixed up": schedules.two_level(((0, 2, 5), (3, 1, 4))),
+}
+every_schedule = pytest.mark.parametrize("schedule", ALL.values(), ids=ALL)
+
+
+def ranks_of(schedule):
+    return range(len(schedule.node_of))
+
+
+@every_schedule
+def test_every_block_meets_every_rank_once_and_its_own_first(schedule):
+    for rank in ranks_of(schedule):
+        met = [block for step in schedule.work for block in step[rank]]
+        assert sorted(met) == list(ranks_of(schedule))
+        assert schedule.work[0][rank] == (rank,)
+
+
+@every_schedule
+def test_blocks_arrive_whole_and_in_time_from_ranks_that_have_them(schedule):
+    arrives = {(rank, rank): 0 for rank in ranks_of(schedule)}  # (block, rank) → step from which on it is there
+    pieces = {}
+    for hop in sorted(schedule.blocks, key=lambda hop: hop.needed):
+        arrives[hop.block, hop.target] = hop.needed
+        pieces.setdefault((hop.block, hop.target), []).append((hop.piece, hop.pieces, hop.source))
+    for hop in schedule.blocks:
+        assert arrives[hop.block, hop.source] <= hop.leaves < hop.needed
+    for step, work in enumerate(schedule.work):
+        for rank, blocks in enumerate(work):
+            assert all(arrives[block, rank] == step for block in blocks)
+    for found in pieces.values():
+        assert [piece for piece, *_ in sorted(found)] == list(range(found[0][1]))
+        assert len({source for *_, source in found}) == 1
+
+
+@every_schedule
+def test_sums_of_all_ranks_come_home_once(schedule):
+    """Follows what each rank has found, piece by piece."""
+    ranks = ranks_of(schedule)
+    parts = 12  # of the columns of a block; divisible by every number of pieces here
+    found = {(block, rank, part): {rank} for block in ranks for rank in ranks for part in range(parts)}
+    events = [(hop.leaves, 0.5, "send", hop) for hop in schedule.sums]
+    events += [(hop.needed, 0.4 if hop.needed > hop.leaves else 0.6, "merge", hop) for hop in schedule.sums]
+    under_way = {}
+    for *_, kind, hop in sorted(events, key=lambda event: event[:2]):
+        columns = hop.part(parts)
+        for part in range(columns.start, columns.stop):
+            key = (hop.block, hop.source, hop.target, part)
+            if kind == "send":
+                under_way[key] = found.pop((hop.block, hop.source, part))  # gone: it cannot be sent twice
+            else:
+                merged = found[hop.block, hop.target, part]
+                assert not merged & under_way[key]
+                merged |= under_way.pop(key)
+    assert not under_way
+    assert found == {(block, block, part): set(ranks) for block in ranks for part in range(parts)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("k", [2, 3])
+def test_two_levels_cross_between_nodes_once_for_each_node_and_in_pieces(k, size):
+    schedule = schedules.two_level(even_nodes(k, size))
+    crossing = [hop for hop in schedule.blocks if schedule.crosses(hop)]
+    into = {}
+    for hop in crossing:
+        into.setdefault((hop.block, schedule.node_of[hop.target]), []).append(1 / hop.pieces)
+    assert len(into) == k * size * (k - 1)
+    assert all(sum(parts) == pytest.approx(1) for parts in into.values())
+    # No rank has more than one piece of a block on a slow link at a time; in a flat ring the last of a node has whole blocks.
+    for step in range(schedule.steps):
+        for rank in ranks_of(schedule):
+            sent = [1 / hop.pieces for hop in crossing if (hop.leaves, hop.source) == (step, rank)]
+            assert sum(sent) <= 1 / size
+    flat = schedules.ring(even_nodes(k, size))
+    assert max(1 / hop.pieces for hop in flat.blocks if flat.crosses(hop)) == 1
+
+
+@every_schedule
+def test_both_parts_make_one_hop_less_than_there_are_ranks(schedule):
+    ranks = len(schedule.node_of)
+    for hops in (schedule.blocks, schedule.sums):
+        for block in range(ranks):
+            assert sum(1 / hop.pieces for hop in hops if hop.block == block) == pytest.approx(ranks - 1)
+
+
+def test_nodes():
+    assert nodes_from([0, 0, 1, 1]) == ((0, 1), (2, 3))
+    assert nodes_from([5, 2, 5]) == ((1,), (0, 2))
+
+
+@pytest.mark.parametrize("name", ["rings", "two_level:", "two_level:0", "two_level:x", "ring:2", "", None, 3])
+def test_wrong_schedules_are_refused(name):
+    with pytest.raises(ValueError, match="schedule must be one of 'auto', 'ring', 'two_level', 'gather', or 'two_level:4'"):
+        check_schedule(name)
+    with pytest.raises(ValueError, match="schedule must be one of"), using(name):
+        pass
