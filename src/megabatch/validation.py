@@ -118,14 +118,6 @@ def backend(value: Any, precision: str, device: torch.device) -> str:
     return str(value)
 
 
-def rank_backend(value: Any, precision: str, device: torch.device, route: str) -> str:
-    """The same for ranks of pairs, which kernels find for one process alone."""
-    settled = backend(value, precision, device)
-    if route and value == backends.TRITON:
-        raise ValueError('backend="triton" cannot serve this call: it ranks the pairs of one process. Use backend="auto"')
-    return backends.EAGER if route else settled
-
-
 def group(value: Any) -> str:
     """None, a process group or a mesh of one dimension; returns what the operators are given."""
     if value is None:

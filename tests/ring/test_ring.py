@@ -282,3 +282,18 @@ def test_nodes_are_those_that_the_environment_names(pool, variable, schedule):
         assert [size > 0 for size in crossing] == [False, True, False, True]  # the last rank of each node
     else:
         assert all(size > 0 for size in crossing)
+
+
+def ranks_through_triton(group, rank):
+    counts = [20, 0, 37]
+    x, y, *_ = data(counts, D=16)
+    return mb.pairwise_rank(shared(x, counts, rank).float(), shared(y, counts, rank).float(), group=group, backend="triton")
+
+
+def test_kernels_rank_the_pairs_of_all_ranks(pool):
+    pytest.importorskip("triton")
+    answers = pool.run(ranks_through_triton, 3)
+    x, y, *_ = data([20, 0, 37], D=16)
+    wanted = reference.pairwise_rank(x.float().double(), y.float().double())
+    for parts, expected in zip(zip(*answers, strict=True), wanted, strict=True):
+        assert torch.equal(torch.cat(parts), expected)

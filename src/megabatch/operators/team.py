@@ -12,7 +12,6 @@ from megabatch.ring.agreement import agree, settle
 from megabatch.ring.exchange import Exchange
 from megabatch.ring.topology import Members
 from megabatch.ring.walks import RingWalks
-from megabatch.tiles import eager
 from megabatch.tiles.backends import Walks, sums_dtype, walks
 from megabatch.tiles.block import Block, Needs
 
@@ -56,7 +55,7 @@ def assemble(
     column_bytes = block.D * (block.y.element_size() + block.dtype.itemsize)
     schedule = settle(members, census, column_bytes)
     sums = sums_dtype(backend, block.dtype)
-    around = RingWalks(exchange, schedule, census, partial(walks, backend), walks(backend, block), eager.rank_counts, sums)
+    around = RingWalks(exchange, schedule, census, partial(walks, backend), walks(backend, block), sums)
     share = members.size / max(sum(census.rows), 1)
 
     def largest(number: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ class RingWalks:
     census: Census
     inner: Callable[[Block], Walks]  # which walks serve a block
     local: Walks  # those of this rank's own block, for what is done row by row
-    count: Callable[[Block, Pairs], tuple[Tensor, Tensor]]  # ranks of pairs that are elsewhere
     sums_dtype: torch.dtype
 
     def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]:
@@ -105,8 +104,9 @@ class RingWalks:
         self._gradient_lap(block, self._columns(block), [], walk, sums, rows)
         return rows.strips()
 
-    def rank_counts(self, block: Block) -> tuple[Tensor, Tensor]:
+    def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:
         """How many entries of its row, and of its column, come before each local pair in the whole batch."""
+        assert pairs is None, "the pairs of a rank are on its own diagonal"
         match = matching_similarities(block, self.matching_products(block))
         block = self._prepared(block)
         first = sum(self.census.rows[: self.exchange.members.rank])
@@ -116,7 +116,7 @@ class RingWalks:
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             columns, (col_match, col_index) = here[:-2], here[-2:]
             visited = self._visited(block, blocks, columns)
-            by_row, by_column = self.count(visited, Pairs(match, col_match, index, col_index))
+            by_row, by_column = self.inner(visited).rank_counts(visited, Pairs(match, col_match, index, col_index))
             row_rank.add_(by_row)
             return (by_column,)
 

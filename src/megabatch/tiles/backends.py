@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megabatch.tiles import eager
-from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
+from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT64
 
@@ -38,7 +38,7 @@ class Walks(Protocol):
         self, block: Block, dtotal: Tensor, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
     ) -> Iterator[RowGradients]: ...
 
-    def rank_counts(self, block: Block) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+    def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]: ...  # noqa: D102
 
     def matching_products(self, block: Block) -> Tensor: ...  # noqa: D102
 

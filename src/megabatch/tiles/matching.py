@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megabatch.tiles import plan
-from megabatch.tiles.block import Block, windows
+from megabatch.tiles.block import Block, Pairs, windows
 from megabatch.tiles.precision import rounded
 
 
@@ -29,6 +29,12 @@ def matching_similarities(block: Block, products: Tensor) -> Tensor:  # (N,)
     if block.col_bias is not None:
         out.add_(block.col_bias)
     return out
+
+
+def pairs_on_the_diagonal(block: Block, products: Tensor) -> Pairs:
+    """The matching pairs where rows and columns are those of one batch, from ⟨x_i, y_i⟩."""
+    match, index = matching_similarities(block, products), torch.arange(block.N, device=block.x.device)
+    return Pairs(match, match, index, index)
 
 
 def finish_rows(
