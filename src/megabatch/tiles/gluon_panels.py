@@ -9,6 +9,7 @@ asked of the L2 cache, which would otherwise set the pace.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -32,7 +33,7 @@ from megabatch.tiles.triton_softplus import joint, log1p
 # What a tile of exponents becomes.
 SUMS, SOFTMAX, SIGMOID = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
-BLOCK, BLOCK_D = 128, 64  # a tile is BLOCK × BLOCK: half of a warpgroup's registers
+BLOCK = 128  # a tile is BLOCK × BLOCK: half of a warpgroup's registers
 
 
 @gluon.jit
@@ -393,9 +394,9 @@ def _launch(
     col_part: Tensor | None = None,
 ) -> None:
     _panels[(plan.multiprocessors(given.x.device),)](
-        _descriptor(given.x),
-        _descriptor(given.y),
-        None if g is None else _descriptor(g),
+        _descriptor(given.x, panel.width),
+        _descriptor(given.y, panel.width),
+        None if g is None else _descriptor(g, BLOCK // 2),
         given.exponent_scale,
         row_offset,
         row_weight,
@@ -411,20 +412,23 @@ def _launch(
         len(given.y),
         KIND=kind,
         SKIP_DIAGONAL=skip_diagonal,
-        STEPS=triton.cdiv(given.x.shape[1], BLOCK_D),
+        STEPS=triton.cdiv(given.x.shape[1], panel.width),
         RESIDENT=panel.resident,
         RING=panel.ring,
         BLOCK=BLOCK,
-        BLOCK_D=BLOCK_D,
+        BLOCK_D=panel.width,
         num_warps=4,
     )
 
 
-_LAYOUT = {
-    dtype: gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK_D], kind)
-    for dtype, kind in ((torch.bfloat16, gl.bfloat16), (torch.float16, gl.float16))
-}
+_KIND = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def _descriptor(values: Tensor) -> TensorDescriptor:
-    return TensorDescriptor(values, list(values.shape), list(values.stride()), [BLOCK, BLOCK_D], _LAYOUT[values.dtype])
+def _descriptor(values: Tensor, columns: int) -> TensorDescriptor:
+    shape = [BLOCK, columns]
+    return TensorDescriptor(values, list(values.shape), list(values.stride()), shape, _layout(values.dtype, columns))
+
+
+@cache
+def _layout(dtype: torch.dtype, columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([BLOCK, columns], _KIND[dtype])

@@ -103,10 +103,11 @@ _GLUON_VERSIONS = ((3, 6), (3, 9))
 
 @dataclass(frozen=True)
 class Panel:
-    """Columns that a program of `gluon_panels` owns, and how 12 slots of 16 KiB are divided between what stays and a ring."""
+    """Columns that a program of `gluon_panels` owns, and how 192 KiB of slots are divided between what stays and a ring."""
 
-    resident: int  # steps of 64 of the width whose columns stay in shared memory
+    resident: int  # steps of the width whose columns stay in shared memory
     ring: int  # slots for what passes by
+    width: int = 64  # of a step, and of a slot
     columns: int = 128
 
 
