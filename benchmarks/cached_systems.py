@@ -71,7 +71,7 @@ def cached(s: Setting, budget: int | str | None = None) -> Tensor:
 
 
 def accum_freq(s: Setting) -> Tensor:
-    """open_clip's `--accum-freq`: all features without a graph; then for every chunk the whole loss, with that chunk's fresh."""
+    """open_clip's `--accum-freq`: all features without a graph; then for every chunk the whole loss, that chunk's fresh."""
     (image, images), (text, texts) = s.halves()
     with torch.no_grad(), s.cast():
         features = [[tower(x) for x in chunks()] for tower, chunks in ((image, images), (text, texts))]

@@ -149,8 +149,9 @@ class _Step:
         rows, with_graph = role.rows(i), role.trains and keeper.wants()
         if role.trains:
             role.states[i] = randomness.capture(role.devices, role.states.get(i - 1))
+        held = self.reductions.held_back(role.index) if with_graph else nullcontext()
         aside = nullcontext() if rows else randomness.untouched(role.devices)  # a placeholder draws nothing
-        with self.reductions.held_back(role.index), aside, self._graph(with_graph):
+        with held, aside, self._graph(with_graph):
             if not with_graph:
                 encoded = role.encode(inputs, rows)
             else:
