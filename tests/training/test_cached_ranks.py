@@ -311,6 +311,19 @@ def test_an_empty_replay_source_is_refused_on_all_ranks(pool):
     assert "got none on rank 1" in messages[0]
 
 
+def static_graph(group, rank):
+    tower = DistributedDataParallel(Model().image, process_group=group, static_graph=True)
+    try:
+        mb.cached_backward(lambda x: x.sum(), [(tower, batch([4, 4], rank)[0])], chunk_size=2)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_static_graph_is_refused(pool):
+    for message in pool.run(static_graph, 2):
+        assert "towers[0][0] must be wrapped without static_graph=True" in message
+
+
 def by_hand(group, rank, counts):
     """Plain towers, gradients averaged by whoever trains; a rank may be empty here too."""
     model = Model()
