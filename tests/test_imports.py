@@ -43,7 +43,11 @@ def test_import_stays_quiet_and_touches_no_device():
 def test_public_names():
     assert sorted(megabatch.__all__) == [
         "ClipLoss",
+        "HostSource",
+        "ReplaySource",
         "SigLipLoss",
+        "Source",
+        "cached_backward",
         "clip_loss",
         "pairwise_logsumexp",
         "pairwise_rank",

@@ -2,12 +2,17 @@
 
 from megabatch.losses import ClipLoss, SigLipLoss, clip_loss, siglip_loss
 from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
+from megabatch.training import HostSource, ReplaySource, Source, cached_backward
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ClipLoss",
+    "HostSource",
+    "ReplaySource",
     "SigLipLoss",
+    "Source",
+    "cached_backward",
     "clip_loss",
     "pairwise_logsumexp",
     "pairwise_rank",

@@ -1,0 +1,56 @@
+"""Batch normalisation in towers that see a chunk at a time: said aloud once, and running statistics counted once.
+
+Statistics over a chunk are not those over the batch, and no second pass can change that. What can be avoided is that the second
+pass moves the running statistics again.
+"""
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def layers(modules: Iterable[nn.Module]) -> list[tuple[str, _BatchNorm]]:
+    """Those that normalise by the statistics of what they are given."""
+    return [
+        (name, layer)
+        for module in modules
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+    ]
+
+
+def warn(found: list[tuple[str, _BatchNorm]], tower: str, chunk_size: int, rows: int) -> None:
+    """One warning for each tower, once."""
+    if not found or chunk_size >= rows or found[0][1] in _warned:
+        return
+    name, layer = found[0]
+    _warned.add(layer)
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    everywhere = ", over all ranks," if isinstance(layer, nn.SyncBatchNorm) else ""
+    warnings.warn(
+        f"{tower} has {type(layer).__name__} {name!r}{more} in training mode. It normalises by the mean and variance of one "
+        f"chunk of {chunk_size} samples{everywhere} and not of the batch of {rows}: gradients are those of a model that sees "
+        "chunks. Use a chunk_size that is large enough for its statistics, put the layer into eval(), or use a normalisation "
+        "that looks at one sample (LayerNorm, GroupNorm)",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+@contextmanager
+def running_statistics_kept(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
+    """For a second pass: the layers normalise as in the first, and their running statistics stay as it left them."""
+    tracking = [layer for _, layer in found if layer.track_running_stats]
+    for layer in tracking:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in tracking:
+            layer.track_running_stats = True
