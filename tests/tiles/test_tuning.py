@@ -52,9 +52,10 @@ def test_the_fastest_is_kept_and_remembered(folder, monkeypatch):
     assert len(tried) == 2 * len(set(tried))
 
 
-def test_a_broken_file_is_no_obstacle(folder, monkeypatch):
+@pytest.mark.parametrize("text", ['{"march": {"rows"', "[]", '{"march": 3}'])
+def test_a_broken_file_is_no_obstacle(folder, monkeypatch, text):
     folder.mkdir()
-    (folder / "tiles.json").write_text('{"march": {"rows"')
+    (folder / "tiles.json").write_text(text)
     monkeypatch.setattr(tuning, "_milliseconds", fastest_is(DEFAULT, []))
     assert tuning.tile("march", block(), DEFAULT, lambda size: None) == DEFAULT
     assert json.loads((folder / "tiles.json").read_text())
@@ -94,3 +95,10 @@ def test_tuned_kernels_give_the_same_loss(folder, monkeypatch):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert len(json.loads((folder / "tiles.json").read_text())) == 3
     assert tried.count(wanted) == 3
+
+
+def test_no_tile_is_too_wide_for_its_kernel(folder, monkeypatch):
+    tried = []
+    monkeypatch.setattr(tuning, "_milliseconds", fastest_is(DEFAULT, tried))
+    tuning.tile("strip", block(), DEFAULT, lambda size: None, widest=128)
+    assert max(size.columns for size in tried) == 128

@@ -72,7 +72,8 @@ def gradient_unit(block: Block, *weights: Tensor | None, largest: Callable[[Tens
     if largest is not None:
         size = largest(size)
     unit = size.log2().ceil().exp2()
-    return torch.where((size > 0) & unit.isfinite() & (unit > 0), unit, one) / (2**14 if block.precision == FLOAT16 else 1)
+    unit = torch.where((size > 0) & unit.isfinite(), unit, one) / (2**14 if block.precision == FLOAT16 else 1)
+    return unit.clamp_min(torch.finfo(unit.dtype).tiny)  # nothing can be divided by less
 
 
 def in_units(gradient: Tensor | None, unit: Tensor) -> Tensor | None:

@@ -2,7 +2,8 @@
 
 Every pair has the same weight in a mean, so the gradient is known up to one factor before backward is called. Taking it while
 the tile is there saves the second product of similarities: 6·N²·D operations in all instead of 8. Until backward multiplies
-them by the factor, the gradients wait in the type of the inputs; a factor that is not a power of two costs one more rounding.
+them by the factor, the gradients wait in the type of the inputs, or in float32 for float16; a factor that is not a power of two
+costs one more rounding.
 """
 
 from typing import Any

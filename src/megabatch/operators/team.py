@@ -78,6 +78,7 @@ def _terms(members: Members, backend: str, block: Block, operation: str, needs: 
         or "nothing",
         "what is added": "a column bias" if block.col_bias is not None else "nothing for columns",
         "what needs a gradient": _wanted(needs),
+        "what has a gradient": "nothing yet",
     }
 
 

@@ -207,12 +207,14 @@ class _RowSums:
 
     def __init__(self, block: Block, needs: Needs) -> None:
         self.block = block
-        self.dx = block.zeros(block.N, block.D) if needs.dx or needs.dscale else None
+        self.dx = block.zeros(block.N, block.D) if needs.dx else None
         self.dscale: Tensor | None = None  # where the backend leaves it to be taken from dx
         self.drow_bias = block.zeros(block.N) if needs.drow_bias else None
 
     def add(self, strip: RowGradients) -> None:
         rows, *parts = strip
+        if strip.dx is not None and self.dx is None:
+            self.dx = self.block.zeros(self.block.N, self.block.D)
         if strip.dscale is not None and self.dscale is None:
             self.dscale = self.block.zeros(self.block.N)
         for whole, part in zip((self.dx, self.dscale, self.drow_bias), parts, strict=True):

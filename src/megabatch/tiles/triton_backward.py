@@ -28,9 +28,9 @@ from megabatch.tiles.triton_softplus import joint, log1p
 # What a tile of exponents becomes.
 SOFTMAX, ODD_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# Differences between C and a sum's own shift that its weight absorbs: below, terms that matter are lost in 2^t, as in forward;
-# above, a weight as small as 2⁻⁴⁰ would be lost itself.
-LARGEST_DELTA, SMALLEST_DELTA = 80.0, -86.0
+# Differences between C and the logarithm of a sum that its weight absorbs: beyond the first, terms that matter are lost in 2^t,
+# as in forward; below the second, a weight as small as 2⁻²⁶ would be lost itself.
+LARGEST_DELTA, SMALLEST_DELTA = 80.0, -100.0
 
 
 @triton.jit
@@ -125,6 +125,7 @@ def _strip(
                 mask_n, mask_m = offs_n < last_row, offs_m < last_column
                 place = (2 * tile_m + half).to(tl.int64) * rows + (offs_n - first_row)
                 if softplus_part is not None:
+                    tl.static_assert(HALF <= 64, "joint holds 64 terms")
                     above_zero = tl.sum(tl.where(mask_m[None, :], tl.maximum(t, 0.0), 0.0), 1)
                     product = tl.reduce(tl.where(mask_m[None, :], small, 0.0), 1, joint)
                     tl.store(softplus_part + place, above_zero + log1p(product), mask=mask_n)
@@ -215,7 +216,8 @@ def _strip_tile(given: Operands, block: Block, kind: tl.constexpr) -> plan.Kerne
         _form((kind,), size, given, block, weights, rows, columns, g, (None, None, None), None)
 
     g = whole_rows(given.x, rows.stop, columns.stop) if tuning.ENABLED else None
-    return tuning.tile(f"strip {kind.value}", block, default, trial)
+    widest = 128 if kind == SIGMOID else 256  # `joint` holds 64 terms, those of half a tile
+    return tuning.tile(f"strip {kind.value}", block, default, trial, widest)
 
 
 def _panel(block: Block, kind: tl.constexpr) -> plan.Panel | None:
@@ -234,7 +236,10 @@ def _relative(
         return nothing, nothing - torch.inf, _any_in_tile(nothing - torch.inf, tile)
     exponent = finite_or_zero(sums.shift) * LOG2E
     above = shift - exponent
-    at_block_shift = (above <= LARGEST_DELTA) & (above >= SMALLEST_DELTA)
+    # What counts is how far C is from the sum itself. From the sum's shift it may be near where C is not that of this block:
+    # a sum over several blocks has the largest of their shifts.
+    from_sum = above - sums.total.log2()
+    at_block_shift = (sums.total == 0) | ((from_sum <= LARGEST_DELTA) & (from_sum >= SMALLEST_DELTA))
     own = exponent.float()
     weight = sums.per_unit(gradient) * torch.where(at_block_shift, above, own - exponent).exp2()
     own = torch.where(at_block_shift, -torch.inf, own)

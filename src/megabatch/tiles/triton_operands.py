@@ -100,7 +100,8 @@ def whole_rows(like: Tensor, rows: int, columns: int) -> Tensor:  # (rows, colum
 
 
 def _packed(ids: Tensor | None) -> Tensor | None:
-    return None if ids is None else ids.contiguous()
+    """As wide as any: kernels would compare int8 with uint8 by their bits."""
+    return None if ids is None else ids.long().contiguous()
 
 
 def _operand(values: Tensor, precision: str) -> Tensor:

@@ -37,8 +37,7 @@ def _count(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    n, m = (tl.program_id(0) % tiles_n) * BLOCK_N, (tl.program_id(0) // tiles_n) * BLOCK_M
+    n, m = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for d in range(0, D, BLOCK_D):
         s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
@@ -64,7 +63,7 @@ def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tenso
     size = plan.strip_tile(block.precision, block.x.device)
     given = similarity_operands(block)
     row_noise, col_noise = rank_noise(block)
-    _count[(triton.cdiv(block.N, size.rows) * triton.cdiv(block.M, size.columns),)](
+    _count[(triton.cdiv(block.N, size.rows), triton.cdiv(block.M, size.columns))](
         descriptor(given.x, size.rows, size.width),
         descriptor(given.y, size.columns, size.width),
         block.scale,

@@ -15,7 +15,7 @@ _ROUNDING = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
 @triton.jit
 def _load(values, offs_n, offs_d, row_stride, stride, mask, ROUNDING: tl.constexpr):
     """Rows of embeddings, rounded as the products see them."""
-    rows = tl.load(values + offs_n.to(tl.int64)[:, None] * row_stride + offs_d[None, :] * stride, mask, 0.0)
+    rows = tl.load(values + offs_n.to(tl.int64)[:, None] * row_stride + offs_d.to(tl.int64)[None, :] * stride, mask, 0.0)
     if ROUNDING == 1:
         nearest = (rows.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         rows = tl.where(rows == rows, nearest.to(tl.float32, bitcast=True), rows)

@@ -26,14 +26,19 @@ _SMALLEST = 4096 * 4096  # similarities; less work than that says little about a
 _REPEATS = 5
 
 
-def tile(kernel: str, block: Block, default: KernelTile, trial: Callable[[KernelTile], object]) -> KernelTile:
-    """The fastest tile of `kernel` for blocks like this one, or `default`; `trial` runs the kernel once with a tile."""
+def tile(
+    kernel: str, block: Block, default: KernelTile, trial: Callable[[KernelTile], object], widest: int = 256
+) -> KernelTile:
+    """The fastest tile of `kernel` for blocks like this one, or `default`; `trial` runs the kernel once with a tile.
+
+    No tile has more than `widest` columns.
+    """
     if not ENABLED or block.N * block.M < _SMALLEST or _is_capturing(block):
         return default
     key = f"{kernel} {_chip(block.x.device)} {block.precision} {block.D} {_triton_version()}"
     known = _remembered()
     if key not in known:
-        times = {candidate: _milliseconds(trial, candidate) for candidate in candidates(block, default)}
+        times = {size: _milliseconds(trial, size) for size in candidates(block, default) if size.columns <= widest}
         known[key] = min(times, key=times.__getitem__)
         _remember(known)
     return known[key]
@@ -92,7 +97,7 @@ def _remembered() -> dict[str, KernelTile]:
     """What was found before; a file that cannot be read counts as none."""
     try:
         return {key: KernelTile(**size) for key, size in json.loads(_file().read_text()).items()}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
