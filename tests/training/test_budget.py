@@ -13,8 +13,7 @@ import megabatch as mb
 from megabatch.training import budget as budgets
 from megabatch.training.budget import Keeper
 from megabatch.training.graphs import stored, weighed
-
-from test_cached import Counted, Loss, assert_same, cached, data, plain, tower  # isort: skip
+from steps import Counted, Loss, assert_same, cached, data, plain, tower
 
 N = 12
 

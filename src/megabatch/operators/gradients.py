@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.tiles.backends import Walks
+from megabatch.tiles.backends import RowWork
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
 from megabatch.tiles.precision import FLOAT16, accumulator_dtype
 
@@ -82,7 +82,7 @@ def in_units(gradient: Tensor | None, unit: Tensor) -> Tensor | None:
 
 
 def finish(
-    walk: Walks,
+    local: RowWork,
     block: Block,
     strips: Iterable[RowGradients],
     sums: ColumnGradients,
@@ -98,10 +98,10 @@ def finish(
     dscale.zero_()
     for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
         if dscale_rows is not None and dmatch is not None:
-            products = walk.matching_products(block) if products is None else products
+            products = local.matching_products(block) if products is None else products
             dscale_rows.addcmul_(dmatch[rows], products[rows])
         if dx_rows is not None:
-            from_dx = walk.finish_rows(
+            from_dx = local.finish_rows(
                 dx_rows,
                 dx[rows] if needs.dx else None,
                 factor,
@@ -119,7 +119,7 @@ def finish(
     if sums.dy is not None:
         final = dtype or block.y.dtype
         dy = sums.dy if sums.dy.dtype == final else torch.empty_like(sums.dy, dtype=final)
-        walk.finish_rows(sums.dy, dy, factor, own=None, partners=block.x, dmatch=dmatch, precision=block.precision)
+        local.finish_rows(sums.dy, dy, factor, own=None, partners=block.x, dmatch=dmatch, precision=block.precision)
     if sums.dcol_bias is not None:
         dcol_bias = sums.dcol_bias
     for dbias in (drow_bias, dcol_bias):

@@ -49,7 +49,7 @@ def sigmoid_mean(
     wanted = Needs(*needs)
     with on_its_device(x):
         team = assemble(group, backend, block, "sigmoid loss", needs=wanted, mean=True)
-        match = matching_similarities(block, team.walks.matching_products(block))
+        match = matching_similarities(block, team.local.matching_products(block))
         if any(wanted):
             total = block.zeros(block.N)
             sums = column_sums(block, wanted)
@@ -57,7 +57,7 @@ def sigmoid_mean(
             strips = team.walks.softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
             dmatch = -torch.sigmoid(-match) / unit
             gradients = finish(
-                team.walks,
+                team.local,
                 block,
                 strips,
                 sums,

@@ -16,13 +16,11 @@ from megabatch.ring.exchange import Exchange
 from megabatch.ring.lap import Lap, Merge, Tensors, Work
 from megabatch.ring.schedule import Schedule
 from megabatch.tiles import plan
-from megabatch.tiles.backends import Walks
+from megabatch.tiles.backends import RowWork, Walks
 from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.matching import matching_similarities
-from megabatch.tiles.precision import BFLOAT16, FLOAT16
-
-_HALF = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
+from megabatch.tiles.precision import HALF_DTYPE
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class RingWalks:
     schedule: Schedule
     census: Census
     inner: Callable[[Block], Walks]  # which walks serve a block
-    local: Walks  # those of this rank's own block, for what is done row by row
+    local: RowWork  # what is done row by row, by this rank alone
     sums_dtype: torch.dtype
 
     def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]:
@@ -107,7 +105,7 @@ class RingWalks:
     def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:
         """How many entries of its row, and of its column, come before each local pair in the whole batch."""
         assert pairs is None, "the pairs of a rank are on its own diagonal"
-        match = matching_similarities(block, self.matching_products(block))
+        match = matching_similarities(block, self.local.matching_products(block))
         block = self._prepared(block)
         first = sum(self.census.rows[: self.exchange.members.rank])
         index = torch.arange(first, first + block.N, device=block.x.device)
@@ -122,24 +120,6 @@ class RingWalks:
 
         (col_rank,) = self._lap([*self._columns(block), match, index], work, _add)
         return row_rank, col_rank
-
-    def matching_products(self, block: Block) -> Tensor:
-        """⟨x_i, y_i⟩ of the local pairs."""
-        return self.local.matching_products(block)
-
-    def finish_rows(
-        self,
-        sums: Tensor,
-        out: Tensor | None,
-        factor: Tensor,
-        *,
-        own: Tensor | None,
-        partners: Tensor,
-        dmatch: Tensor | None,
-        precision: str,
-    ) -> Tensor | None:
-        """As the backend's."""
-        return self.local.finish_rows(sums, out, factor, own=own, partners=partners, dmatch=dmatch, precision=precision)
 
     def _gradient_lap(
         self,
@@ -170,7 +150,7 @@ class RingWalks:
         The main diagonal is that of the whole batch. It lies in the own blocks if every rank has as many rows as columns, and
         is expressed by ids if not.
         """
-        half = _HALF.get(block.precision)
+        half = HALF_DTYPE.get(block.precision)
         if half is not None:
             block = replace(block, x=block.x.to(half), y=block.y.to(half))
         if block.row_ids is not None and block.col_ids is not None:

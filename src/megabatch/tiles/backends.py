@@ -17,7 +17,7 @@ EAGER, TRITON = "eager", "triton"
 
 
 class Walks(Protocol):
-    """What a backend is: the walks over the tiles of a block. `eager` says what each of them means."""
+    """The walks over the tiles of a block. `eager` says what each of them means."""
 
     def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]: ...  # noqa: D102
 
@@ -40,6 +40,10 @@ class Walks(Protocol):
 
     def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]: ...  # noqa: D102
 
+
+class RowWork(Protocol):
+    """What is done row by row, without walking over tiles. `matching` says what each of them means."""
+
     def matching_products(self, block: Block) -> Tensor: ...  # noqa: D102
 
     def finish_rows(  # noqa: D102
@@ -53,6 +57,10 @@ class Walks(Protocol):
         dmatch: Tensor | None,
         precision: str,
     ) -> Tensor | None: ...
+
+
+class Backend(Walks, RowWork, Protocol):
+    """A backend: walks over tiles and work on rows."""
 
 
 def _find_triton() -> bool:
@@ -97,7 +105,7 @@ def sums_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if backend == TRITON else dtype
 
 
-def walks(backend: str, block: Block) -> Walks:
+def walks(backend: str, block: Block) -> Backend:
     """The walks of a backend, by its name; a block without similarities needs no kernels."""
     if backend == EAGER or block.is_empty:
         return eager

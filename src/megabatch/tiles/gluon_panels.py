@@ -8,7 +8,6 @@ asked of the L2 cache, which would otherwise set the pace.
 `triton_forward` and `triton_backward` say what is computed, and serve everything that is not served here.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -25,83 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from megabatch.tiles import gluon_pieces as pieces
 from megabatch.tiles import plan
 from megabatch.tiles.plan import Panel
 from megabatch.tiles.triton_operands import Operands
-from megabatch.tiles.triton_softplus import joint, log1p
 
 # What a tile of exponents becomes.
 SUMS, SOFTMAX, SIGMOID = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 BLOCK = 128  # a tile is BLOCK × BLOCK: half of a warpgroup's registers
-
-
-@gluon.jit
-def _halves(s):
-    """The left and the right columns of a piece; both are where they were, in the same registers."""
-    columns: gl.constexpr = s.shape[1] // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-    left, right = s.reshape((s.shape[0], 2, columns)).permute((0, 2, 1)).split()
-    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _places(s, n, m):
-    """Rows and columns of a piece that begins at (n, m)."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.shape[1], 16])
-    offs_n = n + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
-    return offs_n, m + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-
-
-@gluon.jit
-def _left_out(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL: gl.constexpr, EDGES: gl.constexpr):
-    """−inf on the diagonal and beyond the edges."""
-    if SKIP_DIAGONAL:
-        if (n < m + t.shape[1]) & (m < n + t.shape[0]):
-            t = gl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), t)
-    if EDGES:
-        if (n + t.shape[0] > N) | (m + t.shape[1] > M):
-            t = gl.where((offs_n < N)[:, None] & (offs_m < M)[None, :], t, -float("inf"))
-    return t
-
-
-@gluon.jit
-def _sums(s, k, base, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
-    """Row sums of 2^t, and column sums over the rows that one thread owns: (4, 8, columns)."""
-    offs_n, offs_m = _places(s, n, m)
-    e = gl.exp2(_left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True))
-    pairs = gl.sum(e.reshape((s.shape[0] // 16, 2, 8, s.shape[1])), 1)
-    return gl.sum(e, 1), gl.sum(pairs.reshape((s.shape[0] // 64, 4, 8, s.shape[1])), 0)
-
-
-@gluon.jit
-def _softmax(s, k, base, row_weight, col_weight, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
-    """Weights; nobody reads those beyond the edges."""
-    offs_n, offs_m = _places(s, n, m)
-    a = gl.load(row_weight + gl.minimum(offs_n, N - 1))
-    b = gl.load(col_weight + gl.minimum(offs_m, M - 1))
-    t = _left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, False)
-    return gl.exp2(t) * (a[:, None] + b[None, :])
-
-
-@gluon.jit
-def _sigmoid(s, k, row_offset, row_weight, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
-    """Weights, their row sums, and row sums of softplus; t is in units of log 2.
-
-    Every operation counts: a warp fetches this much code at one instruction in four or five clocks.
-    """
-    LOG2E: gl.constexpr = 1.4426950408889634
-    offs_n, offs_m = _places(s, n, m)
-    t = s * (k * LOG2E)
-    if row_offset is not None:
-        t += (gl.load(row_offset + gl.minimum(offs_n, N - 1)) * LOG2E)[:, None]
-    t = _left_out(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True)
-    e = gl.exp2(-gl.abs(t))  # of the two exponentials the one that cannot overflow
-    r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=gl.float32, is_pure=True, pack=1)
-    a = gl.load(row_weight + gl.minimum(offs_n, N - 1))
-    g = r * gl.exp2(gl.minimum(t, 0.0))  # one more exponential is cheaper than a choice by the sign
-    softplus = gl.sum(gl.maximum(t, 0.0), 1) / LOG2E + log1p(gl.reduce(e, 1, joint))
-    return a[:, None] * g, a * gl.sum(g, 1), softplus
 
 
 @gluon.jit
@@ -181,8 +112,8 @@ def _work(
     released = first_panel
     turn = 1 - WHICH
     if KIND == SUMS:
-        nothing = _halves(gl.zeros((BLOCK, BLOCK), gl.float32, layout))[0]
-        left_columns = _sums(nothing, k, -float("inf"), 0, 0, N, M, False)[1]  # zeros, laid out as what will be added
+        nothing = pieces.halves(gl.zeros((BLOCK, BLOCK), gl.float32, layout))[0]
+        left_columns = pieces.sums(nothing, k, -float("inf"), 0, 0, N, M, False)[1]  # zeros, laid out as what will be added
         right_columns = left_columns
     for tile in range(first_tile + WHICH, last_tile, 2):
         panel = tile // tiles_n
@@ -219,8 +150,8 @@ def _work(
         if STEPS > RESIDENT:
             mbarrier.arrive(empty.index((index - 2) % RING))
 
-        left, right = _halves(s)
-        offs_n = _places(left, n, m)[0]
+        left, right = pieces.halves(s)
+        offs_n = pieces.places(left, n, m)[0]
         place, mask_n = panel.to(gl.int64) * rows + (offs_n - first_row), offs_n < N
         if KIND == SUMS:
             if panel != before:
@@ -228,9 +159,9 @@ def _work(
                 _store_columns(right_columns, col_part, WHICH, HALF, before, tiles_n, columns, BLOCK)
                 left_columns, right_columns = left_columns * 0.0, right_columns * 0.0
                 before = panel
-            left_rows, folded = _sums(left, k, base, n, m, N, M, SKIP_DIAGONAL)
+            left_rows, folded = pieces.sums(left, k, base, n, m, N, M, SKIP_DIAGONAL)
             left_columns += folded
-            right_rows, folded = _sums(right, k, base, n, m + HALF, N, M, SKIP_DIAGONAL)
+            right_rows, folded = pieces.sums(right, k, base, n, m + HALF, N, M, SKIP_DIAGONAL)
             right_columns += folded
             gl.store(row_part + place, left_rows + right_rows, mask=mask_n)
         else:
@@ -239,9 +170,9 @@ def _work(
                 part = left if half == 0 else right
                 mh = m + half * HALF
                 if KIND == SOFTMAX:
-                    g = _softmax(part, k, base, row_weight, col_weight, n, mh, N, M, SKIP_DIAGONAL)
+                    g = pieces.softmax(part, k, base, row_weight, col_weight, n, mh, N, M, SKIP_DIAGONAL)
                 else:
-                    g, added, softplus = _sigmoid(part, k, row_offset, row_weight, n, mh, N, M, SKIP_DIAGONAL)
+                    g, added, softplus = pieces.sigmoid(part, k, row_offset, row_weight, n, mh, N, M, SKIP_DIAGONAL)
                     row_sums += added
                     softplus_sums += softplus
                 if g_desc is not None:
@@ -346,16 +277,14 @@ def sums(
 def softmax_weights(
     panel: Panel,
     given: Operands,
-    row_weight: Tensor,  # (N,)
-    col_weight: Tensor,  # (M,)
+    weights: tuple[Tensor, Tensor],  # (N,), (M,)
     rows: slice,
     columns: slice,
     g: Tensor | None,  # (n, m) written
-    row_parts: Sequence[Tensor | None],
     skip_diagonal: bool,
 ) -> None:
     """g = 2^t · (row weight + column weight). Nothing is summed: only biases ask for that, and `plan.panel` sends them away."""
-    assert all(part is None for part in row_parts)
+    row_weight, col_weight = weights
     _launch(SOFTMAX, panel, given, rows, columns, skip_diagonal, g, row_weight=row_weight, col_weight=col_weight)
 
 
@@ -363,18 +292,15 @@ def sigmoid_weights(
     panel: Panel,
     given: Operands,
     row_weight: Tensor,  # (N,)
-    col_weight: Tensor,  # not used
     rows: slice,
     columns: slice,
     g: Tensor | None,  # (n, m) written
-    row_parts: Sequence[Tensor | None],  # (panels, n) written
+    parts: tuple[Tensor | None, Tensor | None],  # (panels, n) each, written: row sums of softplus, and of g
     skip_diagonal: bool,
 ) -> None:
     """g = row weight · sigmoid(t), and partial row sums of softplus and of g."""
-    softplus_part, row_part, scale_part = row_parts
-    assert scale_part is None
-    parts = {"softplus_part": softplus_part, "row_part": row_part}
-    _launch(SIGMOID, panel, given, rows, columns, skip_diagonal, g, row_offset=given.row_offset, row_weight=row_weight, **parts)
+    given_rows = {"row_offset": given.row_offset, "row_weight": row_weight, "softplus_part": parts[0], "row_part": parts[1]}
+    _launch(SIGMOID, panel, given, rows, columns, skip_diagonal, g, **given_rows)
 
 
 def _launch(

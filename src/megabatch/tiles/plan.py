@@ -139,20 +139,22 @@ def has_gluon(device: torch.device) -> bool:
 
 def march_tile(precision: str, device: torch.device) -> KernelTile:
     """The tile of the forward kernel."""
-    if precision == FLOAT32:
-        return _MARCH_FLOAT32
-    if shared_memory(device) < _LARGE_SHARED_MEMORY:
-        return replace(_MARCH_SMALL, width=32) if precision == TF32 else _MARCH_SMALL
-    return _MARCH_TF32 if precision == TF32 else _MARCH
+    return _tile(_MARCH, _MARCH_TF32, _MARCH_FLOAT32, _MARCH_SMALL, precision, device)
 
 
 def strip_tile(precision: str, device: torch.device) -> KernelTile:
     """The tile of the gradient kernel."""
+    return _tile(_STRIP, _STRIP_TF32, _STRIP_FLOAT32, _STRIP_SMALL, precision, device)
+
+
+def _tile(
+    half: KernelTile, tf32: KernelTile, float32: KernelTile, small: KernelTile, precision: str, device: torch.device
+) -> KernelTile:
     if precision == FLOAT32:
-        return _STRIP_FLOAT32
+        return float32
     if shared_memory(device) < _LARGE_SHARED_MEMORY:
-        return replace(_STRIP_SMALL, width=32) if precision == TF32 else _STRIP_SMALL
-    return _STRIP_TF32 if precision == TF32 else _STRIP
+        return replace(small, width=32) if precision == TF32 else small
+    return tf32 if precision == TF32 else half
 
 
 def march_strips(panels: int, rows: int, tile_rows: int, multiprocessors: int) -> tuple[int, int]:

@@ -311,8 +311,12 @@ def _form(
     if panel is not None:
         from megabatch.tiles import gluon_panels
 
-        form = gluon_panels.sigmoid_weights if SIGMOID in kinds else gluon_panels.softmax_weights
-        form(panel, given, weights.row_weight, weights.col_weight, rows, columns, g, row_parts, block.skip_diagonal)
+        if SIGMOID in kinds:
+            parts = row_parts[0], row_parts[1]
+            gluon_panels.sigmoid_weights(panel, given, weights.row_weight, rows, columns, g, parts, block.skip_diagonal)
+        else:
+            both = weights.row_weight, weights.col_weight
+            gluon_panels.softmax_weights(panel, given, both, rows, columns, g, block.skip_diagonal)
         kinds = kinds[1:]
     for kind in kinds:
         _strip[(programs,)](

@@ -18,13 +18,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.tiles.block import Block
-from megabatch.tiles.precision import BFLOAT16, FLOAT16, TF32, round_to_tf32
+from megabatch.tiles.precision import HALF_DTYPE, TF32, round_to_tf32
 from megabatch.tiles.triton_rows import exponent_scale
 
 LOG2E = 1 / math.log(2)
 HEADROOM = 60.0
-
-_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,8 @@ def _packed(ids: Tensor | None) -> Tensor | None:
 def _operand(values: Tensor, precision: str) -> Tensor:
     if precision == TF32:
         values = round_to_tf32(values)
-    elif precision in _DTYPE:
-        values = values.to(_DTYPE[precision])
+    elif precision in HALF_DTYPE:
+        values = values.to(HALF_DTYPE[precision])
     step = 16 // values.element_size()
     if (
         values.stride(1) == 1
