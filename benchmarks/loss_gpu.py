@@ -311,16 +311,25 @@ def main() -> int:
     args = parse()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device; benchmarks/loss_cpu.py is the one for a CPU.")
-    command = " ".join(["python", "benchmarks/loss_gpu.py", *sys.argv[1:]])
+    said = [
+        word for word in sys.argv[1:] if word not in ("--output", str(args.output))
+    ]  # where results went is nobody's matter
+    command = " ".join(["python", "benchmarks/loss_gpu.py", *said])
     record: dict[str, Any] = {"command": command, "machine": machine.describe(), "results": [], "large": []}
     work = [
         (kind, *map(int, size.split("x"))) for kind, sizes in (("clip", args.sizes), ("siglip", args.siglip)) for size in sizes
     ]
+    args.output.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:  # after every size: a run that is cut off keeps what it has
+        (args.output / f"{args.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
     started = time.perf_counter()
     for i, (kind, B, D) in enumerate(work):
         print(f"[{i + 1}/{len(work)}, {time.perf_counter() - started:.0f} s] {kind} {B}x{D}", flush=True)
         record["results"] += measure(B, D, args.rounds, kind)
         torch.cuda.empty_cache()
+        save()
     for B in args.large:
         print(f"[{time.perf_counter() - started:.0f} s] one step at {B}x512", flush=True)
         image, text = pairs(65536, 512)
@@ -329,8 +338,7 @@ def main() -> int:
         small = milliseconds(with_gradients(partial(mb.clip_loss, backend="triton"), image, text, scale))
         record["large"].append(measure_large(B, 512, small))
         torch.cuda.empty_cache()
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / f"{args.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        save()
     print(table(record))
     return 0
 

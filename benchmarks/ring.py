@@ -205,6 +205,7 @@ def markdown(results: list[Result], title: str, about: dict[str, Any], command: 
 
 def draw(results: list[Result], title: str, path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     figure.suptitle(title)
@@ -212,13 +213,15 @@ def draw(results: list[Result], title: str, path: Path) -> None:
     shown = (("peak memory of a rank, MiB", "peak_bytes", 2**20), ("seconds, all ranks on the same cores", "seconds", 1))
     shown = (*shown, ("MiB sent by a rank", "sent_bytes", 2**20))
     for axes, (label, name, unit) in zip(panels, shown, strict=True):
-        for system, marker in zip(SYSTEMS, "sDvP<>o", strict=True):
+        for i, (system, marker) in enumerate(zip(SYSTEMS, "sDvP<>o", strict=True)):
             points = [(r.world, getattr(r, name) / unit) for r in results if r.system == system and getattr(r, name)]
             if points:
-                axes.plot(*zip(*points, strict=True), marker=marker, label=system, linewidth=2.5 if system == TILES else 1.2)
+                width = 2.5 if system == TILES else 1.2
+                axes.plot(*zip(*points, strict=True), marker=marker, color=f"C{i}", label=system, linewidth=width)
         worlds = sorted({r.world for r in results})
         axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label, xticks=worlds)
         axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)

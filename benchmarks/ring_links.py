@@ -2,8 +2,8 @@
 
 A node is a network namespace, a link is a veth pair whose rate `tc tbf` limits in both directions; inside a node messages go
 over its loopback device. A node has one link for all its ranks, or one for each. Needs root, `ip` and `tc` on Linux; says so
-and ends where they are missing. What the model is given (bandwidths, latencies, compute rates) is measured in the same run,
-apart from what it predicts. The result is checked against one process before any time is reported.
+and ends where they are missing. What the model is given (bandwidths, the time of a visit and of an empty step) is measured in
+the same run, apart from what it predicts. The result is checked against one process before any time is reported.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from megabatch.bench.ranks import join
 from megabatch.planning.ring import Cluster, Link, Pass, clip_passes, predict
 from megabatch.ring import lap
 
-SCALE, REPEATS = 20.0, 5
+SCALE, REPEATS = 20.0, 3
 CASES = [("ring", True), ("ring", False), ("two_level", True), ("two_level", False), ("gather", True)]
 
 
@@ -58,7 +58,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def network(nodes: int, rails: int, megabits: float) -> Iterator[None]:
-    """Namespaces mb-node0 … with interfaces rail0 …; rail l of node n has the address 10.77.l.(n + 1)."""
+    """Namespaces mb-node0 … with interfaces rail0 …; rail l of node n has the address 10.77.n.(l + 1)."""
     shape = f"root tbf rate {megabits}mbit burst 32kb latency 400ms"
     try:
         for n in range(nodes):
@@ -71,8 +71,11 @@ def network(nodes: int, rails: int, megabits: float) -> Iterator[None]:
                 inside, outside = f"rail{rail}", f"mb{n}x{rail}"
                 sh(f"ip link add {outside} type veth peer name {inside} netns mb-node{n}")
                 sh(f"ip link set {outside} master mb-rail{rail} up")
-                sh(f"ip netns exec mb-node{n} ip addr add 10.77.{rail}.{n + 1}/24 dev {inside}")
+                sh(f"ip netns exec mb-node{n} ip addr add 10.77.{n}.{rail + 1}/32 dev {inside}")
                 sh(f"ip netns exec mb-node{n} ip link set {inside} up")
+                for m in set(range(nodes)) - {n}:
+                    way = f"dev {inside} src 10.77.{n}.{rail + 1}"
+                    sh(f"ip netns exec mb-node{n} ip route add 10.77.{m}.{rail + 1}/32 {way}")
                 sh(f"tc qdisc add dev {outside} {shape}")
                 sh(f"ip netns exec mb-node{n} tc qdisc add dev {inside} {shape}")
         yield
@@ -117,7 +120,10 @@ def rank_main(args: argparse.Namespace) -> None:
     image, text = inputs(world * args.rows, args.width)
     rows = slice(args.rank * args.rows, (args.rank + 1) * args.rows)
     local = [t[rows].clone().requires_grad_() for t in (image, text)]
-    answer["work"] = timed_passes(lambda: megabatch.clip_loss(*local, SCALE))
+    answer["work"] = timed_work(local, world)
+    tiny = [t[:1].detach().requires_grad_() for t in local]
+    with ring.using("ring"):
+        answer["tiny"] = timed_passes(lambda: megabatch.clip_loss(*tiny, SCALE, group=dist.group.WORLD))
     for schedule, overlap in CASES:
         lap.OVERLAP = overlap
         with ring.using(schedule), ring.counted() as sent:
@@ -162,6 +168,24 @@ def timed_passes(function: Callable[[], Tensor]) -> list[list[float]]:
     return results
 
 
+def timed_work(local: list[Tensor], visits: int) -> list[list[float]]:
+    """One visit, forward and backward, while all ranks work: as many as a lap has, from the first to the end of the last."""
+    loss = megabatch.clip_loss(*local, SCALE)
+    passes = (lambda: megabatch.clip_loss(*local, SCALE), lambda: torch.autograd.grad(loss, local, retain_graph=True))
+    results = []
+    for _ in range(REPEATS):
+        seconds = []
+        for work in passes:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(visits):
+                work()
+            dist.barrier()
+            seconds.append((time.perf_counter() - start) / visits)
+        results.append(seconds)
+    return results
+
+
 def probe(args: argparse.Namespace, *, between: bool) -> dict[str, float]:
     """Bandwidth and latency of a message to the next rank: all ranks inside a node, one rank of each node between them."""
     node, place = divmod(args.rank, args.ranks)
@@ -184,42 +208,40 @@ def probe(args: argparse.Namespace, *, between: bool) -> dict[str, float]:
                     work.wait()
             times.append(time.perf_counter() - start)
         measured[name] = statistics.median(times)
-    seconds = measured["bandwidth"] - measured["latency"]
-    return {"latency": measured["latency"], "bandwidth": 4 * 2**20 / seconds}
+    if not active:
+        return {}
+    return {"latency": measured["latency"], "bandwidth": 4 * 2**20 / (measured["bandwidth"] - measured["latency"])}
 
 
 def slowest(answers: list[dict[str, Any]], key: str) -> list[float]:
     """Median over repeats of the time of the slowest rank: forward, backward."""
-    runs = [answer[key] if key == "work" else answer[key]["seconds"] for answer in answers]
+    runs = [answer[key] if key in ("work", "tiny") else answer[key]["seconds"] for answer in answers]
     by_repeat = [[max(run[i][p] for run in runs) for i in range(REPEATS)] for p in (0, 1)]
     return [statistics.median(times) for times in by_repeat]
 
 
 def predicted(args: argparse.Namespace, answers: list[dict[str, Any]], schedule: str, rails: int) -> list[float]:
-    work = slowest(answers, "work")
-    links = {
-        name: Link(
-            statistics.median(a[name]["bandwidth"] for a in answers[:: args.ranks if name == "between" else 1]),
-            statistics.median(a[name]["latency"] for a in answers[:: args.ranks if name == "between" else 1]),
-        )
-        for name in ("inside", "between")
-    }
+    """From the bandwidths, the time of a visit while all ranks work, and that of a step in which nearly nothing is done."""
+    inside, between = (
+        Link(statistics.median(a[name]["bandwidth"] for a in answers if a[name])) for name in ("inside", "between")
+    )
+    work = zip(clip_passes(args.width, 4), slowest(answers, "work"), slowest(answers, "tiny"), strict=True)
 
-    def seconds(lap: Pass, local: float) -> float:
-        rate = lap.operations * args.width * args.rows**2 / local
-        cluster = Cluster(args.nodes, args.ranks, links["inside"], links["between"], rate, rails=rails)
+    def seconds(lap: Pass, visit: float, tiny: float) -> float:
+        rate, overhead = lap.operations * args.width * args.rows**2 / visit, tiny / (args.nodes * args.ranks)
+        cluster = Cluster(args.nodes, args.ranks, inside, between, rate, rails=rails, overhead=overhead)
         return predict(schedule, cluster, args.rows * cluster.ranks, args.width, lap).seconds
 
-    return [seconds(lap, local) for lap, local in zip(clip_passes(args.width, 4), work, strict=True)]
+    return [seconds(*given) for given in work]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=2, help="how many (2)")
     parser.add_argument("--ranks", type=int, default=4, help="of each node (4)")
-    parser.add_argument("--rows", type=int, default=512, help="of each rank (512)")
+    parser.add_argument("--rows", type=int, default=256, help="of each rank (256)")
     parser.add_argument("--width", type=int, default=512, help="of the embeddings (512)")
-    parser.add_argument("--megabits", type=float, default=100.0, help="a second, of a link between nodes (100)")
+    parser.add_argument("--megabits", type=float, default=50.0, help="a second, of a link between nodes (50)")
     parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent / "results", help="folder")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--answers", help=argparse.SUPPRESS)
@@ -253,9 +275,11 @@ def main() -> int:
             lines.append("| " + " | ".join(cells) + " |")
             found = {"links": rails, "schedule": schedule, "overlap": overlap, "measured": measured, "predicted": model}
             record["results"].append(found | {"crossing_bytes": crossing * 2**20})
-        given = {name: [a[name] for a in answers] for name in ("inside", "between")} | {"work": slowest(answers, "work")}
+        given = {name: [a[name] for a in answers] for name in ("inside", "between")} | {
+            key: slowest(answers, key) for key in ("work", "tiny")
+        }
         record.setdefault("given", {})[str(rails)] = given
-    defaults = {"nodes": 2, "ranks": 4, "rows": 512, "width": 512, "megabits": 100.0}
+    defaults = {"nodes": 2, "ranks": 4, "rows": 256, "width": 512, "megabits": 50.0}
     changed = "".join(f" --{name} {getattr(args, name):g}" for name, value in defaults.items() if getattr(args, name) != value)
     command = f"python benchmarks/ring_links.py{changed}"
     title = (

@@ -75,7 +75,7 @@ class Pool:
             self._pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function, world, *args, seconds=TIMEOUT, ranks=None):
+    def run(self, function, world, *args, seconds=TIMEOUT):
         """What `function(group, rank, *args)` returns on each rank; a failure anywhere is a failure here."""
         answers = self.attempt(function, world, *args, seconds=seconds)
         for rank, (worked, answer) in enumerate(answers):

@@ -74,4 +74,4 @@ except ValueError as error:
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
-    assert "its kernels run on CUDA devices, and the inputs are on cpu" in done.stdout, done.stderr
+    assert "its kernels run on NVIDIA GPUs, and the inputs are on cpu" in done.stdout, done.stderr

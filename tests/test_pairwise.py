@@ -132,6 +132,15 @@ def test_copies_tie_wherever_they_are_formed(N, D, dtype):
         assert torch.equal(rank, torch.arange(N))
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_ranks_of_large_norms(backend):
+    """A norm of 1e25 is within float32; its square is not."""
+    x, y = unit(40, 8, seed=0, dtype=torch.float32), unit(40, 8, seed=1, dtype=torch.float32)
+    found = mb.pairwise_rank(x * 1e25, y, backend=backend)
+    for actual, expected in zip(found, reference.pairwise_rank(x.double(), y.double()), strict=True):
+        assert torch.equal(actual, expected)
+
+
 def test_nan_ranks_worst():
     x = unit(20, 8, seed=0, dtype=torch.float32)
     x[3] = torch.nan

@@ -6,6 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch as mb
+from megabatch import validation
+from megabatch.tiles import backends
 
 X = torch.randn(6, 4)
 Y = torch.randn(5, 4)
@@ -127,3 +129,27 @@ def test_errors_come_before_any_work(arguments, options, error, message):
 def test_numbers_of_other_libraries_are_numbers():
     assert torch.equal(mb.clip_loss(X, X, np.float32(2)), mb.clip_loss(X, X, 2.0))
     assert torch.equal(mb.clip_loss(X, X, 2), mb.clip_loss(X, X, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "precision", "chosen", "reason"),
+    [
+        ((9, 0), None, "bfloat16", "triton", None),
+        ((8, 0), None, "tf32", "triton", None),
+        ((9, 0), None, "float64", "eager", "float32 at most"),
+        ((7, 5), None, "float16", "eager", "need compute capability 8.0 or newer, and cuda:0 has 7.5"),
+        ((9, 4), "6.2", "bfloat16", "eager", "run on NVIDIA GPUs"),
+    ],
+)
+def test_which_backend_serves_a_gpu(monkeypatch, capability, hip, precision, chosen, reason):
+    monkeypatch.setattr(backends, "HAS_TRITON", True)
+    monkeypatch.setattr(backends, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda:0")
+    assert validation.backend("auto", precision, device) == chosen
+    if reason is None:
+        assert validation.backend("triton", precision, device) == "triton"
+    else:
+        with pytest.raises(ValueError, match=reason):
+            validation.backend("triton", precision, device)

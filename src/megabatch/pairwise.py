@@ -128,7 +128,7 @@ def pairwise_rank(
     """
     precision = validation.embeddings(x, y, same_rows=True)
     route = validation.group(group)
-    backend = validation.rank_backend(backend, precision, x.device, route)
+    backend = validation.backend(backend, precision, x.device)
     row_rank, col_rank = operators.rank(x, y, precision, backend, route)
     return row_rank, col_rank
 

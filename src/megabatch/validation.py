@@ -111,19 +111,11 @@ def backend(value: Any, precision: str, device: torch.device) -> str:
     if value not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
     if value == "auto":
-        return backends.DEFAULT
+        return str(backends.default(precision, device))
     reason = backends.why_not_triton(precision, device) if value == backends.TRITON else None
     if reason is not None:
         raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')
     return str(value)
-
-
-def rank_backend(value: Any, precision: str, device: torch.device, route: str) -> str:
-    """The same for ranks of pairs, which kernels find for one process alone."""
-    settled = backend(value, precision, device)
-    if route and value == backends.TRITON:
-        raise ValueError('backend="triton" cannot serve this call: it ranks the pairs of one process. Use backend="auto"')
-    return backends.EAGER if route else settled
 
 
 def group(value: Any) -> str:

@@ -196,3 +196,15 @@ def test_modules_accept_open_clips_options():
     plain = mb.ClipLoss()(x, y, 10.0)
     assert torch.equal(mb.ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True)(x, y, 10.0), plain)
     assert mb.SigLipLoss(cache_labels=True, dist_impl="gather")(x, y, 10.0, -10.0) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [93.0, 97.0, 100.0, 105.0])
+def test_gradients_of_almost_certain_pairs_are_finite(dtype, scale):
+    """Losses of 1e-40, whose gradients are at the end of float32's range or beyond it."""
+    x, y = (torch.eye(8, dtype=dtype).requires_grad_() for _ in range(2))
+    logit_scale = torch.tensor(scale, requires_grad=True)
+    mb.clip_loss(x, y, logit_scale).backward()
+    for gradient in (x.grad, y.grad, logit_scale.grad):
+        assert gradient.isfinite().all()
+        assert gradient.float().abs().max() < 1e-30

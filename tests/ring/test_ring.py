@@ -282,3 +282,57 @@ def test_nodes_are_those_that_the_environment_names(pool, variable, schedule):
         assert [size > 0 for size in crossing] == [False, True, False, True]  # the last rank of each node
     else:
         assert all(size > 0 for size in crossing)
+
+
+def ranks_through_triton(group, rank):
+    counts = [20, 0, 37]
+    x, y, *_ = data(counts, D=16)
+    return mb.pairwise_rank(shared(x, counts, rank).float(), shared(y, counts, rank).float(), group=group, backend="triton")
+
+
+def test_kernels_rank_the_pairs_of_all_ranks(pool):
+    pytest.importorskip("triton")
+    answers = pool.run(ranks_through_triton, 3)
+    x, y, *_ = data([20, 0, 37], D=16)
+    wanted = reference.pairwise_rank(x.float().double(), y.float().double())
+    for parts, expected in zip(zip(*answers, strict=True), wanted, strict=True):
+        assert torch.equal(torch.cat(parts), expected)
+
+
+def unequal_norms(group, rank, backend):
+    """Every block has a common shift of its own: one column of the second is longer than all others, and points away."""
+    g = torch.Generator().manual_seed(3)
+    axis = torch.eye(8)[:1]
+    near, far = (
+        torch.cat(
+            (torch.full((n, 1), c), torch.nn.functional.normalize(torch.randn(n, 7, generator=g)) * (1 - c * c) ** 0.5), 1
+        )
+        for n, c in ((15, 0.3), (15, 0.04))
+    )
+    x, y = torch.cat((axis, near)), torch.cat((far, -1.55 * axis))
+    if group is None:
+        x, y, scale = leaves(x.double(), y.double(), torch.tensor(100.0).double())
+        loss = reference.clip_loss(x, y, scale)
+    else:
+        x, y, scale = leaves(x[8 * rank : 8 * rank + 8], y[8 * rank : 8 * rank + 8], torch.tensor(100.0))
+        loss = mb.clip_loss(x, y, scale, group=group, backend=backend)
+    loss.backward()
+    return loss.detach(), x.grad, y.grad, scale.grad
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_blocks_whose_norms_differ(pool, backend):
+    answers = pool.run(unequal_norms, 2, backend)
+    loss, dx, dy, dscale = unequal_norms(None, 0, backend)
+    found = [sum(a[0] for a in answers) / 2, *(torch.cat([a[i] for a in answers]) / 2 for i in (1, 2))]
+    found.append(sum(a[3] for a in answers) / 2)
+    for actual, expected in zip(found, (loss, dx, dy, dscale), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=2e-5 * expected.abs().max().item())
+
+
+def test_counters_within_counters():
+    with ring.exchange.counted() as outer:
+        with ring.exchange.counted():
+            pass
+        ring.exchange._count(100, crosses=False)
+    assert outer.bytes == 100

@@ -12,9 +12,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megabatch.tiles import plan, triton_backward, triton_forward, triton_rank
+from megabatch.tiles import gluon_panels, plan, triton_backward, triton_forward, triton_rank, triton_rows
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
 
@@ -22,6 +23,7 @@ SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}
 
 TYPES = {
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.int32: "i32",
@@ -41,13 +43,13 @@ class Compiles:
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *args, num_warps, num_stages, **constants):
+    def launch(self, *args, num_warps=4, num_stages=3, **constants):
         given = dict(zip(self.kernel.arg_names, args, strict=False)) | constants
         signature = {name: self.type_of(given[name], name in constants) for name in self.kernel.arg_names}
         constexprs = {name: value for name, value in given.items() if signature[name] == "constexpr"}
         key = (self.kernel.__name__, str(signature), str(constexprs))
         if key not in COMPILED:
-            source = ASTSource(self.kernel, signature, constexprs)
+            source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constexprs)
             built = triton.compile(source, target=self.target, options={"num_warps": num_warps, "num_stages": num_stages})
             assert built.metadata.shared <= SHARED_MEMORY[self.target.arch], "more shared memory than the chip has"
             COMPILED[key] = built
@@ -57,6 +59,8 @@ class Compiles:
     def type_of(value, constant):
         if constant or value is None:
             return "constexpr"
+        if isinstance(value, gluon_panels.TensorDescriptor):
+            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
         if isinstance(value, TensorDescriptor):
             return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
         if isinstance(value, torch.Tensor):
@@ -67,32 +71,46 @@ class Compiles:
 def main(capability: int, precision: str, features: bool) -> None:
     target = GPUTarget("cuda", capability, 32)
     plan.shared_memory = lambda device: SHARED_MEMORY[capability]
+    plan.has_gluon = lambda device: capability == 90
     kernels = (
         (triton_forward, "_march"),
         (triton_forward, "_online_rows"),
         (triton_backward, "_strip"),
         (triton_rank, "_count"),
+        (triton_rows, "_largest_norms"),
+        (triton_rows, "_exponent_scale"),
+        (triton_rows, "_dots"),
+        (triton_rows, "_finish"),
+        (gluon_panels, "_panels"),
     )
     for module, name in kernels:
         setattr(module, name, Compiles(getattr(module, name), target))
+    walk(512, precision, features)
+    if capability == 90 and not features:
+        walk(768, precision, features)  # panels of which a part stays in shared memory
+        walk(1088, precision, features)  # none
+    print("compiled", len(COMPILED))
+
+
+def walk(D: int, precision: str, features: bool) -> None:
     dtype = getattr(torch, precision, torch.float32)
-    N, D = 300, 512  # the ragged edge has a launch of its own
+    N = 300  # the ragged edge has a launch of its own
     x, y = torch.randn(2, N, D).to(dtype)
     ids, bias = torch.arange(N), torch.zeros(N)
     extra = {"row_bias": bias, "col_bias": bias, "row_ids": ids, "col_ids": ids} if features else {}
     block = Block(x, y, torch.tensor(1.0), precision, skip_diagonal=True, **extra)
     needs = Needs(True, True, True, features, features)
     sums = ColumnGradients(torch.zeros(N, D), bias if features else None)
+    triton_rows.matching_products(block)
     triton_forward.logsumexp_statistics(block)
     one = torch.ones(N)
-    for _ in triton_backward.logsumexp_gradients(block, LogSum(one, one), LogSum(one, one), one, one, sums, needs):
-        pass
+    for strip in triton_backward.logsumexp_gradients(block, LogSum(one, one), LogSum(one, one), one, one, sums, needs):
+        triton_rows.finish_rows(strip.dx, x.clone(), one[0], own=x, partners=y, dmatch=one, precision=precision)
     for _ in triton_backward.softplus_gradients(block, one, sums, needs, total=one):
         pass
     triton_backward.softplus_sums(block)
     if not features:
         triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))
-    print("compiled", len(COMPILED))
 
 
 if __name__ == "__main__":

@@ -304,3 +304,13 @@ def test_strips_stay_within_the_workspace(monkeypatch, N, M):
     for panels in (1, 3, 256):
         strips, rows = plan.march_strips(panels, N, 256, 132)
         assert strips * rows >= N > (strips - 1) * rows
+
+
+def test_ids_of_different_types():
+    """−1 and 255 have the same eight bits."""
+    x, y = unit(20, 8, seed=0, dtype=torch.float32), unit(30, 8, seed=1, dtype=torch.float32)
+    ids = torch.arange(20, dtype=torch.int8) - 1, (torch.arange(30) + 250).to(torch.uint8)
+    for found, expected in zip(
+        *(mb.pairwise_logsumexp(x, y, exclude=ids, backend=b) for b in ("triton", "eager")), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -13,8 +13,7 @@ import megabatch as mb
 from megabatch.training import budget as budgets
 from megabatch.training.budget import Keeper
 from megabatch.training.graphs import stored, weighed
-
-from test_cached import Counted, Loss, assert_same, cached, data, plain, tower  # isort: skip
+from steps import Counted, Loss, assert_same, cached, data, plain, tower
 
 N = 12
 
@@ -123,19 +122,21 @@ class Marked(torch.autograd.Function):
 
 class Watched(Wide):
     def forward(self, x):
+        self.most = max(self.most, sum(mark() is not None for mark in self.marks))
         return self.last(torch.sigmoid(Marked.apply(self.first(x), self.marks)))
 
 
-@pytest.mark.parametrize("budget", [1, 2 * CHUNK, math.inf])
-def test_graphs_go_with_the_step_or_before_also_those_made_in_vain(budget):
-    """What is saved while it is weighed must not hold the node that holds it."""
+@pytest.mark.parametrize(("budget", "most"), [(None, 0), (1, 0), (3 * CHUNK, 3), (math.inf, 3)])
+def test_graphs_go_with_the_step_or_before_also_those_made_in_vain(budget, most):
+    """What is saved while it is weighed must not hold the node that holds it. Without a budget there is one graph at a time."""
     image, text = Watched(), tower(5, 1)
-    image.marks = []
+    image.marks, image.most = [], 0
     gc.collect()
     gc.disable()
     try:
         mb.cached_backward(Loss(), [(image, data(6, 0, N)), (text, data(5, 1, N))], chunk_size=3, budget=budget)
         assert len(image.marks) >= 4
         assert not [mark for mark in image.marks if mark() is not None]
+        assert image.most == most  # alive when another one is made
     finally:
         gc.enable()

@@ -1,11 +1,9 @@
 """The cached step gives the loss and the gradients of the plain step; float64, 1e-10."""
 
 import math
-import random
 import warnings
 from collections import UserDict
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,60 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
-from helpers import dense_clip
-
-N = 11
-
-
-def tower(width=6, seed=0, dropout=0.0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Dropout(dropout), nn.Linear(8, 4)).double()
-
-
-def data(width=6, seed=0, rows=N):
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-class Loss(nn.Module):
-    """CLIP with a learned scale, dense, so that only the step is tested; counts its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-        self.calls = 0
-
-    def forward(self, *embeddings):
-        self.calls += 1
-        x, *others = (F.normalize(e, dim=1) for e in embeddings)
-        return sum(dense_clip(x, y, self.log_scale.exp()) for y in others) / len(others)
-
-
-def gradients(*modules):
-    found = [p.grad.clone() if p.grad is not None else None for module in modules for p in module.parameters()]
-    for module in modules:
-        module.zero_grad()
-    return found
-
-
-def assert_same(found, wanted, tolerance=1e-10):
-    assert len(found) == len(wanted)
-    for a, b in zip(found, wanted, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-
-def plain(loss_fn, towers, modules):
-    loss = loss_fn(*(t(x) for t, x in towers))
-    loss.backward()
-    return [loss.detach(), *gradients(*modules)]
-
-
-def cached(loss_fn, towers, modules, **options):
-    loss = mb.cached_backward(loss_fn, towers, **options)
-    assert not loss.requires_grad
-    assert loss.shape == ()
-    return [loss, *gradients(*modules)]
+from steps import Counted, Loss, N, assert_same, cached, data, gradients, in_chunks, plain, tower
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, N, 100, (2, 5), [N, 1]])
@@ -108,20 +53,6 @@ def test_one_tower_alone():
         return loss(x[: N // 2], x[N // 2 : 2 * (N // 2)])
 
     assert_same(cached(halves, [(only, data())], (only, loss), chunk_size=4), plain(halves, [(only, data())], (only, loss)))
-
-
-class Counted(nn.Module):
-    """Counts forward passes, with and without a graph, and the samples in them."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.passes, self.with_graph, self.samples = inner, 0, 0, 0
-
-    def forward(self, x):
-        self.passes += 1
-        self.with_graph += torch.is_grad_enabled()
-        self.samples += len(x)
-        return self.inner(x)
 
 
 def test_frozen_tower_has_no_second_pass():
@@ -200,63 +131,6 @@ def test_structured_inputs(inputs):
     image, text, loss = tower(6, 0), TextTower(), Loss()
     wanted = plain(loss, [(image, data(6, 0)), (lambda _: text(TOKENS, MASK, 2.0), None)], (image, text, loss))
     assert_same(cached(loss, [(image, data(6, 0)), (text, inputs)], (image, text, loss), chunk_size=4), wanted)
-
-
-def in_chunks(module, x, size):
-    return torch.cat([module(part) for part in x.split(size)])
-
-
-@pytest.mark.parametrize("budget", [None, 900, math.inf])
-def test_dropout_is_the_same_in_both_passes(budget):
-    """Against one graph over the same chunks: same masks, and the generator goes on from the same place."""
-    image, text, loss = tower(6, 0, dropout=0.5), tower(5, 1, dropout=0.3), Loss()
-    pairs, modules = [(image, data(6, 0)), (text, data(5, 1))], (image, text, loss)
-
-    def noisy(x, y):
-        return loss(x, y) * (1 + torch.rand(()))
-
-    torch.manual_seed(7)
-    wanted = plain(noisy, [(lambda x, t=t: in_chunks(t, x, 3), x) for t, x in pairs], modules)
-    after = torch.rand(3)
-    torch.manual_seed(7)
-    assert_same(cached(noisy, pairs, modules, chunk_size=3, budget=budget), wanted)
-    assert torch.equal(torch.rand(3), after)
-    torch.manual_seed(8)
-    different = cached(noisy, pairs, modules, chunk_size=3, budget=budget)
-    assert (different[0] - wanted[0]).abs() > 1e-6
-
-
-class OtherRandomness(nn.Module):
-    """Masks drawn by Python and NumPy, as speech encoders do; remembers what it drew."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.drawn = tower(6, 0), []
-
-    def forward(self, x):
-        self.drawn.append((random.random(), float(np.random.rand()), torch.rand(()).item()))
-        return self.inner(x * sum(self.drawn[-1]))
-
-
-def test_randomness_of_python_and_numpy_is_replayed():
-    image, text, loss = OtherRandomness(), tower(5, 1), Loss()
-    mb.cached_backward(loss, [(image, data(6, 0)), (text, data(5, 1))], chunk_size=4)
-    first, second = image.drawn[:3], image.drawn[3:]
-    assert first == second
-    assert len(set(first)) == 3
-
-
-def test_a_tower_that_does_not_repeat_itself_is_noticed():
-    class Moody(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.generator = tower(6, 0), torch.Generator().manual_seed(0)
-
-        def forward(self, x):
-            return self.inner(x * torch.rand((), generator=self.generator))
-
-    with pytest.warns(RuntimeWarning, match=r"towers\[0\] must give the same embeddings in both passes"):
-        mb.cached_backward(Loss(), [(Moody(), data(6, 0)), (tower(5, 1), data(5, 1))], chunk_size=4)
 
 
 def test_scaler():
@@ -407,34 +281,3 @@ def test_progress():
     encode, backward = ([p for p in seen if p.stage == stage] for stage in ("encode", "backward"))
     assert [(p.tower, p.done, p.total) for p in encode] == [(0, 1, 5), (0, 2, 5), (0, 3, 5), (1, 4, 5), (1, 5, 5)]
     assert [(p.tower, p.done, p.total) for p in backward] == [(0, 1, 3), (0, 2, 3), (0, 3, 3)]
-
-
-class Normalised(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
-        self.double()
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)).relu())
-
-
-def test_batch_norm_is_named_once_and_its_running_statistics_move_once():
-    image, twin, text, loss = Normalised(), Normalised(), tower(5, 1), Loss()
-    x, pairs = data(6, 0), [(image, data(6, 0)), (text, data(5, 1))]
-    with pytest.warns(UserWarning, match=r"towers\[0\] has BatchNorm1d 'norm' in training mode.*chunk of 4 samples") as caught:
-        found = cached(loss, pairs, (image, text, loss), chunk_size=4)
-    assert len(caught) == 1
-    wanted = plain(loss, [(lambda x: in_chunks(twin, x, 4), x), pairs[1]], (twin, text, loss))
-    assert_same(found, wanted)
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        torch.testing.assert_close(getattr(image.norm, name), getattr(twin.norm, name))
-    assert image.norm.track_running_stats
-    mb.cached_backward(loss, pairs, chunk_size=4)  # and not a second time
-
-
-def test_batch_norm_says_nothing_where_it_does_not_matter():
-    image, pairs = Normalised(), [(tower(6, 0), data(6, 0))]
-    mb.cached_backward(lambda x, y: Loss()(x, y), [(image, data(6, 0)), *pairs], chunk_size=N)
-    mb.cached_backward(lambda x, y: Loss()(x, y), [(image.eval(), data(6, 0)), *pairs], chunk_size=3)

@@ -293,9 +293,13 @@ def test_parameters_sharded_by_a_mesh(pool):
     check(pool.run(tensor_parallel, 2), alone([8]))
 
 
-def nothing_to_show(group, rank):
+def nothing_to_show(group, rank, wrapped):
     model = Model()
-    image, text = (DistributedDataParallel(t, process_group=group) for t in (model.image, model.text))
+    image, text = model.image, model.text
+    if wrapped:
+        image, text = (DistributedDataParallel(t, process_group=group) for t in (image, text))
+    elif rank == 0:
+        return None  # its partner would wait in the loss, and does not come that far
     rows = 0 if rank == 1 else 4
     source = mb.ReplaySource(range(rows), lambda i, generator: torch.randn(6, generator=generator, dtype=torch.float64))
     try:
@@ -305,10 +309,24 @@ def nothing_to_show(group, rank):
 
 
 def test_an_empty_replay_source_is_refused_on_all_ranks(pool):
-    messages = pool.run(nothing_to_show, 2)
+    assert "at least one sample on every rank" in pool.run(nothing_to_show, 2, False)[1]
+    messages = pool.run(nothing_to_show, 2, True)
     assert messages[0] == messages[1]
     assert "towers[0][1] must have at least one sample on every rank" in messages[0]
     assert "got none on rank 1" in messages[0]
+
+
+def static_graph(group, rank):
+    tower = DistributedDataParallel(Model().image, process_group=group, static_graph=True)
+    try:
+        mb.cached_backward(lambda x: x.sum(), [(tower, batch([4, 4], rank)[0])], chunk_size=2)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_static_graph_is_refused(pool):
+    for message in pool.run(static_graph, 2):
+        assert "towers[0][0] must be wrapped without static_graph=True" in message
 
 
 def by_hand(group, rank, counts):

@@ -14,8 +14,7 @@ import torch
 import megabatch as mb
 from megabatch.training import ReplayMismatchError
 from megabatch.training.replay import PIECE, checksum, sample_seed, stack
-
-from test_cached import Loss, cached, data, plain, tower  # isort: skip
+from steps import Loss, cached, data, plain, tower
 
 IMAGES = data(6, 0, 50)
 

@@ -84,9 +84,9 @@ class ClipLoss(nn.Module):
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or {"contrastive_loss": loss}. A bias cancels in a softmax: it gets a gradient, and that is zero."""
         group = validation.default_group(self.rank, self.world_size)
-        loss = clip_loss(image_features, text_features, logit_scale, group=group)
         if logit_bias is not None:
             validation.number(logit_bias, "logit_bias", image_features)
+        loss = clip_loss(image_features, text_features, logit_scale, group=group)
         if isinstance(logit_bias, Tensor):
             loss = loss + 0.0 * logit_bias.nan_to_num(0.0, 0.0, 0.0).to(loss.dtype).sum()
         return {"contrastive_loss": loss} if output_dict else loss

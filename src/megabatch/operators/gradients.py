@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.tiles import plan
-from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
-from megabatch.tiles.matching import matching_products
-from megabatch.tiles.precision import FLOAT16, accumulator_dtype, rounded
+from megabatch.tiles.backends import RowWork
+from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
+from megabatch.tiles.precision import FLOAT16, accumulator_dtype
 
 TWICE = (
     "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, of which no graph is "
@@ -73,7 +72,8 @@ def gradient_unit(block: Block, *weights: Tensor | None, largest: Callable[[Tens
     if largest is not None:
         size = largest(size)
     unit = size.log2().ceil().exp2()
-    return torch.where((size > 0) & unit.isfinite() & (unit > 0), unit, one) / (2**14 if block.precision == FLOAT16 else 1)
+    unit = torch.where((size > 0) & unit.isfinite(), unit, one) / (2**14 if block.precision == FLOAT16 else 1)
+    return unit.clamp_min(torch.finfo(unit.dtype).tiny)  # nothing can be divided by less
 
 
 def in_units(gradient: Tensor | None, unit: Tensor) -> Tensor | None:
@@ -82,6 +82,7 @@ def in_units(gradient: Tensor | None, unit: Tensor) -> Tensor | None:
 
 
 def finish(
+    local: RowWork,
     block: Block,
     strips: Iterable[RowGradients],
     sums: ColumnGradients,
@@ -93,24 +94,32 @@ def finish(
 ) -> Gradients:
     """Runs the walk and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, needs._replace(dy=False), dtype)
-    factor = block.scale * unit
-    products = matching_products(block) if dmatch is not None and needs.dscale else None
+    factor, products = block.scale * unit, None
     dscale.zero_()
     for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
-        if dx_rows is not None and needs.dx:
-            _add_matches(dx_rows, dmatch, block.y, rows, block)
-            dx[rows] = dx_rows.mul_(factor)
+        if dscale_rows is not None and dmatch is not None:
+            products = local.matching_products(block) if products is None else products
+            dscale_rows.addcmul_(dmatch[rows], products[rows])
+        if dx_rows is not None:
+            from_dx = local.finish_rows(
+                dx_rows,
+                dx[rows] if needs.dx else None,
+                factor,
+                own=block.x[rows] if needs.dscale and dscale_rows is None else None,
+                partners=block.y[rows],
+                dmatch=None if dmatch is None else dmatch[rows],
+                precision=block.precision,
+            )
+            dscale_rows = from_dx if dscale_rows is None else dscale_rows
         if dscale_rows is not None:
-            if dmatch is not None and products is not None:
-                dscale_rows.addcmul_(dmatch[rows], products[rows])
             dscale += dscale_rows.sum()
         if drow_bias_rows is not None:
             drow_bias[rows] = drow_bias_rows
     dscale *= unit
     if sums.dy is not None:
-        for rows in windows(block.M, plan.rows_at_once(block.x.device, block.D)):
-            _add_matches(sums.dy[rows], dmatch, block.x, rows, block)
-        dy = sums.dy.mul_(factor).to(dtype or block.y.dtype)
+        final = dtype or block.y.dtype
+        dy = sums.dy if sums.dy.dtype == final else torch.empty_like(sums.dy, dtype=final)
+        local.finish_rows(sums.dy, dy, factor, own=None, partners=block.x, dmatch=dmatch, precision=block.precision)
     if sums.dcol_bias is not None:
         dcol_bias = sums.dcol_bias
     for dbias in (drow_bias, dcol_bias):
@@ -118,11 +127,6 @@ def finish(
             dbias += dmatch
         dbias *= unit
     return dx, dy, dscale, drow_bias, dcol_bias
-
-
-def _add_matches(sums: Tensor, dmatch: Tensor | None, partners: Tensor, rows: slice, block: Block) -> None:
-    if dmatch is not None:
-        sums.addcmul_(dmatch[rows, None], rounded(partners[rows], block.precision).to(block.dtype))
 
 
 def asked_for(gradients: Gradients, needs: Needs) -> list[Tensor | None]:

@@ -53,7 +53,9 @@ def logsumexp(
         team = assemble(group, backend, block, "logsumexp", mean=diagonal == APART)
         row, col = team.walks.logsumexp_statistics(block)
         packed = sums_dtype(backend, block.dtype)
-        match = matching_similarities(block) if diagonal == APART else block.zeros(0)
+        match = block.zeros(0)
+        if diagonal == APART:
+            match = matching_similarities(block, team.local.matching_products(block))
         share = torch.full_like(scale, team.share)
         values = row.value().to(block.dtype), col.value().to(block.dtype)
         return *values, match, share, row.pack().to(packed), col.pack().to(packed)
@@ -105,7 +107,7 @@ def logsumexp_backward(
             sums,
             wanted,
         )
-        return finish(block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
+        return finish(team.local, block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
 
 
 @logsumexp_backward.register_fake

@@ -2,7 +2,8 @@
 
 Every pair has the same weight in a mean, so the gradient is known up to one factor before backward is called. Taking it while
 the tile is there saves the second product of similarities: 6·N²·D operations in all instead of 8. Until backward multiplies
-them by the factor, the gradients wait in the type of the inputs; a factor that is not a power of two costs one more rounding.
+them by the factor, the gradients wait in the type of the inputs, or in float32 for float16; a factor that is not a power of two
+costs one more rounding.
 """
 
 from typing import Any
@@ -48,14 +49,23 @@ def sigmoid_mean(
     wanted = Needs(*needs)
     with on_its_device(x):
         team = assemble(group, backend, block, "sigmoid loss", needs=wanted, mean=True)
-        match = matching_similarities(block)
+        match = matching_similarities(block, team.local.matching_products(block))
         if any(wanted):
             total = block.zeros(block.N)
             sums = column_sums(block, wanted)
             unit = gradient_unit(block, torch.ones_like(scale))
             strips = team.walks.softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
             dmatch = -torch.sigmoid(-match) / unit
-            gradients = finish(block, strips, sums, wanted, unit=unit * team.share, dmatch=dmatch, dtype=_saved_dtype(x, y))
+            gradients = finish(
+                team.local,
+                block,
+                strips,
+                sums,
+                wanted,
+                unit=unit * team.share,
+                dmatch=dmatch,
+                dtype=_saved_dtype(x, y),
+            )
         else:
             total = team.walks.softplus_sums(block)
             gradients = empty_gradients(x, y, wanted, _saved_dtype(x, y))

@@ -62,7 +62,7 @@ def softplus_backward(
         unit = gradient_unit(block, dtotal, largest=team.largest)
         sums = column_sums(block, wanted)
         strips = team.walks.softplus_gradients(block, dtotal / unit, sums, wanted)
-        return finish(block, strips, sums, wanted, unit=unit)
+        return finish(team.local, block, strips, sums, wanted, unit=unit)
 
 
 @softplus_backward.register_fake

@@ -12,8 +12,7 @@ from megabatch.ring.agreement import agree, settle
 from megabatch.ring.exchange import Exchange
 from megabatch.ring.topology import Members
 from megabatch.ring.walks import RingWalks
-from megabatch.tiles import eager
-from megabatch.tiles.backends import Walks, sums_dtype, walks
+from megabatch.tiles.backends import RowWork, Walks, sums_dtype, walks
 from megabatch.tiles.block import Block, Needs
 
 
@@ -21,6 +20,7 @@ class Team(NamedTuple):
     """What the walks over a block are, and what a mean over all pairs of the batch takes."""
 
     walks: Walks
+    local: RowWork  # what is done row by row, by this rank alone
     share: float  # Σ over local pairs · share, averaged over the ranks, is the mean over all pairs of the batch
     largest: Callable[[Tensor], Tensor] | None = None  # the largest of all ranks' numbers, on all of them
 
@@ -47,7 +47,8 @@ def assemble(
         terms: what else must be the same on all ranks, and its name.
     """
     if not group:
-        return Team(walks(backend, block), 1 / max(block.N, 1))
+        own = walks(backend, block)
+        return Team(own, own, 1 / max(block.N, 1))
     members = Members.of(group)
     exchange = Exchange(members, operation, block.x.device)
     census = agree(exchange, {**_terms(members, backend, block, operation, needs), **terms}, block.N, block.M)
@@ -55,14 +56,14 @@ def assemble(
         raise ValueError("the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank")
     column_bytes = block.D * (block.y.element_size() + block.dtype.itemsize)
     schedule = settle(members, census, column_bytes)
-    sums = sums_dtype(backend, block.dtype)
-    around = RingWalks(exchange, schedule, census, partial(walks, backend), eager.rank_counts, sums)
+    local, sums = walks(backend, block), sums_dtype(backend, block.dtype)
+    around = RingWalks(exchange, schedule, census, partial(walks, backend), local, sums)
     share = members.size / max(sum(census.rows), 1)
 
     def largest(number: Tensor) -> Tensor:
         return torch.cat(exchange.everyone(number.reshape(1))).amax()  # keeps a NaN, and all ranks see the same
 
-    return Team(around, share, largest)
+    return Team(around, local, share, largest)
 
 
 def _terms(members: Members, backend: str, block: Block, operation: str, needs: Needs | None) -> dict[str, Any]:
@@ -79,6 +80,7 @@ def _terms(members: Members, backend: str, block: Block, operation: str, needs: 
         or "nothing",
         "what is added": "a column bias" if block.col_bias is not None else "nothing for columns",
         "what needs a gradient": _wanted(needs),
+        "what has a gradient": "nothing yet",
     }
 
 

@@ -199,10 +199,11 @@ class _Simulation:
         link = self.cluster.between if crosses else self.cluster.inside
         ways = [("out", *self._rail(hop.source, crosses)), ("in", *self._rail(hop.target, crosses))]
         # Both sides have to have come this far: a message is taken when it is asked for.
-        start = max(clocks[hop.source], clocks[hop.target], *(self._free[way] for way in ways))
-        end = start + size / link.bandwidth
+        asked = max(clocks[hop.source], clocks[hop.target])
+        # Each end works through its own messages: one that has to wait at one end does not hold up others at the other.
         for way in ways:
-            self._free[way] = end
+            self._free[way] = max(asked, self._free[way]) + size / link.bandwidth
+        end = max(self._free[way] for way in ways)
         arrives[hop.target, hop.needed] = max(arrives[hop.target, hop.needed], end + link.latency)
 
     def _rail(self, rank: int, crosses: bool) -> tuple[int, int]:

@@ -28,7 +28,7 @@ class RingError(RuntimeError):
     """An exchange that failed: a rank died, or did not come. Says who waited for whom, and where."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Traffic:
     """What this process has sent."""
 

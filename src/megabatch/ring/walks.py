@@ -16,13 +16,11 @@ from megabatch.ring.exchange import Exchange
 from megabatch.ring.lap import Lap, Merge, Tensors, Work
 from megabatch.ring.schedule import Schedule
 from megabatch.tiles import plan
-from megabatch.tiles.backends import Walks
+from megabatch.tiles.backends import RowWork, Walks
 from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.matching import matching_similarities
-from megabatch.tiles.precision import BFLOAT16, FLOAT16
-
-_HALF = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
+from megabatch.tiles.precision import HALF_DTYPE
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class RingWalks:
     schedule: Schedule
     census: Census
     inner: Callable[[Block], Walks]  # which walks serve a block
-    count: Callable[[Block, Pairs], tuple[Tensor, Tensor]]  # ranks of pairs that are elsewhere
+    local: RowWork  # what is done row by row, by this rank alone
     sums_dtype: torch.dtype
 
     def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]:
@@ -104,9 +102,10 @@ class RingWalks:
         self._gradient_lap(block, self._columns(block), [], walk, sums, rows)
         return rows.strips()
 
-    def rank_counts(self, block: Block) -> tuple[Tensor, Tensor]:
+    def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:
         """How many entries of its row, and of its column, come before each local pair in the whole batch."""
-        match = matching_similarities(block)
+        assert pairs is None, "the pairs of a rank are on its own diagonal"
+        match = matching_similarities(block, self.local.matching_products(block))
         block = self._prepared(block)
         first = sum(self.census.rows[: self.exchange.members.rank])
         index = torch.arange(first, first + block.N, device=block.x.device)
@@ -115,7 +114,7 @@ class RingWalks:
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             columns, (col_match, col_index) = here[:-2], here[-2:]
             visited = self._visited(block, blocks, columns)
-            by_row, by_column = self.count(visited, Pairs(match, col_match, index, col_index))
+            by_row, by_column = self.inner(visited).rank_counts(visited, Pairs(match, col_match, index, col_index))
             row_rank.add_(by_row)
             return (by_column,)
 
@@ -135,8 +134,9 @@ class RingWalks:
             visited = self._visited(block, blocks, here[: len(columns)])
             own = blocks == (self.exchange.members.rank,)
             partial = sums if own else _like(sums, visited.M)
-            for strip in walk(visited, here[len(columns) :], partial):
-                rows.add(strip)
+            if not visited.is_empty:
+                for strip in walk(visited, here[len(columns) :], partial):
+                    rows.add(strip)
             return _present(partial)
 
         self._lap([*columns, *weights], work, _add)
@@ -150,7 +150,7 @@ class RingWalks:
         The main diagonal is that of the whole batch. It lies in the own blocks if every rank has as many rows as columns, and
         is expressed by ids if not.
         """
-        half = _HALF.get(block.precision)
+        half = HALF_DTYPE.get(block.precision)
         if half is not None:
             block = replace(block, x=block.x.to(half), y=block.y.to(half))
         if block.row_ids is not None and block.col_ids is not None:
@@ -188,11 +188,15 @@ class _RowSums:
     def __init__(self, block: Block, needs: Needs) -> None:
         self.block = block
         self.dx = block.zeros(block.N, block.D) if needs.dx else None
-        self.dscale = block.zeros(block.N) if needs.dscale else None
+        self.dscale: Tensor | None = None  # where the backend leaves it to be taken from dx
         self.drow_bias = block.zeros(block.N) if needs.drow_bias else None
 
     def add(self, strip: RowGradients) -> None:
         rows, *parts = strip
+        if strip.dx is not None and self.dx is None:
+            self.dx = self.block.zeros(self.block.N, self.block.D)
+        if strip.dscale is not None and self.dscale is None:
+            self.dscale = self.block.zeros(self.block.N)
         for whole, part in zip((self.dx, self.dscale, self.drow_bias), parts, strict=True):
             if whole is not None and part is not None:
                 whole[rows] += part

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megabatch.tiles import eager
-from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
+from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT64
 
@@ -17,7 +17,7 @@ EAGER, TRITON = "eager", "triton"
 
 
 class Walks(Protocol):
-    """What a backend is: the walks over the tiles of a block. `eager` says what each of them means."""
+    """The walks over the tiles of a block. `eager` says what each of them means."""
 
     def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]: ...  # noqa: D102
 
@@ -38,7 +38,29 @@ class Walks(Protocol):
         self, block: Block, dtotal: Tensor, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
     ) -> Iterator[RowGradients]: ...
 
-    def rank_counts(self, block: Block) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+    def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+
+
+class RowWork(Protocol):
+    """What is done row by row, without walking over tiles. `matching` says what each of them means."""
+
+    def matching_products(self, block: Block) -> Tensor: ...  # noqa: D102
+
+    def finish_rows(  # noqa: D102
+        self,
+        sums: Tensor,
+        out: Tensor | None,
+        factor: Tensor,
+        *,
+        own: Tensor | None,
+        partners: Tensor,
+        dmatch: Tensor | None,
+        precision: str,
+    ) -> Tensor | None: ...
+
+
+class Backend(Walks, RowWork, Protocol):
+    """A backend: walks over tiles and work on rows."""
 
 
 def _find_triton() -> bool:
@@ -59,13 +81,23 @@ def why_not_triton(precision: str, device: torch.device) -> str | None:
         return "the package triton is not installed; pip install triton"
     if precision == FLOAT64:
         return "its kernels compute in float32 at most, and the inputs are float64"
-    if device.type != "cuda" and not INTERPRETED:
-        return f"its kernels run on CUDA devices, and the inputs are on {device}"
+    if INTERPRETED:
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels run on NVIDIA GPUs, and the inputs are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST:
+        return "its kernels need compute capability {}.{} or newer, and {} has {}.{}".format(*_OLDEST, device, *capability)
     return None
 
 
-# What "auto" means. The kernels are asked for by name until their safe path for outliers has been run on a device.
-DEFAULT = EAGER
+_OLDEST = (8, 0)  # Ampere: the first with bfloat16 and TF32
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def default(precision: str, device: torch.device) -> str:
+    """What "auto" means: the kernels on GPUs they run on, PyTorch operations elsewhere."""
+    return TRITON if device.type == "cuda" and why_not_triton(precision, device) is None else EAGER
 
 
 def sums_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
@@ -73,7 +105,7 @@ def sums_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if backend == TRITON else dtype
 
 
-def walks(backend: str, block: Block) -> Walks:
+def walks(backend: str, block: Block) -> Backend:
     """The walks of a backend, by its name; a block without similarities needs no kernels."""
     if backend == EAGER or block.is_empty:
         return eager

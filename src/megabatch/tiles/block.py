@@ -79,7 +79,7 @@ class RowGradients(NamedTuple):
 
     rows: slice
     dx: Tensor | None  # (n, D), not yet multiplied by the scale
-    dscale: Tensor | None  # (n,) Σ_j g_ij·⟨x_i, y_j⟩
+    dscale: Tensor | None  # (n,) Σ_j g_ij·⟨x_i, y_j⟩; None if it is to be taken from dx
     drow_bias: Tensor | None  # (n,)
 
 

@@ -8,6 +8,8 @@ Four walks over the same tiles:
 - `softplus_sums`         row sums of softplus(s)
 - `*_gradients`           strips of dx as they are finished, dy added to as we go
 - `rank_counts`           how many entries of a row or column come before the matching one
+
+What is done row by row, `matching_products` and `finish_rows`, is in `matching`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from torch import Tensor
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
-from megabatch.tiles.matching import matching_similarities, rank_noise
+from megabatch.tiles.matching import finish_rows, matching_products, pairs_on_the_diagonal, rank_noise
 from megabatch.tiles.precision import (
     BFLOAT16,
     FLOAT16,
@@ -31,6 +33,16 @@ from megabatch.tiles.precision import (
     round_to_tf32_,
     rounded,
 )
+
+__all__ = [
+    "finish_rows",
+    "logsumexp_gradients",
+    "logsumexp_statistics",
+    "matching_products",
+    "rank_counts",
+    "softplus_gradients",
+    "softplus_sums",
+]
 
 
 class _Tiles:
@@ -222,7 +234,9 @@ def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tenso
     comes first: the same product, formed in two places, need not have the same last bit. What NaN touches ranks last.
     """
     tiles = _Tiles(block)
-    row_match, col_match, row_index, col_index = _on_the_diagonal(block) if pairs is None else pairs
+    row_match, col_match, row_index, col_index = (
+        pairs_on_the_diagonal(block, matching_products(block)) if pairs is None else pairs
+    )
     row_noise, col_noise = rank_noise(block)
     row_rank = torch.zeros(block.N, dtype=torch.int64, device=block.x.device)
     col_rank = torch.zeros(block.M, dtype=torch.int64, device=block.x.device)
@@ -239,11 +253,6 @@ def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tenso
                 before = ~((s < own - near) | ((s <= own + near) & later)) & (i != j)
                 rank += before.sum(dim)
     return row_rank, col_rank
-
-
-def _on_the_diagonal(block: Block) -> Pairs:
-    match, index = matching_similarities(block), torch.arange(block.N, device=block.x.device)
-    return Pairs(match, match, index, index)
 
 
 def _softplus(s: Tensor, out: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from functools import cache
 
 import torch
 
-from megabatch.tiles.precision import FLOAT32, TF32
+from megabatch.tiles.block import Block
+from megabatch.tiles.precision import BFLOAT16, FLOAT16, FLOAT32, TF32
 
 
 @dataclass(frozen=True)
@@ -96,22 +97,64 @@ MARCH_ROWS, MARCH_PANELS = 131072, 256
 _STRIP_ROWS, _STRIP_BYTES = 8448, 256 * 2**20
 
 
+# Versions of Triton whose Gluon, which is experimental, the kernels of `gluon_panels` were compiled and run with.
+_GLUON_VERSIONS = ((3, 6), (3, 9))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Columns that a program of `gluon_panels` owns, and how 192 KiB of slots are divided between what stays and a ring."""
+
+    resident: int  # steps of the width whose columns stay in shared memory
+    ring: int  # slots for what passes by
+    width: int = 64  # of a step, and of a slot
+    columns: int = 128
+
+
+def panel(block: Block, task: str) -> Panel | None:
+    """Where the warp-specialised kernels serve and measured faster; `task` is "sums", "softmax" or "sigmoid".
+
+    H200, bf16, 64k×64k in strips of 8192×16384, TFLOP/s at D = 512 / 768 / 1024; cuBLAS's bare product: 655 / 699 / 725.
+    Sums: 764 / 698 / 661, `_march` 679 / 730 / 756. Softmax weights: 660 / 637 / 603, `_strip` 519 / 622 / 653. Softmax weights
+    at 768 when 8, 6, 5, 4, 3, 2 steps stay: 539, 637, 622, 634, 617, 610.
+    """
+    widest = {"sums": 512, "softmax": 768, "sigmoid": 1024}[task]
+    half = block.precision in (BFLOAT16, FLOAT16)
+    biased = block.col_bias is not None or (block.row_bias is not None and task != "sigmoid")
+    if widest < block.D or not half or biased or block.row_ids is not None or not has_gluon(block.x.device):
+        return None
+    steps = -(-block.D // 64)
+    return Panel(steps, min(8, 12 - steps)) if steps <= 8 else Panel(6, 6)
+
+
+@cache
+def has_gluon(device: torch.device) -> bool:
+    """Whether the warp-specialised kernels run on `device`: Hopper, and a Triton they were tried with."""
+    import triton
+
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    first, after_last = _GLUON_VERSIONS
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and first <= version < after_last
+
+
 def march_tile(precision: str, device: torch.device) -> KernelTile:
     """The tile of the forward kernel."""
-    if precision == FLOAT32:
-        return _MARCH_FLOAT32
-    if shared_memory(device) < _LARGE_SHARED_MEMORY:
-        return replace(_MARCH_SMALL, width=32) if precision == TF32 else _MARCH_SMALL
-    return _MARCH_TF32 if precision == TF32 else _MARCH
+    return _tile(_MARCH, _MARCH_TF32, _MARCH_FLOAT32, _MARCH_SMALL, precision, device)
 
 
 def strip_tile(precision: str, device: torch.device) -> KernelTile:
     """The tile of the gradient kernel."""
+    return _tile(_STRIP, _STRIP_TF32, _STRIP_FLOAT32, _STRIP_SMALL, precision, device)
+
+
+def _tile(
+    half: KernelTile, tf32: KernelTile, float32: KernelTile, small: KernelTile, precision: str, device: torch.device
+) -> KernelTile:
     if precision == FLOAT32:
-        return _STRIP_FLOAT32
+        return float32
     if shared_memory(device) < _LARGE_SHARED_MEMORY:
-        return replace(_STRIP_SMALL, width=32) if precision == TF32 else _STRIP_SMALL
-    return _STRIP_TF32 if precision == TF32 else _STRIP
+        return replace(small, width=32) if precision == TF32 else small
+    return tf32 if precision == TF32 else half
 
 
 def march_strips(panels: int, rows: int, tile_rows: int, multiprocessors: int) -> tuple[int, int]:

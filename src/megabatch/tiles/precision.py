@@ -24,7 +24,7 @@ BY_SETTING = "by setting"  # float32 or TF32, to be settled when the work is don
 
 _OF_DTYPE = {torch.float64: FLOAT64, torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _OF_MATMUL = {"highest": FLOAT32, "high": TF32, "medium": TF32}
-_HALF_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
+HALF_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 
 SUPPORTED_DTYPES = tuple(_OF_DTYPE)
 
@@ -68,8 +68,8 @@ def product_dtype(precision: str, device_type: str) -> torch.dtype:
     """
     if precision == FLOAT64:
         return torch.float64
-    if device_type == "cuda" and precision in _HALF_DTYPE:
-        return _HALF_DTYPE[precision]
+    if device_type == "cuda" and precision in HALF_DTYPE:
+        return HALF_DTYPE[precision]
     return torch.float32
 
 
@@ -77,8 +77,8 @@ def rounded(values: Tensor, precision: str) -> Tensor:
     """`values` as the products see them: rounded once to `precision`, held in `product_dtype`."""
     if precision == TF32:
         return round_to_tf32(values)
-    if precision in _HALF_DTYPE:
-        values = values.to(_HALF_DTYPE[precision])
+    if precision in HALF_DTYPE:
+        values = values.to(HALF_DTYPE[precision])
     return values.to(product_dtype(precision, values.device.type))
 
 
@@ -97,6 +97,7 @@ def round_to_tf32_(values: Tensor, spare: Tensor) -> Tensor:
 
 def multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out = a @ b, accumulated in the type of `out`."""
+    a, b = _widened(a, b, out)
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     else:
@@ -105,9 +106,13 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b, accumulated in the type of `out`."""
-    if a.dtype != out.dtype and out.device.type != "cuda":
-        a, b = a.to(out.dtype), b.to(out.dtype)
+    a, b = _widened(a, b, out)
     if a.dtype == out.dtype:
         out.addmm_(a, b)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+
+
+def _widened(a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Only CUDA multiplies into a wider type."""
+    return (a, b) if out.device.type == "cuda" else (a.to(out.dtype), b.to(out.dtype))

@@ -10,26 +10,27 @@ there are none, as nearly always, it returns at once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import plan, tuning
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
-from megabatch.tiles.precision import FLOAT32, TF32, add_product
+from megabatch.tiles.precision import FLOAT32, TF32, add_product, multiply_into
 from megabatch.tiles.triton_forward import dot_precision, exact, exponents, offsets
 from megabatch.tiles.triton_operands import LOG2E, Operands, descriptor, exponent_operands, similarity_operands, whole_rows
+from megabatch.tiles.triton_softplus import joint, log1p
 
 # What a tile of exponents becomes.
 SOFTMAX, ODD_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# Differences between C and a sum's own shift that its weight absorbs: below, terms that matter are lost in 2^t, as in forward;
-# above, a weight as small as 2⁻⁴⁰ would be lost itself.
-LARGEST_DELTA, SMALLEST_DELTA = 80.0, -86.0
+# Differences between C and the logarithm of a sum that its weight absorbs: beyond the first, terms that matter are lost in 2^t,
+# as in forward; below the second, a weight as small as 2⁻²⁶ would be lost itself.
+LARGEST_DELTA, SMALLEST_DELTA = 80.0, -100.0
 
 
 @triton.jit
@@ -80,7 +81,7 @@ def _strip(
     rows, columns = last_row - first_row, last_column - first_column
     tiles_n, tiles_m = tl.cdiv(rows, BLOCK_N), tl.cdiv(columns, BLOCK_M)
     HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
-    k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
+    k, k_rest, base = tl.load(exponent_scale), tl.load(exponent_scale + 1), tl.load(exponent_scale + 2)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=KIND != ODD_SOFTMAX):
         # GROUP tiles of rows at a time, so that what the programs read at once stays in the cache.
         group = tile // (GROUP * tiles_m)
@@ -103,7 +104,7 @@ def _strip(
                 part = left if half == 0 else right
                 mh = m + half * HALF
                 offs_m = mh + tl.arange(0, HALF)
-                column, row = offsets(col_offset, offs_m, M, 0), offsets(row_offset, offs_n, N, 1)
+                column, row = offsets(col_offset, base, offs_m, M, 0), offsets(row_offset, 0.0, offs_n, N, 1)
                 t = exponents(part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
                 if KIND == SIGMOID:
                     small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # of the two exponentials the one that cannot overflow
@@ -113,21 +114,21 @@ def _strip(
                     if KIND == SOFTMAX:
                         g = tl.exp2(t) * (a[:, None] + b[None, :])
                     else:
-                        column, row = offsets(col_plain, offs_m, M, 0), offsets(row_plain, offs_n, N, 1)
+                        column, row = offsets(col_plain, 0.0, offs_m, M, 0), offsets(row_plain, 0.0, offs_n, N, 1)
                         plain = exponents(
                             part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL
                         )
-                        rs, cs = offsets(row_shift, offs_n, N, 1), offsets(col_shift, offs_m, M, 0)
+                        rs, cs = offsets(row_shift, 0.0, offs_n, N, 1), offsets(col_shift, 0.0, offs_m, M, 0)
                         none = -float("inf")
                         g = a[:, None] * tl.exp2(tl.where(rs == none, t, plain - rs))
                         g += b[None, :] * tl.exp2(tl.where(cs == none, t, plain - cs))
                 mask_n, mask_m = offs_n < last_row, offs_m < last_column
                 place = (2 * tile_m + half).to(tl.int64) * rows + (offs_n - first_row)
                 if softplus_part is not None:
-                    above_one = (1.0 + small) - 1.0  # what is left of `small` in 1 + small; the ratio puts back what is not
-                    log1p = tl.where(above_one == 0, small, 0.6931471805599453 * tl.log2(1.0 + small) * (small / above_one))
-                    value = tl.maximum(t, 0.0) + log1p
-                    tl.store(softplus_part + place, tl.sum(tl.where(mask_m[None, :], value, 0.0), 1), mask=mask_n)
+                    tl.static_assert(HALF <= 64, "joint holds 64 terms")
+                    above_zero = tl.sum(tl.where(mask_m[None, :], tl.maximum(t, 0.0), 0.0), 1)
+                    product = tl.reduce(tl.where(mask_m[None, :], small, 0.0), 1, joint)
+                    tl.store(softplus_part + place, above_zero + log1p(product), mask=mask_n)
                 if row_part is not None:
                     tl.store(row_part + place, tl.sum(tl.where(mask_m[None, :], g, 0.0), 1), mask=mask_n)
                 if scale_part is not None:
@@ -166,12 +167,12 @@ def logsumexp_gradients(
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     given = exponent_operands(block)
-    size = plan.strip_tile(block.precision, block.x.device)
+    size = _strip_tile(given, block, SOFTMAX)
     row_weight, row_shift, row_odd = _relative(row, drow, given.shift, size.rows)
     col_weight, col_shift, col_odd = _relative(col, dcol, given.shift, size.columns)
     odd = row_odd.amax() + col_odd.amax()
     weights = _SoftmaxWeights(row_weight, col_weight, row_shift, col_shift, odd, row_odd, col_odd)
-    return _walk(given, block, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
+    return _walk(given, block, size, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
 
 
 def softplus_gradients(
@@ -183,9 +184,9 @@ def softplus_gradients(
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
-    none = dtotal[:0]
-    weights = _SoftmaxWeights(dtotal.contiguous(), none, none, none, none, none, none)
-    return _walk(similarity_operands(block), block, (SIGMOID,), weights, sums, needs, total)
+    given = similarity_operands(block)
+    size = _strip_tile(given, block, SIGMOID)
+    return _walk(given, block, size, (SIGMOID,), _row_weights(dtotal.contiguous()), sums, needs, total)
 
 
 def softplus_sums(block: Block) -> Tensor:  # (N,)
@@ -195,6 +196,32 @@ def softplus_sums(block: Block) -> Tensor:  # (N,)
     for _ in softplus_gradients(block, torch.zeros_like(total), nobody, nothing, total=total):
         pass
     return total
+
+
+def _row_weights(weight: Tensor) -> _SoftmaxWeights:
+    """Weights of rows alone."""
+    none = weight[:0]
+    return _SoftmaxWeights(weight, none, none, none, none, none, none)
+
+
+def _strip_tile(given: Operands, block: Block, kind: tl.constexpr) -> plan.KernelTile:
+    """The tile of `_strip` here, measured if the user asked for it."""
+    default = plan.strip_tile(block.precision, block.x.device)
+    if _panel(block, kind) is not None:
+        return default
+    rows, columns = slice(0, min(block.N, 8192)), slice(0, min(block.M, 8192))
+
+    def trial(size: plan.KernelTile) -> None:
+        weights = replace(_row_weights(block.zeros(block.N)), col_weight=block.zeros(block.M))
+        _form((kind,), size, given, block, weights, rows, columns, g, (None, None, None), None)
+
+    g = whole_rows(given.x, rows.stop, columns.stop) if tuning.ENABLED else None
+    widest = 128 if kind == SIGMOID else 256  # `joint` holds 64 terms, those of half a tile
+    return tuning.tile(f"strip {kind.value}", block, default, trial, widest)
+
+
+def _panel(block: Block, kind: tl.constexpr) -> plan.Panel | None:
+    return plan.panel(block, "sigmoid" if kind == SIGMOID else "softmax")
 
 
 def _relative(
@@ -209,7 +236,10 @@ def _relative(
         return nothing, nothing - torch.inf, _any_in_tile(nothing - torch.inf, tile)
     exponent = finite_or_zero(sums.shift) * LOG2E
     above = shift - exponent
-    at_block_shift = (above <= LARGEST_DELTA) & (above >= SMALLEST_DELTA)
+    # What counts is how far C is from the sum itself. From the sum's shift it may be near where C is not that of this block:
+    # a sum over several blocks has the largest of their shifts.
+    from_sum = above - sums.total.log2()
+    at_block_shift = (sums.total == 0) | ((from_sum <= LARGEST_DELTA) & (from_sum >= SMALLEST_DELTA))
     own = exponent.float()
     weight = sums.per_unit(gradient) * torch.where(at_block_shift, above, own - exponent).exp2()
     own = torch.where(at_block_shift, -torch.inf, own)
@@ -224,13 +254,13 @@ def _any_in_tile(own: Tensor, tile: int) -> Tensor:  # (tiles,) int32
 def _walk(
     given: Operands,
     block: Block,
+    size: plan.KernelTile,
     kinds: tuple[tl.constexpr, ...],  # one launch each
     weights: _SoftmaxWeights,
     sums: ColumnGradients,
     needs: Needs,
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
-    size = plan.strip_tile(block.precision, block.x.device)
     strip = plan.strip_size(block.N, block.M, block.D, given.x.element_size())
     # Summing the scale's gradient in the kernel costs a tenth of it. Half precision takes it from dx instead, where the
     # roundings of g enter but the dense computation's are larger still.
@@ -241,66 +271,93 @@ def _walk(
         workspace = whole_rows(given.x, min(strip.rows, block.N), min(strip.columns, block.M))
     for rows in windows(block.N, strip.rows):
         n = rows.stop - rows.start
-        dx = block.zeros(n, block.D) if want_dx else None
+        dx = torch.empty(n, block.D, dtype=block.dtype, device=block.x.device) if want_dx else None
         dscale = block.zeros(n) if scale_in_kernel else None
         drow_bias = block.zeros(n) if needs.drow_bias else None
         by_row = (None if total is None else total[rows], drow_bias, dscale)
         for columns in windows(block.M, strip.columns):
-            m = columns.stop - columns.start
-            g = None if workspace is None else workspace[:n, :m]
-            tiles_n, tiles_m = triton.cdiv(n, size.rows), triton.cdiv(m, size.columns)
-            row_parts = [None if whole is None else _part(block, 2 * tiles_m, n) for whole in by_row]
-            col_part = None if sums.dcol_bias is None else _part(block, tiles_n, m)
-            programs = plan.multiprocessors(block.x.device) * size.per_multiprocessor
-            for kind in kinds:
-                _strip[(programs,)](
-                    descriptor(given.x, size.rows, size.width),
-                    descriptor(given.y, size.columns, size.width),
-                    None if g is None else descriptor(g, size.rows, size.columns // 2),
-                    given.exponent_scale,
-                    given.row_offset,
-                    given.col_offset,
-                    given.row_plain,
-                    given.col_plain,
-                    given.row_ids,
-                    given.col_ids,
-                    weights.row_weight,
-                    weights.col_weight,
-                    weights.row_shift,
-                    weights.col_shift,
-                    weights.odd,
-                    weights.row_odd,
-                    weights.col_odd,
-                    *row_parts,
-                    col_part,
-                    rows.start,
-                    rows.stop,
-                    columns.start,
-                    columns.stop,
-                    block.N,
-                    block.M,
-                    D=block.D,
-                    KIND=kind,
-                    SKIP_DIAGONAL=block.skip_diagonal,
-                    PRECISION=dot_precision(block),
-                    EXACT=exact(block),
-                    TF32=block.precision == TF32,
-                    GROUP=size.group,
-                    PROGRAMS=programs,
-                    **size.options,
-                )
-            for whole, part in zip(by_row, row_parts, strict=True):
-                if whole is not None and part is not None:
-                    whole += part.sum(0)
-            if sums.dcol_bias is not None and col_part is not None:
-                sums.dcol_bias[columns] += col_part.sum(0)
+            g = None if workspace is None else workspace[:n, : columns.stop - columns.start]
+            by_column = None if sums.dcol_bias is None else sums.dcol_bias[columns]
+            _form(kinds, size, given, block, weights, rows, columns, g, by_row, by_column)
             if g is not None and dx is not None:
-                add_product(dx, g, given.y[columns])
+                if columns.start == 0:
+                    multiply_into(dx, g, given.y[columns])
+                else:
+                    add_product(dx, g, given.y[columns])
             if g is not None and sums.dy is not None:
                 add_product(sums.dy[columns], g.T, given.x[rows])
-        if needs.dscale and dx is not None and not scale_in_kernel:
-            dscale = (dx * given.x[rows]).sum(1)
         yield RowGradients(rows, dx, dscale, drow_bias)
+
+
+def _form(
+    kinds: tuple[tl.constexpr, ...],
+    size: plan.KernelTile,
+    given: Operands,
+    block: Block,
+    weights: _SoftmaxWeights,
+    rows: slice,
+    columns: slice,
+    g: Tensor | None,  # (n, m) written
+    by_row: tuple[Tensor | None, Tensor | None, Tensor | None],  # (n,) each: sums of softplus, of g, of g times product
+    by_column: Tensor | None,  # (m,) sums of g
+) -> None:
+    """A strip of weights and what is summed over it."""
+    panel = _panel(block, kinds[0])
+    n, m = rows.stop - rows.start, columns.stop - columns.start
+    tiles_m = 2 * triton.cdiv(m, size.columns) if panel is None else triton.cdiv(m, panel.columns)
+    row_parts = [None if whole is None else _part(block, tiles_m, n) for whole in by_row]
+    col_part = None if by_column is None else _part(block, triton.cdiv(n, size.rows), m)
+    programs = plan.multiprocessors(block.x.device) * size.per_multiprocessor
+    if panel is not None:
+        from megabatch.tiles import gluon_panels
+
+        if SIGMOID in kinds:
+            parts = row_parts[0], row_parts[1]
+            gluon_panels.sigmoid_weights(panel, given, weights.row_weight, rows, columns, g, parts, block.skip_diagonal)
+        else:
+            both = weights.row_weight, weights.col_weight
+            gluon_panels.softmax_weights(panel, given, both, rows, columns, g, block.skip_diagonal)
+        kinds = kinds[1:]
+    for kind in kinds:
+        _strip[(programs,)](
+            descriptor(given.x, size.rows, size.width),
+            descriptor(given.y, size.columns, size.width),
+            None if g is None else descriptor(g, size.rows, size.columns // 2),
+            given.exponent_scale,
+            given.row_offset,
+            given.col_offset,
+            given.row_plain,
+            given.col_plain,
+            given.row_ids,
+            given.col_ids,
+            weights.row_weight,
+            weights.col_weight,
+            weights.row_shift,
+            weights.col_shift,
+            weights.odd,
+            weights.row_odd,
+            weights.col_odd,
+            *row_parts,
+            col_part,
+            rows.start,
+            rows.stop,
+            columns.start,
+            columns.stop,
+            block.N,
+            block.M,
+            D=block.D,
+            KIND=kind,
+            SKIP_DIAGONAL=block.skip_diagonal,
+            PRECISION=dot_precision(block),
+            EXACT=exact(block),
+            TF32=block.precision == TF32,
+            GROUP=size.group,
+            PROGRAMS=programs,
+            **size.options,
+        )
+    for whole, part in zip((*by_row, by_column), (*row_parts, col_part), strict=True):
+        if whole is not None and part is not None:
+            whole += part.sum(0)
 
 
 def _part(block: Block, *shape: int) -> Tensor:

@@ -10,13 +10,14 @@ where no cosine of a row is above 0.035.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import plan, tuning
 from megabatch.tiles.block import Block, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT32, TF32
@@ -60,10 +61,10 @@ def exponents(
 
 
 @triton.jit
-def offsets(pointer, offs, size, axis: tl.constexpr):
-    """Offsets of some rows or columns, to be added to a tile; −inf beyond the last, and 0 everywhere for None."""
+def offsets(pointer, otherwise, offs, size, axis: tl.constexpr):
+    """Offsets of some rows or columns, to be added to a tile; −inf beyond the last."""
     if pointer is None:
-        values = tl.zeros(offs.shape, tl.float32)
+        values = tl.where(offs < size, otherwise, -float("inf"))
     else:
         values = tl.load(pointer + offs, mask=offs < size, other=-float("inf"))
     return tl.expand_dims(values, axis)
@@ -73,9 +74,9 @@ def offsets(pointer, offs, size, axis: tl.constexpr):
 def _march(
     x_desc,
     y_desc,
-    exponent_scale,  # (2,)
+    exponent_scale,  # (3,)
     row_offset,  # (N,) or None
-    col_offset,  # (M,)
+    col_offset,  # (M,) or None
     row_ids,  # (N,) or None
     col_ids,  # (M,) or None
     row_part,  # (panels, rows of this launch)
@@ -100,7 +101,7 @@ def _march(
     offs_m = m + tl.arange(0, BLOCK_M)
     HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
     k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
-    column = offsets(col_offset, offs_m, M, 0)
+    column = offsets(col_offset, tl.load(exponent_scale + 2), offs_m, M, 0)
     col = tl.zeros((BLOCK_N // 32, 8, BLOCK_M), tl.float32)
     begin = first_row + strip * strip_rows
     for n in tl.range(begin, tl.minimum(begin + strip_rows, last_row), BLOCK_N, flatten=True):
@@ -108,7 +109,7 @@ def _march(
         for d in range(0, D, BLOCK_D):
             s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
         offs_n = n + tl.arange(0, BLOCK_N)
-        row = offsets(row_offset, offs_n, N, 1)
+        row = offsets(row_offset, 0.0, offs_n, N, 1)
         t = exponents(s, k, k_rest, column, row, row_ids, col_ids, n, m, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
         e = tl.exp2(t)
         place = panel.to(tl.int64) * (last_row - first_row) + (offs_n - first_row)
@@ -168,9 +169,9 @@ def _online_rows(
             )
             s = tl.dot(a, b.T, s, input_precision=PRECISION)
         if TRANSPOSED:  # what are rows here are columns everywhere else
-            column, row = offsets(col_offset, offs_n, N, 1), offsets(row_offset, offs_m, M, 0)
+            column, row = offsets(col_offset, 0.0, offs_n, N, 1), offsets(row_offset, 0.0, offs_m, M, 0)
         else:
-            column, row = offsets(col_offset, offs_m, M, 0), offsets(row_offset, offs_n, N, 1)
+            column, row = offsets(col_offset, 0.0, offs_m, M, 0), offsets(row_offset, 0.0, offs_n, N, 1)
         t = exponents(s, k, k_rest, column, row, row_ids, col_ids, n, m, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
         t = tl.where((offs_m < M)[None, :], t, -float("inf"))
         higher = tl.maximum(peak, tl.max(t, 1))  # passes over NaN, which the sum keeps
@@ -197,50 +198,84 @@ def _log_sum(total: Tensor, shift: Tensor) -> LogSum:
 
 
 def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
-    size = plan.march_tile(block.precision, block.x.device)
+    panel = plan.panel(block, "sums")
+    size = plan.march_tile(block.precision, block.x.device) if panel is not None else _march_tile(given, block)
     row_total, col_total = block.zeros(block.N), block.zeros(block.M)
-    # Beyond the last row the copy engine reads zeros, which an offset of −inf keeps out of the column sums. That costs a
-    # little, so the ragged rows at the end get a launch of their own.
-    whole = block.N - block.N % size.rows
-    edge_offset = block.zeros(block.N) if given.row_offset is None and whole < block.N else given.row_offset
-    ranges = [(start, min(start + plan.MARCH_ROWS, whole), given.row_offset) for start in range(0, whole, plan.MARCH_ROWS)]
-    if whole < block.N:
-        ranges.append((whole, block.N, edge_offset))
-    for first_row, last_row, row_offset in ranges:
-        for columns in windows(block.M, plan.MARCH_PANELS * size.columns):
-            first_column, last_column = columns.start, columns.stop
-            panels = triton.cdiv(last_column - first_column, size.columns)
-            strips, strip_rows = plan.march_strips(
-                panels, last_row - first_row, size.rows, plan.multiprocessors(block.x.device)
-            )
-            row_part = torch.empty(panels, last_row - first_row, dtype=block.dtype, device=block.x.device)
-            col_part = torch.empty(strips, last_column - first_column, dtype=block.dtype, device=block.x.device)
-            _march[(panels, strips)](
-                descriptor(given.x, size.rows, size.width),
-                descriptor(given.y, size.columns, size.width),
-                given.exponent_scale,
-                row_offset,
-                given.col_offset,
-                given.row_ids,
-                given.col_ids,
-                row_part,
-                col_part,
-                first_row,
-                last_row,
-                first_column,
-                last_column,
-                strip_rows,
-                block.N,
-                block.M,
-                D=block.D,
-                SKIP_DIAGONAL=block.skip_diagonal,
-                PRECISION=dot_precision(block),
-                EXACT=exact(block),
-                **size.options,
-            )
-            row_total[first_row:last_row] += row_part.sum(0)
-            col_total[first_column:last_column] += col_part.sum(0)
+    width = size.columns if panel is None else panel.columns
+    for rows in _row_ranges(block, size, panel):
+        for columns in windows(block.M, plan.MARCH_PANELS * width):
+            panels = triton.cdiv(columns.stop - columns.start, width)
+            row_part = torch.empty(panels, rows.stop - rows.start, dtype=block.dtype, device=block.x.device)
+            if panel is None:
+                col_part = _march_down(given, block, size, rows, columns, row_part)
+            else:
+                from megabatch.tiles import gluon_panels
+
+                col_part = gluon_panels.sums(panel, given, rows, columns, row_part, block.skip_diagonal)
+            row_total[rows] += row_part.sum(0)
+            col_total[columns] += col_part.sum(0)
     return row_total, col_total
+
+
+def _march_tile(given: Operands, block: Block) -> plan.KernelTile:
+    """The tile of `_march` here, measured if the user asked for it."""
+    rows, columns = slice(0, min(block.N, 16384)), slice(0, min(block.M, 8192))
+
+    def trial(size: plan.KernelTile) -> None:
+        panels = triton.cdiv(columns.stop, size.columns)
+        _march_down(given, block, size, rows, columns, torch.empty(panels, rows.stop, dtype=block.dtype, device=block.x.device))
+
+    return tuning.tile("march", block, plan.march_tile(block.precision, block.x.device), trial)
+
+
+def _row_ranges(block: Block, size: plan.KernelTile, panel: plan.Panel | None) -> Iterator[slice]:
+    """Rows of one launch each. Ragged rows at the end cost `_march` an offset in every row, and get a launch of their own."""
+    whole = block.N if panel is not None else block.N - block.N % size.rows
+    yield from windows(whole, plan.MARCH_ROWS)
+    if whole < block.N:
+        yield slice(whole, block.N)
+
+
+def _march_down(
+    given: Operands,
+    block: Block,
+    size: plan.KernelTile,
+    rows: slice,
+    columns: slice,
+    row_part: Tensor,  # (panels, n) written
+) -> Tensor:  # (strips, m)
+    """Partial row sums, and partial column sums, which are returned."""
+    n, m = rows.stop - rows.start, columns.stop - columns.start
+    row_offset = given.row_offset
+    if row_offset is None and n % size.rows:
+        # Beyond the last row the copy engine reads zeros, which an offset of −inf keeps out of the column sums.
+        row_offset = block.zeros(block.N)
+    strips, strip_rows = plan.march_strips(len(row_part), n, size.rows, plan.multiprocessors(block.x.device))
+    col_part = torch.empty(strips, m, dtype=block.dtype, device=block.x.device)
+    _march[(len(row_part), strips)](
+        descriptor(given.x, size.rows, size.width),
+        descriptor(given.y, size.columns, size.width),
+        given.exponent_scale,
+        row_offset,
+        given.col_offset,
+        given.row_ids,
+        given.col_ids,
+        row_part,
+        col_part,
+        rows.start,
+        rows.stop,
+        columns.start,
+        columns.stop,
+        strip_rows,
+        block.N,
+        block.M,
+        D=block.D,
+        SKIP_DIAGONAL=block.skip_diagonal,
+        PRECISION=dot_precision(block),
+        EXACT=exact(block),
+        **size.options,
+    )
+    return col_part
 
 
 def _recompute_lost(given: Operands, block: Block, total: Tensor, *, transposed: bool) -> Tensor:  # (N,) or (M,) float64

@@ -1,9 +1,10 @@
 """What the Triton walks are given: inputs that the copy engine can read, and exponents in units of log 2.
 
 The softmax kernels compute t_ij = k·⟨x_i, y_j⟩ + row_offset_i + col_offset_j, where k = scale · log2 e and the offsets hold the
-biases and minus one shift C for the whole block. C is `HEADROOM` below the largest exponent that norms and biases allow, so
-that 2^t stays in fp32's range from 2⁶⁰ down: one exponential per element serves rows and columns alike. Where that loses
-digits, because a row is far below what the largest norm or bias allows, the exponents are formed again without C.
+biases and minus one shift C for the whole block. C is the least that keeps the largest exponent that norms and biases allow
+below `HEADROOM`, so that 2^t stays in fp32's range from 2⁶⁰ down: one exponential per element serves rows and columns alike.
+Where that loses digits, because a row is far below what the largest norm or bias allows, the exponents are formed again
+without C.
 
 What every row shares must not be rounded: such an error does not average out. C is kept in float64, and the part of it that the
 kernels subtract is a whole number; sums become logarithms, and weights, in float64.
@@ -17,12 +18,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.tiles.block import Block
-from megabatch.tiles.precision import BFLOAT16, FLOAT16, TF32, round_to_tf32
+from megabatch.tiles.precision import HALF_DTYPE, TF32, round_to_tf32
+from megabatch.tiles.triton_rows import exponent_scale
 
 LOG2E = 1 / math.log(2)
 HEADROOM = 60.0
-
-_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Operands:
 
     x: Tensor  # (N, D) rounded, rows of whole 16 bytes
     y: Tensor  # (M, D)
-    exponent_scale: Tensor  # (2,) k, and what rounding took from it
+    exponent_scale: Tensor  # (3,) k, what rounding took from it, and the offset of columns where there is no vector
     shift: Tensor  # () C, float64
     row_offset: Tensor | None  # (N,) for exponents relative to C
-    col_offset: Tensor  # (M,)
+    col_offset: Tensor | None  # (M,)
     row_plain: Tensor | None  # (N,) for exponents as they are
     col_plain: Tensor | None  # (M,)
     row_ids: Tensor | None  # (N,)
@@ -44,26 +44,23 @@ class Operands:
 def exponent_operands(block: Block) -> Operands:
     """For softmax: exponents of 2, relative to C."""
     x, y = _operand(block.x, block.precision), _operand(block.y, block.precision)
-    k = block.scale.double() * LOG2E
-    high = k.float()
-    whole = _whole_shift(x, y, high)
-    shift, row, col = whole.double(), None, None
-    row_offset, col_offset = None, (-whole).expand(block.M)
+    constants, shift = exponent_scale(x, y, block.scale, HEADROOM)
+    row = col = row_offset = col_offset = None
     if block.row_bias is not None:
         row = block.row_bias.double() * LOG2E
         shift = shift + _largest(row)
         row_offset = (row - _largest(row)).float()
     if block.col_bias is not None:
         col = block.col_bias.double() * LOG2E
+        col_offset = (col - _largest(col) + constants[2]).float()
         shift = shift + _largest(col)
-        col_offset = (col - _largest(col) - whole).float()
     return Operands(
         x=x,
         y=y,
-        exponent_scale=torch.stack((high, (k - high).float())),
+        exponent_scale=constants,
         shift=shift,
         row_offset=row_offset,
-        col_offset=col_offset.contiguous(),
+        col_offset=col_offset,
         row_plain=None if row is None else row.float(),
         col_plain=None if col is None else col.float(),
         row_ids=_packed(block.row_ids),
@@ -78,10 +75,10 @@ def similarity_operands(block: Block) -> Operands:
     return Operands(
         x=x,
         y=y,
-        exponent_scale=torch.stack((block.scale, nothing)),
+        exponent_scale=torch.stack((block.scale, nothing, nothing)),
         shift=nothing.double(),
         row_offset=None if block.row_bias is None else block.row_bias.contiguous(),
-        col_offset=block.zeros(block.M) if block.col_bias is None else block.col_bias.contiguous(),
+        col_offset=None if block.col_bias is None else block.col_bias.contiguous(),
         row_plain=None,
         col_plain=None,
         row_ids=_packed(block.row_ids),
@@ -101,14 +98,15 @@ def whole_rows(like: Tensor, rows: int, columns: int) -> Tensor:  # (rows, colum
 
 
 def _packed(ids: Tensor | None) -> Tensor | None:
-    return None if ids is None else ids.contiguous()
+    """As wide as any: kernels would compare int8 with uint8 by their bits."""
+    return None if ids is None else ids.long().contiguous()
 
 
 def _operand(values: Tensor, precision: str) -> Tensor:
     if precision == TF32:
         values = round_to_tf32(values)
-    elif precision in _DTYPE:
-        values = values.to(_DTYPE[precision])
+    elif precision in HALF_DTYPE:
+        values = values.to(HALF_DTYPE[precision])
     step = 16 // values.element_size()
     if (
         values.stride(1) == 1
@@ -118,17 +116,6 @@ def _operand(values: Tensor, precision: str) -> Tensor:
     ):
         return values
     return whole_rows(values, *values.shape).copy_(values)
-
-
-def _whole_shift(x: Tensor, y: Tensor, k: Tensor) -> Tensor:  # ()
-    """From |⟨x_i, y_j⟩| ≤ ‖x_i‖·‖y_j‖. Norms that are not finite are passed over: their rows are found by their sums."""
-    bound = k.abs() * _largest(_norms(x)) * _largest(_norms(y))
-    return torch.nan_to_num(bound.ceil() - HEADROOM, posinf=0.0, neginf=0.0)
-
-
-def _norms(values: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(values, dim=1, dtype=torch.float32)
-    return norms
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles import plan
-from megabatch.tiles.block import Block
-from megabatch.tiles.matching import matching_similarities, rank_noise
+from megabatch.tiles.block import Block, Pairs
+from megabatch.tiles.matching import pairs_on_the_diagonal, rank_noise
 from megabatch.tiles.triton_forward import dot_precision
 from megabatch.tiles.triton_operands import descriptor, similarity_operands
+from megabatch.tiles.triton_rows import matching_products
 
 
 @triton.jit
@@ -20,53 +21,59 @@ def _count(
     x_desc,
     y_desc,
     scale,  # ()
-    match,  # (N,)
+    row_match,  # (N,)
+    col_match,  # (M,)
+    row_index,  # (N,) int64
+    col_index,  # (M,) int64
     row_noise,  # (N,)
-    col_noise,  # (N,)
+    col_noise,  # (M,)
     row_rank,  # (N,) int64
-    col_rank,  # (N,) int64
+    col_rank,  # (M,) int64
     N,
+    M,
     D: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    n, m = (tl.program_id(0) % tiles_n) * BLOCK_N, (tl.program_id(0) // tiles_n) * BLOCK_M
+    n, m = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for d in range(0, D, BLOCK_D):
         s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
     s = s * tl.load(scale)
     offs_n, offs_m = n + tl.arange(0, BLOCK_N), m + tl.arange(0, BLOCK_M)
-    mask_n, mask_m = offs_n < N, offs_m < N
-    i, j = offs_n[:, None], offs_m[None, :]
+    mask_n, mask_m = offs_n < N, offs_m < M
+    i = tl.load(row_index + offs_n, mask_n, 0)[:, None]
+    j = tl.load(col_index + offs_m, mask_m, 0)[None, :]
     near = tl.load(row_noise + offs_n, mask_n, 0.0)[:, None] * tl.load(col_noise + offs_m, mask_m, 0.0)[None, :]
     others = mask_n[:, None] & mask_m[None, :] & (i != j)
-    own = tl.load(match + offs_n, mask_n, 0.0)[:, None]
+    own = tl.load(row_match + offs_n, mask_n, 0.0)[:, None]
     before = ~((s < own - near) | ((s <= own + near) & (j > i))) & others
     tl.atomic_add(row_rank + offs_n, tl.sum(before.to(tl.int64), 1), mask=mask_n)
-    own = tl.load(match + offs_m, mask_m, 0.0)[None, :]
+    own = tl.load(col_match + offs_m, mask_m, 0.0)[None, :]
     before = ~((s < own - near) | ((s <= own + near) & (i > j))) & others
     tl.atomic_add(col_rank + offs_m, tl.sum(before.to(tl.int64), 0), mask=mask_m)
 
 
-def rank_counts(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
-    """How many entries of row i, and of column i, come before s_ii; as `eager.rank_counts` says."""
-    row_rank, col_rank = (torch.zeros(block.N, dtype=torch.int64, device=block.x.device) for _ in range(2))
+def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:  # (N,), (M,) int64
+    """How many entries of row i, and of column i, come before s_ii, or before the pairs given; as `eager.rank_counts` says."""
+    pairs = pairs_on_the_diagonal(block, matching_products(block)) if pairs is None else pairs
+    row_rank, col_rank = (torch.zeros(size, dtype=torch.int64, device=block.x.device) for size in (block.N, block.M))
     size = plan.strip_tile(block.precision, block.x.device)
     given = similarity_operands(block)
     row_noise, col_noise = rank_noise(block)
-    _count[(triton.cdiv(block.N, size.rows) * triton.cdiv(block.N, size.columns),)](
+    _count[(triton.cdiv(block.N, size.rows), triton.cdiv(block.M, size.columns))](
         descriptor(given.x, size.rows, size.width),
         descriptor(given.y, size.columns, size.width),
         block.scale,
-        matching_similarities(block),
+        *(part.contiguous() for part in pairs),
         row_noise,
         col_noise,
         row_rank,
         col_rank,
         block.N,
+        block.M,
         D=block.D,
         PRECISION=dot_precision(block),
         **size.options,

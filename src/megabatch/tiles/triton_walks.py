@@ -3,5 +3,14 @@
 from megabatch.tiles.triton_backward import logsumexp_gradients, softplus_gradients, softplus_sums
 from megabatch.tiles.triton_forward import logsumexp_statistics
 from megabatch.tiles.triton_rank import rank_counts
+from megabatch.tiles.triton_rows import finish_rows, matching_products
 
-__all__ = ["logsumexp_gradients", "logsumexp_statistics", "rank_counts", "softplus_gradients", "softplus_sums"]
+__all__ = [
+    "finish_rows",
+    "logsumexp_gradients",
+    "logsumexp_statistics",
+    "matching_products",
+    "rank_counts",
+    "softplus_gradients",
+    "softplus_sums",
+]

@@ -39,7 +39,7 @@ def warn(found: list[tuple[str, _BatchNorm]], tower: str, chunk_size: int, rows:
         "chunks. Use a chunk_size that is large enough for its statistics, put the layer into eval(), or use a normalisation "
         "that looks at one sample (LayerNorm, GroupNorm)",
         UserWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
 
 

@@ -99,7 +99,7 @@ class _Step:
     ) -> None:
         self.roles, self.scaler, self.where, self.on_chunk = roles, scaler, where, on_chunk
         self.reductions = Reductions([role.shared for role in roles], sync)
-        self.share = 1 / max(len(roles[0].source), 1)  # of one sample in a mean over the batch
+        self.share = 0.0  # of one sample in a mean over the batch; the mean over ranks of their sums is the whole
         self.graph_mode: bool | None = None
         self.loss_trains = False
         self.ranks: Ranks | None = None
@@ -114,23 +114,22 @@ class _Step:
             ranks = Ranks(shared, synchronised, next((role.device for role in self.roles if role.device), None))
             self.ranks = ranks if ranks.size > 1 else None
         rows = len(self.roles[0].source)
-        if self.ranks is None:
-            if rows == 0 and not (dist.is_initialized() and dist.get_world_size() > 1):
-                raise ValueError("towers must have at least one sample, got inputs with 0 rows")
-            for role in self.roles:
-                role.passes = max(1, role.passes)
-            return
-        empty = [role.index for role in self.roles if not rows and role.source.placeholder(role.device) is None]
-        table = self.ranks.everyone([rows, -1 if not empty else empty[0], *(role.passes for role in self.roles)])
+        alone = not (dist.is_initialized() and dist.get_world_size() > 1)
+        if rows == 0 and self.ranks is None and alone:
+            raise ValueError("towers must have at least one sample, got inputs with 0 rows")
+        unknown = [role.index for role in self.roles if rows == 0 and role.source.placeholder(role.device) is None]
+        own = [rows, unknown[0] if unknown else -1, *(role.passes for role in self.roles)]
+        table = [own] if self.ranks is None else self.ranks.everyone(own)
         for rank, (_, without, *_passes) in enumerate(table):
             if without >= 0:
                 raise ValueError(
-                    f"towers[{without}][1] must have at least one sample on every rank, because all ranks encode equally often "
-                    f"and this source cannot show what a sample looks like without one; got none on rank {rank}"
+                    f"towers[{without}][1] must have at least one sample on every rank, because all ranks encode at least once "
+                    "and this source cannot show what a sample looks like without one; got none"
+                    + (f" on rank {rank}" if self.ranks is not None else "")
                 )
         for role, *passes in zip(self.roles, *(line[2:] for line in table), strict=True):
             role.passes = max(1, *passes)
-        self.share = self.ranks.size / max(1, sum(line[0] for line in table))
+        self.share = len(table) / max(1, sum(line[0] for line in table))
 
     # The first pass
 
@@ -149,8 +148,9 @@ class _Step:
         rows, with_graph = role.rows(i), role.trains and keeper.wants()
         if role.trains:
             role.states[i] = randomness.capture(role.devices, role.states.get(i - 1))
+        held = self.reductions.held_back(role.index) if with_graph else nullcontext()
         aside = nullcontext() if rows else randomness.untouched(role.devices)  # a placeholder draws nothing
-        with self.reductions.held_back(role.index), aside, self._graph(with_graph):
+        with held, aside, self._graph(with_graph):
             if not with_graph:
                 encoded = role.encode(inputs, rows)
             else:

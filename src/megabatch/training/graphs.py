@@ -1,5 +1,6 @@
 """What an autograd graph reaches, and what it weighs."""
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -57,7 +58,13 @@ def weighed(device: torch.device | None, known: Iterable[Tensor]) -> Iterator[We
             weight.bytes += storage.nbytes()
         return tensor.detach()  # with its graph it would hold the node that holds it
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    hooks = [pack, unpack]
+    if "torch._dynamo" in sys.modules:  # around a compiled tower it would try to compile these
+        hooks = [torch.compiler.disable(hook) for hook in hooks]  # type: ignore[no-untyped-call]
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
         yield weight
 
 

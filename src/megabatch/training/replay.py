@@ -81,9 +81,10 @@ class ReplaySource(Source):
 
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
         """Reads the spans in order, ahead of the work, and checks what was read before."""
-        return streamed(self._assembled(spans), device)
+        pinned = device is not None and device.type == "cuda"
+        return streamed(self._assembled(spans, pinned), device)
 
-    def _assembled(self, spans: Sequence[Span]) -> Iterator[Any]:
+    def _assembled(self, spans: Sequence[Span], pinned: bool) -> Iterator[Any]:
         with ExitStack() as cleanup:
             executor = self._workers
             if isinstance(executor, int):
@@ -98,7 +99,7 @@ class ReplaySource(Source):
             for span in spans:
                 pieces = [future.result() for future in waiting.popleft()]
                 waiting.extend(self._start(executor, later) for later in itertools.islice(upcoming, 1))
-                yield self._checked(span, [one for piece in pieces for one in piece])
+                yield self._checked(span, [one for piece in pieces for one in piece], pinned)
 
     def _start(self, executor: Executor, span: Span) -> list[Future[list[tuple[Any, int]]]]:
         futures = []
@@ -108,7 +109,7 @@ class ReplaySource(Source):
             futures.append(executor.submit(_read_piece, self._read, work))
         return futures
 
-    def _checked(self, span: Span, read: list[tuple[Any, int]]) -> Any:
+    def _checked(self, span: Span, read: list[tuple[Any, int]], pinned: bool) -> Any:
         different = []
         for i, (_, now) in zip(range(*span), read, strict=True):
             if self._checksums[i] not in (_UNREAD, now):
@@ -122,7 +123,7 @@ class ReplaySource(Source):
             )
         samples = [sample for sample, _ in read]
         if self._collate is None:
-            return stack(samples)
+            return stack(samples, pinned)
         chunk = self._collate(samples)
         found = checksum(chunk)
         if self._collated.setdefault(span, found) != found:
@@ -145,14 +146,18 @@ def sample_seed(seed: int, position: int) -> int:
     return (state ^ (state >> 31)) >> 1
 
 
-def stack(samples: list[Any]) -> Any:
-    """Samples of one structure as one structure of tensors, a row for each."""
+def stack(samples: list[Any], pinned: bool = False) -> Any:
+    """Samples of one structure as one structure of tensors, a row for each; in pinned memory if a device will read it."""
     first = samples[0]
     if isinstance(first, Mapping):
-        return {key: stack([sample[key] for sample in samples]) for key in first}
+        return {key: stack([sample[key] for sample in samples], pinned) for key in first}
     if isinstance(first, tuple | list):
-        return tuple(stack(list(values)) for values in zip(*samples, strict=True))
-    return torch.stack([torch.as_tensor(sample) for sample in samples])
+        return tuple(stack(list(values), pinned) for values in zip(*samples, strict=True))
+    tensors = [torch.as_tensor(sample) for sample in samples]
+    if not pinned:
+        return torch.stack(tensors)
+    room = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, pin_memory=True)
+    return torch.stack(tensors, out=room)
 
 
 def checksum(inputs: Any) -> int:

@@ -33,6 +33,12 @@ def roles(towers: Any, chunk_size: Any) -> list[Role]:
             raise TypeError(f"towers[{i}][0] must be a module or another callable, got {_kind(pair[0])}")
     sizes = _chunk_sizes(chunk_size, len(towers))
     made = [Role(i, tower, inputs, size) for i, ((tower, inputs), size) in enumerate(zip(towers, sizes, strict=True))]
+    for role in made:
+        if any(getattr(module, "static_graph", False) for module in role.shared):
+            raise ValueError(
+                f"{role.name}[0] must be wrapped without static_graph=True, got a DistributedDataParallel with it, which "
+                "cannot leave out a reduction; a step has a backward pass for every chunk"
+            )
     counts = [len(role.source) for role in made]
     if len(set(counts)) > 1:
         raise ValueError(

@@ -1,0 +1,100 @@
+"""The table and the plot of a run of `cached_step.py`.
+
+python benchmarks/cached_step_report.py benchmarks/results/cached_step.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megabatch.bench import machine
+
+COLOURS = {
+    "plain step": "#222222",
+    "cached, budget 0": "#0b6e4f",
+    "cached, auto": "#2fa37c",
+    "cached, replay": "#8fd3bb",
+    "accum-freq": "#c1440e",
+    "GradCache": "#8e44ad",
+    "towers alone": "#999999",
+}
+
+
+def table(record: dict[str, Any]) -> str:
+    lines = [
+        "| model | B | chunk | system | pairs/s | ÷ towers alone | peak GiB | beyond weights, gradients | loss, share |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    bare = {
+        (r["model"], r["B"]): r["pairs_per_second"]
+        for r in record["results"]
+        if r["system"] == "towers alone" and "seconds" in r
+    }
+    for r in record["results"]:
+        pace = r.get("pairs_per_second")
+        of_bare = [v for (model, B), v in bare.items() if model == r["model"] and r["B"] >= B]
+        cells = [r["model"], f"{r['B']:,}", r["chunk"], r["system"], f"{pace:.0f}" if pace else r["status"]]
+        cells.append(f"{pace / of_bare[-1]:.3f}" if pace and of_bare else "")
+        if "peak_bytes" in r:
+            cells += [f"{(r['peak_bytes'] + r['held_bytes']) / 2**30:.2f}", f"{r['peak_bytes'] / 2**30:.2f}"]
+        else:
+            cells += ["", ""]
+        cells.append(f"{100 * r['loss_seconds'] / r['seconds']:.1f} %" if "loss_seconds" in r else "")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "Gradients against the plain step, float32, a small batch in chunks:", ""]
+    lines += [
+        "| model | system | error of all towers' gradients | scale's gradient ÷ the right one | |",
+        "|---|---|---:|---:|---|",
+    ]
+    for c in record["checks"]:
+        lines.append(f"| {c['model']} | {c['system']} | {c['error']:.0e} | {c['scale']:.4f} | {c['status']} |")
+    where = ", ".join(f"{model} from {library}" for model, library in record.get("towers", {}).items())
+    return "\n".join([*lines, "", f"Towers: {where}; random weights, synthetic images, bf16 autocast."])
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(r["model"] for r in record["results"]))
+    figure = Figure(figsize=(11, 4.4 * len(models)), layout="constrained")
+    figure.suptitle(f"One training step; {record['machine']['gpu'] or record['machine']['cpu']}")
+    grid = figure.subplots(len(models), 2, squeeze=False)
+    for row, model in zip(grid, models, strict=True):
+        for axes, (label, key) in zip(row, (("pairs a second", "pairs_per_second"), ("peak, GiB", "peak_bytes")), strict=True):
+            for name, colour in COLOURS.items():
+                chosen = [r for r in record["results"] if r["model"] == model and r["system"] == name and key in r]
+                points = [(r["B"], (r[key] + r["held_bytes"]) / 2**30 if key == "peak_bytes" else r[key]) for r in chosen]
+                if points and not (name == "towers alone" and key == "peak_bytes"):
+                    dashed = "--" if name == "towers alone" else "-"
+                    axes.plot(*zip(*sorted(points), strict=True), dashed, color=colour, marker="o", markersize=4, label=name)
+            axes.set(title=model, xscale="log", yscale="log", xlabel="batch, pairs", ylabel=label)
+            ticks = sorted({r["B"] for r in record["results"] if r["model"] == model})
+            axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def report(path: Path) -> None:
+    """Writes both beside the JSON file; the plot where matplotlib is installed."""
+    record = json.loads(path.read_text())
+    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
+    path.with_suffix(".md").write_text(table(record) + "\n\n" + about)
+    try:
+        draw(record, path.with_suffix(".png"))
+    except ImportError:
+        print("No plot: matplotlib is not installed")
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    report(Path(sys.argv[1]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Ways to make one training step with a large batch, for `cached_step.py`: ours, and other projects' schemes by their ideas.
+
+Each is a function of the towers, the inputs and the learned scale that leaves gradients and returns the loss.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cached_towers import SyntheticImages
+from torch import Tensor, nn
+
+import megabatch as mb
+
+
+@dataclass
+class Setting:
+    """What a step is given."""
+
+    image: nn.Module
+    text: nn.Module
+    log_scale: nn.Parameter
+    images: Any  # SyntheticImages, or another source
+    tokens: Tensor  # (B, context)
+    chunk: int
+    device: str
+    autocast: bool = True
+    backend: str = "auto"
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that is trained."""
+        return [*self.image.parameters(), *self.text.parameters(), self.log_scale]
+
+    def cast(self) -> Any:
+        """The autocast region of a step."""
+        return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.autocast)
+
+    def halves(self) -> Iterator[tuple[nn.Module, Callable[[], Iterator[Tensor]]]]:
+        """Each tower, and how to go over its chunks."""
+        spans = [(i, min(i + self.chunk, len(self.tokens))) for i in range(0, len(self.tokens), self.chunk)]
+        yield self.image, lambda: iter(self.images.chunks(spans, None))
+        yield self.text, lambda: (self.tokens[a:b] for a, b in spans)
+
+
+def dense_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """As open_clip has it on one rank."""
+    logits = scale * image @ text.T
+    labels = torch.arange(len(image), device=image.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def plain(s: Setting) -> Tensor:
+    """One graph over everything."""
+    assert isinstance(s.images, SyntheticImages)
+    with s.cast():
+        loss = mb.clip_loss(s.image(s.images.all()), s.text(s.tokens), s.log_scale.exp(), backend=s.backend)
+    loss.backward()
+    return loss.detach()
+
+
+def cached(s: Setting, budget: int | str | None = None) -> Tensor:
+    """`cached_backward`."""
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return mb.clip_loss(x, y, s.log_scale.exp(), backend=s.backend)
+
+    with s.cast():
+        return mb.cached_backward(loss, [(s.image, s.images), (s.text, s.tokens)], chunk_size=s.chunk, budget=budget)
+
+
+def accum_freq(s: Setting) -> Tensor:
+    """open_clip's `--accum-freq`: all features without a graph; then for every chunk the whole loss, that chunk's fresh."""
+    (image, images), (text, texts) = s.halves()
+    with torch.no_grad(), s.cast():
+        features = [[tower(x) for x in chunks()] for tower, chunks in ((image, images), (text, texts))]
+    loss = torch.zeros(())
+    for i, (x, y) in enumerate(zip(images(), texts(), strict=True)):
+        with s.cast():
+            fresh = [
+                [*old[:i], tower(part), *old[i + 1 :]] for old, tower, part in zip(features, (image, text), (x, y), strict=True)
+            ]
+            loss = dense_loss(torch.cat(fresh[0]), torch.cat(fresh[1]), s.log_scale.exp())
+        del fresh
+        loss.backward()
+    return loss.detach()
+
+
+def grad_cache(s: Setting) -> Tensor:
+    """GradCache: features and generator states first, a dense loss on them, then ⟨features, gradient⟩ of every chunk."""
+    halves = list(s.halves())
+    kept: list[tuple[Tensor, list[Any]]] = []
+    for tower, chunks in halves:
+        parts, states = [], []
+        with torch.no_grad(), s.cast():
+            for x in chunks():
+                states.append((torch.get_rng_state(), torch.cuda.get_rng_state() if s.device == "cuda" else None))
+                parts.append(tower(x))
+        kept.append((torch.cat(parts).requires_grad_(), states))
+    with s.cast():
+        loss = dense_loss(kept[0][0], kept[1][0], s.log_scale.exp())
+    loss.backward()
+    for (tower, chunks), (features, states) in zip(halves, kept, strict=True):
+        assert features.grad is not None
+        for x, (cpu, cuda), gradient in zip(chunks(), states, features.grad.split(s.chunk), strict=True):
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+            with s.cast():
+                surrogate = (tower(x) * gradient).sum()
+            surrogate.backward()
+    return loss.detach()
+
+
+def towers_alone(s: Setting) -> Tensor:
+    """One forward pass and one forward and backward pass of every chunk, and nothing else: what a budget of 0 cannot beat."""
+    total = torch.zeros((), device=s.device)
+    for tower, chunks in s.halves():
+        with torch.no_grad(), s.cast():
+            for x in chunks():
+                total += tower(x).sum()
+        for x in chunks():
+            with s.cast():
+                embeddings = tower(x)
+            embeddings.backward(torch.full_like(embeddings, 1e-3))
+    return total
+
+
+SYSTEMS: dict[str, Callable[[Setting], Tensor]] = {
+    "plain step": plain,
+    "cached, budget 0": cached,
+    "cached, auto": lambda s: cached(s, "auto"),
+    "accum-freq": accum_freq,
+    "GradCache": grad_cache,
+    "towers alone": towers_alone,
+}

@@ -1,0 +1,159 @@
+"""Towers and images for `cached_step.py`: CLIP's sizes with random weights, and synthetic images that nobody has to store.
+
+From `transformers` where it is installed, or else the same sizes in plain PyTorch, which the result says.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megabatch as mb
+
+VOCABULARY, CONTEXT = 49408, 77
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a CLIP model: (width, layers, heads) of both towers."""
+
+    pixels: int
+    patch: int
+    vision: tuple[int, int, int]
+    text: tuple[int, int, int]
+    embedding: int
+    chunk: int  # samples encoded at once: a few GiB of activations
+
+
+SIZES = {
+    "ViT-B/32": Size(224, 32, (768, 12, 12), (512, 12, 8), 512, 1024),
+    "ViT-L/14": Size(224, 14, (1024, 24, 16), (768, 12, 12), 768, 256),
+    "tiny": Size(32, 8, (64, 2, 2), (32, 2, 2), 32, 16),
+}
+
+
+class PlainTower(nn.Module):
+    """A pre-norm transformer over patches or tokens, mean over positions, projection, unit length."""
+
+    def __init__(self, size: Size, *, image: bool) -> None:
+        super().__init__()
+        width, layers, heads = size.vision if image else size.text
+        positions = (size.pixels // size.patch) ** 2 if image else CONTEXT
+        self.embed: nn.Module = nn.Conv2d(3, width, size.patch, size.patch) if image else nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(0.02 * torch.randn(positions, width))
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.project = nn.Linear(width, size.embedding, bias=False)
+        self.image = image
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, D)."""
+        h = self.embed(x).flatten(2).transpose(1, 2) if self.image else self.embed(x)
+        return F.normalize(self.project(self.blocks(h + self.position).mean(1)), dim=1)
+
+
+class TransformersTower(nn.Module):
+    """One half of a `transformers` CLIPModel."""
+
+    def __init__(self, encoder: nn.Module, project: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.project = encoder, project
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, D)."""
+        return F.normalize(self.project(self.encoder(x).pooler_output), dim=1)
+
+
+def towers(size: Size, device: str) -> tuple[nn.Module, nn.Module, str]:
+    """(image tower, text tower, where they are from)."""
+    torch.manual_seed(0)
+    if importlib.util.find_spec("transformers") is None or size is SIZES["tiny"]:
+        return PlainTower(size, image=True).to(device), PlainTower(size, image=False).to(device), "plain PyTorch"
+    from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
+
+    def config(kind: Any, shape: tuple[int, int, int], **more: Any) -> dict[str, Any]:
+        width, layers, heads = shape
+        made = kind(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=heads, **more)
+        return made.to_dict()  # type: ignore[no-any-return]
+
+    model = CLIPModel(
+        CLIPConfig(
+            text_config=config(CLIPTextConfig, size.text, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT),
+            vision_config=config(CLIPVisionConfig, size.vision, image_size=size.pixels, patch_size=size.patch),
+            projection_dim=size.embedding,
+        )
+    )
+    image = TransformersTower(model.vision_model, model.visual_projection)
+    text = TransformersTower(model.text_model, model.text_projection)
+    return image.to(device), text.to(device), "transformers"
+
+
+class SyntheticImages(mb.Source):
+    """Images made on the device from their position: the batch may have any size, and no storage has to keep up."""
+
+    block = 64  # made together; a span that begins inside a block makes the whole of it
+
+    def __init__(self, rows: int, size: Size, device: str) -> None:
+        self.rows, self.shape, self.device = rows, (3, size.pixels, size.pixels), device
+
+    def __len__(self) -> int:
+        """Images."""
+        return self.rows
+
+    def chunks(self, spans: Sequence[tuple[int, int]], device: torch.device | None) -> Iterator[Tensor]:
+        """(n, 3, pixels, pixels), the same for the same span."""
+        for start, stop in spans:
+            first = start // self.block
+            parts = [self._block(i) for i in range(first, (stop - 1) // self.block + 1)]
+            yield torch.cat(parts)[start - first * self.block : stop - first * self.block]
+
+    def _block(self, i: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(i)
+        return torch.randn(self.block, *self.shape, generator=generator, device=self.device)
+
+    def all(self) -> Tensor:
+        """The whole batch, for a step that needs it at once."""
+        whole = torch.empty(self.rows, *self.shape, device=self.device)
+        for start in range(0, self.rows, self.block):
+            whole[start : start + self.block] = self._block(start // self.block)[: self.rows - start]
+        return whole
+
+
+POOL = 256  # raw images on the host that replay reads from
+
+
+def replay(rows: int, size: Size, workers: int, seed: int) -> mb.ReplaySource:
+    """Raw images on the host, cropped and flipped at random by worker threads, the second time as the first."""
+    raw = size.pixels + 32
+    pool = torch.randint(0, 256, (POOL, 3, raw, raw), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+    def read(i: int, generator: torch.Generator) -> Tensor:
+        top, left, flip = torch.randint(0, 32, (3,), generator=generator).tolist()
+        image = pool[i % POOL, :, top : top + size.pixels, left : left + size.pixels]
+        return (image.flip(-1) if flip < 16 else image).contiguous()
+
+    return mb.ReplaySource(range(rows), read, seed=seed, workers=workers)
+
+
+class Normalised(nn.Module):
+    """A tower that takes images of bytes, so that a quarter of the data travels."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, D)."""
+        return self.tower(x.float().div_(127.5).sub_(1.0))  # type: ignore[no-any-return]
+
+
+def tokens(rows: int, device: str) -> Tensor:  # (rows, CONTEXT)
+    """Random words; the last is the largest id, which CLIP takes for the end of the text."""
+    generator = torch.Generator(device).manual_seed(1)
+    made = torch.randint(1, VOCABULARY - 2, (rows, CONTEXT), generator=generator, device=device)
+    made[:, -1] = VOCABULARY - 1
+    return made

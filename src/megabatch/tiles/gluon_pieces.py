@@ -1,0 +1,77 @@
+"""What a tile of similarities becomes on Hopper: sums, softmax weights or sigmoid weights, piece by piece, in registers.
+
+A piece is 128 rows and as many columns as are finished at once, in the layout in which the tensor cores leave a tile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from megabatch.tiles.triton_softplus import joint, log1p
+
+
+@gluon.jit
+def halves(s):
+    """The left and the right columns of a piece; both are where they were, in the same registers."""
+    columns: gl.constexpr = s.shape[1] // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    left, right = s.reshape((s.shape[0], 2, columns)).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def places(s, n, m):
+    """Rows and columns of a piece that begins at (n, m)."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.shape[1], 16])
+    offs_n = n + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+    return offs_n, m + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def _left_out(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL: gl.constexpr, EDGES: gl.constexpr):
+    """−inf on the diagonal and beyond the edges."""
+    if SKIP_DIAGONAL:
+        if (n < m + t.shape[1]) & (m < n + t.shape[0]):
+            t = gl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), t)
+    if EDGES:
+        if (n + t.shape[0] > N) | (m + t.shape[1] > M):
+            t = gl.where((offs_n < N)[:, None] & (offs_m < M)[None, :], t, -float("inf"))
+    return t
+
+
+@gluon.jit
+def sums(s, k, base, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
+    """Row sums of 2^t, and column sums over the rows that one thread owns: (4, 8, columns)."""
+    offs_n, offs_m = places(s, n, m)
+    e = gl.exp2(_left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True))
+    pairs = gl.sum(e.reshape((s.shape[0] // 16, 2, 8, s.shape[1])), 1)
+    return gl.sum(e, 1), gl.sum(pairs.reshape((s.shape[0] // 64, 4, 8, s.shape[1])), 0)
+
+
+@gluon.jit
+def softmax(s, k, base, row_weight, col_weight, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
+    """Weights; nobody reads those beyond the edges."""
+    offs_n, offs_m = places(s, n, m)
+    a = gl.load(row_weight + gl.minimum(offs_n, N - 1))
+    b = gl.load(col_weight + gl.minimum(offs_m, M - 1))
+    t = _left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, False)
+    return gl.exp2(t) * (a[:, None] + b[None, :])
+
+
+@gluon.jit
+def sigmoid(s, k, row_offset, row_weight, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
+    """Weights, their row sums, and row sums of softplus; t is in units of log 2.
+
+    Every operation counts: a warp fetches this much code at one instruction in four or five clocks.
+    """
+    LOG2E: gl.constexpr = 1.4426950408889634
+    offs_n, offs_m = places(s, n, m)
+    t = s * (k * LOG2E)
+    if row_offset is not None:
+        t += (gl.load(row_offset + gl.minimum(offs_n, N - 1)) * LOG2E)[:, None]
+    t = _left_out(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True)
+    e = gl.exp2(-gl.abs(t))  # of the two exponentials the one that cannot overflow
+    r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=gl.float32, is_pure=True, pack=1)
+    a = gl.load(row_weight + gl.minimum(offs_n, N - 1))
+    g = r * gl.exp2(gl.minimum(t, 0.0))  # one more exponential is cheaper than a choice by the sign
+    softplus = gl.sum(gl.maximum(t, 0.0), 1) / LOG2E + log1p(gl.reduce(e, 1, joint))
+    return a[:, None] * g, a * gl.sum(g, 1), softplus
