@@ -48,6 +48,18 @@ def _store_columns(folded, col_part, WHICH: gl.constexpr, START: gl.constexpr, p
 
 
 @gluon.jit
+def _passed(step, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
+    """How many of the steps before this one have columns that do not stay: spread evenly, so that copies never come in a rush."""
+    return step * (STEPS - RESIDENT) // STEPS
+
+
+@gluon.jit
+def _passes(step, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
+    """Whether the columns of this step are copied for every tile. Where some are, those of the last step are."""
+    return _passed(step + 1, STEPS, RESIDENT) > _passed(step, STEPS, RESIDENT)
+
+
+@gluon.jit
 def _copy(x_desc, y_desc, slots, barriers, where, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
     """The copying warp: columns that stay whenever the panel changes, rows and the other columns for every tile."""
     full, empty, panel_full, panel_empty = barriers
@@ -65,8 +77,10 @@ def _copy(x_desc, y_desc, slots, barriers, where, STEPS: gl.constexpr, RESIDENT:
         if panel != before:
             mbarrier.wait(panel_empty, (panels & 1) ^ 1)
             mbarrier.expect(panel_full, RESIDENT * BYTES)
-            for step in range(RESIDENT):
-                tma.async_copy_global_to_shared(y_desc, [m, step * BLOCK_D], panel_full, slots.index(step))
+            for step in range(STEPS):
+                if not _passes(step, STEPS, RESIDENT):
+                    slot = step - _passed(step, STEPS, RESIDENT)
+                    tma.async_copy_global_to_shared(y_desc, [m, step * BLOCK_D], panel_full, slots.index(slot))
             before = panel
             panels += 1
         for step in range(STEPS):
@@ -75,7 +89,7 @@ def _copy(x_desc, y_desc, slots, barriers, where, STEPS: gl.constexpr, RESIDENT:
             mbarrier.expect(full.index(slot), BYTES)
             tma.async_copy_global_to_shared(x_desc, [n, step * BLOCK_D], full.index(slot), slots.index(RESIDENT + slot))
             index += 1
-            if step >= RESIDENT:
+            if _passes(step, STEPS, RESIDENT):
                 slot = index % RING
                 mbarrier.wait(empty.index(slot), ((index // RING) & 1) ^ 1)
                 mbarrier.expect(full.index(slot), BYTES)
@@ -131,18 +145,18 @@ def _work(
         for step in range(STEPS):
             x_slot = index % RING
             mbarrier.wait(full.index(x_slot), (index // RING) & 1)
-            y_slot = step
-            if step >= RESIDENT:
+            y_slot = step - _passed(step, STEPS, RESIDENT)
+            if _passes(step, STEPS, RESIDENT):
                 y_slot = RESIDENT + (index + 1) % RING
                 mbarrier.wait(full.index((index + 1) % RING), ((index + 1) // RING) & 1)
             s = warpgroup_mma(slots.index(RESIDENT + x_slot), slots.index(y_slot).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             if step > 0:  # the product before this one is finished
                 mbarrier.arrive(empty.index((index - 1) % RING))
-                if step > RESIDENT:
+                if _passes(step - 1, STEPS, RESIDENT):
                     mbarrier.arrive(empty.index((index - 2) % RING))
             index += 1
-            if step >= RESIDENT:
+            if _passes(step, STEPS, RESIDENT):
                 index += 1
         mbarrier.arrive(turns.index(1 - WHICH))
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -165,16 +179,20 @@ def _work(
             right_columns += folded
             gl.store(row_part + place, left_rows + right_rows, mask=mask_n)
         else:
-            row_sums, softplus_sums = gl.zeros_like(offs_n).to(gl.float32), gl.zeros_like(offs_n).to(gl.float32)
+            row_sums = gl.zeros_like(offs_n).to(gl.float32)
+            product = row_sums
+            if KIND == SIGMOID:
+                left = pieces.negated(left, k, row_offset, n, m, N, M, SKIP_DIAGONAL)
+                right = pieces.negated(right, k, row_offset, n, m + HALF, N, M, SKIP_DIAGONAL)
             for half in gl.static_range(2):
                 part = left if half == 0 else right
                 mh = m + half * HALF
                 if KIND == SOFTMAX:
                     g = pieces.softmax(part, k, base, row_weight, col_weight, n, mh, N, M, SKIP_DIAGONAL)
                 else:
-                    g, added, softplus = pieces.sigmoid(part, k, row_offset, row_weight, n, mh, N, M, SKIP_DIAGONAL)
+                    g, added, more = pieces.sigmoid(part, row_weight, n, mh, N)
                     row_sums += added
-                    softplus_sums += softplus
+                    product = pieces.either(product, more)
                 if g_desc is not None:
                     tma.store_wait(0)
                     staging.store(g.to(g_desc.dtype))
@@ -183,7 +201,10 @@ def _work(
             if row_part is not None:
                 gl.store(row_part + place, row_sums, mask=mask_n)
             if softplus_part is not None:
-                gl.store(softplus_part + place, softplus_sums, mask=mask_n)
+                if gl.max(product, 0) > 0.5:  # a product of 1 − sigmoid that has lost digits
+                    gl.store(softplus_part + place, pieces.softplus(left) + pieces.softplus(right), mask=mask_n)
+                else:
+                    gl.store(softplus_part + place, pieces.softplus_of_product(product), mask=mask_n)
     for done in range(released, last_panel):  # the other warpgroup may still need the next panel
         mbarrier.wait(panel_full, (done - first_panel) & 1)
         mbarrier.arrive(panel_empty)

@@ -27,22 +27,28 @@ def places(s, n, m):
 
 
 @gluon.jit
-def _left_out(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL: gl.constexpr, EDGES: gl.constexpr):
-    """−inf on the diagonal and beyond the edges."""
+def _left_out(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL: gl.constexpr, EDGES: gl.constexpr, OUT: gl.constexpr):
+    """OUT on the diagonal and beyond the edges."""
     if SKIP_DIAGONAL:
         if (n < m + t.shape[1]) & (m < n + t.shape[0]):
-            t = gl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), t)
+            t = gl.where(offs_n[:, None] == offs_m[None, :], OUT, _only_here(t))
     if EDGES:
         if (n + t.shape[0] > N) | (m + t.shape[1] > M):
-            t = gl.where((offs_n < N)[:, None] & (offs_m < M)[None, :], t, -float("inf"))
+            t = gl.where((offs_n < N)[:, None] & (offs_m < M)[None, :], _only_here(t), OUT)
     return t
+
+
+@gluon.jit
+def _only_here(t):
+    """t. What the compiler must take for an effect keeps the rare branch a branch: it would choose in every tile instead."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [t], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def sums(s, k, base, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
     """Row sums of 2^t, and column sums over the rows that one thread owns: (4, 8, columns)."""
     offs_n, offs_m = places(s, n, m)
-    e = gl.exp2(_left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True))
+    e = gl.exp2(_left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True, -float("inf")))
     pairs = gl.sum(e.reshape((s.shape[0] // 16, 2, 8, s.shape[1])), 1)
     return gl.sum(e, 1), gl.sum(pairs.reshape((s.shape[0] // 64, 4, 8, s.shape[1])), 0)
 
@@ -53,25 +59,47 @@ def softmax(s, k, base, row_weight, col_weight, n, m, N, M, SKIP_DIAGONAL: gl.co
     offs_n, offs_m = places(s, n, m)
     a = gl.load(row_weight + gl.minimum(offs_n, N - 1))
     b = gl.load(col_weight + gl.minimum(offs_m, M - 1))
-    t = _left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, False)
+    t = _left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, False, -float("inf"))
     return gl.exp2(t) * (a[:, None] + b[None, :])
 
 
 @gluon.jit
-def sigmoid(s, k, row_offset, row_weight, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
-    """Weights, their row sums, and row sums of softplus; t is in units of log 2.
-
-    Every operation counts: a warp fetches this much code at one instruction in four or five clocks.
-    """
+def negated(s, k, row_offset, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
+    """−t, in units of log 2. To negate t later would be one more operation."""
     LOG2E: gl.constexpr = 1.4426950408889634
     offs_n, offs_m = places(s, n, m)
-    t = s * (k * LOG2E)
+    t = s * (k * -LOG2E)
     if row_offset is not None:
-        t += (gl.load(row_offset + gl.minimum(offs_n, N - 1)) * LOG2E)[:, None]
-    t = _left_out(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True)
+        t += (gl.load(row_offset + gl.minimum(offs_n, N - 1)) * -LOG2E)[:, None]
+    return _left_out(t, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True, float("inf"))
+
+
+@gluon.jit
+def sigmoid(t, row_weight, n, m, N):
+    """Weights, their row sums, and 1 − Π(1 − sigmoid) over a row, of which `softplus_of_product` takes the logarithm; t is negated.
+
+    Every operation counts: a warp fetches this much code at one instruction in three or four clocks.
+    """
+    r = 1.0 + gl.exp2(t)  # infinite where the weight is less than fp32 holds, and then the weight is 0
+    g = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [r], dtype=gl.float32, is_pure=True, pack=1)
+    a = gl.load(row_weight + gl.minimum(places(t, n, m)[0], N - 1))
+    return a[:, None] * g, a * gl.sum(g, 1), gl.reduce(g, 1, either)
+
+
+@gluon.jit
+def either(a, b):
+    """1 − (1 − a)·(1 − b)."""
+    return a + b * (1.0 - a)
+
+
+@gluon.jit
+def softplus_of_product(c):
+    """−log(1 − c) for c up to ½: row sums of softplus, as −log Π(1 − sigmoid)."""
+    return log1p(c / (1.0 - c))
+
+
+@gluon.jit
+def softplus(t):
+    """Row sums of softplus, of any size; t is negated."""
     e = gl.exp2(-gl.abs(t))  # of the two exponentials the one that cannot overflow
-    r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=gl.float32, is_pure=True, pack=1)
-    a = gl.load(row_weight + gl.minimum(offs_n, N - 1))
-    g = r * gl.exp2(gl.minimum(t, 0.0))  # one more exponential is cheaper than a choice by the sign
-    softplus = gl.sum(gl.maximum(t, 0.0), 1) / LOG2E + log1p(gl.reduce(e, 1, joint))
-    return a[:, None] * g, a * gl.sum(g, 1), softplus
+    return gl.sum(gl.minimum(t, 0.0), 1) * -0.6931471805599453 + log1p(gl.reduce(e, 1, joint))
