@@ -296,7 +296,7 @@ def test_bitwise_the_same_over_repeated_runs():
 @pytest.mark.parametrize("M", [1, 5000, 1_048_576])
 def test_strips_stay_within_the_workspace(monkeypatch, N, M):
     monkeypatch.undo()
-    for element_size, D in ((2, 512), (4, 512), (2, 8192)):
+    for element_size, D in ((2, 512), (2, 768), (4, 512), (2, 8192)):
         size = plan.strip_size(N, M, D, element_size)
         assert min(size.rows, N) * min(size.columns, M) * element_size <= 256 * 2**20
         assert min(size.rows, N) * D * 4 <= 64 * 2**20
@@ -304,6 +304,12 @@ def test_strips_stay_within_the_workspace(monkeypatch, N, M):
     for panels in (1, 3, 256):
         strips, rows = plan.march_strips(panels, N, 256, 132)
         assert strips * rows >= N > (strips - 1) * rows
+
+
+@pytest.mark.parametrize(("panels", "programs"), [(1, 132), (64, 128), (86, 129), (128, 128), (132, 132), (256, 128)])
+def test_programs_march_in_step(panels, programs):
+    assert plan.panel_programs(panels, 132) == programs
+    assert plan.panel_programs(panels, 4) == 4
 
 
 def test_ids_of_different_types():

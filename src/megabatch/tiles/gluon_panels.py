@@ -3,7 +3,8 @@
 A program owns a panel of BLOCK columns and marches down the rows. One warp copies into a ring of slots; two warpgroups take
 turns with the tensor cores: while one multiplies its tile, the other turns the one before into sums or weights. The panel stays
 in shared memory, or as many steps of its width as fit; the others are copied for every tile. Columns that stay halve what is
-asked of the L2 cache, which would otherwise set the pace.
+asked of the L2 cache, which would otherwise set the pace; programs that march in step find their rows in it
+(`plan.panel_programs`).
 
 `triton_forward` and `triton_backward` say what is computed, and serve everything that is not served here.
 """
@@ -49,7 +50,7 @@ def _store_columns(folded, col_part, WHICH: gl.constexpr, START: gl.constexpr, p
 
 @gluon.jit
 def _passed(step, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
-    """How many of the steps before this one have columns that do not stay: spread evenly, so that copies never come in a rush."""
+    """How many of the steps before this one have columns that do not stay: spread evenly, so that copies come evenly too."""
     return step * (STEPS - RESIDENT) // STEPS
 
 
@@ -340,7 +341,8 @@ def _launch(
     row_part: Tensor | None = None,
     col_part: Tensor | None = None,
 ) -> None:
-    _panels[(plan.multiprocessors(given.x.device),)](
+    panels = triton.cdiv(columns.stop - columns.start, BLOCK)
+    _panels[(plan.panel_programs(panels, plan.multiprocessors(given.x.device)),)](
         _descriptor(given.x, panel.width),
         _descriptor(given.y, panel.width),
         None if g is None else _descriptor(g, BLOCK // 2),

@@ -1,5 +1,6 @@
 """Tile sizes, as data, each with the measurement that chose it."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -92,9 +93,15 @@ ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 # Rows and panels of columns of one launch of the forward walk: its row partials take 128 MiB at most.
 MARCH_ROWS, MARCH_PANELS = 131072, 256
 
-# A strip of gradients; 8448 rows are 132 multiprocessors' worth of 128×256 tiles of dx at D = 512, and 16384 columns fill
-# them to 97 % for dy. Half of the 512 MiB that a workspace may take, because other buffers are alive beside it.
-_STRIP_ROWS, _STRIP_BYTES = 8448, 256 * 2**20
+# A strip of gradients; half of the 512 MiB that a workspace may take, because other buffers are alive beside it. Its sides decide
+# how well tiles of dx and dy fill the multiprocessors. H200, bf16, 64k×64k, both products with fp32 sums, ms at D = 512 / 768 /
+# 1024: 8192×16384 11.2 / 17.4 / 22.5, 16384×8192 11.3 / 16.7 / 23.1, 11008×16384 11.9 / 17.8 / 25.6, 13312×13312 12.5 / 18.7 /
+# 25.6.
+_STRIP_BYTES = 256 * 2**20
+
+
+def _strip_rows(D: int) -> int:
+    return 16384 if 512 < D < 1024 else 8448
 
 
 # Versions of Triton whose Gluon, which is experimental, the kernels of `gluon_panels` were compiled and run with.
@@ -114,17 +121,36 @@ class Panel:
 def panel(block: Block, task: str) -> Panel | None:
     """Where the warp-specialised kernels serve and measured faster; `task` is "sums", "softmax" or "sigmoid".
 
-    H200, bf16, 64k×64k in strips of 8192×16384, TFLOP/s at D = 512 / 768 / 1024; cuBLAS's bare product: 655 / 699 / 725.
-    Sums: 764 / 698 / 661, `_march` 679 / 730 / 756. Softmax weights: 660 / 637 / 603, `_strip` 519 / 622 / 653. Softmax weights
-    at 768 when 8, 6, 5, 4, 3, 2 steps stay: 539, 637, 622, 634, 617, 610.
+    H200, bf16, 64k×64k in strips of 8192×16384, TFLOP/s at D = 512 / 768 / 1024; cuBLAS's bare product: 656 / 701 / 710.
+    Sums 753 / 747 / 757, softmax weights 676 / 701 / 693, sigmoid weights 528 / 625 / 680; `_march` sums 679 / 730 / 756,
+    `_strip` softmax weights 519 / 622 / 653. How many steps stay, softmax / sigmoid / sums: at 768 6 701 / 625 / 747,
+    7 633 / 578 / 685, 8 563 / 522 / 617; at 1024 6 684 / 661 / 722, 5 693 / 639 / 743, 4 675 / 680 / 757. Slots of half the
+    width, twice as many: 631 / 531 / 684 at 512, and 0.85 of the others at 768.
     """
-    widest = {"sums": 512, "softmax": 768, "sigmoid": 1024}[task]
     half = block.precision in (BFLOAT16, FLOAT16)
     biased = block.col_bias is not None or (block.row_bias is not None and task != "sigmoid")
-    if widest < block.D or not half or biased or block.row_ids is not None or not has_gluon(block.x.device):
+    if block.D > 1024 or not half or biased or block.row_ids is not None or not has_gluon(block.x.device):
         return None
     steps = -(-block.D // 64)
-    return Panel(steps, min(8, 12 - steps)) if steps <= 8 else Panel(6, 6)
+    if steps <= 8:
+        return Panel(steps, min(8, 12 - steps))
+    if steps <= 12:
+        return Panel(6, 6)
+    return Panel(5, 7) if task == "softmax" else Panel(4, 8)
+
+
+def panel_programs(panels: int, multiprocessors: int) -> int:
+    """How many programs share the tiles of `panels`, each the same number of them, one after the other.
+
+    Programs that are at the same row at the same time share its copy in the L2 cache: 128 panels on 132 multiprocessors run at
+    551 TFLOP/s with 132 programs, all at different rows, and at 684 with 128 (softmax weights, D = 1024). So a few may be idle.
+    """
+
+    def cost(programs: int) -> float:
+        starting_rows = programs // math.gcd(programs, panels)
+        return (1 + min(starting_rows, 32) / 200) / programs
+
+    return min(range(multiprocessors, multiprocessors - multiprocessors // 16 - 1, -1), key=cost)
 
 
 @cache
@@ -175,7 +201,7 @@ def strip_size(N: int, M: int, D: int, element_size: int) -> TileSize:
 
     A strip of dx is alive beside it, in fp32, and so is a temporary of its size: 64 MiB each at most.
     """
-    rows = _even(N, min(_STRIP_ROWS, max(256, 2**24 // D)))
+    rows = _even(N, min(_strip_rows(D), max(256, 2**24 // D)))
     return TileSize(rows, _even(M, _STRIP_BYTES // element_size // rows))
 
 
