@@ -203,7 +203,7 @@ def test_more_than_two_to_the_31_elements():
         assert (x.grad[rows].double() - wanted).norm() / wanted.norm() < 5e-3
 
 
-@pytest.mark.parametrize(("N", "M", "D"), [(1000, 777, 100), (1, 5, 1), (257, 4099, 33), (3, 130, 768)])
+@pytest.mark.parametrize(("N", "M", "D"), [(1000, 777, 100), (1, 5, 1), (257, 4099, 33), (3, 130, 768), (520, 700, 1000)])
 @pytest.mark.parametrize("options", ["plain", "diagonal", "ids", "offsets", "hostile"])
 def test_bfloat16_kernels_on_odd_shapes(N, M, D, options):
     dtype = torch.bfloat16

@@ -76,7 +76,7 @@ def negated(s, k, row_offset, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
 
 @gluon.jit
 def sigmoid(t, row_weight, n, m, N):
-    """Weights, their row sums, and 1 − Π(1 − sigmoid) of a row, of which `softplus_of_product` takes the logarithm; t is negated.
+    """Weights, their row sums, and 1 − Π(1 − sigmoid) of a row, for `softplus_of_product`; t is negated.
 
     Every operation counts: a warp fetches this much code at one instruction in three or four clocks.
     """

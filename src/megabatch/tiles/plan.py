@@ -93,8 +93,8 @@ ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 # Rows and panels of columns of one launch of the forward walk: its row partials take 128 MiB at most.
 MARCH_ROWS, MARCH_PANELS = 131072, 256
 
-# A strip of gradients; half of the 512 MiB that a workspace may take, because other buffers are alive beside it. Its sides decide
-# how well tiles of dx and dy fill the multiprocessors. H200, bf16, 64k×64k, both products with fp32 sums, ms at D = 512 / 768 /
+# A strip of gradients; half of the 512 MiB that a workspace may take, because others are alive beside it. Its sides decide how
+# well tiles of dx and dy fill the multiprocessors. H200, bf16, 64k×64k, both products with fp32 sums, ms at D = 512 / 768 /
 # 1024: 8192×16384 11.2 / 17.4 / 22.5, 16384×8192 11.3 / 16.7 / 23.1, 11008×16384 11.9 / 17.8 / 25.6, 13312×13312 12.5 / 18.7 /
 # 25.6.
 _STRIP_BYTES = 256 * 2**20
