@@ -167,7 +167,7 @@ def test_autocast_and_scaler(budget):
         assert (a - b).norm() <= 2e-3 * b.norm()  # one graph sums a weight's gradient over chunks in float16
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:TensorFloat32:UserWarning")  # the compiler's own
 @pytest.mark.parametrize("budget", [None, math.inf])
 def test_compiled_tower_with_dropout(budget):
     """The graph without a backward pass and the one with it draw the same masks; the step warns if they do not."""

@@ -81,6 +81,7 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_rows, "_exponent_scale"),
         (triton_rows, "_dots"),
         (triton_rows, "_finish"),
+        (triton_rows, "_add_parts"),
         (gluon_panels, "_panels"),
     )
     for module, name in kernels:

@@ -24,7 +24,7 @@ from megabatch.operators.gradients import (
 from megabatch.operators.team import assemble
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.matching import matching_similarities
-from megabatch.tiles.precision import by_matmul_setting
+from megabatch.tiles.precision import FLOAT16, by_matmul_setting
 
 
 @torch.library.custom_op("megabatch::sigmoid_mean", mutates_args=())
@@ -54,7 +54,8 @@ def sigmoid_mean(
             total = block.zeros(block.N)
             sums = column_sums(block, wanted)
             unit = gradient_unit(block, torch.ones_like(scale))
-            strips = team.walks.softplus_gradients(block, torch.ones_like(total) / unit, sums, wanted, total=total)
+            weight = torch.ones_like(total) / unit if block.precision == FLOAT16 else None
+            strips = team.walks.softplus_gradients(block, weight, sums, wanted, total=total)
             dmatch = -torch.sigmoid(-match) / unit
             gradients = finish(
                 team.local,

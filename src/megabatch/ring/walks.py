@@ -90,7 +90,7 @@ class RingWalks:
         return total
 
     def softplus_gradients(
-        self, block: Block, dtotal: Tensor, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
+        self, block: Block, dtotal: Tensor | None, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
     ) -> Iterator[RowGradients]:
         """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
         block = self._prepared(block)

@@ -35,7 +35,7 @@ class Walks(Protocol):
     def softplus_sums(self, block: Block) -> Tensor: ...  # noqa: D102
 
     def softplus_gradients(  # noqa: D102
-        self, block: Block, dtotal: Tensor, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
+        self, block: Block, dtotal: Tensor | None, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
     ) -> Iterator[RowGradients]: ...
 
     def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]: ...  # noqa: D102

@@ -155,7 +155,7 @@ def _weighted(s: Tensor, shift: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
 def softplus_gradients(
     block: Block,
-    dtotal: Tensor,  # (N,)
+    dtotal: Tensor | None,  # (N,), or 1
     sums: ColumnGradients,
     needs: Needs,
     *,
@@ -168,7 +168,8 @@ def softplus_gradients(
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
         if total is not None and spare is not None:
             total[rows] += _softplus(s, out=spare(*s.shape)).sum(1)
-        return s.sigmoid_().mul_(dtotal[rows, None])
+        s.sigmoid_()
+        return s if dtotal is None else s.mul_(dtotal[rows, None])
 
     return _gradients(tiles, weigh, sums, needs)
 

@@ -203,9 +203,8 @@ def _work(
                 gl.store(row_part + place, row_sums, mask=mask_n)
             if softplus_part is not None:
                 if gl.max(product, 0) > 0.5:  # a product of 1 − sigmoid that has lost digits
-                    gl.store(softplus_part + place, pieces.softplus(left) + pieces.softplus(right), mask=mask_n)
-                else:
-                    gl.store(softplus_part + place, pieces.softplus_of_product(product), mask=mask_n)
+                    product = -(pieces.softplus(left) + pieces.softplus(right))
+                gl.store(softplus_part + place, product, mask=mask_n)
     for done in range(released, last_panel):  # the other warpgroup may still need the next panel
         mbarrier.wait(panel_full, (done - first_panel) & 1)
         mbarrier.arrive(panel_empty)
@@ -226,7 +225,7 @@ def _panels(
     row_offset,  # (N,) or None
     row_weight,  # (N,) or None
     col_weight,  # (M,) or None
-    softplus_part,  # (panels, rows) or None
+    softplus_part,  # (panels, rows) for `triton_rows.add_parts`, or None
     row_part,  # (panels, rows) or None
     col_part,  # (2 · programs that share a panel, columns) or None
     first_row,
@@ -313,14 +312,14 @@ def softmax_weights(
 def sigmoid_weights(
     panel: Panel,
     given: Operands,
-    row_weight: Tensor,  # (N,)
+    row_weight: Tensor | None,  # (N,), or 1
     rows: slice,
     columns: slice,
     g: Tensor | None,  # (n, m) written
     parts: tuple[Tensor | None, Tensor | None],  # (panels, n) each, written: row sums of softplus, and of g
     skip_diagonal: bool,
 ) -> None:
-    """g = row weight · sigmoid(t), and partial row sums of softplus and of g."""
+    """g = row weight · sigmoid(t), and partial row sums, of softplus and of g, for `triton_rows.add_parts`."""
     given_rows = {"row_offset": given.row_offset, "row_weight": row_weight, "softplus_part": parts[0], "row_part": parts[1]}
     _launch(SIGMOID, panel, given, rows, columns, skip_diagonal, g, **given_rows)
 

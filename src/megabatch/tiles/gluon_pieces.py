@@ -76,26 +76,23 @@ def negated(s, k, row_offset, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
 
 @gluon.jit
 def sigmoid(t, row_weight, n, m, N):
-    """Weights, their row sums, and 1 − Π(1 − sigmoid) of a row, for `softplus_of_product`; t is negated.
+    """Weights, their row sums, and 1 − Π(1 − sigmoid) of a row (`triton_softplus.decoded`); t is negated.
 
     Every operation counts: a warp fetches this much code at one instruction in three or four clocks.
     """
     r = 1.0 + gl.exp2(t)  # infinite where the weight is less than fp32 holds, and then the weight is 0
     g = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [r], dtype=gl.float32, is_pure=True, pack=1)
-    a = gl.load(row_weight + gl.minimum(places(t, n, m)[0], N - 1))
-    return a[:, None] * g, a * gl.sum(g, 1), gl.reduce(g, 1, either)
+    row_sums, product = gl.sum(g, 1), gl.reduce(g, 1, either)
+    if row_weight is not None:
+        weight = gl.load(row_weight + gl.minimum(places(t, n, m)[0], N - 1))
+        g, row_sums = weight[:, None] * g, weight * row_sums
+    return g, row_sums, product
 
 
 @gluon.jit
 def either(a, b):
     """1 − (1 − a)·(1 − b)."""
-    return a + b * (1.0 - a)
-
-
-@gluon.jit
-def softplus_of_product(c):
-    """−log(1 − c) for c up to ½: row sums of softplus, as −log Π(1 − sigmoid)."""
-    return log1p(c / (1.0 - c))
+    return (a + b) - a * b
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ there are none, as nearly always, it returns at once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import FLOAT32, TF32, add_product, multiply_into
 from megabatch.tiles.triton_forward import dot_precision, exact, exponents, offsets
 from megabatch.tiles.triton_operands import LOG2E, Operands, descriptor, exponent_operands, similarity_operands, whole_rows
+from megabatch.tiles.triton_rows import add_parts
 from megabatch.tiles.triton_softplus import joint, log1p
 
 # What a tile of exponents becomes.
@@ -45,14 +46,14 @@ def _strip(
     col_plain,
     row_ids,
     col_ids,
-    row_weight,  # (N,)
+    row_weight,  # (N,), or None for 1
     col_weight,  # (M,)
     row_shift,  # (N,) of a row's own, or −inf
     col_shift,  # (M,)
     odd,  # () whether any tile is
     row_odd,  # (tiles of N,) whether any row of the tile has a shift of its own
     col_odd,  # (tiles of M,)
-    softplus_part,  # (2 · tiles of M, rows) row sums of softplus, or None
+    softplus_part,  # (2 · tiles of M, rows) row sums of softplus, negated, or None
     row_part,  # (2 · tiles of M, rows) row sums of g, or None
     scale_part,  # (2 · tiles of M, rows) row sums of g times product, or None
     col_part,  # (tiles of N, columns) column sums of g, or None
@@ -98,7 +99,8 @@ def _strip(
             for d in range(0, D, BLOCK_D):
                 s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
             offs_n = n + tl.arange(0, BLOCK_N)
-            a = tl.load(row_weight + offs_n, mask=offs_n < N, other=0.0)
+            if row_weight is not None:
+                a = tl.load(row_weight + offs_n, mask=offs_n < N, other=0.0)
             left, right = s.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1).split()
             for half in tl.static_range(2):
                 part = left if half == 0 else right
@@ -108,7 +110,9 @@ def _strip(
                 t = exponents(part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
                 if KIND == SIGMOID:
                     small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # of the two exponentials the one that cannot overflow
-                    g = a[:, None] * tl.where(t >= 0, 1.0, small) / (1.0 + small)
+                    g = tl.where(t >= 0, 1.0, small) / (1.0 + small)
+                    if row_weight is not None:
+                        g = a[:, None] * g
                 else:
                     b = tl.load(col_weight + offs_m, mask=offs_m < M, other=0.0)
                     if KIND == SOFTMAX:
@@ -128,7 +132,7 @@ def _strip(
                     tl.static_assert(HALF <= 64, "joint holds 64 terms")
                     above_zero = tl.sum(tl.where(mask_m[None, :], tl.maximum(t, 0.0), 0.0), 1)
                     product = tl.reduce(tl.where(mask_m[None, :], small, 0.0), 1, joint)
-                    tl.store(softplus_part + place, above_zero + log1p(product), mask=mask_n)
+                    tl.store(softplus_part + place, -(above_zero + log1p(product)), mask=mask_n)
                 if row_part is not None:
                     tl.store(row_part + place, tl.sum(tl.where(mask_m[None, :], g, 0.0), 1), mask=mask_n)
                 if scale_part is not None:
@@ -144,16 +148,18 @@ def _strip(
 
 
 @dataclass(frozen=True)
-class _SoftmaxWeights:
-    """drow_i / row_i and dcol_j / col_j, relative to the shift of the block or, where `odd`, to one of their own."""
+class _Weights:
+    """Of a softmax drow_i / row_i and dcol_j / col_j, relative to the shift of the block or, where `odd`, to one of their own;
+    of a sigmoid dtotal_i alone, or 1.
+    """
 
-    row_weight: Tensor  # (N,)
-    col_weight: Tensor  # (M,)
-    row_shift: Tensor  # (N,)
-    col_shift: Tensor  # (M,)
-    odd: Tensor  # () int32
-    row_odd: Tensor  # (tiles of N,) int32
-    col_odd: Tensor  # (tiles of M,) int32
+    row_weight: Tensor | None  # (N,)
+    col_weight: Tensor | None = None  # (M,)
+    row_shift: Tensor | None = None  # (N,)
+    col_shift: Tensor | None = None  # (M,)
+    odd: Tensor | None = None  # () int32
+    row_odd: Tensor | None = None  # (tiles of N,) int32
+    col_odd: Tensor | None = None  # (tiles of M,) int32
 
 
 def logsumexp_gradients(
@@ -171,13 +177,13 @@ def logsumexp_gradients(
     row_weight, row_shift, row_odd = _relative(row, drow, given.shift, size.rows)
     col_weight, col_shift, col_odd = _relative(col, dcol, given.shift, size.columns)
     odd = row_odd.amax() + col_odd.amax()
-    weights = _SoftmaxWeights(row_weight, col_weight, row_shift, col_shift, odd, row_odd, col_odd)
+    weights = _Weights(row_weight, col_weight, row_shift, col_shift, odd, row_odd, col_odd)
     return _walk(given, block, size, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
 
 
 def softplus_gradients(
     block: Block,
-    dtotal: Tensor,  # (N,)
+    dtotal: Tensor | None,  # (N,), or 1
     sums: ColumnGradients,
     needs: Needs,
     *,
@@ -186,22 +192,16 @@ def softplus_gradients(
     """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
     given = similarity_operands(block)
     size = _strip_tile(given, block, SIGMOID)
-    return _walk(given, block, size, (SIGMOID,), _row_weights(dtotal.contiguous()), sums, needs, total)
+    return _walk(given, block, size, (SIGMOID,), _Weights(None if dtotal is None else dtotal.contiguous()), sums, needs, total)
 
 
 def softplus_sums(block: Block) -> Tensor:  # (N,)
     """Row sums of softplus(s) = log(1 + exp(s))."""
     total = block.zeros(block.N)
     nobody, nothing = ColumnGradients(None, None), Needs(False, False, False)
-    for _ in softplus_gradients(block, torch.zeros_like(total), nobody, nothing, total=total):
+    for _ in softplus_gradients(block, None, nobody, nothing, total=total):
         pass
     return total
-
-
-def _row_weights(weight: Tensor) -> _SoftmaxWeights:
-    """Weights of rows alone."""
-    none = weight[:0]
-    return _SoftmaxWeights(weight, none, none, none, none, none, none)
 
 
 def _strip_tile(given: Operands, block: Block, kind: tl.constexpr) -> plan.KernelTile:
@@ -212,7 +212,7 @@ def _strip_tile(given: Operands, block: Block, kind: tl.constexpr) -> plan.Kerne
     rows, columns = slice(0, min(block.N, 8192)), slice(0, min(block.M, 8192))
 
     def trial(size: plan.KernelTile) -> None:
-        weights = replace(_row_weights(block.zeros(block.N)), col_weight=block.zeros(block.M))
+        weights = _Weights(block.zeros(block.N), block.zeros(block.M))
         _form((kind,), size, given, block, weights, rows, columns, g, (None, None, None), None)
 
     g = whole_rows(given.x, rows.stop, columns.stop) if tuning.ENABLED else None
@@ -256,7 +256,7 @@ def _walk(
     block: Block,
     size: plan.KernelTile,
     kinds: tuple[tl.constexpr, ...],  # one launch each
-    weights: _SoftmaxWeights,
+    weights: _Weights,
     sums: ColumnGradients,
     needs: Needs,
     total: Tensor | None = None,  # (N,)
@@ -294,7 +294,7 @@ def _form(
     size: plan.KernelTile,
     given: Operands,
     block: Block,
-    weights: _SoftmaxWeights,
+    weights: _Weights,
     rows: slice,
     columns: slice,
     g: Tensor | None,  # (n, m) written
@@ -315,8 +315,10 @@ def _form(
             parts = row_parts[0], row_parts[1]
             gluon_panels.sigmoid_weights(panel, given, weights.row_weight, rows, columns, g, parts, block.skip_diagonal)
         else:
-            both = weights.row_weight, weights.col_weight
-            gluon_panels.softmax_weights(panel, given, both, rows, columns, g, block.skip_diagonal)
+            a, b = weights.row_weight, weights.col_weight
+            assert a is not None
+            assert b is not None
+            gluon_panels.softmax_weights(panel, given, (a, b), rows, columns, g, block.skip_diagonal)
         kinds = kinds[1:]
     for kind in kinds:
         _strip[(programs,)](
@@ -355,9 +357,9 @@ def _form(
             PROGRAMS=programs,
             **size.options,
         )
-    for whole, part in zip((*by_row, by_column), (*row_parts, col_part), strict=True):
-        if whole is not None and part is not None:
-            whole += part.sum(0)
+    add_parts(row_parts, by_row)
+    if by_column is not None and col_part is not None:
+        by_column += col_part.sum(0)
 
 
 def _part(block: Block, *shape: int) -> Tensor:

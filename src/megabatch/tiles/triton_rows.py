@@ -1,5 +1,7 @@
 """Work on the embeddings themselves, O(N·D), in one launch each where PyTorch operations would read them several times."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +9,7 @@ from torch import Tensor
 
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import BFLOAT16, FLOAT16, TF32
+from megabatch.tiles.triton_softplus import decoded
 
 _BLOCK_N, _BLOCK_D = 16, 256
 _ROUNDING = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
@@ -132,6 +135,50 @@ def _finish(
             tl.store(out + place, (values * scale).to(out.dtype.element_ty), mask)
     if own is not None:
         tl.store(dots + offs_n, row_dots, offs_n < n)
+
+
+@triton.jit
+def _part_sums(part, offs_n, parts, rows, SOFTPLUS: tl.constexpr, BLOCK_P: tl.constexpr):
+    sums = tl.zeros(offs_n.shape, tl.float32)
+    for first in range(0, parts, BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        place = offs_p.to(tl.int64)[:, None] * rows + offs_n[None, :]
+        values = tl.load(part + place, (offs_p < parts)[:, None] & (offs_n < rows)[None, :], 0.0)
+        sums += tl.sum(decoded(values) if SOFTPLUS else values, 0)
+    return sums
+
+
+@triton.jit
+def _add_parts(
+    softplus_part,  # (parts, rows) or None
+    row_part,  # (parts, rows) or None
+    scale_part,  # (parts, rows) or None
+    softplus,  # (rows,) or None
+    row,  # (rows,) or None
+    scale,  # (rows,) or None
+    parts,
+    rows,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = offs_n < rows
+    if softplus is not None:
+        sums = _part_sums(softplus_part, offs_n, parts, rows, True, BLOCK_P)
+        tl.store(softplus + offs_n, tl.load(softplus + offs_n, mask) + sums, mask)
+    if row is not None:
+        tl.store(row + offs_n, tl.load(row + offs_n, mask) + _part_sums(row_part, offs_n, parts, rows, False, BLOCK_P), mask)
+    if scale is not None:
+        sums = _part_sums(scale_part, offs_n, parts, rows, False, BLOCK_P)
+        tl.store(scale + offs_n, tl.load(scale + offs_n, mask) + sums, mask)
+
+
+def add_parts(parts: Sequence[Tensor | None], wholes: Sequence[Tensor | None]) -> None:
+    """Adds partial row sums, (parts, n) each, to whole ones, (n,) each: of softplus, of g, and of g times product."""
+    given = [part for part in parts if part is not None]
+    if given:
+        rows = given[0].shape[1]
+        _add_parts[(triton.cdiv(rows, 32),)](*parts, *wholes, *given[0].shape, BLOCK_P=64, BLOCK_N=32)
 
 
 def exponent_scale(x: Tensor, y: Tensor, scale: Tensor, headroom: float) -> tuple[Tensor, Tensor]:  # (3,), () float64

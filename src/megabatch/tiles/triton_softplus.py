@@ -9,6 +9,12 @@ _C5, _C6, _C7, _C8 = (tl.constexpr(c) for c in (-0.137538, 0.079204515, -0.03006
 
 
 @triton.jit
+def decoded(part):
+    """Row sums of softplus as kernels leave them: negated, or as the c of −log(1 − c), 0 ≤ c ≤ ½."""
+    return tl.where(part < 0, -part, log1p(part / (1.0 - part)))
+
+
+@triton.jit
 def joint(a, b):
     """(1 + a)·(1 + b) − 1. Small terms keep their digits, which 1 + a would lose; terms are at most 1, and 64 of them fit."""
     return a * b + (a + b)
