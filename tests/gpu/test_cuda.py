@@ -55,7 +55,8 @@ def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype, backend
     squares = {mine: 0.0, dense: 0.0}
     try:
         for seed in range(0, 32, 2):
-            inputs = [*pairs(1000, 200, noise=noise, seed=seed, dtype=real_dtype), *numbers(*values, dtype=real_dtype)]
+            N = 1024 if seed % 4 else 1000  # kernels are compiled apart for what can be divided by 16
+            inputs = [*pairs(N, 200, noise=noise, seed=seed, dtype=real_dtype), *numbers(*values, dtype=real_dtype)]
             wanted = outcomes(truth, [t.detach().double().requires_grad_() for t in inputs])
             for function in squares:
                 with tile_size(256, 384):
@@ -203,7 +204,9 @@ def test_more_than_two_to_the_31_elements():
         assert (x.grad[rows].double() - wanted).norm() / wanted.norm() < 5e-3
 
 
-@pytest.mark.parametrize(("N", "M", "D"), [(1000, 777, 100), (1, 5, 1), (257, 4099, 33), (3, 130, 768), (520, 700, 1000)])
+@pytest.mark.parametrize(
+    ("N", "M", "D"), [(1000, 777, 100), (1, 5, 1), (257, 4099, 33), (3, 130, 768), (520, 700, 1000), (128, 64, 512)]
+)
 @pytest.mark.parametrize("options", ["plain", "diagonal", "ids", "offsets", "hostile"])
 def test_bfloat16_kernels_on_odd_shapes(N, M, D, options):
     dtype = torch.bfloat16

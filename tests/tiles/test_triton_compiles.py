@@ -16,6 +16,7 @@ pytest.importorskip("triton")
         (90, "bfloat16", ""),
         (90, "bfloat16", "features"),
         (90, "tf32", "features"),
+        (90, "float32", ""),
         (80, "float32", ""),
         (80, "bfloat16", "features"),
         (89, "float16", ""),
