@@ -54,7 +54,7 @@ class Compiles:
         if key not in COMPILED:
             source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constexprs, aligned)
             built = triton.compile(source, target=self.target, options={"num_warps": num_warps, "num_stages": num_stages})
-            # Triton 3.6 folds `lane & 31` and `4 * lane` into one shift by 31, and what is loaded with it is not where it reads.
+            # Triton 3.6 folds `lane & 31` and `4 * lane` into one shift by 31, and reads from the wrong places.
             assert ", 2147483648;" not in built.asm["ptx"], f"{self.kernel.__name__} computes addresses wrongly"
             assert built.metadata.shared <= SHARED_MEMORY[self.target.arch], "more shared memory than the chip has"
             COMPILED[key] = built
