@@ -131,7 +131,7 @@ def test_messages(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"must have a model.safetensors, got none"):
         towers.load_saved(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"half a file")
-    with pytest.raises(ValueError, match="must be a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"must be a whole safetensors file"):
         towers.load_saved(tmp_path)
     from safetensors.torch import save_file
 
@@ -140,7 +140,7 @@ def test_messages(tmp_path):
         towers.load_saved(tmp_path)
     pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
     spec = configs(tmp_path, texts=BERT, images=VIT)  # the wrong way round
-    with pytest.raises(ValueError, match="an encoder of images in this place .*got BertModel"):
+    with pytest.raises(ValueError, match=r"an encoder of images in this place .*got BertModel"):
         towers.load(spec)
     with pytest.raises(ValueError, match=r'two with "\+" between them .*got \'a\+\''):
         towers.load("hf-config:a+")

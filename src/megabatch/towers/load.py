@@ -1,5 +1,6 @@
 """Towers by name."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megabatch.data.dataset import IMAGE, TEXT
@@ -44,3 +45,8 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
             f"{pair.second.kind}; possible are: {'; '.join(POSSIBLE)}"
         )
     return pair
+
+
+def image_size(spec: str, options: Mapping[str, Any]) -> int | None:
+    """Pixels of a side of the images that a model takes, for data drawn to measure (emoji); None: any will do."""
+    return small.configured(options).image_size if spec == "small" else None
