@@ -127,6 +127,25 @@ def test_an_image_processor_and_a_tokenizer_are_used_and_kept(tmp_path):
         assert torch.equal(found, expected)
 
 
+def _saved_by_ranks(group, rank, folder):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    pair = towers.load("small", **TINY)
+    expected = embeddings(pair)
+    for tower in pair.towers:
+        fully_shard(tower.module, mesh=DeviceMesh.from_group(group, "cpu"))
+    towers.save(pair, folder)
+    return expected
+
+
+def test_weights_that_ranks_share_are_saved_whole(pool, tmp_path):
+    expected = pool.run(_saved_by_ranks, 2, tmp_path)[0]
+    for one, found in zip(expected, embeddings(towers.load_saved(tmp_path)), strict=True):
+        assert torch.equal(found, one)
+
+
 def test_messages(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"must have a model.safetensors, got none"):
         towers.load_saved(tmp_path)
