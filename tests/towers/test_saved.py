@@ -127,11 +127,30 @@ def test_an_image_processor_and_a_tokenizer_are_used_and_kept(tmp_path):
         assert torch.equal(found, expected)
 
 
+def _saved_by_ranks(group, rank, folder):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    pair = towers.load("small", **TINY)
+    expected = embeddings(pair)
+    for tower in pair.towers:
+        fully_shard(tower.module, mesh=DeviceMesh.from_group(group, "cpu"))
+    towers.save(pair, folder)
+    return expected
+
+
+def test_weights_that_ranks_share_are_saved_whole(pool, tmp_path):
+    expected = pool.run(_saved_by_ranks, 2, tmp_path)[0]
+    for one, found in zip(expected, embeddings(towers.load_saved(tmp_path)), strict=True):
+        assert torch.equal(found, one)
+
+
 def test_messages(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"must have a model.safetensors, got none"):
         towers.load_saved(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"half a file")
-    with pytest.raises(ValueError, match="must be a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"must be a whole safetensors file"):
         towers.load_saved(tmp_path)
     from safetensors.torch import save_file
 
@@ -140,7 +159,7 @@ def test_messages(tmp_path):
         towers.load_saved(tmp_path)
     pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
     spec = configs(tmp_path, texts=BERT, images=VIT)  # the wrong way round
-    with pytest.raises(ValueError, match="an encoder of images in this place .*got BertModel"):
+    with pytest.raises(ValueError, match=r"an encoder of images in this place .*got BertModel"):
         towers.load(spec)
     with pytest.raises(ValueError, match=r'two with "\+" between them .*got \'a\+\''):
         towers.load("hf-config:a+")

@@ -133,6 +133,6 @@ class _Texts:
 
     def write(self, folder: Path) -> None:
         """A tokenizer of transformers, which open_clip then expects beside the model; its own need nothing."""
-        inner = getattr(self._tokenizer, "tokenizer", None)
+        inner: Any = getattr(self._tokenizer, "tokenizer", None)
         if hasattr(inner, "save_pretrained"):
             inner.save_pretrained(folder)

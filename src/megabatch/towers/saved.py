@@ -2,8 +2,8 @@
 
 `model.safetensors` has both: the tensors, and in its header the name the towers were loaded by, scale and bias, so that the
 file is whole or not there. An open_clip model is saved under open_clip's own names, with its config beside it:
-`open_clip.create_model("local-dir:FOLDER")` loads it. Towers of transformers have their configs and tokenizers in folders beside it,
-so that nothing is downloaded again.
+`open_clip.create_model("local-dir:FOLDER")` loads it. Towers of transformers have their configs and tokenizers in folders
+beside it, so that nothing is downloaded again.
 """
 
 import dataclasses
@@ -126,7 +126,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
-            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118: no mapping
+            # Not a mapping, though it has keys.
+            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} must be a whole safetensors file, got one that is not: {error}") from error
     if header is None or header.get("format") != _FORMAT:

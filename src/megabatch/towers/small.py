@@ -42,7 +42,7 @@ class SmallConfig:
 
 def configured(options: Mapping[str, Any]) -> SmallConfig:
     """The config with these fields, which may come from a file: lists for tuples, a table for the augmentation."""
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     if isinstance(given.get("augmentation"), Mapping):
         given["augmentation"] = Augmentation(**given["augmentation"])
     return SmallConfig(**given)
