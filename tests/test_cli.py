@@ -12,7 +12,7 @@ from megabatch.commands import info, train
 from megabatch.evaluation import results
 from megabatch.training.observers import MetricsFile
 
-WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 SMALL = {"width": 16, "buckets": 256}
 
 

@@ -64,11 +64,15 @@ def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, argparse.Argum
     return parser, made[chosen] if chosen is not None else parser
 
 
+class _Terminal(logging.Handler):
+    """Standard error as it is when something is said: a progress bar may have put itself in between."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def _log_to_terminal() -> None:
-    """What the library has to say, on standard error, from every rank that says it."""
     log = logging.getLogger("megabatch")
     if not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(handler)
+        log.addHandler(_Terminal())
         log.setLevel(logging.INFO)

@@ -1,5 +1,6 @@
 """Optimizers, parameter groups, learning rates: against formulas written out."""
 
+import itertools
 import math
 
 import pytest
@@ -162,7 +163,7 @@ def test_schedules():
     assert cosine[:3] == [1.0, 2.0, 2.0]
     assert cosine[6] == pytest.approx(1.0)  # half of the way from the end of the warm-up
     assert cosine[-1] == pytest.approx(2.0 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
-    assert all(later <= earlier for earlier, later in zip(cosine[2:], cosine[3:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(cosine[2:]))
     assert schedule.rate(ScheduleConfig(warm_up=0, end=0.25), 2.0, 10, 10) == pytest.approx(0.5)
     assert rates(3, warm_up=100) == pytest.approx([2 / 3, 4 / 3, 2.0])  # shorter than its warm-up
     for wrong in (-1, 1.5, math.nan):

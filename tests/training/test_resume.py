@@ -151,7 +151,7 @@ def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, ca
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(made._state, "write", full)
-    with pytest.raises(CheckpointError, match="a checkpoint could not be written in .*: the disk is full"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint could not be written in .*: the disk is full"):
         made.fit()
     assert made.step == 7
     assert caplog.text.count("the disk is full; training goes on, and the checkpoints before are as they were") == 2

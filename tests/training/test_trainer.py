@@ -120,7 +120,7 @@ def test_the_scale_stays_below_its_bound(tmp_path):
     ("changes", "how"),
     [
         ({}, {}),
-        ({"batch_size": 13, "optimizer": {"clip_norm": 0.3}}, {"shared": False}),
+        ({"batch_size": 13, "optimizer": {"clip_norm": 0.3}}, {}),
         ({"parallel": "fsdp"}, {}),
         ({"parallel": "fsdp", "optimizer": {"name": "adafactor", "clip_norm": 0.5}, "ema": 0.9}, {}),
         ({"loss": {"name": "siglip"}}, {"broken": [3, 4, 5, 6, 7, 8, 9]}),
@@ -134,8 +134,10 @@ def test_two_ranks_train_as_one(pool, tmp_path, changes, how):
         close(found, wanted)
 
 
-def test_one_module_for_both_sides_with_parameters_that_nobody_uses(pool, tmp_path):
-    changes = {"lock": "second", "keep_locked": False}  # its dropout, which differs between ranks, is off while it is locked
+@pytest.mark.parametrize(("parallel", "keep"), [("ddp", False), ("ddp", True), ("fsdp", False), ("fsdp", True)])
+def test_one_module_for_both_sides_with_parameters_that_nobody_uses(pool, tmp_path, parallel, keep):
+    # Its dropout, which differs between ranks, is off while it is locked.
+    changes = {"lock": "second", "keep_locked": keep, "parallel": parallel}
     made = runs.trainer(tmp_path / "one", changes, pair=runs.tiny(shared=True))
     locked = {name: value for name, value in runs.weights(made).items() if ".second." in name}
     made.fit()

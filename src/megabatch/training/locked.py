@@ -18,7 +18,7 @@ from megabatch.data.dataset import Dataset
 from megabatch.evaluation.embedding import embed
 from megabatch.towers.tower import Pair
 from megabatch.training.graphs import parameters_in
-from megabatch.training.inputs import call, map_rows
+from megabatch.training.inputs import call, is_sharded, map_rows
 from megabatch.training.replay import checksum
 from megabatch.training.world import World
 
@@ -124,10 +124,12 @@ class KeptEmbeddings:
 
 
 def _fingerprint(module: nn.Module, dataset: Dataset) -> str:
-    """Of the weights and the number of samples."""
+    """Of the number of samples and of the weights that do not learn."""
     value = zlib.crc32(f"{len(dataset)}".encode())
-    for name, tensor in module.state_dict().items():
-        value = zlib.crc32(f"{name} {checksum(tensor)}".encode(), value)
+    fixed = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+    for name, tensor in (*fixed, *module.named_buffers()):
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        value = zlib.crc32(f"{name} {checksum(whole)}".encode(), value)
     return f"{value:08x}"
 
 

@@ -192,7 +192,7 @@ class Trainer:
         side = locked.SIDES.index(self.config.lock)
         if self.config.augment and self.world.rank == 0:
             LOG.info("the locked side is not augmented, because its embeddings are kept (keep_locked)")
-        with precision.autocast(self.config.precision, self.world.device):
+        with parallel.whole(self._modules), precision.autocast(self.config.precision, self.world.device):
             kept = locked.KeptEmbeddings(
                 self.run.folder / LOCKED,
                 self.dataset,
