@@ -213,7 +213,7 @@ def main():
     torch.set_num_threads(1)
     with joined("cpu") as world:
         if world.rank != world.size - 1:  # it hits one of several
-            how.pop("kill_at_read", None)
+            how = {key: value for key, value in how.items() if key not in ("kill_at_read", "signal_at_read")}
         try:
             whole(world, folder, changes, **how)
         except StoppedError as stopped:

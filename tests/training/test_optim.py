@@ -75,6 +75,38 @@ def test_adafactor_factors_the_two_longest_dimensions_and_survives_zeros():
     torch.testing.assert_close(exact.detach(), -torch.ones_like(exact))
 
 
+def sharded(group, rank, shape, dim, steps):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    start, gradients = numbers(shape, steps)
+    parameter = nn.Parameter(distribute_tensor(start, mesh, [Shard(dim)]))
+    optimizer = AdaFactor([parameter], lr=0.01, weight_decay=0.1)
+    for gradient in gradients:
+        parameter.grad = distribute_tensor(gradient, mesh, [Shard(dim)])
+        optimizer.step()
+    return parameter.detach().full_tensor()
+
+
+def numbers(shape, steps):
+    generator = torch.Generator().manual_seed(1)
+    start, *gradients = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(steps + 1))
+    return start, gradients
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((33, 50), 0), ((50, 33), 0), ((40, 35), 1), ((32, 64, 3), 0), ((7, 3), 0)])
+def test_adafactor_of_a_sharded_parameter_is_that_of_the_whole(pool, shape, dim):
+    start, gradients = numbers(shape, 3)
+    parameter = nn.Parameter(start.clone())
+    optimizer = AdaFactor([parameter], lr=0.01, weight_decay=0.1)
+    for gradient in gradients:
+        parameter.grad = gradient
+        optimizer.step()
+    for found in pool.run(sharded, 2, shape, dim, 3):
+        torch.testing.assert_close(found, parameter.detach(), rtol=1e-12, atol=1e-12)
+
+
 def test_adafactor_continues_with_the_same_bits_and_types():
     def made():
         torch.manual_seed(0)

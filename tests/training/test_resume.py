@@ -71,6 +71,7 @@ def test_sigterm_saves_first_and_says_how_to_continue(tmp_path):
 def test_a_signal_on_one_rank_stops_all(tmp_path):
     answers = runs.processes(tmp_path, {**SETTINGS, "checkpoint": {"every": 100}}, ranks=2, signal_at_read=60)
     assert [status for _, status in answers] == [3, 3]
+    assert all("stopped by SIGTERM after step 3 of 7" in said for said, _ in answers)
     made = runs.trainer(tmp_path, SETTINGS)
     assert made.resume()
     assert made.step == 3
