@@ -24,7 +24,7 @@ sys.meta_path.insert(0, Block())
 import torch
 import megabatch as mb
 import megabatch.data.emoji, megabatch.data.shards, megabatch.data.tables, megabatch.data.wordnet
-import megabatch.evaluation.sheet, megabatch.towers
+import megabatch.evaluation.sheet, megabatch.towers, megabatch.cli, megabatch.commands.info, megabatch.commands.train
 x = torch.eye(4, requires_grad=True)
 mb.clip_loss(x, x, 2.0).backward()
 assert not [name for name in sys.modules if name.split(".")[0] in {BLOCKED!r}], "imported behind our back"

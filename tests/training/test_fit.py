@@ -48,7 +48,7 @@ def test_what_a_run_is_given(monkeypatch):
     found = what_fits(MemoryConfig(graphs=0.5), "auto", modules, samples, 1000, world)
     assert found.chunk_sizes == (fit.ON_CPU, fit.ON_CPU)
     parameters = sum(p.numel() * 8 for module in modules for p in module.parameters())
-    assert found.graph_bytes == int(0.5 * (10**9 - 3 * parameters - 4 * 2 * 1000 * 5 * 4))
+    assert found.graph_bytes == int(0.5 * (10**9 - 3 * parameters - 4 * 2 * 1000 * runs.EMBEDDING * 4))
     assert what_fits(MemoryConfig(), "auto", modules, samples, 9, world).chunk_sizes == (9, 9)
     assert what_fits(MemoryConfig(graphs=0), 5, modules, samples, 9, world) == Fit((5, 5), 0)
     monkeypatch.setattr(fit, "free_memory", lambda device: 10)

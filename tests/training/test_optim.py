@@ -86,6 +86,9 @@ def sharded(group, rank, shape, dim, steps):
     for gradient in gradients:
         parameter.grad = distribute_tensor(gradient, mesh, [Shard(dim)])
         optimizer.step()
+    kept = [value for value in optimizer.state[parameter].values() if hasattr(value, "placements")]
+    assert kept
+    assert not any(place.is_partial() for value in kept for place in value.placements)  # a checkpoint could not hold it
     return parameter.detach().full_tensor()
 
 
