@@ -103,7 +103,7 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(value, Mapping):
             raise SettingsError(f"{name} must be a table of settings ({name}.KEY), got {value!r}")
         return build(typing.cast(type[Any], hint), value, name)
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     for option in options:
         found = _as(option, value)
         if found is not None:
@@ -164,7 +164,7 @@ def _parsed(text: str) -> Any:
 
 def _key(key: str) -> str:
     plain = key.replace("_", "").replace("-", "")
-    return key if plain.isascii() and plain.isalnum() else json.dumps(key, ensure_ascii=False)
+    return key if plain.isascii() and plain.isalnum() else _quoted(key)
 
 
 def _written(value: Any) -> str:
@@ -179,5 +179,9 @@ def _written(value: Any) -> str:
         return str(value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_written(entry) for entry in value) + "]"
-    # TOML's basic strings escape as JSON does, and take every other character but U+007F as it is.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return _quoted(str(value))
+
+
+def _quoted(text: str) -> str:
+    """TOML's strings escape as JSON's do, and take every other character but U+007F as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
