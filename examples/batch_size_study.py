@@ -49,12 +49,13 @@ class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.grams = nn.EmbeddingBag(BUCKETS, WIDTH, mode="mean", padding_idx=0)
-        nn.init.normal_(self.grams.weight)
-        self.hidden = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        nn.init.normal_(self.grams.weight, std=WIDTH**-0.5)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.hidden = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, grams: Tensor) -> Tensor:  # (n, LONGEST) int32 -> (n, WIDTH)
         """Embeddings of unit length."""
-        bag = self.grams(grams)
+        bag = self.norm(self.grams(grams))
         return F.normalize(bag + self.hidden(bag), dim=-1)
 
 
@@ -275,7 +276,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rules", nargs="+", choices=tuple(RULES), default=list(RULES), help="(default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
     parser.add_argument("--samples", type=int, default=800_000, help="pairs that every run sees (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help=f"learning rate at {BASE:,} pairs (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help=f"learning rate at {BASE:,} pairs (default: %(default)s)")
     parser.add_argument("--output", default="runs/batch_size_study", help="folder (default: %(default)s)")
     return parser.parse_args()
 

@@ -193,8 +193,7 @@ def test_what_a_run_is_tested_on(tmp_path):
     assert of(data="x.csv", validation="").test_data is None
     assert of(data="emoji", validation="x.csv").test_data == ("x.csv", None)
     assert of(data="x.csv", validation="wordnet").test_data == ("wordnet", "test")
-    assert of(data_options={"a": 1}, validation_options={"b": 2}).test_options == {"a": 1}
-    assert of(validation="x", data_options={"a": 1}, validation_options={"b": 2}).test_options == {"b": 2}
+    assert of(data_options={"a": 1}, validation_options={"b": 2}).test_options == {"b": 2}
     with pytest.raises(ValueError, match="must name data to evaluate on"):
         of(data="x.csv").test_set()
 

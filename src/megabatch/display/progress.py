@@ -30,13 +30,14 @@ class ProgressDisplay:
     ) -> None:
         self._stream, self._line_seconds, self._clock = stream, line_seconds, clock
         self._bar: _Bar | None = None
-        self._total = self._first = self._batch_size = 0
+        self._total = self._first = self._done = self._batch_size = 0
         self._began = self._last_line = 0.0
         self._recall = ""
 
     def start(self, run: Any) -> None:
         """The run begins, or continues."""
         self._total, self._first, self._batch_size = run.total_steps, run.first_step, run.batch_size
+        self._done = self._first
         self._began = self._clock()
         self._last_line = self._began - self._line_seconds  # the first step is shown at once
         self._recall = ""
@@ -47,7 +48,7 @@ class ProgressDisplay:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step is done."""
-        done = int(record["step"])
+        done = self._done = int(record["step"])
         left = self._time_left(done)
         if self._bar is not None:
             self._bar.update(done, _shown(record, left, self._recall))
@@ -78,7 +79,8 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        self._print(f"{numbers.duration(self._clock() - self._began)} for what is in {run.folder}")
+        took = numbers.duration(self._clock() - self._began)
+        self._print(f"{self._done - self._first:,} steps in {took}; all of it is in {run.folder}")
 
     @property
     def _output(self) -> TextIO:

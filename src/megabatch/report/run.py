@@ -46,7 +46,7 @@ class Run:
     @property
     def test_options(self) -> dict[str, Any]:
         """How that data is read, such as a table's columns."""
-        options: dict[str, Any] = self.config.get("validation_options" if self.config.get("validation") else "data_options", {})
+        options: dict[str, Any] = self.config.get("validation_options", {})
         return options
 
 
