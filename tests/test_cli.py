@@ -72,6 +72,7 @@ def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
         (["--model", "tiny"], 'options must be left out for models other than "small"'),
         (["--resume", "nowhere"], '--resume must be "auto", a run\'s folder or a checkpoint in it, got nowhere'),
         (["--resume", "."], "--resume must name a folder with checkpoints, got ."),
+        (["--set", "data=5"], "data must be a string, got 5"),
         (["--set", "device=cuda"], 'device must be "cpu" or "auto" on this machine'),
     ],
 )
@@ -83,6 +84,21 @@ def test_mistakes_are_told_in_a_line(pairs, capsys, arguments, message):
     assert told.startswith("megabatch train: ")
     assert message in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("emoji", "emoji"),
+        ("data/my pairs.csv", "my-pairs"),
+        ("cc12m/{00000..00099}.tar", "cc12m"),
+        ("*.tar", "run"),
+        ("/data/shards/", "shards"),
+        ("..", "run"),
+    ],
+)
+def test_a_run_is_called_after_its_data(source, name):
+    assert train._called(source) == name
 
 
 def test_help_teaches_and_imports_only_what_it_needs():

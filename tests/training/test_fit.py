@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 import runs
-from megabatch.training import fit
+from megabatch.training import fit, parallel
 from megabatch.training.fit import Fit, MemoryConfig, largest_chunk, what_fits
 from megabatch.training.world import World
 
@@ -54,6 +55,20 @@ def test_what_a_run_is_given(monkeypatch):
     monkeypatch.setattr(fit, "free_memory", lambda device: 10)
     assert what_fits(MemoryConfig(), 5, modules, samples, 9, world).graph_bytes == 0
     assert Fit((5, 1), 100).halved() == Fit((2, 1), 50)
+
+
+def test_towers_that_are_looked_at_keep_their_statistics():
+    tower = nn.Sequential(nn.Linear(runs.WIDTH, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+    before = {name: value.clone() for name, value in tower.state_dict().items()}
+    states = torch.get_rng_state()
+    samples = torch.randn(3, runs.WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    what_fits(MemoryConfig(), 4, [tower, tower], lambda side, count: samples[:count], 9, World(torch.device("cpu")))
+    assert torch.equal(torch.get_rng_state(), states)
+    assert not parallel._has_unused(tower, [samples], torch.device("cpu"))
+    tower.unused = nn.Parameter(torch.zeros(1))
+    assert parallel._has_unused(tower, [samples], torch.device("cpu"))
+    assert tower.training
+    assert runs.same_bits(before, {name: value for name, value in tower.state_dict().items() if name != "unused"}) == []
 
 
 def test_what_is_memory_that_ran_out():

@@ -159,6 +159,31 @@ def test_sharded_checkpoints_continue_on_two_ranks(pool, tmp_path, parallel):
         assert runs.same_bits(one, other) == []
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_sharded_checkpoints_continue_on_another_number_of_ranks(pool, tmp_path, ranks):
+    changes = {"parallel": "fsdp", "optimizer": {"name": "adafactor"}, "ema": 0.9, "checkpoint": {"every": 3, "keep": 1}}
+    wanted = runs.trainer(tmp_path / "whole", changes)
+    wanted.fit()
+    pool.attempt(runs.on_rank, 2, tmp_path / "half", changes, {"fails_at": 5})
+    if ranks == 1:
+        made = runs.trainer(tmp_path / "half", changes)
+        assert made.resume()
+        assert made.step == 3
+        made.fit()
+        close(made.average.values, wanted.average.values)
+        found = [runs.weights(made)]
+    else:
+        found = pool.run(runs.on_rank, ranks, tmp_path / "half", changes, {"resume": True})
+    for one in found:
+        close(one, runs.weights(wanted))
+
+
+def test_a_checkpoint_in_one_piece_is_not_continued_in_parts(pool, tmp_path):
+    runs.trainer(tmp_path).fit()
+    answers = pool.attempt(runs.on_rank, 2, tmp_path, {"parallel": "fsdp"}, {"resume": True})
+    assert all(not worked and 'parallel must be "ddp" to continue' in told for worked, told in answers)
+
+
 def test_what_cannot_be_read_is_left_out(tmp_path):
     broken = (1, 5, 8, 30)
     wanted = runs.tiny()

@@ -2,9 +2,9 @@
 
 import argparse
 import logging
+import re
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains."""
     given = _given(args)
-    folder, checkpoint = _places(args, given)
+    folder, checkpoint = _places(args, settings.build(TrainConfig, settings.merged(*given)).data)
     config = configs.resolved(_before(folder, checkpoint), *given)
     with joined(config.device) as world:
         if world.rank != 0:
@@ -114,9 +114,9 @@ def _given(args: argparse.Namespace) -> list[settings.Table]:
     return [read, flags, *(settings.assignment(text) for text in args.set)]
 
 
-def _places(args: argparse.Namespace, given: Sequence[settings.Table]) -> tuple[Path, Path | None]:
+def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
     """The run's folder, and the checkpoint to continue from where one is named."""
-    name = Path(settings.merged(*given).get("data", TrainConfig.data)).stem or "run"
+    name = _called(source)
     if args.resume not in (None, AUTO):
         return _named(Path(args.resume), args.output)
     if args.resume == AUTO:
@@ -126,6 +126,13 @@ def _places(args: argparse.Namespace, given: Sequence[settings.Table]) -> tuple[
     if (folder / runs.CHECKPOINTS).is_dir():
         raise ValueError(f"--output must be a folder without a run in it, got {folder}; --resume auto continues the run there")
     return folder, None
+
+
+def _called(source: str) -> str:
+    """What a run on this data is called: the file's name, or of a pattern of files the folder's."""
+    path = Path(source)
+    chosen = path.parent if any(mark in path.name for mark in "{*?[") else path
+    return re.sub(r"[^\w.-]+", "-", chosen.stem).strip(".-") or "run"
 
 
 def _named(path: Path, output: Path | None) -> tuple[Path, Path | None]:

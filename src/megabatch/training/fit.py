@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from megabatch.bench.measure import ALLOCATION_FAILED
-from megabatch.training import randomness
+from megabatch.evaluation.embedding import evaluating
+from megabatch.training import batchnorm, randomness
 from megabatch.training.budget import COPIES_OF_EMBEDDINGS, free_memory
 from megabatch.training.inputs import call, count_rows, local, map_rows
 from megabatch.training.world import LARGEST, SMALLEST, World
@@ -139,18 +140,18 @@ class _Peak:
         return None if math.isinf(used) else int(used)
 
     def _encode(self, inputs: Any) -> None:
-        output = call(self._module, inputs)
-        output = output[0] if isinstance(output, tuple) else output
-        if output.requires_grad:
-            output.float().sum().backward()
+        with batchnorm.running_statistics_kept(batchnorm.layers([self._module])):
+            output = call(self._module, inputs)
+            output = output[0] if isinstance(output, tuple) else output
+            if output.requires_grad:
+                output.float().sum().backward()
 
 
 def _coming(modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pairs: int, device: torch.device) -> int:
     """Bytes that training will take beside graphs and the chunk at work: gradients, moments, embeddings."""
     parameters = {id(p): local(p) for module in modules for p in module.parameters() if p.requires_grad}
     learned = sum(p.numel() * p.element_size() for p in parameters.values())
-    with torch.no_grad(), randomness.untouched([device]):
-        inputs = map_rows(lambda tensor: tensor.to(device), samples(0, 1))
-        output = call(modules[0], inputs)
+    with torch.no_grad(), evaluating(modules[0]):
+        output = call(modules[0], map_rows(lambda tensor: tensor.to(device), samples(0, 1)))
     width: int = (output[0] if isinstance(output, tuple) else output).shape[1]
     return OPTIMIZER_COPIES * learned + COPIES_OF_EMBEDDINGS * len(modules) * pairs * width * 4

@@ -17,6 +17,7 @@ from megabatch.data import cache
 from megabatch.data.dataset import Dataset
 from megabatch.evaluation.embedding import embed
 from megabatch.towers.tower import Pair
+from megabatch.training import batchnorm
 from megabatch.training.graphs import parameters_in
 from megabatch.training.inputs import call, is_sharded, map_rows
 from megabatch.training.replay import checksum
@@ -52,7 +53,7 @@ def lock(pair: Pair, side: int, samples: Sequence[Any]) -> None:
 
 def _used(module: nn.Module, inputs: Any) -> set[int]:
     device = next(module.parameters()).device
-    with torch.enable_grad():
+    with torch.enable_grad(), batchnorm.running_statistics_kept(batchnorm.layers([module])):
         found = parameters_in([call(module, map_rows(lambda tensor: tensor.to(device), inputs))])
     if found is None:
         raise ValueError("lock must be used without reentrant checkpoints, which hide the parameters of a side")

@@ -7,6 +7,7 @@ number of the step alone (order of the data, augmentation, learning rate) is not
 
 import importlib
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +65,10 @@ class State:
             Whether the generators could be set as well: a rank that did not exist then has none there.
         """
         options = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
-        if self._sharded:
-            from torch.distributed.checkpoint.filesystem import FileSystemReader
-            from torch.distributed.checkpoint.state_dict import set_state_dict
-            from torch.distributed.checkpoint.state_dict_loader import load
-
-            parts = self._parts()
-            load(parts, storage_reader=FileSystemReader(folder), process_group=self._world.group)
-            set_state_dict(self._modules, self._optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+        if (folder / WHOLE).is_file():
+            self._read_whole(folder / WHOLE)
         else:
-            state = torch.load(folder / WHOLE, map_location="cpu", weights_only=True)
-            self._modules.load_state_dict(state["model"])
-            self._optimizer.load_state_dict(state["optimizer"])
-            for name, value in state["average"].items():
-                self._averages()[name].copy_(value)
-            if self._scaler is not None and state["scaler"]:
-                self._scaler.load_state_dict(state["scaler"])
+            self._read_parts(folder)
         for group, wanted in zip(self._optimizer.param_groups, options, strict=True):
             group.update(wanted)  # weight decay and the like are those of this run
         place = folder / _of_rank(self._world.rank)
@@ -87,6 +76,29 @@ class State:
         if known:
             _restore(torch.load(place, weights_only=True), self._world.device)
         return known
+
+    def _read_whole(self, path: Path) -> None:
+        if self._sharded:
+            raise ValueError(f'parallel must be "ddp" to continue from {path.parent}, which is in one piece, got "fsdp"')
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        self._modules.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        for name, value in state["average"].items():
+            self._averages()[name].copy_(value)
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def _read_parts(self, folder: Path) -> None:
+        """Each rank takes what it needs, however many ranks have written it."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        parts, alone = self._parts(), self._world.group is None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant, for a process alone
+            load(parts, storage_reader=FileSystemReader(folder), process_group=self._world.group, no_dist=alone)
+        set_state_dict(self._modules, self._optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
 
     def _all(self) -> dict[str, Any]:
         return {
