@@ -1,13 +1,14 @@
 """Does a larger batch help? Recall against batch size on WordNet, for three ways to scale the learning rate.
 
     pip install "megabatch[wordnet,bench]"
-    python examples/batch_size_study.py                                       one GPU, about five minutes
-    python examples/batch_size_study.py --samples 60000 --batch-sizes 256 1024 4096 --seeds 0 1      two CPU cores, minutes
+    python examples/batch_size_study.py                                                             one GPU, minutes
+    python examples/batch_size_study.py --samples 24000 --batch-sizes 256 1024 4096 --lr 4e-3       two CPU cores, minutes
 
 A small text tower learns to match words with their definitions. Every run sees the same number of pairs, in batches of another
-size; the learning rate at 1,024 pairs is the same for all, and elsewhere follows a rule: none, the square root of the batch, or
-the batch itself. Tested is on 5,000 definitions that are not in training, with all their words: a reverse dictionary. Words of
-one meaning share its definition, and are not each other's negatives (`ids`).
+size; the learning rate at 1,024 pairs is the same for all (the best of five, by a run each with a seed that is not used again),
+and elsewhere follows a rule: none, the square root of the batch, or the batch itself. Tested is on 5,000 definitions that are
+not in training, with all their words: a reverse dictionary. Words of one meaning share its definition, and are not each other's
+negatives (`ids`).
 
 Each run is a line in results.jsonl; what is there is not run again, so the study can be stopped and continued, or extended by
 seeds and sizes. The table and the plot (mean and standard deviation over seeds) are made from all lines at the end.
@@ -35,6 +36,9 @@ from megabatch.towers.small import n_grams
 
 RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # the learning rate grows with the batch to this power
 BASE = 1024  # pairs in the batch at which all rules agree
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)  # learning rates that are tried there
+TRIAL = 1000  # the seed they are tried with
+BY = "word_to_definition_R@10"
 BUCKETS, GRAMS, LONGEST = 1 << 15, (3, 4), 96  # of n-grams; the longest definitions are cut
 WIDTH = 256
 CHUNK = 8192  # samples encoded at once
@@ -78,24 +82,41 @@ class Setting(NamedTuple):
 
 def main() -> None:
     options = arguments()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     place = Path(options.output)
-    file = place / "results.jsonl"
-    done = results.read(file) if file.exists() else []
-    known = {_setting(line) for line in done}
-    todo = [setting for setting in settings(options) if setting not in known]
-    print(f"{len(todo)} runs to do, {len(known)} known in {file}", flush=True)
-    if todo:
-        train, test = (tokenised(WordNet(split), device) for split in ("train", "test"))
-        print(
-            f"{len(train.words):,} pairs to train on, {len(test.words):,} words of {len(test.definitions):,} meanings to test"
-        )
+    bench = Bench(place / "results.jsonl")
+    if options.lr is None:
+        tried = bench.results([Setting(BASE, lr, TRIAL, options.samples) for lr in RATES])
+        options.lr = max(tried, key=lambda line: line[BY])["lr"]
+        print("tried: " + ", ".join(f"{line['lr']:.0e} {line[BY]:.1%}" for line in tried) + f"; taken: {options.lr:.0e}")
+    bench.results(settings(options))
+    report([line for line in bench.known() if line["samples"] == options.samples and line["seed"] != TRIAL], options, place)
+
+
+class Bench:
+    """Runs what is not in the file yet. Texts are made into numbers once, and only if there is something to run."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.splits: list[Pairs] = []
+
+    def known(self) -> list[dict[str, Any]]:
+        """All lines of the file."""
+        return results.read(self.file) if self.file.exists() else []
+
+    def results(self, wanted: Sequence[Setting]) -> list[dict[str, Any]]:
+        """A line for each setting."""
+        done = {_setting(line) for line in self.known()}
+        todo = [setting for setting in wanted if setting not in done]
+        print(f"{len(todo)} runs to do, {len(wanted) - len(todo)} known from {self.file}", flush=True)
+        if todo and not self.splits:
+            self.splits = [tokenised(WordNet(split), self.device) for split in ("train", "test")]
         with progress(sum(setting.samples for setting in todo)) as advance:
             for setting in todo:
-                found = run(setting, train, test, device, advance)
-                results.append(file, {**setting._asdict(), **found, "machine": machine.summary(machine.describe())})
-    shown = [line for line in results.read(file) if line["samples"] == options.samples]
-    report(shown, options, place)
+                found = run(setting, *self.splits, self.device, advance)
+                results.append(self.file, {**setting._asdict(), **found, "machine": machine.summary(machine.describe())})
+        lines = {_setting(line): line for line in self.known()}
+        return [lines[setting] for setting in wanted]
 
 
 def settings(options: argparse.Namespace) -> list[Setting]:
@@ -276,7 +297,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rules", nargs="+", choices=tuple(RULES), default=list(RULES), help="(default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
     parser.add_argument("--samples", type=int, default=800_000, help="pairs that every run sees (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-3, help=f"learning rate at {BASE:,} pairs (default: %(default)s)")
+    parser.add_argument(
+        "--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: the best of {', '.join(map(str, RATES))})"
+    )
     parser.add_argument("--output", default="runs/batch_size_study", help="folder (default: %(default)s)")
     return parser.parse_args()
 
