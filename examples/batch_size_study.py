@@ -30,7 +30,6 @@ import megabatch as mb
 from megabatch.bench import machine
 from megabatch.data.order import Order
 from megabatch.data.wordnet import WordNet
-from megabatch.display import numbers
 from megabatch.evaluation import results, retrieval
 from megabatch.towers.small import n_grams
 
@@ -109,14 +108,17 @@ class Bench:
         done = {_setting(line) for line in self.known()}
         todo = [setting for setting in wanted if setting not in done]
         print(f"{len(todo)} runs to do, {len(wanted) - len(todo)} known from {self.file}", flush=True)
-        if todo and not self.splits:
-            self.splits = [tokenised(WordNet(split), self.device) for split in ("train", "test")]
+        if todo:
+            self._run(todo)
+        lines = {_setting(line): line for line in self.known()}
+        return [lines[setting] for setting in wanted]
+
+    def _run(self, todo: Sequence[Setting]) -> None:
+        self.splits = self.splits or [tokenised(WordNet(split), self.device) for split in ("train", "test")]
         with progress(sum(setting.samples for setting in todo)) as advance:
             for setting in todo:
                 found = run(setting, *self.splits, self.device, advance)
                 results.append(self.file, {**setting._asdict(), **found, "machine": machine.summary(machine.describe())})
-        lines = {_setting(line): line for line in self.known()}
-        return [lines[setting] for setting in wanted]
 
 
 def settings(options: argparse.Namespace) -> list[Setting]:
@@ -244,37 +246,32 @@ def _plus_minus(value: tuple[float, float, int]) -> str:
 def draw(lines: Sequence[dict[str, Any]], options: argparse.Namespace, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    panels = {"words find definitions": "word_to_definition", "definitions find words": "definition_to_word"}
+    figure = Figure(figsize=(11, 7.6), layout="constrained")
     sizes = sorted({line["batch_size"] for line in lines})
-    for axes, (title, way) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for number, rule in enumerate(RULES):
-            for k, style in ((10, "-"), (1, "--")):
-                known = [
-                    (size, summary(lines, size, options.lr * (size / BASE) ** RULES[rule], f"{way}_R@{k}")) for size in sizes
-                ]
-                points = [(size * 1.03 ** (number - 1), *found[:2]) for size, found in known if found is not None]
-                if points:
-                    x, mean, deviation = zip(*points, strict=True)
-                    label = f"{rule}, R@{k}"
-                    bars = {"yerr": [100 * d for d in deviation], "capsize": 3, "elinewidth": 1.2, "markersize": 4.5}
-                    axes.errorbar(x, [100 * m for m in mean], fmt=f"o{style}", color=COLOURS[rule], label=label, **bars)
+    ways = {"words find definitions": "word_to_definition", "definitions find words": "definition_to_word"}
+    panels = [(f"{title}, R@{k}", f"{way}_R@{k}") for k in (1, 10) for title, way in ways.items()]
+    for axes, (title, metric) in zip(figure.subplots(2, 2, sharex=True).flat, panels, strict=True):
+        for number, (rule, power) in enumerate(RULES.items()):
+            known = [(size, summary(lines, size, options.lr * (size / BASE) ** power, metric)) for size in sizes]
+            # A little apart, so that no bar hides another.
+            points = [(size * 1.04 ** (number - 1), *found[:2]) for size, found in known if found is not None]
+            x, mean, deviation = zip(*points, strict=True) if points else ((), (), ())
+            bars = {"yerr": [100 * value for value in deviation], "capsize": 3, "elinewidth": 1.2, "markersize": 4.5}
+            axes.errorbar(x, [100 * value for value in mean], fmt="o-", color=COLOURS[rule], label=rule, **bars)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [numbers.count(size) if size < 1e4 else f"{size // 1024}k" for size in sizes])
+        axes.set_xticks(sizes, [f"{size // 1024}k" if size >= 1024 else str(size) for size in sizes])
         axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("pairs in a batch")
         axes.set_title(title, fontsize=11)
         axes.grid(axis="y", color="#e3e8ed")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("recall, %")
-    figure.axes[1].legend(title="learning rate by batch size", ncols=3, fontsize=8.5, frameon=False, title_fontsize=9)
-    figure.suptitle(
-        f"WordNet: recall against batch size, {options.samples:,} pairs seen by every run, mean ± deviation over "
-        f"{len({line['seed'] for line in lines})} seeds",
-        fontsize=12,
-    )
-    figure.savefig(path, dpi=140)
+    for axes in figure.axes[2:]:
+        axes.set_xlabel("pairs in a batch")
+    for axes in figure.axes[::2]:
+        axes.set_ylabel("recall, %")
+    figure.axes[0].legend(title="learning rate grows with the batch", ncols=3, fontsize=9, frameon=False, title_fontsize=9)
+    seeds = len({line["seed"] for line in lines})
+    figure.suptitle(f"WordNet: {options.samples:,} pairs seen by every run, mean ± deviation over {seeds} seeds", fontsize=12.5)
+    figure.savefig(path, dpi=130)
 
 
 @contextmanager
