@@ -1,13 +1,14 @@
 """Does a larger batch help? Recall against batch size on WordNet, for three ways to scale the learning rate.
 
     pip install "megabatch[wordnet,bench]"
-    python examples/batch_size_study.py                                       one GPU, about five minutes
-    python examples/batch_size_study.py --samples 60000 --batch-sizes 256 1024 4096 --seeds 0 1      two CPU cores, minutes
+    python examples/batch_size_study.py                                                             one GPU, minutes
+    python examples/batch_size_study.py --samples 24000 --batch-sizes 256 1024 4096 --lr 4e-3       two CPU cores, minutes
 
 A small text tower learns to match words with their definitions. Every run sees the same number of pairs, in batches of another
-size; the learning rate at 1,024 pairs is the same for all, and elsewhere follows a rule: none, the square root of the batch, or
-the batch itself. Tested is on 5,000 definitions that are not in training, with all their words: a reverse dictionary. Words of
-one meaning share its definition, and are not each other's negatives (`ids`).
+size; the learning rate at 1,024 pairs is the same for all (the best of five, by a run each with a seed that is not used again),
+and elsewhere follows a rule: none, the square root of the batch, or the batch itself. Tested is on 5,000 definitions that are
+not in training, with all their words: a reverse dictionary. Words of one meaning share its definition, and are not each other's
+negatives (`ids`).
 
 Each run is a line in results.jsonl; what is there is not run again, so the study can be stopped and continued, or extended by
 seeds and sizes. The table and the plot (mean and standard deviation over seeds) are made from all lines at the end.
@@ -29,12 +30,14 @@ import megabatch as mb
 from megabatch.bench import machine
 from megabatch.data.order import Order
 from megabatch.data.wordnet import WordNet
-from megabatch.display import numbers
 from megabatch.evaluation import results, retrieval
 from megabatch.towers.small import n_grams
 
 RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # the learning rate grows with the batch to this power
 BASE = 1024  # pairs in the batch at which all rules agree
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)  # learning rates that are tried there
+TRIAL = 1000  # the seed they are tried with
+BY = "word_to_definition_R@10"
 BUCKETS, GRAMS, LONGEST = 1 << 15, (3, 4), 96  # of n-grams; the longest definitions are cut
 WIDTH = 256
 CHUNK = 8192  # samples encoded at once
@@ -78,24 +81,44 @@ class Setting(NamedTuple):
 
 def main() -> None:
     options = arguments()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     place = Path(options.output)
-    file = place / "results.jsonl"
-    done = results.read(file) if file.exists() else []
-    known = {_setting(line) for line in done}
-    todo = [setting for setting in settings(options) if setting not in known]
-    print(f"{len(todo)} runs to do, {len(known)} known in {file}", flush=True)
-    if todo:
-        train, test = (tokenised(WordNet(split), device) for split in ("train", "test"))
-        print(
-            f"{len(train.words):,} pairs to train on, {len(test.words):,} words of {len(test.definitions):,} meanings to test"
-        )
+    bench = Bench(place / "results.jsonl")
+    if options.lr is None:
+        tried = bench.results([Setting(BASE, lr, TRIAL, options.samples) for lr in RATES])
+        options.lr = max(tried, key=lambda line: line[BY])["lr"]
+        print("tried: " + ", ".join(f"{line['lr']:.0e} {line[BY]:.1%}" for line in tried) + f"; taken: {options.lr:.0e}")
+    bench.results(settings(options))
+    report([line for line in bench.known() if line["samples"] == options.samples and line["seed"] != TRIAL], options, place)
+
+
+class Bench:
+    """Runs what is not in the file yet. Texts are made into numbers once, and only if there is something to run."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.splits: list[Pairs] = []
+
+    def known(self) -> list[dict[str, Any]]:
+        """All lines of the file."""
+        return results.read(self.file) if self.file.exists() else []
+
+    def results(self, wanted: Sequence[Setting]) -> list[dict[str, Any]]:
+        """A line for each setting."""
+        done = {_setting(line) for line in self.known()}
+        todo = [setting for setting in wanted if setting not in done]
+        print(f"{len(todo)} runs to do, {len(wanted) - len(todo)} known from {self.file}", flush=True)
+        if todo:
+            self._run(todo)
+        lines = {_setting(line): line for line in self.known()}
+        return [lines[setting] for setting in wanted]
+
+    def _run(self, todo: Sequence[Setting]) -> None:
+        self.splits = self.splits or [tokenised(WordNet(split), self.device) for split in ("train", "test")]
         with progress(sum(setting.samples for setting in todo)) as advance:
             for setting in todo:
-                found = run(setting, train, test, device, advance)
-                results.append(file, {**setting._asdict(), **found, "machine": machine.summary(machine.describe())})
-    shown = [line for line in results.read(file) if line["samples"] == options.samples]
-    report(shown, options, place)
+                found = run(setting, *self.splits, self.device, advance)
+                results.append(self.file, {**setting._asdict(), **found, "machine": machine.summary(machine.describe())})
 
 
 def settings(options: argparse.Namespace) -> list[Setting]:
@@ -223,37 +246,32 @@ def _plus_minus(value: tuple[float, float, int]) -> str:
 def draw(lines: Sequence[dict[str, Any]], options: argparse.Namespace, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    panels = {"words find definitions": "word_to_definition", "definitions find words": "definition_to_word"}
+    figure = Figure(figsize=(11, 7.6), layout="constrained")
     sizes = sorted({line["batch_size"] for line in lines})
-    for axes, (title, way) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for number, rule in enumerate(RULES):
-            for k, style in ((10, "-"), (1, "--")):
-                known = [
-                    (size, summary(lines, size, options.lr * (size / BASE) ** RULES[rule], f"{way}_R@{k}")) for size in sizes
-                ]
-                points = [(size * 1.03 ** (number - 1), *found[:2]) for size, found in known if found is not None]
-                if points:
-                    x, mean, deviation = zip(*points, strict=True)
-                    label = f"{rule}, R@{k}"
-                    bars = {"yerr": [100 * d for d in deviation], "capsize": 3, "elinewidth": 1.2, "markersize": 4.5}
-                    axes.errorbar(x, [100 * m for m in mean], fmt=f"o{style}", color=COLOURS[rule], label=label, **bars)
+    ways = {"words find definitions": "word_to_definition", "definitions find words": "definition_to_word"}
+    panels = [(f"{title}, R@{k}", f"{way}_R@{k}") for k in (1, 10) for title, way in ways.items()]
+    for axes, (title, metric) in zip(figure.subplots(2, 2, sharex=True).flat, panels, strict=True):
+        for number, (rule, power) in enumerate(RULES.items()):
+            known = [(size, summary(lines, size, options.lr * (size / BASE) ** power, metric)) for size in sizes]
+            # A little apart, so that no bar hides another.
+            points = [(size * 1.04 ** (number - 1), *found[:2]) for size, found in known if found is not None]
+            x, mean, deviation = zip(*points, strict=True) if points else ((), (), ())
+            bars = {"yerr": [100 * value for value in deviation], "capsize": 3, "elinewidth": 1.2, "markersize": 4.5}
+            axes.errorbar(x, [100 * value for value in mean], fmt="o-", color=COLOURS[rule], label=rule, **bars)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [numbers.count(size) if size < 1e4 else f"{size // 1024}k" for size in sizes])
+        axes.set_xticks(sizes, [f"{size // 1024}k" if size >= 1024 else str(size) for size in sizes])
         axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("pairs in a batch")
         axes.set_title(title, fontsize=11)
         axes.grid(axis="y", color="#e3e8ed")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("recall, %")
-    figure.axes[1].legend(title="learning rate by batch size", ncols=3, fontsize=8.5, frameon=False, title_fontsize=9)
-    figure.suptitle(
-        f"WordNet: recall against batch size, {options.samples:,} pairs seen by every run, mean ± deviation over "
-        f"{len({line['seed'] for line in lines})} seeds",
-        fontsize=12,
-    )
-    figure.savefig(path, dpi=140)
+    for axes in figure.axes[2:]:
+        axes.set_xlabel("pairs in a batch")
+    for axes in figure.axes[::2]:
+        axes.set_ylabel("recall, %")
+    figure.axes[0].legend(title="learning rate grows with the batch", ncols=3, fontsize=9, frameon=False, title_fontsize=9)
+    seeds = len({line["seed"] for line in lines})
+    figure.suptitle(f"WordNet: {options.samples:,} pairs seen by every run, mean ± deviation over {seeds} seeds", fontsize=12.5)
+    figure.savefig(path, dpi=130)
 
 
 @contextmanager
@@ -276,7 +294,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rules", nargs="+", choices=tuple(RULES), default=list(RULES), help="(default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
     parser.add_argument("--samples", type=int, default=800_000, help="pairs that every run sees (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-3, help=f"learning rate at {BASE:,} pairs (default: %(default)s)")
+    parser.add_argument(
+        "--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: the best of {', '.join(map(str, RATES))})"
+    )
     parser.add_argument("--output", default="runs/batch_size_study", help="folder (default: %(default)s)")
     return parser.parse_args()
 

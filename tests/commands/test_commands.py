@@ -10,7 +10,8 @@ from megabatch import towers
 from megabatch.commands import eval as eval_command
 from megabatch.commands import report as report_command
 from megabatch.commands import search as search_command
-from megabatch.evaluation import evaluate, results
+from megabatch.data.tables import Table
+from megabatch.evaluation import classifier, embed, encode, evaluate, results
 from megabatch.training.world import World
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
@@ -45,8 +46,6 @@ def place(tmp_path_factory):
 def test_eval_of_a_run_is_what_evaluate_says(place, capsys):
     assert call(eval_command, place / "run", "--device", "cpu") == 0
     (line,) = results.read(place / "run" / "evaluation.jsonl")
-    from megabatch.data.tables import Table
-
     expected = evaluate(towers.load_saved(place / "run"), Table(place / "images"))
     assert {key: line[key] for key in expected} == expected
     assert line["data"] == str(place / "images")
@@ -77,6 +76,13 @@ def test_zero_shot(place, tmp_path, capsys):
     assert (first["num_classes"], second["num_classes"]) == (5, 6)
     assert first["images-zeroshot-val-top5"] == 1.0  # of five
     assert first["num_failed"] == 1
+    pair, data, names = towers.load_saved(place / "run"), Table(place / "images"), sorted(COLOURS)
+    readable = [index for index in range(10) if index != 7]
+    classes = classifier(lambda texts: encode(pair.second, texts), names)
+    guessed = (embed(pair.first, data, 0, readable) @ classes.T).argmax(1).tolist()
+    right = sum(names[guess] == data.read(index, 1) for guess, index in zip(guessed, readable, strict=True))
+    assert 0 < right < 9  # or else what is left out would not show
+    assert first["images-zeroshot-val-top1"] == pytest.approx(right / 9, rel=1e-12)
     assert "images-zeroshot-val-top1" in capsys.readouterr().out
     (tmp_path / "classes.txt").write_text("red")
     with pytest.raises(ValueError, match="--classes must name every caption of the data, got none called 'green'"):
@@ -84,8 +90,6 @@ def test_zero_shot(place, tmp_path, capsys):
 
 
 def _zero_shot_on_a_rank(group, rank, run, data):
-    from megabatch.data.tables import Table
-
     args = argparse.Namespace(classes=None, templates=None, chunk_size=4)
     world = World(torch.device("cpu"), group)
     return eval_command.classified(towers.load_saved(run), Table(data), world, args, name="x")

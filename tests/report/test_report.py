@@ -81,16 +81,16 @@ def pair():
 
 
 def test_a_page_of_everything(tmp_path, pair):
-    write_run(tmp_path / "run<1>", table(tmp_path / "data"))
-    towers.save(dataclasses.replace(pair, logit_scale=20.0), tmp_path / "run<1>")
-    path = write_report(tmp_path / "run<1>", queries=["what is <this>?"])
-    assert path == tmp_path / "run<1>" / "report.html"
+    write_run(tmp_path / "run<b>", table(tmp_path / "data"))
+    towers.save(dataclasses.replace(pair, logit_scale=20.0), tmp_path / "run<b>")
+    path = write_report(tmp_path / "run<b>", queries=["what is <this>?"])
+    assert path == tmp_path / "run<b>" / "report.html"
     text = path.read_text("utf-8")
     page = Page(text)
     assert all(address.startswith("data:") for address in page.addresses)
     assert not re.search(r"@import|url\(", text)
     told = "".join(page.text)
-    for expected in ("run<1>", "what is <this>?", "meaning <3> & more", 'megabatch train --data "a & b"', "batch_size = 1024"):
+    for expected in ("run<b>", "what is <this>?", "meaning <3> & more", 'megabatch train --data "a & b"', "batch_size = 1024"):
         assert expected in told, expected
     assert "its owners and licence are not known here" in told
     assert page.classes.count("query") == 9  # one of ours, eight of the data's
