@@ -8,7 +8,10 @@ import sys
 import megabatch
 from megabatch import reference
 
-BLOCKED = ("triton", "open_clip", "transformers", "matplotlib", "rich", "torchvision", "PIL", "webdataset", "pyarrow", "emoji")
+BLOCKED = (
+    *("triton", "open_clip", "transformers", "matplotlib", "rich", "torchvision", "PIL", "webdataset", "pyarrow", "emoji"),
+    *("safetensors", "tensorboard", "wandb"),
+)
 
 
 def test_import_and_use_with_everything_optional_blocked():
@@ -24,7 +27,9 @@ sys.meta_path.insert(0, Block())
 import torch
 import megabatch as mb
 import megabatch.data.emoji, megabatch.data.shards, megabatch.data.tables, megabatch.data.wordnet
-import megabatch.evaluation.sheet, megabatch.towers
+import megabatch.evaluation.sheet, megabatch.towers, megabatch.display, megabatch.report, megabatch.cli
+import megabatch.commands.eval, megabatch.commands.info, megabatch.commands.report, megabatch.commands.search
+import megabatch.commands.train
 x = torch.eye(4, requires_grad=True)
 mb.clip_loss(x, x, 2.0).backward()
 assert not [name for name in sys.modules if name.split(".")[0] in {BLOCKED!r}], "imported behind our back"

@@ -1,6 +1,7 @@
 """Packages that come with an extra: imported where they are used, and when missing, named with the command that brings them."""
 
 import importlib
+import importlib.util
 from types import ModuleType
 
 
@@ -16,3 +17,11 @@ def load(module: str, *, extra: str, purpose: str) -> ModuleType:
             f'pip install "megabatch[{extra}]" brings it',
             name=error.name,
         ) from error
+
+
+def installed(module: str) -> bool:
+    """Whether there is such a package, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # something else stands in its way, which importing it would name
+        return False

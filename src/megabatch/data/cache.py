@@ -1,7 +1,7 @@
 """Where what was made once is kept, and how it gets there: whole or not at all."""
 
 import os
-import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,13 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 def write(path: Path, save: Callable[[Any], None]) -> None:
     """Writes beside the place and moves there: who reads finds the old file, or the new one, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             save(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -11,7 +11,7 @@ def append(path: str | Path, result: Mapping[str, Any]) -> None:
     """Adds one line. NaN and infinities become null: they are no JSON."""
     place = Path(path)
     place.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({key: _writable(value) for key, value in result.items()}, ensure_ascii=False, allow_nan=False)
+    line = json.dumps(_writable(result), ensure_ascii=False, allow_nan=False)
     with place.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
@@ -30,4 +30,6 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _writable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _writable(entry) for key, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

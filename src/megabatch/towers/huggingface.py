@@ -1,9 +1,13 @@
-"""Any text encoder of transformers, for text–text data: "hf:NAME" with its weights, "hf-config:FOLDER" with random ones.
+"""Any encoder of transformers: "hf:NAME" with its weights, "hf-config:FOLDER" with random ones.
 
-One encoder serves both sides. An embedding is the mean over a text's tokens, to unit length. With "hf-config:" nothing is
-downloaded: the folder's config.json says what is built, and where it has no tokenizer, words are hashed into the vocabulary.
+For text–text data one encoder serves both sides. For image–text data two names are given, "hf:IMAGES+TEXTS", and what each
+encoder makes is brought to a common width by a linear layer. An embedding is the mean over a text's tokens, or over an image's
+places, to unit length. With "hf-config:" nothing is downloaded: a folder's config.json says what is built, and where it has no
+tokenizer, words are hashed into the vocabulary.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,104 +16,159 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras
-from megabatch.towers.small import n_grams
+from megabatch.towers.huggingface_inputs import HashedWords, Images, Tokens, images_of, longest, texts_of
 from megabatch.towers.tower import Pair, Tower
 
+WIDTH = 512  # of the embeddings of two encoders, CLIP's
 _PURPOSE = "A transformers encoder"
-LONGEST = 128  # tokens; a longer text is cut, unless the model takes fewer
-_FIRST_WORD = 3  # the numbers before it are for padding and other marks in most vocabularies
 
 
 class TextEncoder(nn.Module):
-    """The mean of an encoder's last layer over the tokens that are there."""
+    """The mean of an encoder's last layer over the tokens that are there, in its own width or projected to another."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, width: int | None = None) -> None:
         super().__init__()
         self.model = model
+        self.head = _head(model, width)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # (n, T), (n, T) -> (n, D)
         """Embeddings of unit length."""
-        states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state  # (n, T, D)
+        states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state  # (n, T, H)
         mask = attention_mask[..., None].to(states.dtype)
-        return F.normalize((states * mask).sum(1) / mask.sum(1).clamp_min(1), dim=-1)
+        return F.normalize(self.head((states * mask).sum(1) / mask.sum(1).clamp_min(1)), dim=-1)
+
+
+class ImageEncoder(nn.Module):
+    """The mean of an encoder's last layer over the places of an image, projected."""
+
+    def __init__(self, model: nn.Module, width: int) -> None:
+        super().__init__()
+        self.model = model
+        self.head = _head(model, width)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:  # (n, 3, S, S) -> (n, D)
+        """Embeddings of unit length."""
+        states = self.model(pixel_values=pixel_values).last_hidden_state  # (n, places, H), or (n, H, h, w)
+        pooled = states.mean(1) if states.dim() == 3 else states.mean((2, 3))
+        return F.normalize(self.head(pooled), dim=-1)
 
 
 def load(name: str) -> Pair:
-    """An encoder with its weights and tokenizer, from the hub's name or a folder."""
-    transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
+    """Encoders with their weights, tokenizer and image processor, from the hub's names or folders."""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model = transformers.AutoModel.from_pretrained(name)
+        return _pair(f"hf:{name}", [_downloaded(part) for part in _parts(name)])
     except OSError as error:
         raise ValueError(
             f"model must be a name on the Hugging Face hub that can be reached, or a folder, got {name!r}: {error}; "
             '"hf-config:FOLDER" builds an encoder with random weights from a config.json and downloads nothing'
         ) from error
-    return _pair(model, _Tokens(tokenizer, _longest(model.config)), f"hf:{name}")
 
 
 def load_config(folder: str) -> Pair:
-    """An encoder with random weights, as a config.json says. Nothing is downloaded."""
+    """Encoders with random weights, as a config.json says. Nothing is downloaded."""
+    return _pair(f"hf-config:{folder}", [_configured(Path(part)) for part in _parts(folder)])
+
+
+def load_folders(name: str, folders: Sequence[Path]) -> Pair:
+    """Encoders with random weights, as they were when towers of this name were saved into the folders."""
+    return _pair(name, [_configured(folder) for folder in folders])
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """An encoder, and where its texts or images would come from."""
+
+    model: Any
+    texts: Callable[[], Tokens | HashedWords]
+    images: Callable[[], Images]
+
+
+def _parts(name: str) -> list[str]:
+    parts = name.split("+")
+    if len(parts) > 2 or not all(parts):
+        raise ValueError(f'model must be one name, or two with "+" between them (images+texts), got {name!r}')
+    return parts
+
+
+def _downloaded(name: str) -> _Parts:
     transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
-    place = Path(folder)
-    if not (place / "config.json").is_file():
-        raise ValueError(f"model must be a folder with a config.json, got {folder!r}")
-    config = transformers.AutoConfig.from_pretrained(place, local_files_only=True)
+    model = transformers.AutoModel.from_pretrained(name)
+    return _Parts(
+        model,
+        lambda: Tokens(transformers.AutoTokenizer.from_pretrained(name), longest(model.config)),
+        lambda: Images(model.config, transformers.AutoImageProcessor.from_pretrained(name)),
+    )
+
+
+def _configured(folder: Path) -> _Parts:
+    transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model must be a folder with a config.json, got {str(folder)!r}")
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     model = transformers.AutoModel.from_config(config)
-    has_tokenizer = any((place / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
-    texts: _Tokens | _HashedWords
-    if has_tokenizer:
-        texts = _Tokens(transformers.AutoTokenizer.from_pretrained(place, local_files_only=True), _longest(config))
-    else:
-        texts = _HashedWords(config.vocab_size, _longest(config))
-    return _pair(model, texts, f"hf-config:{folder}")
+    return _Parts(model, lambda: texts_of(config, folder), lambda: images_of(config, folder))
 
 
-def _pair(model: nn.Module, texts: Any, name: str) -> Pair:
-    tower = Tower(TextEncoder(model), "text", texts.prepare, texts.collate)
-    return Pair(tower, tower, name=name)
+def _pair(name: str, encoders: list[_Parts]) -> Pair:
+    if len(encoders) == 1:
+        tower = _text_tower(encoders[0], None, name)
+        return Pair(tower, tower, name=name)
+    images, texts = encoders
+    return Pair(_image_tower(images, name), _text_tower(texts, WIDTH, name), name=name)
 
 
-def _longest(config: Any) -> int:
-    most = getattr(config, "max_position_embeddings", None)
-    # RoBERTa and its kin count positions from the padding token's number on.
-    return min(LONGEST, most - 2) if isinstance(most, int) and most > 2 else LONGEST
+def _text_tower(parts: _Parts, width: int | None, name: str) -> Tower:
+    _check(parts.model, "input_ids", "texts", name)
+    texts = parts.texts()
+    encoder = TextEncoder(parts.model, width)
+    _freeze_unused(encoder, {key: torch.ones(1, 2, dtype=torch.int64) for key in ("input_ids", "attention_mask")})
+    return Tower(encoder, "text", texts.prepare, texts.collate, _Files(parts.model, texts).write)
 
 
-class _Tokens:
-    """A tokenizer of transformers, a chunk at a time."""
-
-    def __init__(self, tokenizer: Any, longest: int) -> None:
-        self._tokenizer, self._longest = tokenizer, longest
-
-    def prepare(self, text: str, generator: torch.Generator | None) -> str:
-        """As it is."""
-        return text
-
-    def collate(self, samples: list[str]) -> dict[str, Tensor]:
-        """A chunk, padded to its longest."""
-        tokens = self._tokenizer(samples, padding=True, truncation=True, max_length=self._longest, return_tensors="pt")
-        return {key: tokens[key] for key in ("input_ids", "attention_mask")}
+def _image_tower(parts: _Parts, name: str) -> Tower:
+    _check(parts.model, "pixel_values", "images", name)
+    images = parts.images()
+    encoder = ImageEncoder(parts.model, WIDTH)
+    _freeze_unused(encoder, {"pixel_values": torch.zeros(1, 3, *images.size)})
+    return Tower(encoder, "image", images.prepare, images.collate, _Files(parts.model, images).write)
 
 
-class _HashedWords:
-    """Words as numbers without a vocabulary."""
+@dataclass(frozen=True)
+class _Files:
+    """Writes what `_configured` reads."""
 
-    def __init__(self, vocabulary: int, longest: int) -> None:
-        self._vocabulary, self._longest = vocabulary, longest
+    model: Any
+    inputs: Tokens | HashedWords | Images
 
-    def prepare(self, text: str, generator: torch.Generator | None) -> Tensor:  # (k,)
-        """One text."""
-        words = n_grams(text, self._vocabulary - _FIRST_WORD, ()) + _FIRST_WORD
-        return words[: self._longest]
+    def write(self, folder: Path) -> None:
+        self.model.config.save_pretrained(folder)
+        self.inputs.write(folder)
 
-    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
-        """A chunk, padded to its longest; an empty text has one token, of number 0."""
-        longest = max(1, *(len(sample) for sample in samples))
-        tokens = torch.zeros(len(samples), longest, dtype=torch.int64)
-        mask = torch.zeros_like(tokens)
-        mask[:, 0] = 1
-        for row, sample in enumerate(samples):
-            tokens[row, : len(sample)] = sample
-            mask[row, : len(sample)] = 1
-        return {"input_ids": tokens, "attention_mask": mask}
+
+def _check(model: Any, expected: str, what: str, name: str) -> None:
+    if model.main_input_name != expected:
+        raise ValueError(
+            f'model must have an encoder of {what} in this place ("hf:TEXTS" for text–text data, "hf:IMAGES+TEXTS" for '
+            f"image–text data), got {type(model).__name__} in {name!r}, which takes {model.main_input_name}"
+        )
+
+
+def _head(model: nn.Module, width: int | None) -> nn.Module:
+    if width is None:
+        return nn.Identity()
+    config: Any = model.config
+    # Convolutional encoders have a width for each stage; the last is what comes out.
+    inner = getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
+    return nn.Linear(inner, width, bias=False)
+
+
+def _freeze_unused(encoder: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Parameters that embeddings do not depend on, such as a pooler's; DDP would wait for their gradients for ever."""
+    training = encoder.training
+    encoder.eval()  # no random number is drawn
+    encoder(**inputs).sum().backward()
+    for parameter in encoder.parameters():
+        if parameter.grad is None:
+            parameter.requires_grad_(False)
+        parameter.grad = None
+    encoder.train(training)

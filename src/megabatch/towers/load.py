@@ -1,5 +1,6 @@
 """Towers by name."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megabatch.data.dataset import IMAGE, TEXT
@@ -9,8 +10,8 @@ from megabatch.towers.tower import Pair
 POSSIBLE = (
     "small (a convolutional network and a bag of n-grams, for a CPU)",
     "open_clip:MODEL or open_clip:MODEL@WEIGHTS (image–text, such as open_clip:ViT-B-32)",
-    "hf:NAME (text–text, a transformers encoder with its weights)",
-    "hf-config:FOLDER (text–text, a transformers encoder with random weights, from a config.json)",
+    "hf:NAME (text–text, a transformers encoder with its weights) or hf:IMAGES+TEXTS (image–text, two of them)",
+    "hf-config:FOLDER or hf-config:IMAGES+TEXTS (the same with random weights, from a folder's config.json)",
 )
 
 
@@ -26,9 +27,10 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
     if options and spec != "small":
         raise ValueError(f'options must be left out for models other than "small", got {", ".join(options)} for {spec!r}')
     if spec == "small":
-        config = small.SmallConfig(**options)
+        config = small.configured(options)
         text = small.text_tower(config)
-        pair = Pair(small.image_tower(config) if kinds[0] == IMAGE else text, text, small.INITIAL_SCALE, name=spec)
+        first = small.image_tower(config) if kinds[0] == IMAGE else text
+        pair = Pair(first, text, small.INITIAL_SCALE, name=spec, options=options)
     elif family == "open_clip" and name:
         pair = open_clip.load(name)
     elif family == "hf" and name:
@@ -43,3 +45,8 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
             f"{pair.second.kind}; possible are: {'; '.join(POSSIBLE)}"
         )
     return pair
+
+
+def image_size(spec: str, options: Mapping[str, Any]) -> int | None:
+    """Pixels of a side of the images that a model takes, for data drawn to measure (emoji); None: any will do."""
+    return small.configured(options).image_size if spec == "small" else None

@@ -2,9 +2,12 @@
 
 Both towers are one module, called with an image or with a text, because in open_clip's CLIP they are one: its text side has no
 module of its own. The state of `module.model` is what open_clip loads back. The model's own scale is where the loss begins; it
-is frozen here, as the loss has one of its own, and has to be written back into the model that is saved.
+is frozen here, as the loss has one of its own; `saved.save` writes that into the model.
 """
 
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras
+from megabatch.data import cache
 from megabatch.data.augment import RandomCrop
 from megabatch.data.images import to_pillow
 from megabatch.towers.tower import Pair, Tower
 
 _PURPOSE = "An open_clip model"
+CONFIG = "open_clip_config.json"
 
 
 class Sides(nn.Module):
@@ -43,8 +48,19 @@ def load(name: str) -> Pair:
         near = [other for other in known if architecture.lower() in other.lower()] or known
         shown = ", ".join(near[:10]) + (f" and {len(near) - 10} more" if len(near) > 10 else "")
         raise ValueError(f"model must be one that open_clip knows, such as {shown}, got {architecture!r}")
-    model, _, evaluation = open_clip.create_model_and_transforms(architecture, pretrained=weights or None)
-    scale = model.logit_scale.detach().exp().item()
+    return _pair(name, open_clip.create_model_and_transforms(architecture, pretrained=weights or None))
+
+
+def load_folder(name: str, folder: Path) -> Pair:
+    """The towers of a model that was saved as open_clip saves them. Weights that `name` may ask for are not looked for."""
+    open_clip = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
+    return _pair(name, open_clip.create_model_and_transforms(f"local-dir:{folder}"))
+
+
+def _pair(name: str, made: tuple[Any, Any, Any]) -> Pair:
+    open_clip = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
+    model, _, evaluation = made
+    architecture = name.partition("@")[0]
     bias = getattr(model, "logit_bias", None)
     for parameter in (model.logit_scale, bias):
         if parameter is not None:
@@ -52,12 +68,29 @@ def load(name: str) -> Pair:
     module, images = Sides(model), _Images(model.visual, evaluation)
     texts = _Texts(open_clip.get_tokenizer(architecture))
     return Pair(
-        Tower(module, "image", images.prepare, images.collate),
-        Tower(module, "text", texts.prepare, texts.collate),
-        logit_scale=scale,
+        Tower(module, "image", images.prepare, images.collate, _Description(architecture, model.visual).write),
+        Tower(module, "text", texts.prepare, texts.collate, texts.write),
+        logit_scale=model.logit_scale.detach().exp().item(),
         logit_bias=None if bias is None else bias.detach().item(),
         name=f"open_clip:{name}",
     )
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What open_clip needs beside the weights to build a model."""
+
+    architecture: str
+    visual: Any
+
+    def write(self, folder: Path) -> None:
+        """As open_clip reads it from a folder."""
+        open_clip = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
+        known = getattr(self.visual, "preprocess_cfg", {})
+        images = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
+        config = {"model_cfg": open_clip.get_model_config(self.architecture), "preprocess_cfg": images}
+        text = json.dumps(config, indent=2)
+        cache.write(folder / CONFIG, lambda file: file.write(text.encode()))
 
 
 class _Images:
@@ -97,3 +130,9 @@ class _Texts:
     def collate(self, samples: list[str]) -> dict[str, Tensor]:
         """A chunk."""
         return {"text": self._tokenizer(samples)}
+
+    def write(self, folder: Path) -> None:
+        """A tokenizer of transformers, which open_clip then expects beside the model; its own need nothing."""
+        inner: Any = getattr(self._tokenizer, "tokenizer", None)
+        if hasattr(inner, "save_pretrained"):
+            inner.save_pretrained(folder)

@@ -6,8 +6,10 @@ section "Emoji" chose.
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,14 @@ class SmallConfig:
     grams: tuple[int, ...] = (3, 4, 5)  # characters of an n-gram, besides whole words
     dropout: float = 0.1  # share of n-grams that are left out of a bag while training
     augmentation: Augmentation = field(default_factory=Augmentation)
+
+
+def configured(options: Mapping[str, Any]) -> SmallConfig:
+    """The config with these fields, which may come from a file: lists for tuples, a table for the augmentation."""
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    if isinstance(given.get("augmentation"), Mapping):
+        given["augmentation"] = Augmentation(**given["augmentation"])
+    return SmallConfig(**given)
 
 
 def image_tower(config: SmallConfig) -> Tower:

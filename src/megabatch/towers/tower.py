@@ -1,7 +1,8 @@
 """What a tower is to the rest: a module that encodes, and what it does to samples before."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ class Tower:
     kind: str  # "image" or "text"
     prepare: Callable[[Any, torch.Generator | None], Any]  # one sample; augmented where there is a generator
     collate: Callable[[list[Any]], Any]  # what `prepare` returned, as the module's inputs
+    keep: Callable[[Path], None] | None = None  # writes into a folder what it takes to build the tower again, besides weights
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Pair:
     second: Tower
     logit_scale: float = INITIAL_SCALE  # exponentiated
     logit_bias: float | None = None  # for sigmoid losses
-    name: str = ""
+    name: str = ""  # what `load` was asked for
+    options: Mapping[str, Any] = field(default_factory=dict)  # and with which options
 
     @property
     def towers(self) -> tuple[Tower, Tower]:

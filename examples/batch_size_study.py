@@ -1,0 +1,305 @@
+"""Does a larger batch help? Recall against batch size on WordNet, for three ways to scale the learning rate.
+
+    pip install "megabatch[wordnet,bench]"
+    python examples/batch_size_study.py                                                             one GPU, minutes
+    python examples/batch_size_study.py --samples 24000 --batch-sizes 256 1024 4096 --lr 4e-3       two CPU cores, minutes
+
+A small text tower learns to match words with their definitions. Every run sees the same number of pairs, in batches of another
+size; the learning rate at 1,024 pairs is the same for all (the best of five, by a run each with a seed that is not used again),
+and elsewhere follows a rule: none, the square root of the batch, or the batch itself. Tested is on 5,000 definitions that are
+not in training, with all their words: a reverse dictionary. Words of one meaning share its definition, and are not each other's
+negatives (`ids`).
+
+Each run is a line in results.jsonl; what is there is not run again, so the study can be stopped and continued, or extended by
+seeds and sizes. The table and the plot (mean and standard deviation over seeds) are made from all lines at the end.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megabatch as mb
+from megabatch.bench import machine
+from megabatch.data.order import Order
+from megabatch.data.wordnet import WordNet
+from megabatch.evaluation import results, retrieval
+from megabatch.towers.small import n_grams
+
+RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # the learning rate grows with the batch to this power
+BASE = 1024  # pairs in the batch at which all rules agree
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)  # learning rates that are tried there
+TRIAL = 1000  # the seed they are tried with
+BY = "word_to_definition_R@10"
+BUCKETS, GRAMS, LONGEST = 1 << 15, (3, 4), 96  # of n-grams; the longest definitions are cut
+WIDTH = 256
+CHUNK = 8192  # samples encoded at once
+WARM_UP = 0.1  # of all steps
+NAMES = ("definition", "word")
+COLOURS = {"none": "#2563c9", "sqrt": "#0d8257", "linear": "#c2600c"}
+
+
+class Tower(nn.Module):
+    """The mean of the embeddings of a text's n-grams, and a hidden layer beside it. 0 is no n-gram."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grams = nn.EmbeddingBag(BUCKETS, WIDTH, mode="mean", padding_idx=0)
+        nn.init.normal_(self.grams.weight, std=WIDTH**-0.5)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.hidden = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, grams: Tensor) -> Tensor:  # (n, LONGEST) int32 -> (n, WIDTH)
+        """Embeddings of unit length."""
+        bag = self.norm(self.grams(grams))
+        return F.normalize(bag + self.hidden(bag), dim=-1)
+
+
+class Pairs(NamedTuple):
+    """A split on the device: texts as numbers, once each definition."""
+
+    words: Tensor  # (pairs, LONGEST) int32
+    definitions: Tensor  # (meanings, LONGEST) int32
+    meanings: Tensor  # (pairs,) int64, rows of `definitions`
+
+
+class Setting(NamedTuple):
+    """One run."""
+
+    batch_size: int
+    lr: float
+    seed: int
+    samples: int
+
+
+def main() -> None:
+    options = arguments()
+    place = Path(options.output)
+    bench = Bench(place / "results.jsonl")
+    if options.lr is None:
+        tried = bench.results([Setting(BASE, lr, TRIAL, options.samples) for lr in RATES])
+        options.lr = max(tried, key=lambda line: line[BY])["lr"]
+        print("tried: " + ", ".join(f"{line['lr']:.0e} {line[BY]:.1%}" for line in tried) + f"; taken: {options.lr:.0e}")
+    bench.results(settings(options))
+    report([line for line in bench.known() if line["samples"] == options.samples and line["seed"] != TRIAL], options, place)
+
+
+class Bench:
+    """Runs what is not in the file yet. Texts are made into numbers once, and only if there is something to run."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.splits: list[Pairs] = []
+
+    def known(self) -> list[dict[str, Any]]:
+        """All lines of the file."""
+        return results.read(self.file) if self.file.exists() else []
+
+    def results(self, wanted: Sequence[Setting]) -> list[dict[str, Any]]:
+        """A line for each setting."""
+        done = {_setting(line) for line in self.known()}
+        todo = [setting for setting in wanted if setting not in done]
+        print(f"{len(todo)} runs to do, {len(wanted) - len(todo)} known from {self.file}", flush=True)
+        if todo:
+            self._run(todo)
+        lines = {_setting(line): line for line in self.known()}
+        return [lines[setting] for setting in wanted]
+
+    def _run(self, todo: Sequence[Setting]) -> None:
+        self.splits = self.splits or [tokenised(WordNet(split), self.device) for split in ("train", "test")]
+        with progress(sum(setting.samples for setting in todo)) as advance:
+            for setting in todo:
+                found = run(setting, *self.splits, self.device, advance)
+                results.append(self.file, {**setting._asdict(), **found, "machine": machine.summary(machine.describe())})
+
+
+def settings(options: argparse.Namespace) -> list[Setting]:
+    """Large batches first: they are quick, and the picture appears early. At `BASE` the rules are one run."""
+    found = {
+        Setting(size, options.lr * (size / BASE) ** RULES[rule], seed, options.samples): None
+        for size in sorted(options.batch_sizes, reverse=True)
+        for seed in options.seeds
+        for rule in options.rules
+    }
+    return list(found)
+
+
+def tokenised(data: WordNet, device: torch.device) -> Pairs:
+    """All texts as the numbers of their n-grams; a word of many texts is looked up once."""
+    of_word: dict[str, Tensor] = {}
+
+    def grams(text: str) -> Tensor:  # (LONGEST,) int32
+        row = torch.zeros(LONGEST, dtype=torch.int32)
+        start = 0
+        for word in text.lower().split():
+            if word not in of_word:
+                of_word[word] = n_grams(word, BUCKETS - 1, GRAMS).to(torch.int32) + 1
+            found = of_word[word][: LONGEST - start]
+            row[start : start + len(found)] = found
+            start += len(found)
+        return row
+
+    everyone = range(len(data))
+    known, meanings = torch.unique(data.ids(everyone), return_inverse=True)
+    first = torch.full((len(known),), len(data)).scatter_reduce(0, meanings, torch.arange(len(data)), "amin")
+    words = torch.stack([grams(data.read(i, 0)) for i in everyone])
+    definitions = torch.stack([grams(data.read(i, 1)) for i in first.tolist()])
+    return Pairs(words.to(device), definitions.to(device), meanings.to(device))
+
+
+def run(setting: Setting, train: Pairs, test: Pairs, device: torch.device, advance: Any) -> dict[str, Any]:
+    """Trains from scratch and tests."""
+    torch.manual_seed(setting.seed)
+    tower = Tower().to(device)
+    log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07), device=device))
+    optimizer = torch.optim.AdamW(
+        [*tower.parameters(), log_scale], lr=setting.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+    )
+    steps = max(1, setting.samples // setting.batch_size)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, steps))
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    began = time.perf_counter()
+    loss = torch.tensor(math.nan)
+    for batch in Order(len(train.words), setting.batch_size, setting.seed).batches(0, steps):
+        chosen = batch.indices.to(device, non_blocking=True)
+        meanings = train.meanings[chosen]
+        with autocast:
+            loss = mb.cached_backward(
+                lambda word, definition, ids=meanings: mb.clip_loss(word, definition, log_scale.exp(), ids=ids),
+                [(tower, train.words[chosen]), (tower, train.definitions[meanings])],
+                chunk_size=CHUNK,
+                budget=math.inf,  # a bag's graph is small: nothing is encoded twice
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        with torch.no_grad():
+            log_scale.clamp_(max=math.log(100))
+        advance(setting.batch_size, f"batch {setting.batch_size:,}, rate {setting.lr:.1e}, seed {setting.seed}")
+    last = loss.item()  # waits for the device
+    seconds = time.perf_counter() - began
+    return {"steps": steps, "loss": last, "seconds": seconds, **tested(tower, test)}
+
+
+@torch.no_grad()
+def tested(tower: Tower, test: Pairs) -> dict[str, float]:
+    """Recall both ways; of a definition with several words the best of them counts."""
+    tower.eval()
+    definitions, words = (torch.cat([tower(part) for part in side.split(CHUNK)]) for side in (test.definitions, test.words))
+    return retrieval(definitions, words, test.meanings, names=NAMES)
+
+
+def warm_up_and_cosine(step: int, steps: int) -> float:
+    warm_up = max(1, round(WARM_UP * steps))
+    return min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _setting(line: dict[str, Any]) -> Setting:
+    return Setting(*(line[name] for name in Setting._fields))
+
+
+def report(lines: Sequence[dict[str, Any]], options: argparse.Namespace, place: Path) -> None:
+    """The table, printed and as Markdown, and the plot."""
+    sizes = sorted({line["batch_size"] for line in lines})
+    written = ["| pairs in a batch | steps | " + " | ".join(f"{rule}: rate, R@1, R@10" for rule in RULES) + " |"]
+    written.append("|---:|---:|" + "---|" * len(RULES))
+    for size in sizes:
+        cells = [f"{size:,}", f"{max(1, options.samples // size):,}"]
+        for rule in RULES:
+            lr = options.lr * (size / BASE) ** RULES[rule]
+            one, ten = (summary(lines, size, lr, f"word_to_definition_R@{k}") for k in (1, 10))
+            cells.append("" if one is None or ten is None else f"{lr:.1e}, {_plus_minus(one)}, {_plus_minus(ten)}")
+        written.append("| " + " | ".join(cells) + " |")
+    seeds = len({line["seed"] for line in lines})
+    written += [
+        "",
+        f"Words find definitions among 5,000; {options.samples:,} pairs seen by every run; {seeds} seeds, mean ± deviation.",
+    ]
+    text = "\n".join(written)
+    print(text)
+    (place / "study.md").write_text(text + "\n", "utf-8")
+    draw(lines, options, place / "study.png")
+    print(f"wrote {place / 'study.md'} and {place / 'study.png'}")
+
+
+def summary(lines: Sequence[dict[str, Any]], size: int, lr: float, metric: str) -> tuple[float, float, int] | None:
+    """Mean, standard deviation over seeds, and their number."""
+    found = [line[metric] for line in lines if line["batch_size"] == size and math.isclose(line["lr"], lr, rel_tol=1e-9)]
+    if not found:
+        return None
+    values = torch.tensor(found, dtype=torch.float64)
+    return values.mean().item(), values.std().item() if len(values) > 1 else 0.0, len(values)
+
+
+def _plus_minus(value: tuple[float, float, int]) -> str:
+    return f"{100 * value[0]:.1f} ± {100 * value[1]:.1f} %"
+
+
+def draw(lines: Sequence[dict[str, Any]], options: argparse.Namespace, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7.6), layout="constrained")
+    sizes = sorted({line["batch_size"] for line in lines})
+    ways = {"words find definitions": "word_to_definition", "definitions find words": "definition_to_word"}
+    panels = [(f"{title}, R@{k}", f"{way}_R@{k}") for k in (1, 10) for title, way in ways.items()]
+    for axes, (title, metric) in zip(figure.subplots(2, 2, sharex=True).flat, panels, strict=True):
+        for number, (rule, power) in enumerate(RULES.items()):
+            known = [(size, summary(lines, size, options.lr * (size / BASE) ** power, metric)) for size in sizes]
+            # A little apart, so that no bar hides another.
+            points = [(size * 1.04 ** (number - 1), *found[:2]) for size, found in known if found is not None]
+            x, mean, deviation = zip(*points, strict=True) if points else ((), (), ())
+            bars = {"yerr": [100 * value for value in deviation], "capsize": 3, "elinewidth": 1.2, "markersize": 4.5}
+            axes.errorbar(x, [100 * value for value in mean], fmt="o-", color=COLOURS[rule], label=rule, **bars)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [f"{size // 1024}k" if size >= 1024 else str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_title(title, fontsize=11)
+        axes.grid(axis="y", color="#e3e8ed")
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in figure.axes[2:]:
+        axes.set_xlabel("pairs in a batch")
+    for axes in figure.axes[::2]:
+        axes.set_ylabel("recall, %")
+    figure.axes[0].legend(title="learning rate grows with the batch", ncols=3, fontsize=9, frameon=False, title_fontsize=9)
+    seeds = len({line["seed"] for line in lines})
+    figure.suptitle(f"WordNet: {options.samples:,} pairs seen by every run, mean ± deviation over {seeds} seeds", fontsize=12.5)
+    figure.savefig(path, dpi=130)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Any]:
+    """A function to call with pairs that are done and what is being done."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda pairs, what: bar.update(task, advance=pairs, description=what)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = [256 << power for power in range(8)]
+    parser.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=sizes, help="(default: 256 to 32,768, each twice the last)"
+    )
+    parser.add_argument("--rules", nargs="+", choices=tuple(RULES), default=list(RULES), help="(default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
+    parser.add_argument("--samples", type=int, default=800_000, help="pairs that every run sees (default: %(default)s)")
+    parser.add_argument(
+        "--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: the best of {', '.join(map(str, RATES))})"
+    )
+    parser.add_argument("--output", default="runs/batch_size_study", help="folder (default: %(default)s)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

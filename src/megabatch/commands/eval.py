@@ -1,0 +1,111 @@
+"""`megabatch eval`: how well a model finds images by text and texts by image, and classifies by names."""
+
+import argparse
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megabatch.commands import model, terminal
+from megabatch.data.dataset import IMAGE, Dataset, UnreadableSampleError
+from megabatch.display import numbers
+from megabatch.evaluation import classifier, embed, encode, evaluate, results, zero_shot
+from megabatch.evaluation.zero_shot import TEMPLATES
+from megabatch.towers import Pair
+from megabatch.training.world import World, joined
+
+HELP = "recall and ranks of a model on data, and zero-shot classification"
+DESCRIPTION = """
+Evaluates a model: where in the ranking of all images a text's own comes, and the other way round.
+
+  megabatch eval runs/emoji                                 a run, on the data it was tested on
+  megabatch eval runs/flickr --data coco/val.csv            a run, on other data
+  megabatch eval open_clip:ViT-B-32@laion2b_s34b_b79k --data "coco/{00000..00004}.tar"
+  megabatch eval runs/emoji --zero-shot                     captions are names of classes
+  torchrun --nproc-per-node 8 -m megabatch eval runs/flickr   shared out over eight devices
+
+Recall@k (R@k) is the share of queries whose match is among the first k; ranks count from 1. For an
+image with several captions the best of them counts. Samples that cannot be read are left out and
+counted. Memory grows with the number of samples, never with its square. The result is added as a
+JSON line, under open_clip's names, to evaluation.jsonl in the run's folder, or to --output.
+"""
+FILE = "evaluation.jsonl"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of `megabatch eval`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    model.add_arguments(parser)
+    parser.add_argument("--zero-shot", action="store_true", help="classify images; their captions are the names of the classes")
+    parser.add_argument("--classes", metavar="FILE", help="names of classes, one a line (default: all captions of the data)")
+    parser.add_argument(
+        "--templates", metavar="FILE", help='texts with "{}" for the name, one a line (default: a few general ones)'
+    )
+    parser.add_argument("--chunk-size", type=int, default=256, help="samples encoded at once (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="threads that read data; 0 reads in between (default: %(default)s)"
+    )
+    parser.add_argument("--output", metavar="FILE", help=f"where to add the result (default: {FILE} in the run's folder)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluates, prints and writes."""
+    with joined(args.device) as world, _threads(args.workers) as workers:
+        chosen = model.choose(args, world.device)
+        if args.zero_shot:
+            found = classified(chosen.pair, chosen.dataset, world, args, name=Path(chosen.data).stem, workers=workers)
+        else:
+            found = evaluate(chosen.pair, chosen.dataset, chunk_size=args.chunk_size, workers=workers, group=world.group)
+        if world.rank == 0:
+            split = f", {chosen.split}" if chosen.split else ""
+            show(f"{args.model} on {chosen.data}{split}", found)
+            path = args.output or (None if chosen.folder is None else chosen.folder / FILE)
+            if path is not None:
+                results.append(path, {"model": args.model, "data": chosen.data, "split": chosen.split, **found})
+                print(f"added to {path}")
+    return 0
+
+
+def classified(
+    pair: Pair, dataset: Dataset, world: World, args: argparse.Namespace, *, name: str, workers: Any = 0
+) -> dict[str, float]:
+    """Zero-shot accuracy; each rank has every size-th sample."""
+    if dataset.sides[0] != IMAGE:
+        raise ValueError(f"--zero-shot must have data with images, got {dataset.sides[0]} and {dataset.sides[1]}")
+    captions = [_caption(dataset, index) for index in range(len(dataset))]
+    names = list(model.lines_of(args.classes)) if args.classes else sorted({text for text in captions if text is not None})
+    numbers_of = {text: number for number, text in enumerate(names)}
+    strange = next((text for text in captions if text is not None and text not in numbers_of), None)
+    if strange is not None:
+        raise ValueError(f"--classes must name every caption of the data, got none called {strange!r}")
+    templates = model.lines_of(args.templates) if args.templates else TEMPLATES
+    classes = classifier(lambda texts: encode(pair.second, texts), names, templates)
+    ours = [index for index in range(world.rank, len(dataset), world.size) if captions[index] is not None]
+    images = embed(pair.first, dataset, 0, ours, chunk_size=args.chunk_size, workers=workers)
+    good = dataset.usable(ours).to(images.device)
+    labels = torch.tensor([numbers_of[captions[index] or ""] for index in ours], device=images.device)
+    found = zero_shot(images[good], labels[good], classes, name=name, group=world.group)
+    failed = world.reduced([len(dataset.failures)])[0]
+    return {**found, "num_classes": len(names), "num_failed": int(failed)}
+
+
+def _caption(dataset: Dataset, index: int) -> str | None:
+    try:
+        text: str = dataset.read(index, 1)
+    except UnreadableSampleError:
+        return None
+    return text
+
+
+def _threads(workers: int) -> Any:
+    """Threads for the whole evaluation; without any, data is read in between."""
+    return ThreadPoolExecutor(workers) if workers else nullcontext(0)
+
+
+def show(title: str, found: dict[str, float]) -> None:
+    """Prints the result."""
+    header, rows, rest = numbers.as_table(found)
+    terminal.table(title, header, rows)
+    print(", ".join(rest))

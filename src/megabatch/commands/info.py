@@ -1,0 +1,62 @@
+"""`megabatch info`: what is installed, what the machine has, and what would be used."""
+
+import argparse
+import importlib.metadata
+import re
+
+import torch
+
+from megabatch.bench import machine
+from megabatch.tiles import backends
+from megabatch.tiles.precision import BFLOAT16
+
+HELP = "versions, devices, backends, and which extras are installed"
+DESCRIPTION = """
+Prints versions, devices, the backends that serve each of them, and which extras are installed.
+
+  megabatch info                 add it to a report of a problem: it names no hosts, users or paths
+"""
+_REQUIREMENT = re.compile(r"""^([\w.-]+)(?:\[[^\]]*\])?[^;]*;\s*.*extra == ["']([\w-]+)["']""")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints."""
+    for name, value in machine.describe().items():
+        if value is not None:
+            print(f"{name:18} {value}")
+    print()
+    for device in ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]:
+        print(f"{device:18} {_served(torch.device(device))}")
+    print()
+    for extra, packages in sorted(extras().items()):
+        missing = [package for package in packages if not _there(package)]
+        print(f"{extra:18} {'installed' if not missing else 'without ' + ', '.join(missing)}")
+    return 0
+
+
+def extras() -> dict[str, list[str]]:
+    """The packages that each extra asks for by itself."""
+    found: dict[str, list[str]] = {}
+    for line in importlib.metadata.requires("megabatch") or []:
+        match = _REQUIREMENT.match(line)
+        if match is not None and match[1] != "megabatch":
+            found.setdefault(match[2], []).append(match[1])
+    return found
+
+
+def _there(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _served(device: torch.device) -> str:
+    reason = backends.why_not_triton(BFLOAT16, device)
+    return str(backends.default(BFLOAT16, device)) + ("" if reason is None else f"; no triton, because {reason}")

@@ -1,0 +1,77 @@
+"""A model and data as they are named on a command line: a run's folder, or towers and datasets by name."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megabatch.data import load as data
+from megabatch.data.dataset import Dataset
+from megabatch.report import run as runs
+from megabatch.towers import Pair, load, load_saved
+from megabatch.towers.load import POSSIBLE, image_size
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A model, and what to search or evaluate."""
+
+    pair: Pair
+    dataset: Dataset
+    data: str
+    split: str | None
+    folder: Path | None  # of the run
+
+    def drawn(self, size: int) -> Dataset:
+        """The same samples as they are shown: emoji larger than the model sees them."""
+        return data.load(self.data, self.split, size=size) if self.data == "emoji" else self.dataset
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model and the data."""
+    parser.add_argument("model", metavar="MODEL", help=f"folder of a run, or towers by name: {'; '.join(POSSIBLE)}")
+    parser.add_argument("--data", help=f"{'; '.join(data.POSSIBLE)} (default: what the run was evaluated on)")
+    parser.add_argument("--split", choices=("train", "test", "all"), help="of emoji and wordnet (default: test)")
+    parser.add_argument("--device", default="auto", help='"cpu", "cuda", or "auto" for CUDA where there is any (default)')
+
+
+def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
+    """What the arguments name."""
+    folder = Path(args.model) if Path(args.model).is_dir() else None
+    spec, split, options = _data(args, folder)
+    if folder is not None:
+        pair = load_saved(folder, device)
+        dataset = data.load(spec, split, size=image_size(pair.name, pair.options), **options)
+    else:
+        dataset = data.load(spec, split, size=image_size(args.model, {}), **options)
+        pair = load(args.model, dataset.sides)
+        for tower in pair.towers:
+            tower.module.to(device).eval()
+    return Chosen(pair, dataset, spec, split, folder)
+
+
+def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | None, dict[str, Any]]:
+    options: dict[str, Any] = {}
+    if args.data is not None:
+        spec = str(args.data)
+    else:
+        run = None if folder is None else runs.read(folder)
+        found = None if run is None else run.test_data
+        if run is None or found is None:
+            raise ValueError(
+                f"--data must be given, because {args.model!r} does not name any; possible are: {'; '.join(data.POSSIBLE)}"
+            )
+        spec, options = found[0], run.test_options
+    split = args.split or ("test" if spec in data.WITH_SPLITS else None)
+    return spec, split, options
+
+
+def lines_of(path: str) -> Sequence[str]:
+    """A file's lines that are not empty."""
+    found = [line.strip() for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+    if not found:
+        raise ValueError(f"{path} must have at least one line, got none")
+    return found

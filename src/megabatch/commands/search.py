@@ -1,0 +1,140 @@
+"""`megabatch search`: what a model finds, as a contact sheet and in the terminal."""
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from megabatch.commands import model, terminal
+from megabatch.data import images
+from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
+from megabatch.evaluation import embedded, encode, search, sheet
+from megabatch.evaluation.sheet import Found, Shown
+from megabatch.towers import Pair, Tower
+from megabatch.training.world import joined
+
+HELP = "the best matches of a text or an image, as a contact sheet"
+DESCRIPTION = """
+Searches data with a model. A query is a text, or the path of an image; each has a row of the sheet.
+
+  megabatch search runs/emoji "smiling cat" "red heart"     texts find images
+  megabatch search runs/emoji cat.png                       an image finds texts
+  megabatch search runs/emoji cat.png --among images        an image finds images like it
+  megabatch search runs/wordnet "animal with a trunk"       texts find texts
+  megabatch search open_clip:ViT-B-32@laion2b_s34b_b79k "dog on a beach" --data photos.csv
+
+Matches are printed, best first with their similarity (1 is the same direction, 0 unrelated), and
+drawn as a PNG. Nothing but the best is held, so data may be of any size.
+"""
+PICTURE = 96  # pixels of a drawing's side on the sheet
+KINDS = {"images": IMAGE, "texts": TEXT}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of `megabatch search`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    model.add_arguments(parser)
+    parser.add_argument("queries", nargs="+", metavar="QUERY", help="a text, or the path of an image")
+    parser.add_argument("-k", type=int, default=8, help="matches of each query (default: %(default)s)")
+    parser.add_argument("--among", choices=tuple(KINDS), help="what to search (default: images for texts, texts for images)")
+    parser.add_argument("--sheet", metavar="PNG", default="found.png", help="where to draw (default: %(default)s)")
+    parser.add_argument("--chunk-size", type=int, default=256, help="samples encoded at once (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="threads that read data; 0 reads in between (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Searches, prints and draws."""
+    with joined(args.device) as world:
+        if world.size > 1:
+            raise ValueError(f"megabatch search must be one process, got {world.size}; start it without torchrun")
+        chosen = model.choose(args, world.device)
+        queries = [_query(text) for text in args.queries]
+        found = searched(chosen, queries, args)
+    for text, row in zip(args.queries, found, strict=True):
+        rows = [[str(place), _told(match, chosen.dataset), f"{match.score:.3f}"] for place, match in enumerate(row, 1)]
+        terminal.table(text, ["", "found", "similarity"], rows, left=(1,))
+    sheet.draw(args.sheet, queries, found, title=f"{chosen.data}, searched with {args.model}", credits=chosen.dataset.credits)
+    print(f"drawn in {args.sheet}")
+    if chosen.dataset.failures:
+        print(
+            f"{len(chosen.dataset.failures):,} samples could not be read, first: {next(iter(chosen.dataset.failures.values()))}"
+        )
+    return 0
+
+
+def _told(match: Found, dataset: Dataset) -> str:
+    return match.name if IMAGE in dataset.sides else str(match.shown)
+
+
+def searched(chosen: model.Chosen, queries: list[Shown], args: argparse.Namespace) -> list[list[Found]]:
+    """The matches of each query."""
+    kinds = {TEXT if isinstance(query, str) else IMAGE for query in queries}
+    if len(kinds) > 1:
+        raise ValueError("queries must be all texts or all images, got both; search twice")
+    kind = kinds.pop()
+    side = _side(chosen.dataset, kind, args.among)
+    encoder = _encoder(chosen.pair, kind, other=side)
+    best = search(encode(encoder, queries), _readable(chosen, side, args), k=args.k)
+    drawn = chosen.drawn(PICTURE)
+    return [
+        [_found(drawn, index, side, score) for score, index in zip(scores, indices, strict=True) if score > -math.inf]
+        for scores, indices in zip(best.scores.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+def _readable(chosen: model.Chosen, side: int, args: argparse.Namespace) -> Iterator[Tensor]:
+    """Embeddings chunk by chunk, NaN for what cannot be read: `search` finds it last, with −∞."""
+    position = 0
+    options = {"chunk_size": args.chunk_size, "workers": args.workers}
+    for chunk in embedded(chosen.pair.towers[side], chosen.dataset, side, **options):
+        usable = chosen.dataset.usable(range(position, position + len(chunk))).to(chunk.device)
+        position += len(chunk)
+        yield chunk.masked_fill(~usable[:, None], math.nan)
+
+
+def _query(text: str) -> Shown:
+    """An image where there is such a file, a text otherwise; what looks like an image's path and is none is an error."""
+    path = Path(text)
+    if path.is_file():
+        try:
+            return images.decode(path.read_bytes(), text)
+        except UnreadableSampleError as error:
+            raise ValueError(f"QUERY must be a text or an image that can be read: {error}") from error
+    if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"):
+        raise FileNotFoundError(f"QUERY must be a text or an image that exists, got {text!r}")
+    return text
+
+
+def _side(dataset: Dataset, kind: str, among: str | None) -> int:
+    """Which side of the data is searched. Of texts and texts the first: a query is like the second."""
+    wanted = KINDS[among] if among else IMAGE if kind == TEXT and IMAGE in dataset.sides else TEXT
+    if wanted not in dataset.sides:
+        raise ValueError(f"--among must be what the data has, {' and '.join(dataset.sides)}, got {wanted}")
+    return dataset.sides.index(wanted)
+
+
+def _encoder(pair: Pair, kind: str, *, other: int) -> Tower:
+    """The tower for queries; of two for texts that of the side which is not searched."""
+    if pair.towers[1 - other].kind == kind:
+        return pair.towers[1 - other]
+    if pair.towers[other].kind == kind:
+        return pair.towers[other]
+    raise ValueError(f"QUERY must be what the model encodes, {pair.first.kind} or {pair.second.kind}, got {kind}")
+
+
+def _found(drawn: Dataset, index: int, side: int, score: float) -> Found:
+    """An image with its caption, whichever of them was searched; of two texts the one that was, with the other below."""
+    shown = drawn.sides.index(IMAGE) if IMAGE in drawn.sides else side
+    return Found(_read(drawn, index, shown), str(_read(drawn, index, 1 - shown)), score)
+
+
+def _read(dataset: Dataset, index: int, side: int) -> str | Tensor:
+    try:
+        found: str | Tensor = dataset.read(index, side)
+    except UnreadableSampleError:
+        return "cannot be read"
+    return found

@@ -1,0 +1,219 @@
+"""`megabatch train`: a model from pairs, in one command."""
+
+import argparse
+import logging
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from megabatch import extras, settings, towers
+from megabatch.data import load as data
+from megabatch.data.dataset import Dataset
+from megabatch.towers.load import POSSIBLE, image_size
+from megabatch.training import config as configs
+from megabatch.training import randomness
+from megabatch.training import run as runs
+from megabatch.training.checkpoint import CheckpointError
+from megabatch.training.config import TrainConfig
+from megabatch.training.observers import MetricsFile, Observer
+from megabatch.training.stopping import StoppedError
+from megabatch.training.trainer import Trainer
+from megabatch.training.world import World, joined
+
+LOG = logging.getLogger("megabatch")
+HELP = "train a model on pairs, on one processor or many GPUs"
+RUNS = Path("runs")
+AUTO = "auto"
+DESCRIPTION = f"""
+Trains two towers so that what belongs together is found among everything else.
+
+  megabatch train                                  emoji and their names; two small towers, two cores, three minutes
+  megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384 --epochs 10 --lr 5e-4
+  megabatch train --data "cc12m/{{00000..01242}}.tar" --validation coco.csv --model open_clip:ViT-B-16 --batch-size 65536
+  megabatch train --data wordnet --batch-size 8192 --set optimizer.scaling=sqrt
+  torchrun --nproc-per-node 8 -m megabatch train --config run.toml
+  megabatch train --resume runs/emoji-1            from its last checkpoint, with its settings
+
+The batch is a number of pairs, over all processes, and does not depend on memory: towers encode a chunk
+at a time, and the loss holds no matrix. The chunk size is found by itself.
+
+data    {f"{chr(10)}        ".join(data.POSSIBLE)}
+model   {f"{chr(10)}        ".join(POSSIBLE)}
+
+Settings come from a recipe for the model and the data, then --config, then flags, then --set. All of them,
+as they were used, are in config.toml in the run's folder, which --config takes again:
+
+  lock = "first"             LiT: the first tower keeps its weights, and its embeddings are computed once
+  precision = "bf16"         or "fp16", "fp32"            parallel = "fsdp"      towers cut up, instead of copied
+  optimizer.name = "adafactor"    or "adamw", "lion"      optimizer.scaling = "sqrt" | "linear"    lr by batch size
+  loss.name = "siglip"       or "clip"                    ema = 0.999            an average of the weights is saved
+  memory.chunk = 0.25        share of the free memory     checkpoint.every = 500, checkpoint.keep = 2
+
+Ctrl-C, or SIGTERM, saves first. What a killed run has saved is whole; --resume auto continues it, or begins.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of `megabatch train`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--data", metavar="DATA", help="what to train on (default: emoji)")
+    add("--validation", metavar="DATA", help="what to evaluate on (default: the test split of emoji and wordnet)")
+    add("--model", metavar="MODEL", help="what to train (default: small)")
+    add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 1024)")
+    add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
+    add("--epochs", type=float, metavar="N", help="passes over the data (default: 80 for emoji, 4 for wordnet, else 32)")
+    add("--lr", type=float, metavar="RATE", help="highest learning rate (default: 3e-3 for small, else 5e-4)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="in which towers compute (default: fp32)")
+    add("--seed", type=int, metavar="N", help="of weights, order and augmentation (default: 0)")
+    add("--output", type=Path, metavar="FOLDER", help="of the run (default: runs/DATA-1, or the next number)")
+    add("--config", type=Path, metavar="TOML", help="settings from a file, such as another run's config.toml")
+    add("--resume", metavar="auto|PATH", help='continue: a run, a checkpoint, or "auto" for the last of --output, if any')
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as in optimizer.weight_decay=0.05")
+    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
+    add("--no-report", action="store_true", help="write no report.html at the end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains."""
+    given = _given(args)
+    folder, checkpoint = _places(args, settings.build(TrainConfig, settings.merged(*given)).data)
+    config = configs.resolved(_before(folder, checkpoint), *given)
+    with joined(config.device) as world:
+        if world.rank != 0:
+            LOG.setLevel(logging.WARNING)
+        folder, checkpoint = world.from_first((folder, checkpoint))
+        trainer = _trainer(config, folder, world, args)
+        _continue(trainer, args.resume, checkpoint)
+        try:
+            trainer.fit()
+        except StoppedError as stopped:
+            if world.rank == 0:
+                LOG.warning("%s", stopped)
+            return 128 + stopped.number
+        except CheckpointError as error:
+            if world.rank == 0:
+                LOG.error("%s; what was saved before is as it was, and --resume %s continues from there", error, folder)
+            return 1
+        if world.rank == 0:
+            _finish(folder, args)
+    return 0
+
+
+def _given(args: argparse.Namespace) -> list[settings.Table]:
+    """What the user has said, the strongest last."""
+    flags: settings.Table = {}
+    for name in ("data", "validation", "model", "batch_size", "chunk_size", "epochs", "precision", "seed"):
+        if getattr(args, name) is not None:
+            flags[name] = getattr(args, name)
+    if args.lr is not None:
+        flags["optimizer"] = {"lr": args.lr}
+    read = settings.read(args.config) if args.config is not None else {}
+    return [read, flags, *(settings.assignment(text) for text in args.set)]
+
+
+def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
+    """The run's folder, and the checkpoint to continue from where one is named."""
+    name = _called(source)
+    if args.resume not in (None, AUTO):
+        return _named(Path(args.resume), args.output)
+    if args.resume == AUTO:
+        folder = args.output or runs.newest(RUNS, name) or runs.unused(RUNS, name)
+        return folder, None
+    folder = args.output or runs.unused(RUNS, name)
+    if (folder / runs.CHECKPOINTS).is_dir():
+        raise ValueError(f"--output must be a folder without a run in it, got {folder}; --resume auto continues the run there")
+    return folder, None
+
+
+def _called(source: str) -> str:
+    """What a run on this data is called: the file's name, or of a pattern of files the folder's."""
+    path = Path(source)
+    chosen = path.parent if any(mark in path.name for mark in "{*?[") else path
+    return re.sub(r"[^\w.-]+", "-", chosen.stem).strip(".-") or "run"
+
+
+def _named(path: Path, output: Path | None) -> tuple[Path, Path | None]:
+    """Of a path that is a run's folder, or a checkpoint in one."""
+    if not path.is_dir():
+        raise ValueError(f'--resume must be "auto", a run\'s folder or a checkpoint in it, got {path}, which is no folder')
+    if path.name.startswith("step_"):
+        return output or path.resolve().parent.parent, path
+    if output is not None and output != path:
+        raise ValueError(f"--output must be left out, or --resume name a checkpoint in {path}, to continue in another folder")
+    if not (path / runs.CHECKPOINTS).is_dir():
+        raise ValueError(f"--resume must name a folder with checkpoints, got {path}, which has none")
+    return path, None
+
+
+def _before(folder: Path, checkpoint: Path | None) -> settings.Table:
+    """The settings of the run that is continued; none for a new one."""
+    place = (folder if checkpoint is None else checkpoint.resolve().parent.parent) / runs.CONFIG
+    return settings.read(place) if place.exists() else {}
+
+
+def _trainer(config: TrainConfig, folder: Path, world: World, args: argparse.Namespace) -> Trainer:
+    randomness.seed_host(config.seed)
+    size = image_size(config.model, config.model_options)
+    dataset = data.load(config.data, size=size, **config.data_options)
+    validation = _validation(config, size)
+    pair = towers.load(config.model, dataset.sides, **config.model_options)
+    if world.rank == 0:
+        for problem in getattr(dataset, "problems", [])[:5]:
+            LOG.warning("%s", problem)
+    return Trainer(
+        config,
+        pair,
+        dataset,
+        folder,
+        validation=validation,
+        observers=_observers(args) if world.rank == 0 else (),
+        world=world,
+        command=shlex.join(["megabatch", *sys.argv[1:]]),
+    )
+
+
+def _validation(config: TrainConfig, size: int | None) -> Dataset | None:
+    name = config.validation or (config.data if config.data in data.WITH_SPLITS else "")
+    if not name:
+        return None
+    return data.load(name, "test" if name in data.WITH_SPLITS else None, size=size, **config.validation_options)
+
+
+def _continue(trainer: Trainer, resume: str | None, checkpoint: Path | None) -> None:
+    if resume is None:
+        return
+    continued = trainer.resume(checkpoint)
+    if not continued and resume != AUTO:
+        raise ValueError(f"--resume must name a run with a checkpoint that is whole, got {resume}, which has none")
+    if trainer.world.rank == 0:
+        LOG.info("continues after step %d" if continued else "nothing to continue yet: begins with step %d", trainer.step)
+
+
+def _observers(args: argparse.Namespace) -> list[Observer]:
+    from megabatch.display.progress import ProgressDisplay
+
+    made: list[Any] = [MetricsFile(), ProgressDisplay()]
+    if extras.installed("tensorboard"):
+        from megabatch.display.tensorboard import TensorBoardLog
+
+        made.append(TensorBoardLog())
+    if args.wandb:
+        from megabatch.display.wandb import WandbLog
+
+        made.append(WandbLog(args.wandb))
+    return made
+
+
+def _finish(folder: Path, args: argparse.Namespace) -> None:
+    if not args.no_report:
+        from megabatch.report import write_report
+
+        LOG.info("report: %s", write_report(folder))
+    LOG.info("model: %s", folder / towers.saved.WEIGHTS)
+
+
+def _number_or_auto(text: str) -> int | str:
+    return text if text == AUTO else int(text)

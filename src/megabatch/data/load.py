@@ -1,0 +1,57 @@
+"""Datasets by name: "emoji", "wordnet", a table of pairs, or a pattern of shards."""
+
+from pathlib import Path
+from typing import Any
+
+from megabatch.data import emoji, tables, wordnet
+from megabatch.data.dataset import Dataset
+from megabatch.data.shards import Shards
+from megabatch.data.tables import Table
+
+POSSIBLE = (
+    "emoji (drawings by two artists and their names)",
+    "wordnet (words and definitions)",
+    f"a table of pairs, or a folder with one ({', '.join(tables.ENDINGS)})",
+    'webdataset shards, as in "data/{00000..00099}.tar" or "data/*.tar", or a folder of them',
+)
+WITH_SPLITS = ("emoji", "wordnet")
+
+
+def load(spec: str, split: str | None = None, *, size: int | None = None, **options: Any) -> Dataset:
+    """The dataset that a name means.
+
+    Args:
+        spec: see `POSSIBLE`.
+        split: "train", "test" or "all" of a dataset that has splits; None is "train". Files have none.
+        size: pixels of a side that emoji are drawn with; photographs are as they are.
+        options: of the dataset's class: `columns`, `texts` and `root` of a `Table`, `caption_ids` of `Shards`.
+    """
+    if spec == "emoji":
+        given = {"size": size, **options} if size is not None else options
+        return emoji.Emoji(split or "train", **given)
+    if spec == "wordnet":
+        return wordnet.WordNet(split or "train", **options)
+    if split is not None:
+        raise ValueError(
+            f"split must be left out for files, got {split!r} for {spec!r}; {' and '.join(WITH_SPLITS)} have splits"
+        )
+    if spec.endswith(".tar"):
+        return Shards(spec, **options)
+    if Path(spec).exists() or spec.endswith(tables.ENDINGS):
+        return _from_place(Path(spec), options)
+    raise ValueError(f"data must be one of: {'; '.join(POSSIBLE)}. Got {spec!r}, which is none of them and no file")
+
+
+def _from_place(path: Path, options: dict[str, Any]) -> Dataset:
+    """A table, or all shards of a folder."""
+    shards = sorted(path.glob("*.tar")) if path.is_dir() else []
+    if shards:
+        return Shards(shards, **options)
+    if "columns" in options:  # a list, where they come from a file
+        options = {**options, "columns": tuple(options["columns"])}
+    return Table(path, **options)
+
+
+def credits(spec: str) -> tuple[str, ...]:
+    """Whom to name for a dataset's data, without loading it; nobody for files, whose owners are not known here."""
+    return {"emoji": emoji.CREDITS, "wordnet": wordnet.CREDITS}.get(spec, ())

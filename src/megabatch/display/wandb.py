@@ -1,0 +1,52 @@
+"""A run's numbers for Weights & Biases, where it is asked for."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megabatch import extras
+
+ID_FILE = "wandb_id.txt"  # in the run's folder: a run that continues is the same run there
+
+
+class WandbLog:
+    """An observer that sends every training number and every evaluation. Needs the package wandb.
+
+    Args:
+        project: where the run is listed.
+        **options: for `wandb.init`, such as `entity` or `mode="offline"`.
+    """
+
+    def __init__(self, project: str = "megabatch", **options: Any) -> None:
+        self._wandb: Any = extras.load("wandb", extra="wandb", purpose="A log for Weights & Biases")
+        self._project, self._options = project, options
+        self._run: Any = None
+
+    def start(self, run: Any) -> None:
+        """The run begins, or continues."""
+        known = run.folder / ID_FILE
+        identity = known.read_text("utf-8").strip() if run.first_step and known.is_file() else None
+        settings = {"project": self._project, "name": run.folder.name, "dir": str(run.folder)}
+        settings |= {"id": identity, "resume": "allow", "config": _plain(run.config)}
+        self._run = self._wandb.init(**{**settings, **self._options})
+        known.write_text(f"{self._run.id}\n", "utf-8")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A step is done."""
+        self._run.log({f"training/{name}": value for name, value in record.items() if name != "step"}, step=record["step"])
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """There is a new evaluation."""
+        self._run.log({f"evaluation/{name}": value for name, value in record["evaluation"].items()}, step=record["step"])
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint is written; it stays here."""
+
+    def finish(self, run: Any) -> None:
+        """The run is over, or was stopped."""
+        self._run.finish()
+
+
+def _plain(config: Any) -> Any:
+    return dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config

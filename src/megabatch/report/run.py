@@ -1,0 +1,77 @@
+"""What a run has left in its folder: configuration, command, and a line of metrics for each step and each evaluation."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megabatch import settings
+from megabatch.data import load as data
+from megabatch.data.dataset import Dataset
+from megabatch.evaluation import results
+
+CONFIG, COMMAND, METRICS = "config.toml", "command.txt", "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, read."""
+
+    folder: Path
+    config_text: str
+    config: dict[str, Any]
+    command: str
+    training: list[dict[str, Any]]  # by step, each once
+    evaluations: list[dict[str, Any]]  # by step, each once: {"step", "evaluation"}
+
+    @property
+    def training_data(self) -> str:
+        """What was trained on, as it was named."""
+        return str(self.config.get("data", ""))
+
+    @property
+    def test_data(self) -> tuple[str, str | None] | None:
+        """What to evaluate on, and the split of it; None where the run names nothing."""
+        spec = str(self.config.get("validation") or self.training_data)
+        if spec in data.WITH_SPLITS:
+            return spec, "test"
+        return (spec, None) if self.config.get("validation") else None
+
+    def test_set(self, *, size: int | None = None) -> Dataset:
+        """The data to evaluate on; with drawings of this size, where they are drawn."""
+        found = self.test_data
+        if found is None:
+            raise ValueError(f"{self.folder / CONFIG} must name data to evaluate on (validation = …), got none")
+        return data.load(*found, size=size, **self.test_options)
+
+    @property
+    def test_options(self) -> dict[str, Any]:
+        """How that data is read, such as a table's columns."""
+        options: dict[str, Any] = self.config.get("validation_options", {})
+        return options
+
+
+def read(folder: str | Path) -> Run:
+    """The run; a file that is missing leaves its part empty, one that is damaged is an error that names it."""
+    place = Path(folder)
+    if not place.is_dir():
+        raise FileNotFoundError(f"folder must be that of a run, got {folder}, which is no folder")
+    config_text = _text(place / CONFIG)
+    records = results.read(place / METRICS) if (place / METRICS).is_file() else []
+    return Run(
+        place,
+        config_text,
+        settings.read(place / CONFIG) if config_text else {},
+        _text(place / COMMAND).strip(),
+        _by_step([record for record in records if "loss" in record]),
+        _by_step([record for record in records if "evaluation" in record]),
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text("utf-8") if path.is_file() else ""
+
+
+def _by_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In order, and of steps that were done again after a stop the last."""
+    last = {int(record["step"]): record for record in records}
+    return [last[step] for step in sorted(last)]

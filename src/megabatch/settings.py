@@ -1,0 +1,187 @@
+"""Settings as dataclasses, from TOML and from `key=value`: every key is known, every value has its type, or an error says why.
+
+A config is a dataclass whose fields are numbers, strings, lists, tables or dataclasses again. Errors name the key as a user
+writes it ("optimizer.lr") and, for a key or a choice that does not exist, the nearest that does.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Table = dict[str, Any]
+
+
+class SettingsError(ValueError):
+    """A key that does not exist, or a value of the wrong kind."""
+
+
+def build(kind: type[T], values: Mapping[str, Any], name: str = "") -> T:
+    """The dataclass with these values; what is not among them has its default."""
+    hints = typing.get_type_hints(kind)
+    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    made = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise SettingsError(f"{_joined(name, key)} is no setting{_nearest(key, fields)}")
+        made[key] = _checked(hints[key], value, _joined(name, key))
+    try:
+        return kind(**made)
+    except ValueError as error:
+        raise error if isinstance(error, SettingsError) else SettingsError(str(error)) from error
+
+
+def table(config: Any) -> Table:
+    """The values as TOML can hold them; None, which it cannot, is left out."""
+    found: Table = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found[field.name] = table(value)
+        elif value is not None:
+            found[field.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def merged(*tables: Mapping[str, Any]) -> Table:
+    """Later values in place of earlier ones, table by table."""
+    result: Table = {}
+    for one in tables:
+        for key, value in one.items():
+            both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+            result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def assignment(text: str) -> Table:
+    """`optimizer.lr=3e-3` as a table; the value is a number, true, false, a list in JSON, or else a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.strip().split(".")):
+        raise SettingsError(f"--set takes key=value, as in --set optimizer.lr=3e-3, got {text!r}")
+    result: Any = _parsed(value.strip())
+    for part in reversed(key.strip().split(".")):
+        result = {part: result}
+    return dict(result)
+
+
+def read(path: str | Path) -> Table:
+    """A TOML file."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        from megabatch import extras
+
+        tomllib = extras.load("tomli", extra="train", purpose="Reading TOML with Python 3.10")
+    try:
+        with Path(path).open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError as error:
+        raise SettingsError(f"{path} must be a TOML file, and does not exist") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path} must be a TOML file: {error}") from error
+
+
+def to_toml(values: Mapping[str, Any], name: str = "") -> str:
+    """The text of a TOML file; tables come after plain values, as TOML wants it."""
+    lines = [f"{_key(key)} = {_written(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
+    parts = ["\n".join([f"[{name}]", *lines] if name else lines)] if lines else []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            parts.append(to_toml(value, f"{name}.{_key(key)}" if name else _key(key)).rstrip("\n"))
+    return "\n\n".join(parts) + "\n"
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise SettingsError(f"{name} must be a table of settings ({name}.KEY), got {value!r}")
+        return build(typing.cast(type[Any], hint), value, name)
+    options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    for option in options:
+        found = _as(option, value)
+        if found is not None:
+            return found[0]
+    choices = [
+        choice for option in options if typing.get_origin(option) is typing.Literal for choice in typing.get_args(option)
+    ]
+    near = _nearest(value, choices) if isinstance(value, str) and choices else ""
+    raise SettingsError(f"{name} must be {' or '.join(_described(option) for option in options)}, got {value!r}{near}")
+
+
+def _as(hint: Any, value: Any) -> tuple[Any] | None:
+    """The value as a field of this type has it, in a tuple; None if it is of another type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return (value,) if isinstance(value, str) and value in typing.get_args(hint) else None
+    if typing.get_origin(hint) is tuple:
+        kinds = typing.get_args(hint)
+        if not isinstance(value, list | tuple) or (kinds[-1] is not Ellipsis and len(kinds) != len(value)):
+            return None
+        found = [_as(kinds[0], entry) for entry in value]
+        return None if None in found else (tuple(entry[0] for entry in found if entry is not None),)
+    if typing.get_origin(hint) is dict or hint is dict:
+        return (dict(value),) if isinstance(value, Mapping) else None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return (float(value),)
+    if hint in (int, float) and isinstance(value, bool):
+        return None
+    return (value,) if isinstance(value, hint) else None
+
+
+def _described(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(f'"{choice}"' for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return "a list of numbers"
+    if typing.get_origin(hint) is dict:
+        return "a table"
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(hint, "left out")
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f'; did you mean "{near[0]}"?' if near else f"; there are: {', '.join(known)}"
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _parsed(text: str) -> Any:
+    for kind in (int, float, json.loads):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _key(key: str) -> str:
+    plain = key.replace("_", "").replace("-", "")
+    return key if plain.isascii() and plain.isalnum() else _quoted(key)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+        text = repr(value)
+        return text if any(mark in text for mark in ".en") else f"{text}.0"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_written(entry) for entry in value) + "]"
+    return _quoted(str(value))
+
+
+def _quoted(text: str) -> str:
+    """TOML's strings escape as JSON's do, and take every other character but U+007F as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

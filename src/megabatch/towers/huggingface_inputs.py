@@ -1,0 +1,119 @@
+"""What encoders of transformers are given: tokens, or words hashed into a vocabulary; images of the size they were made for."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import extras
+from megabatch.data.augment import RandomCrop, unchanged
+from megabatch.data.images import to_pillow
+from megabatch.towers.small import fitted, n_grams
+
+LONGEST = 128  # tokens; a longer text is cut, unless the model takes fewer
+IMAGE_SIZE = 224  # pixels of a side, where a config does not say
+_FIRST_WORD = 3  # the numbers before it are for padding and other marks in most vocabularies
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+_PROCESSOR = "preprocessor_config.json"
+_PURPOSE = "A transformers encoder"
+
+
+def texts_of(config: Any, folder: Path) -> "Tokens | HashedWords":
+    """The folder's tokenizer, or hashed words where it has none."""
+    if any((folder / file).is_file() for file in _TOKENIZERS):
+        transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
+        return Tokens(transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True), longest(config))
+    return HashedWords(config.vocab_size, longest(config))
+
+
+def images_of(config: Any, folder: Path) -> "Images":
+    """As the folder's image processor says, or −1 to 1 where it has none."""
+    processor = None
+    if (folder / _PROCESSOR).is_file():
+        transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
+        processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    return Images(config, processor)
+
+
+def longest(config: Any) -> int:
+    """Tokens that a text encoder takes."""
+    most = getattr(config, "max_position_embeddings", None)
+    # RoBERTa and its kin count positions from the padding token's number on.
+    return min(LONGEST, most - 2) if isinstance(most, int) and most > 2 else LONGEST
+
+
+class Tokens:
+    """A tokenizer of transformers, a chunk at a time."""
+
+    def __init__(self, tokenizer: Any, longest: int) -> None:
+        self._tokenizer, self._longest = tokenizer, longest
+
+    def prepare(self, text: str, generator: torch.Generator | None) -> str:
+        """As it is."""
+        return text
+
+    def collate(self, samples: list[str]) -> dict[str, Tensor]:
+        """A chunk, padded to its longest."""
+        tokens = self._tokenizer(samples, padding=True, truncation=True, max_length=self._longest, return_tensors="pt")
+        return {key: tokens[key] for key in ("input_ids", "attention_mask")}
+
+    def write(self, folder: Path) -> None:
+        """The tokenizer's files."""
+        self._tokenizer.save_pretrained(folder)
+
+
+class HashedWords:
+    """Words as numbers without a vocabulary."""
+
+    def __init__(self, vocabulary: int, longest: int) -> None:
+        self._vocabulary, self._longest = vocabulary, longest
+
+    def prepare(self, text: str, generator: torch.Generator | None) -> Tensor:  # (k,)
+        """One text."""
+        words = n_grams(text, self._vocabulary - _FIRST_WORD, ()) + _FIRST_WORD
+        return words[: self._longest]
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        """A chunk, padded to its longest; an empty text has one token, of number 0."""
+        longest = max(1, *(len(sample) for sample in samples))
+        tokens = torch.zeros(len(samples), longest, dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        mask[:, 0] = 1
+        for row, sample in enumerate(samples):
+            tokens[row, : len(sample)] = sample
+            mask[row, : len(sample)] = 1
+        return {"input_ids": tokens, "attention_mask": mask}
+
+    def write(self, folder: Path) -> None:
+        """Nothing: the config has all of it."""
+
+
+class Images:
+    """Images of the encoder's size: random crops for training, what its image processor makes of them otherwise."""
+
+    def __init__(self, config: Any, processor: Any | None) -> None:
+        size = getattr(config, "image_size", None) or IMAGE_SIZE
+        self.size: tuple[int, int] = (size, size) if isinstance(size, int) else tuple(size)
+        self._crop, self._processor = RandomCrop(self.size), processor
+        mean, deviation = (getattr(processor, name, None) or [0.5] * 3 for name in ("image_mean", "image_std"))
+        self._mean, self._deviation = (torch.tensor(value)[:, None, None] for value in (mean, deviation))
+
+    def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor:  # (3, S, S)
+        """One image."""
+        if generator is not None:
+            return (self._crop(image, generator) - self._mean) / self._deviation
+        if self._processor is not None:
+            made: Tensor = self._processor(images=to_pillow(image), return_tensors="pt")["pixel_values"][0]
+            return made
+        middle = fitted(image, max(self.size))[:, : self.size[0], : self.size[1]]
+        return (unchanged(middle) - self._mean) / self._deviation
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        """A chunk."""
+        return {"pixel_values": torch.stack(samples)}
+
+    def write(self, folder: Path) -> None:
+        """The image processor's numbers."""
+        if self._processor is not None:
+            self._processor.save_pretrained(folder)

@@ -1,0 +1,135 @@
+"""A trained model in a folder, and back: the weights, and what it takes to build the towers they belong to.
+
+`model.safetensors` has both: the tensors, and in its header the name the towers were loaded by, scale and bias, so that the
+file is whole or not there. An open_clip model is saved under open_clip's own names, with its config beside it:
+`open_clip.create_model("local-dir:FOLDER")` loads it. Towers of transformers have their configs and tokenizers in folders
+beside it, so that nothing is downloaded again.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megabatch import extras
+from megabatch.data import cache
+from megabatch.towers import huggingface, open_clip
+from megabatch.towers.load import load
+from megabatch.towers.tower import Pair
+
+WEIGHTS = "model.safetensors"
+SIDES = ("first", "second")
+_HEADER = "megabatch"
+_FORMAT = 1
+
+
+def save(pair: Pair, folder: str | Path) -> Path:
+    """Writes the pair with `pair.logit_scale` and `pair.logit_bias`, and returns the file.
+
+    With weights that ranks share (FSDP2), all ranks call it; the first one writes.
+
+    Args:
+        pair: from `towers.load`; after training with the learned scale, `dataclasses.replace(pair, logit_scale=…)`.
+        folder: made if it is not there.
+    """
+    place = Path(folder)
+    weights = _weights(pair)  # before ranks part: it may need all of them
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        description = {
+            "format": _FORMAT,
+            "name": pair.name,
+            "kinds": [tower.kind for tower in pair.towers],
+            "options": dict(pair.options),
+            "logit_scale": pair.logit_scale,
+            "logit_bias": pair.logit_bias,
+        }
+        _keep(pair, place)
+        safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
+        data = safetensors.save(weights, {_HEADER: json.dumps(description, default=dataclasses.asdict)})
+        cache.write(place / WEIGHTS, lambda file: file.write(data))
+    return place / WEIGHTS
+
+
+def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
+    """The pair that was saved, with its weights, scale and bias; in evaluation mode.
+
+    Args:
+        folder: of a run, or any that `save` wrote to.
+        device: where the modules go.
+    """
+    place = Path(folder)
+    description, weights = _read(place / WEIGHTS)
+    pair = _built(description, place)
+    for prefix, module in _modules(pair).items():
+        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        module.load_state_dict(own)
+        module.to(device).eval()
+    scale, bias = description["logit_scale"], description["logit_bias"]
+    return Pair(pair.first, pair.second, scale, bias, name=pair.name, options=pair.options)
+
+
+def _built(description: dict[str, Any], place: Path) -> Pair:
+    """The towers, with weights that will be replaced."""
+    family, _, name = description["name"].partition(":")
+    if family == "open_clip":
+        return open_clip.load_folder(name, place)
+    if family in ("hf", "hf-config"):
+        folders = [place / side for side in SIDES if (place / side).is_dir()]
+        return huggingface.load_folders(description["name"], folders)
+    return load(description["name"], tuple(description["kinds"]), **description["options"])
+
+
+def _modules(pair: Pair) -> dict[str, nn.Module]:
+    """What is saved, by the beginning of its tensors' names; a module that serves both sides once."""
+    if pair.name.startswith("open_clip:"):
+        model: Any = pair.first.module
+        return {"": model.model}
+    if pair.first.module is pair.second.module:
+        return {f"{SIDES[0]}.": pair.first.module}
+    return {f"{side}.": tower.module for side, tower in zip(SIDES, pair.towers, strict=True)}
+
+
+def _weights(pair: Pair) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in _modules(pair).items():
+        for key, value in module.state_dict().items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            tensor = whole.detach().to("cpu").contiguous()
+            # safetensors takes no two names for one tensor; tied weights are stored twice.
+            found[prefix + key] = tensor.clone() if tensor.data_ptr() in seen else tensor
+            seen.add(tensor.data_ptr())
+    if pair.name.startswith("open_clip:"):
+        found["logit_scale"] = torch.full_like(found["logit_scale"], math.log(pair.logit_scale))
+        if pair.logit_bias is not None and "logit_bias" in found:
+            found["logit_bias"] = torch.full_like(found["logit_bias"], pair.logit_bias)
+    return found
+
+
+def _keep(pair: Pair, place: Path) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    together = pair.name.startswith("open_clip:")
+    for side, tower in zip(SIDES, pair.towers, strict=True):
+        if tower.keep is not None and not (tower is pair.first and side == SIDES[1]):
+            tower.keep(place if together else place / side)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"the folder {path.parent} must have a {path.name}, got none: has the run come to its end?")
+    safetensors = extras.load("safetensors", extra="train", purpose="Loading a model")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
+            # Not a mapping, though it has keys.
+            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} must be a whole safetensors file, got one that is not: {error}") from error
+    if header is None or header.get("format") != _FORMAT:
+        raise ValueError(f"{path} must be a model that megabatch saved in format {_FORMAT}, got a header of {header!r}")
+    return header, weights

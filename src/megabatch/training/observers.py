@@ -1,0 +1,94 @@
+"""Who is told what happens in a run: on the first rank alone, in this order, from the thread that trains."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megabatch.data import cache
+from megabatch.evaluation import results
+from megabatch.training.run import Run
+
+LOG = logging.getLogger("megabatch")
+METRICS = "metrics.jsonl"
+
+
+class Observer(Protocol):
+    """Something that watches a run: a file, a display, a log."""
+
+    def start(self, run: Run) -> None:
+        """Before the first step; `run.first_step` steps have been done by runs before."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """After each step: step, epoch, pairs, loss, scale, bias (SigLIP), learning_rate, gradient_norm, pairs_per_second,
+        memory_bytes, seconds.
+        """
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """After an evaluation: step, and under "evaluation" open_clip's names of metrics with their values."""
+
+    def saved(self, path: Path) -> None:
+        """After a checkpoint has been written, and at the end with the model's file."""
+
+    def finish(self, run: Run) -> None:
+        """At the end, also when the run was stopped or failed; `run.step` says how far it came."""
+
+
+class Observers:
+    """Several as one. One that cannot write, because a disk is full, is named and does not end the run."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = list(observers)
+
+    def start(self, run: Run) -> None:
+        """To all."""
+        self._tell("start", run)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """To all."""
+        self._tell("step", record)
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """To all."""
+        self._tell("evaluated", record)
+
+    def saved(self, path: Path) -> None:
+        """To all."""
+        self._tell("saved", path)
+
+    def finish(self, run: Run) -> None:
+        """To all."""
+        self._tell("finish", run)
+
+    def _tell(self, method: str, what: Any) -> None:
+        for observer in self._observers:
+            try:
+                getattr(observer, method)(what)
+            except OSError as error:
+                LOG.warning("%s could not write, and the run goes on: %s", type(observer).__name__, error)
+
+
+class MetricsFile:
+    """Writes `metrics.jsonl`. A run that continues takes away what came after the step it continues from."""
+
+    def start(self, run: Run) -> None:
+        """Keeps the lines of steps that are not done again."""
+        self._path = run.folder / METRICS
+        known = results.read(self._path) if self._path.exists() else []
+        kept = [json.dumps(line) + "\n" for line in known if line["step"] <= run.first_step]
+        cache.write(self._path, lambda file: file.write("".join(kept).encode()))
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One line."""
+        results.append(self._path, record)
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """One line."""
+        results.append(self._path, record)
+
+    def saved(self, path: Path) -> None:
+        """Nothing: files speak for themselves."""
+
+    def finish(self, run: Run) -> None:
+        """Nothing: every line has been written."""

@@ -1,0 +1,202 @@
+"""`megabatch eval`, `search` and `report`, as a command line calls them."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from megabatch import towers
+from megabatch.commands import eval as eval_command
+from megabatch.commands import report as report_command
+from megabatch.commands import search as search_command
+from megabatch.data.tables import Table
+from megabatch.evaluation import classifier, embed, encode, evaluate, results
+from megabatch.training.world import World
+
+TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
+COLOURS = ("red", "green", "blue", "yellow", "black")
+
+
+def call(command, *arguments):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run, and the images and captions that it is tested on; one image is damaged."""
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "images").mkdir()
+    rows = ["image,caption"]
+    for number in range(10):
+        pillow.new("RGB", (24, 30), COLOURS[number % 5]).save(folder / "images" / f"{number}.png")
+        rows.append(f"{number}.png,{COLOURS[number % 5]}")
+    (folder / "images" / "7.png").write_bytes(b"no image")
+    (folder / "images" / "pairs.csv").write_text("\n".join(rows))
+    (folder / "run").mkdir()
+    (folder / "run" / "config.toml").write_text(f"data = 'emoji'\nvalidation = '{folder / 'images'}'\n")
+    towers.save(towers.load("small", **TINY), folder / "run")
+    return folder
+
+
+def test_eval_of_a_run_is_what_evaluate_says(place, capsys):
+    assert call(eval_command, place / "run", "--device", "cpu") == 0
+    (line,) = results.read(place / "run" / "evaluation.jsonl")
+    expected = evaluate(towers.load_saved(place / "run"), Table(place / "images"))
+    assert {key: line[key] for key in expected} == expected
+    assert line["data"] == str(place / "images")
+    assert (line["num_samples"], line["num_failed"]) == (9, 1)
+    printed = capsys.readouterr().out
+    assert "image → text" in printed
+    assert f"{expected['text_to_image_R@5']:.1%}" in printed
+    assert "samples: 9, failed: 1" in printed
+
+
+def test_eval_with_workers_into_a_file_of_ones_own(place, tmp_path):
+    output = tmp_path / "deep" / "found.jsonl"
+    for workers in (0, 2):
+        call(eval_command, place / "run", "--output", output, "--workers", workers, "--chunk-size", 3)
+    first, second = results.read(output)
+    assert first == second
+
+
+def test_zero_shot(place, tmp_path, capsys):
+    (tmp_path / "classes.txt").write_text("\n".join(["white", *COLOURS]))
+    (tmp_path / "templates.txt").write_text("{}\na {} square\n")
+    call(eval_command, place / "run", "--zero-shot", "--output", tmp_path / "a.jsonl")
+    call(
+        *(eval_command, place / "run", "--zero-shot", "--output", tmp_path / "a.jsonl"),
+        *("--classes", tmp_path / "classes.txt", "--templates", tmp_path / "templates.txt"),
+    )
+    first, second = results.read(tmp_path / "a.jsonl")
+    assert (first["num_classes"], second["num_classes"]) == (5, 6)
+    assert first["images-zeroshot-val-top5"] == 1.0  # of five
+    assert first["num_failed"] == 1
+    pair, data, names = towers.load_saved(place / "run"), Table(place / "images"), sorted(COLOURS)
+    readable = [index for index in range(10) if index != 7]
+    classes = classifier(lambda texts: encode(pair.second, texts), names)
+    guessed = (embed(pair.first, data, 0, readable) @ classes.T).argmax(1).tolist()
+    right = sum(names[guess] == data.read(index, 1) for guess, index in zip(guessed, readable, strict=True))
+    assert 0 < right < 9  # or else what is left out would not show
+    assert first["images-zeroshot-val-top1"] == pytest.approx(right / 9, rel=1e-12)
+    assert "images-zeroshot-val-top1" in capsys.readouterr().out
+    (tmp_path / "classes.txt").write_text("red")
+    with pytest.raises(ValueError, match="--classes must name every caption of the data, got none called 'green'"):
+        call(eval_command, place / "run", "--zero-shot", "--classes", tmp_path / "classes.txt")
+
+
+def _zero_shot_on_a_rank(group, rank, run, data):
+    args = argparse.Namespace(classes=None, templates=None, chunk_size=4)
+    world = World(torch.device("cpu"), group)
+    return eval_command.classified(towers.load_saved(run), Table(data), world, args, name="x")
+
+
+def test_zero_shot_on_ranks_counts_as_one(place, pool):
+    alone = _zero_shot_on_a_rank(None, 0, place / "run", place / "images")
+    assert alone["num_failed"] == 1
+    for found in pool.run(_zero_shot_on_a_rank, 3, place / "run", place / "images"):
+        assert found == pytest.approx(alone, rel=1e-12)
+
+
+def test_search_by_text_draws_and_prints(place, tmp_path, capsys):
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    sheet = tmp_path / "sheet.png"
+    assert call(search_command, place / "run", "red", "a blue one", "-k", 3, "--sheet", sheet) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "red"
+    assert printed[5] == "a blue one"
+    scores = [float(line.split()[-1]) for line in printed[2:5]]
+    assert scores == sorted(scores, reverse=True)
+    with pillow.open(sheet) as image:
+        assert image.width > 3 * 96
+        pixels = {image.convert("RGB").getpixel((x, y)) for x in range(0, image.width, 3) for y in range(0, image.height, 3)}
+    named = {"red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255), "yellow": (255, 255, 0), "black": (0, 0, 0)}
+    found = {line.split()[1] for line in (*printed[2:5], *printed[7:10])}
+    assert found <= set(named)
+    assert {named[name] for name in found} <= pixels  # what is printed is drawn
+    call(search_command, place / "run", "red", "-k", 99, "--sheet", sheet)
+    printed = capsys.readouterr().out
+    assert "  9  " in printed
+    assert " 10  " not in printed  # the tenth is damaged
+    assert "1 samples could not be read, first: " in printed
+
+
+def test_search_by_image(place, tmp_path, capsys):
+    query = place / "images" / "3.png"
+    call(search_command, place / "run", query, "--among", "images", "-k", 2, "--sheet", tmp_path / "a.png")
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:] for line in printed[2:4]] == [["yellow", "1.000"], ["yellow", "1.000"]]  # itself, and its like
+    call(search_command, place / "run", query, "-k", 10, "--sheet", tmp_path / "b.png")
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[1] for line in printed[2:12]) == sorted(2 * COLOURS)  # captions
+
+
+def test_search_of_texts_among_texts(tmp_path, capsys):
+    torch.manual_seed(0)
+    rows = [json.dumps({"anchor": f"word{i}", "positive": f"the meaning of number {i}"}) for i in range(5)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    towers.save(towers.load("small", ("text", "text"), **TINY), tmp_path / "run")
+    call(
+        *(search_command, tmp_path / "run", "word3", "--data", tmp_path / "pairs.jsonl", "-k", 2),
+        *("--sheet", tmp_path / "sheet.png"),
+    )
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[2].split()[1:] == ["word3", "1.000"]
+    with pytest.raises(ValueError, match="--among must be what the data has, text and text, got image"):
+        call(search_command, tmp_path / "run", "word3", "--data", tmp_path / "pairs.jsonl", "--among", "images")
+
+
+def test_towers_by_name_need_data(place, tmp_path):
+    with pytest.raises(ValueError, match=r"--data must be given, because 'small' does not name any; possible are: emoji"):
+        call(eval_command, "small")
+    call(eval_command, "small", "--data", place / "images", "--output", tmp_path / "a.jsonl")
+    assert results.read(tmp_path / "a.jsonl")[0]["num_samples"] == 9
+    with pytest.raises(ValueError, match="split must be left out for files"):
+        call(eval_command, "small", "--data", place / "images", "--split", "test")
+    with pytest.raises(ValueError, match=r"data must be one of: emoji .* Got 'nonsense'"):
+        call(eval_command, "small", "--data", "nonsense")
+
+
+def test_queries_that_cannot_be(place, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"an image that exists, got 'nowhere.png'"):
+        call(search_command, place / "run", "nowhere.png")
+    with pytest.raises(ValueError, match="QUERY must be a text or an image that can be read"):
+        call(search_command, place / "run", place / "images" / "7.png")
+    with pytest.raises(ValueError, match="all texts or all images, got both"):
+        call(search_command, place / "run", "red", place / "images" / "1.png")
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        call(search_command, place / "run", "red", "-k", 0)
+
+
+def test_report(place, capsys):
+    assert call(report_command, place / "run", "--query", "red") == 0
+    assert capsys.readouterr().out == f"wrote {place / 'run' / 'report.html'}\n"
+    assert "<h3>red</h3>" in (place / "run" / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("command", [eval_command, search_command, report_command])
+def test_help_teaches_in_a_hundred_columns(command, capsys):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    told = capsys.readouterr().out
+    assert "  megabatch " in told
+    assert max(map(len, command.DESCRIPTION.splitlines())) <= 100
+    assert all(action.help for action in parser._actions)
+
+
+def test_a_terminal_gets_a_table_of_rich(monkeypatch, capsys):
+    pytest.importorskip("rich", reason='pip install "megabatch[train]"')
+    from megabatch.commands import terminal
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    terminal.table("[title]", ["", "value"], [["[bold]name", "12"]])
+    printed = capsys.readouterr().out
+    assert "[title]" in printed
+    assert "[bold]name" in printed  # names are no markup
+    assert "─" in printed

@@ -1,0 +1,189 @@
+"""Observers: what a terminal, a file and TensorBoard are told, without and with their packages."""
+
+import io
+import sys
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabatch import extras
+from megabatch.display import ProgressDisplay, TensorBoardLog, WandbLog, numbers
+
+
+@dataclass
+class Run:
+    folder: Path
+    total_steps: int = 100
+    batch_size: int = 2048
+    first_step: int = 0
+    config: Any = field(default_factory=dict)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    def __init__(self):
+        self.now = 50.0
+
+    def __call__(self):
+        return self.now
+
+
+def record(step, **more):
+    return {"step": step, "loss": 7.6543, "pairs_per_second": 12345.6, "memory_bytes": 3 * 2**30, "seconds": 1.0} | more
+
+
+EVALUATION = {"image_to_text_R@1": 0.25, "text_to_image_R@1": 0.345, "text_to_image_R@10": 0.6, "num_samples": 9}
+
+
+def test_lines_come_at_intervals_and_at_the_end(tmp_path):
+    out, clock = io.StringIO(), Clock()
+    display = ProgressDisplay(out, line_seconds=10, clock=clock)
+    display.start(Run(tmp_path, first_step=40))
+    for step in range(41, 101):
+        clock.now += 3
+        display.step(record(step))
+        if step == 60:
+            display.evaluated({"step": 60, "evaluation": EVALUATION})
+    display.saved(tmp_path / "step-100")
+    display.finish(Run(tmp_path))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == f"100 steps of 2,048 pairs from step 40, in {tmp_path}"
+    # 3 s a step since step 40: 59 steps are left after the first.
+    assert lines[1] == "step  41/100  loss 7.654  12.3k pairs/s  3.0 GiB  2:57 left"
+    steps = [int(line.split()[1].split("/")[0]) for line in lines if "/100" in line]
+    assert steps == [*range(41, 100, 4), 100]  # 4 steps are the first 12 s of 10 or more
+    assert "step 60: image → text R@1 25.0%  text → image R@1 34.5%  text → image R@10 60.0%" in lines
+    assert "R@1 34.5%" in lines[-3]
+    assert lines[-2:] == [f"saved {tmp_path / 'step-100'}", f"60 steps in 3:00; all of it is in {tmp_path}"]
+
+
+def test_numbers_that_are_missing_or_not_finite_are_shown_as_such(tmp_path):
+    out = io.StringIO()
+    display = ProgressDisplay(out, line_seconds=0, clock=Clock())
+    display.start(Run(tmp_path))
+    display.step({"step": 1, "loss": None})
+    display.step({"step": 2, "loss": float("nan"), "memory_bytes": 0, "pairs_per_second": None})
+    display.evaluated({"step": 2, "evaluation": {"num_samples": 3}})
+    assert out.getvalue().splitlines()[1:] == ["step   1/100  loss –  0 s left", "step   2/100  loss –  0 s left"]
+
+
+def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
+    pytest.importorskip("rich", reason='pip install "megabatch[train]"')
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    display = ProgressDisplay(out, clock=Clock())
+    display.start(Run(tmp_path))
+    display.evaluated({"step": 1, "evaluation": EVALUATION})
+    for step in range(1, 101):
+        display.step(record(step))
+    display.finish(Run(tmp_path))
+    shown = out.getvalue()
+    assert "100/100" in shown
+    assert "loss 7.654 · 12.3k pairs/s · 3.0 GiB · R@1 34.5% · 0 s left" in shown
+    assert "text → image R@10 60.0%" in shown
+    assert "\x1b[?25h" in shown  # the cursor is back
+
+
+def test_a_terminal_without_rich_gets_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(extras, "installed", lambda module: False)
+    out = Terminal()
+    display = ProgressDisplay(out, clock=Clock())
+    display.start(Run(tmp_path))
+    display.step(record(1))
+    assert "step   1/100" in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+
+
+def test_tensorboard_has_every_number_and_a_continued_run_replaces_what_it_repeats(tmp_path):
+    pytest.importorskip("tensorboard", reason='pip install "megabatch[train]"')
+    (tmp_path / "config.toml").write_text('data = "emoji"\n')
+    for first, last, loss in ((0, 4, 1.0), (2, 6, 2.0)):
+        log = TensorBoardLog()
+        log.start(Run(tmp_path, first_step=first))
+        for step in range(first + 1, last + 1):
+            log.step(record(step, loss=loss, bias=None))
+        log.evaluated({"step": last, "evaluation": EVALUATION})
+        log.saved(tmp_path)
+        log.finish(Run(tmp_path))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("training/loss")] == [
+        (1, 1.0),
+        (2, 1.0),
+        *((step, 2.0) for step in range(3, 7)),
+    ]
+    assert {"training/memory_bytes", "evaluation/text_to_image_R@1"} <= set(events.Tags()["scalars"])
+    assert not {"training/step", "training/seconds", "training/bias"} & set(events.Tags()["scalars"])
+
+
+def test_a_missing_tensorboard_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert not TensorBoardLog.available()
+    with pytest.raises(ModuleNotFoundError, match=r'log for TensorBoard needs .* pip install "megabatch\[train\]"'):
+        TensorBoardLog()
+
+
+class FakeWandb(types.ModuleType):
+    """Notes what it is told."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.started, self.logged, self.id, self.finished = [], [], "abc", 0
+
+    def init(self, **settings):
+        self.started.append(settings)
+        return self
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for first in (0, 3):
+        log = WandbLog("emoji", mode="offline")
+        log.start(Run(tmp_path, first_step=first, config=Run(Path("x"))))
+        log.step(record(first + 1))
+        log.evaluated({"step": first + 1, "evaluation": EVALUATION})
+        log.saved(tmp_path)
+        log.finish(Run(tmp_path))
+    assert [settings["id"] for settings in wandb.started] == [None, "abc"]
+    assert wandb.started[0]["mode"] == "offline"
+    assert wandb.started[0]["config"]["batch_size"] == 2048
+    assert wandb.logged[0][0] == 1
+    assert wandb.logged[0][1]["training/loss"] == 7.6543
+    assert wandb.logged[1][1]["evaluation/text_to_image_R@1"] == 0.345
+    assert wandb.finished == 2
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "megabatch\[wandb\]"'):
+        WandbLog()
+
+
+def test_numbers_for_people():
+    assert [numbers.count(value) for value in (0, 999, 9999, 10000, 12345, 2.5e6, 3e9)] == [
+        *("0", "999", "9,999", "10k", "12.3k", "2.5M", "3G")
+    ]
+    assert [numbers.size(value) for value in (12, 2048, 5 * 2**20, 2**31)] == ["12 B", "2.0 KiB", "5.0 MiB", "2.0 GiB"]
+    assert [numbers.duration(value) for value in (3.4, 62, 59.6, 3723, 200000, float("inf"), -1)] == [
+        *("3 s", "1:02", "1:00", "1:02:03", "2 d 7 h", "–", "–")
+    ]
+    assert [numbers.short(value) for value in (0, 0.00012, 3.14159, 123456, None, float("nan"), True)] == [
+        *("0", "1.20e-04", "3.142", "1.23e+05", "–", "–", "–")
+    ]
+    assert numbers.headline(EVALUATION) == ("text_to_image_R@1", 0.345)
+    assert numbers.headline({"x": 1, "emoji-zeroshot-val-top1": 0.5}) == ("emoji-zeroshot-val-top1", 0.5)
+    assert numbers.headline({}) is None

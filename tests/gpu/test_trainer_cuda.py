@@ -1,0 +1,77 @@
+"""Training on a CUDA device: the chunk size is found, memory that runs out is survived, a continued run has the same bits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import runs
+from megabatch.towers.tower import Pair, Tower
+from megabatch.training.world import World
+
+pytestmark = pytest.mark.gpu
+
+HUNGRY = 1 << 17  # numbers that a sample's activations have: 512 KiB
+
+
+class Hungry(nn.Module):
+    """Takes much memory for each sample, and fails where a chunk has more than `most` samples."""
+
+    most = 10**9
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow, self.dropout = nn.Linear(runs.WIDTH, HUNGRY), nn.Linear(HUNGRY, 8), nn.Dropout(0.1)
+
+    def forward(self, x):
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return F.normalize(self.narrow(self.dropout(F.relu(self.wide(x)))), dim=1)
+
+
+class Float32(runs.Numbers):
+    def read(self, index, side):
+        return super().read(index, side).float()
+
+
+def hungry():
+    torch.manual_seed(0)
+    nets = [Hungry() for _ in range(2)]
+    sides = zip(nets, ("image", "text"), strict=True)
+    return Pair(*(Tower(net, kind, runs.prepare, runs.collate) for net, kind in sides), 5.0, name="hungry")
+
+
+def trainer(folder, **changes):
+    changes = {"batch_size": 512, "chunk_size": "auto", "steps": 4, "memory": {"chunk": 0.0001, "graphs": 0.0}, **changes}
+    world = World(torch.device("cuda", torch.cuda.current_device()))
+    return runs.trainer(folder, changes, pair=hungry(), data=Float32(samples=600), world=world)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_chunks_grow_until_the_budget(tmp_path, precision):
+    made = trainer(tmp_path / "small", precision=precision)
+    made.fit()
+    small = made._fit.chunk_sizes
+    larger = trainer(tmp_path / "large", precision=precision, memory={"chunk": 0.5, "graphs": 0.0})
+    larger.fit()
+    assert larger._fit.chunk_sizes == (512, 512)
+    assert 32 <= small[0] < 512
+    assert torch.isfinite(made.objective.log_scale)
+
+
+def test_a_continued_run_has_the_same_bits(tmp_path):
+    whole, half = trainer(tmp_path / "whole"), trainer(tmp_path / "half", checkpoint={"every": 2, "keep": 9})
+    whole.fit()
+    half.fit()
+    again = trainer(tmp_path / "half", checkpoint={"every": 2, "keep": 9})
+    assert again.resume(tmp_path / "half" / "checkpoints" / "step_00000002")
+    again.fit()
+    assert runs.same_bits(runs.weights(again), runs.weights(whole)) == []
+
+
+def test_memory_that_runs_out_in_training_is_survived(tmp_path, monkeypatch, caplog):
+    made = trainer(tmp_path, chunk_size=256)
+    monkeypatch.setattr(Hungry, "most", 100)
+    made.fit()
+    assert made._fit.chunk_sizes == (64, 64)
+    assert "the step is done again with chunks of (64, 64) samples" in caplog.text

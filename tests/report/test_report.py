@@ -1,0 +1,266 @@
+"""The page: whole whatever a folder lacks, nothing fetched from elsewhere, plots that show what they are given."""
+
+import dataclasses
+import html.parser
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+
+from megabatch import towers
+from megabatch.evaluation import results
+from megabatch.report import run as runs
+from megabatch.report import write_report
+from megabatch.report.gallery import gallery
+from megabatch.report.plot import HEIGHT, WIDTH, Series, plot, smoothed, thinned, ticks
+
+TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
+EVALUATION = {
+    f"{way}_{name}": 0.5 for way in ("image_to_text", "text_to_image") for name in ("R@1", "R@5", "R@10", "mean_rank")
+}
+VOID = ("meta", "img", "br")
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that every element is closed, and keeps addresses and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.addresses, self.text, self.classes = [], [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name in ("src", "href", "data", "action"):
+                self.addresses.append(value)
+            if name == "class":
+                self.classes += value.split()
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def table(folder, rows=12):
+    """Words and definitions in a file."""
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"anchor": f"word{i}", "positive": f"meaning <{i}> & more"}) for i in range(rows)]
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    return folder / "pairs.jsonl"
+
+
+def write_run(folder, data, steps=60, **config):
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"model": "small", "data": str(data), "validation": str(data), "batch_size": 1024} | config
+    (folder / "config.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    (folder / "command.txt").write_text('megabatch train --data "a & b"\n')
+    for step in range(1, steps + 1):
+        record = {"step": step, "epoch": 0, "pairs": 1024 * step, "loss": 7 - step / 10, "scale": 10.0, "learning_rate": 1e-3}
+        record |= {"gradient_norm": 1.5, "pairs_per_second": 1000.0, "memory_bytes": 2**30, "seconds": 0.1 * step}
+        results.append(folder / "metrics.jsonl", record)
+        if step % 20 == 0:
+            results.append(folder / "metrics.jsonl", {"step": step, "evaluation": EVALUATION})
+
+
+@pytest.fixture(scope="module")
+def pair():
+    torch.manual_seed(0)
+    return towers.load("small", ("text", "text"), **TINY)
+
+
+def test_a_page_of_everything(tmp_path, pair):
+    write_run(tmp_path / "run<b>", table(tmp_path / "data"))
+    towers.save(dataclasses.replace(pair, logit_scale=20.0), tmp_path / "run<b>")
+    path = write_report(tmp_path / "run<b>", queries=["what is <this>?"])
+    assert path == tmp_path / "run<b>" / "report.html"
+    text = path.read_text("utf-8")
+    page = Page(text)
+    assert all(address.startswith("data:") for address in page.addresses)
+    assert not re.search(r"@import|url\(", text)
+    told = "".join(page.text)
+    for expected in ("run<b>", "what is <this>?", "meaning <3> & more", 'megabatch train --data "a & b"', "batch_size = 1024"):
+        assert expected in told, expected
+    assert "its owners and licence are not known here" in told
+    assert page.classes.count("query") == 9  # one of ours, eight of the data's
+    assert page.classes.count("plot") == 7
+    assert "After step 60" in told
+
+
+def test_the_gallery_marks_what_is_right_and_shows_an_image_once(pair):
+    from megabatch.data.dataset import Dataset
+
+    class Captions(Dataset):
+        """Three captions of each of four texts; a caption is its text, so the right one is found first."""
+
+        sides = ("text", "text")
+
+        def __len__(self):
+            return 12
+
+        def read(self, index, side):
+            return f"thing {'abcd'[index // 3] * 5}"
+
+        def name(self, index):
+            return f"number {index}"
+
+        def items(self):
+            return torch.arange(12) // 3
+
+    found = gallery(pair, Captions(), Captions(), ["thing bbbbb"])
+    assert (found.searched, found.of) == (4, 4)
+    assert len(found.queries) == 5
+    assert found.found[0][0].right is None
+    assert found.found[0][0].shown == "thing bbbbb"
+    assert found.found[0][0].score == pytest.approx(1.0, abs=1e-5)
+    for query, row in zip(found.queries[1:], found.found[1:], strict=True):
+        assert [match.right for match in row] == [True, False, False, False]
+        assert row[0].shown == query
+        assert len({match.name for match in row}) == 4
+
+
+def test_a_gallery_leaves_out_what_cannot_be_read(tmp_path):
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    torch.manual_seed(0)
+    images = tmp_path / "images"
+    images.mkdir()
+    for number in range(6):
+        pillow.new("RGB", (300, 200), (40 * number, 0, 0)).save(images / f"{number}.png")
+    (images / "2.png").write_bytes(b"no image")
+    (images / "pairs.csv").write_text("image,caption\n" + "".join(f"{i}.png,caption {i}\n" for i in range(6)))
+    write_run(tmp_path / "run", images, steps=3)
+    towers.save(towers.load("small", **TINY), tmp_path / "run")
+    page = Page(write_report(tmp_path / "run").read_text("utf-8"))
+    pictures = [address for address in page.addresses if address.startswith("data:image/jpeg;base64,")]
+    assert page.classes.count("query") == 5
+    assert len(pictures) == 25
+    assert "caption 2" not in "".join(page.text)
+
+
+@pytest.mark.parametrize("missing", ["config.toml", "command.txt", "metrics.jsonl", "model.safetensors", "data"])
+def test_what_is_missing_leaves_a_gap_and_says_so(tmp_path, pair, missing):
+    data = table(tmp_path / "data")
+    write_run(tmp_path / "run", data, steps=5)
+    towers.save(pair, tmp_path / "run")
+    (data if missing == "data" else tmp_path / "run" / missing).unlink()
+    told = "".join(Page(write_report(tmp_path / "run").read_text("utf-8")).text)
+    says = {
+        "config.toml": "Not shown: the run has no data to evaluate on",
+        "command.txt": "batch_size = 1024",
+        "metrics.jsonl": "there are no curves",
+        "model.safetensors": "Not shown: the run has no model.safetensors",
+        "data": "Not shown: path must be a table or a folder, got",
+    }
+    assert says[missing] in told
+    assert ("Not shown" in told) == (missing in ("config.toml", "model.safetensors", "data"))
+
+
+def test_an_empty_folder_has_a_page_and_none_has_a_message(tmp_path):
+    assert "neither command.txt nor config.toml" in write_report(tmp_path).read_text("utf-8")
+    with pytest.raises(FileNotFoundError, match=r"folder must be that of a run, got .*nowhere"):
+        write_report(tmp_path / "nowhere")
+    (tmp_path / "config.toml").write_text("data = ")
+    with pytest.raises(ValueError, match=r"config.toml must be"):
+        write_report(tmp_path)
+
+
+def test_steps_that_were_done_again_count_once_and_losses_that_are_lost_are_named(tmp_path):
+    for loss, steps in ((1.0, (1, 2, 3)), (2.0, (2, 3, 4))):
+        for step in steps:
+            results.append(tmp_path / "metrics.jsonl", {"step": step, "loss": math.nan if step == 4 else loss})
+    read = runs.read(tmp_path)
+    assert [(record["step"], record["loss"]) for record in read.training] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, None)]
+    assert "not finite at 1 steps, first at step 4" in write_report(tmp_path).read_text("utf-8")
+
+
+def test_what_a_run_is_tested_on(tmp_path):
+    def of(**config):
+        return runs.Run(tmp_path, "", config, "", [], [])
+
+    assert of(data="emoji").test_data == ("emoji", "test")
+    assert of(data="x.csv").test_data is None
+    assert of(data="x.csv", validation="").test_data is None
+    assert of(data="emoji", validation="x.csv").test_data == ("x.csv", None)
+    assert of(data="x.csv", validation="wordnet").test_data == ("wordnet", "test")
+    assert of(data_options={"a": 1}, validation_options={"b": 2}).test_options == {"b": 2}
+    with pytest.raises(ValueError, match="must name data to evaluate on"):
+        of(data="x.csv").test_set()
+
+
+def drawing(series, **options):
+    figure = plot("A title", series, lambda value: f"{value:g}", step=lambda value: f"{value:g}", **options)
+    svg = ElementTree.fromstring(re.search(r"<svg.*</svg>", figure)[0])
+    points = json.loads(re.search(r'<script type="application/json">(.*)</script>', figure)[1])
+    return figure, svg, points
+
+
+def numbers_in(path):
+    return [[float(number) for number in re.findall(r"-?[\d.]+", part)] for part in re.findall(r"[ML][^ML]+", path)]
+
+
+def test_a_line_is_where_its_numbers_are():
+    _, svg, points = drawing([Series("loss", [0, 50, 100], [0.0, 5.0, 10.0], "blue")])
+    (path,) = [element for element in svg if "line" in element.get("class", "").split()]
+    places = numbers_in(path.get("d"))
+    assert places[1] == pytest.approx([(places[0][0] + places[2][0]) / 2, (places[0][1] + places[2][1]) / 2], abs=0.1)
+    assert places[0][1] > places[2][1]  # upwards
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places)
+    ticked = {element.text: float(element.get("y")) for element in svg if element.get("text-anchor") == "end"}
+    assert ticked["10"] - 4 == pytest.approx(places[2][1], abs=0.1)
+    assert ticked["0"] - 4 == pytest.approx(places[0][1], abs=0.1)
+    assert points[1] == [pytest.approx(places[1][0], abs=0.1), "step 50 · loss 5"]
+
+
+def test_gaps_stay_gaps_and_hostile_names_stay_text():
+    figure, svg, points = drawing([Series("</script><b>", [1, 2, 3, 4], [1.0, None, 2.0, 3.0], "blue")] * 2)
+    path = next(element for element in svg if "line" in element.get("class", "").split())
+    assert path.get("d").count("M") == 2
+    assert points[1][1] == "step 2 · no number"
+    assert figure.count("</script>") == 1
+    Page(figure)
+    assert plot("nothing", [Series("x", [1], [None], "blue")], str, step=str) == ""
+    assert "<svg" in plot("one", [Series("x", [1], [1.0], "blue")], str, step=str)
+
+
+def test_thinned_keeps_every_peak_and_every_gap():
+    x = list(range(10_000))
+    y = [math.sin(i / 50) for i in x]
+    y[1234], y[7777], y[5000] = 9.0, -9.0, None
+    thin_x, thin_y = thinned(x, y, 300)
+    assert len(thin_x) <= 310
+    assert thin_x == sorted(thin_x)
+    assert {9.0, -9.0, None} <= set(thin_y)
+    assert thinned([1, 2], [3.0, None]) == ([1, 2], [3.0, None])
+
+
+def test_smoothed_is_the_mean_of_what_is_there():
+    assert smoothed([1.0, 2.0, None, 6.0], 3) == [1.5, 1.5, None, 6.0]
+    assert smoothed([5.0], 9) == [5.0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 10, [0, 2, 4, 6, 8, 10]), (0.02, 0.09, [0.02, 0.04, 0.06, 0.08, 0.1]), (-3, 3, [-4, -2, 0, 2, 4]), (1e9, 5e9, None)],
+)
+def test_ticks_are_round_and_enclose(low, high, expected):
+    found = ticks(low, high, 5)
+    assert found[0] <= low < high <= found[-1]
+    assert len(found) <= 7
+    assert expected is None or found == expected
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -2.0, 1e-9])
+def test_ticks_around_a_single_number(value):
+    found = ticks(value, value, 5)
+    assert found[0] < value < found[-1]

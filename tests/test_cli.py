@@ -1,0 +1,137 @@
+"""The command line: help that teaches, errors in a line, and a whole run of `megabatch train` on a table of pairs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megabatch import cli, settings, towers
+from megabatch.commands import info, train
+from megabatch.evaluation import results
+from megabatch.training.observers import MetricsFile
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+SMALL = {"width": 16, "buckets": 256}
+
+
+@pytest.fixture
+def pairs(tmp_path, monkeypatch):
+    """A table of texts, observers that need nothing, and a folder of its own to run in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "_observers", lambda args: [MetricsFile()])
+    lines = [json.dumps({"query": f"number {word}", "document": f"what comes after {word}"}) for word in WORDS]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    options = "\n".join(f"{key} = {value}" for key, value in SMALL.items())
+    (tmp_path / "small.toml").write_text(f'data = "pairs.jsonl"\nbatch_size = 6\n[model_options]\n{options}\n')
+    return tmp_path
+
+
+def call(*arguments):
+    return cli.main(["train", "--config", "small.toml", "--no-report", *arguments])
+
+
+def test_train_writes_what_it_should_and_loads_again(pairs):
+    assert call("--epochs", "3", "--lr", "1e-2", "--validation", "pairs.jsonl", "--set", "evaluate_every=2") == 0
+    folder = pairs / "runs" / "pairs-1"
+    names = {"config.toml", "command.txt", "metrics.jsonl", "model.safetensors", "checkpoints"}
+    assert names <= {path.name for path in folder.iterdir()}
+    config = settings.read(folder / "config.toml")
+    assert (config["epochs"], config["optimizer"]["lr"], config["model_options"]["width"]) == (3.0, 1e-2, 16)
+    lines = results.read(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 7))
+    assert [line["step"] for line in lines if "evaluation" in line] == [2, 4, 6]
+    assert "query_to_text_R@1" in lines[-1]["evaluation"]
+    assert towers.load_saved(folder).logit_scale == pytest.approx(lines[-2]["scale"])
+    assert call("--epochs", "3") == 0  # the next one has a folder of its own
+    assert (pairs / "runs" / "pairs-2" / "model.safetensors").exists()
+
+
+def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
+    assert call("--set", "steps=4", "--output", "mine", "--set", "checkpoint.every=2", "--resume", "auto") == 0
+    assert call("--output", "mine") == 1
+    assert "--resume auto continues the run there" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", "mine", "--set", "steps=6", "--no-report"]) == 0
+    lines = results.read("mine/metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert call("--resume", "mine/checkpoints/step_00000004", "--output", "other", "--set", "steps=6") == 0
+    assert [line["step"] for line in results.read("other/metrics.jsonl")] == [5, 6]
+    weights = [torch.load(f"{run}/checkpoints/step_00000006/state.pt")["model"] for run in ("mine", "other")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "optimzer.lr=1"], 'optimzer is no setting; did you mean "optimizer"?'),
+        (["--set", "optimizer.lrate=1"], 'optimizer.lrate is no setting; did you mean "lr"?'),
+        (["--batch-size", "13"], "batch_size must be at most the number of samples, 12, got 13"),
+        (["--data", "nothing.csv"], "path must be a table or a folder, got nothing.csv, which does not exist"),
+        (["--data", "emojis"], "data must be one of: emoji"),
+        (["--model", "tiny"], 'options must be left out for models other than "small"'),
+        (["--resume", "nowhere"], '--resume must be "auto", a run\'s folder or a checkpoint in it, got nowhere'),
+        (["--resume", "."], "--resume must name a folder with checkpoints, got ."),
+        (["--set", "data=5"], "data must be a string, got 5"),
+        (["--set", "device=cuda"], 'device must be "cpu" or "auto" on this machine'),
+    ],
+)
+def test_mistakes_are_told_in_a_line(pairs, capsys, arguments, message):
+    if "device=cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert call(*arguments) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("megabatch train: ")
+    assert message in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("emoji", "emoji"),
+        ("data/my pairs.csv", "my-pairs"),
+        ("cc12m/{00000..00099}.tar", "cc12m"),
+        ("*.tar", "run"),
+        ("/data/shards/", "shards"),
+        ("..", "run"),
+    ],
+)
+def test_a_run_is_called_after_its_data(source, name):
+    assert train._called(source) == name
+
+
+def test_help_teaches_and_imports_only_what_it_needs():
+    program = """
+import sys
+from megabatch import cli
+for arguments in (["--help"], ["train", "--help"], ["info", "--help"], ["--version"], []):
+    try:
+        cli.main(arguments)
+    except SystemExit as done:
+        assert done.code == 0, (arguments, done.code)
+    if arguments[:1] == ["--help"]:
+        assert "megabatch.commands.train" not in sys.modules
+try:
+    cli.main(["trian"])
+except SystemExit as done:
+    assert done.code == 2
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for line in ("megabatch train --resume runs/emoji-1", "--set KEY=VALUE", "torchrun --nproc-per-node 8", "emoji (drawings"):
+        assert line in done.stdout
+    assert "invalid choice: 'trian'" in done.stderr
+
+
+def test_info_names_versions_backends_and_extras(capsys):
+    assert cli.main(["info"]) == 0
+    told = capsys.readouterr().out
+    assert f"torch              {torch.__version__.split('+')[0]}" in told
+    assert "cpu                eager" in told
+    assert "pillow" in info.extras()["data"]
+
+
+def test_python_m_megabatch_is_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "megabatch", "--version"], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("megabatch 0.")

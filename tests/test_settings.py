@@ -1,0 +1,151 @@
+"""Settings: a way there and back through TOML, and an error for everything that is not as it should be."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import hypothesis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabatch import settings
+from megabatch.settings import SettingsError
+from megabatch.training import config as configs
+from megabatch.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 0.5
+    kind: Literal["round", "square"] = "round"
+    pair: tuple[float, float] = (0.9, 0.98)
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str = "x"
+    size: int | Literal["auto"] = "auto"
+    share: int | float = 0.1
+    wanted: bool = False
+    limit: float | None = None
+    sizes: tuple[int, ...] = (1, 2)
+    options: dict[str, Any] = field(default_factory=dict)
+    inner: Inner = field(default_factory=Inner)
+
+
+def through_toml(config, path):
+    path.write_text(settings.to_toml(settings.table(config)), encoding="utf-8")
+    return settings.build(type(config), settings.read(path))
+
+
+def test_every_kind_of_value_survives_toml(tmp_path):
+    config = Outer(
+        'a "quoted" \\ name\nin two lines, ünïcode \x7f \x00',
+        7,
+        0.0,
+        True,
+        1e-30,
+        (),
+        {"columns": ["a", "b"], "deep": {"er": {"x": 1.0}}, "a key": -3},
+        Inner(float("inf"), "square", (1.0, 0.0)),
+    )
+    assert through_toml(config, tmp_path / "a.toml") == config
+    assert through_toml(Outer(), tmp_path / "b.toml") == Outer()
+    assert through_toml(Outer(share=3), tmp_path / "c.toml").share == 3
+    assert isinstance(through_toml(Outer(share=1.0), tmp_path / "c.toml").share, float)
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@given(st.text(), st.floats(allow_nan=False), st.integers(-(2**63), 2**63 - 1))
+def test_any_text_and_number_survives_toml(tmp_path_factory, text, number, whole):
+    config = Outer(text, whole, number, options={text or "empty": [text, number]})
+    assert through_toml(config, tmp_path_factory.mktemp("toml") / "a.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"nmae": "x"}, 'nmae is no setting; did you mean "name"?'),
+        ({"inner": {"rat": 1.0}}, 'inner.rat is no setting; did you mean "rate"?'),
+        ({"zzzzzz": 1}, "zzzzzz is no setting; there are: name, size, share"),
+        ({"inner": {"kind": "squar"}}, 'inner.kind must be "round" or "square", got \'squar\'; did you mean "square"?'),
+        ({"size": "all"}, "size must be a whole number or \"auto\", got 'all'"),
+        ({"size": 1.5}, 'size must be a whole number or "auto", got 1.5'),
+        ({"size": True}, "size must be a whole number"),
+        ({"inner": {"rate": "fast"}}, "inner.rate must be a number, got 'fast'"),
+        ({"wanted": 1}, "wanted must be true or false, got 1"),
+        ({"inner": 3}, r"inner must be a table of settings (inner.KEY), got 3"),
+        ({"inner": {"pair": [1.0]}}, "inner.pair must be a list of numbers, got [1.0]"),
+        ({"sizes": [1, "a"]}, "sizes must be a list of numbers, got [1, 'a']"),
+        ({"options": 1}, "options must be a table, got 1"),
+    ],
+)
+def test_errors_name_the_key_what_was_expected_and_what_came(values, message):
+    with pytest.raises(SettingsError) as error:
+        settings.build(Outer, values)
+    assert message in str(error.value)
+
+
+def test_assignments():
+    assert settings.assignment("optimizer.lr=3e-3") == {"optimizer": {"lr": 0.003}}
+    assert settings.assignment(" a = 5 ") == {"a": 5}
+    assert settings.assignment("a=1.0") == {"a": 1.0}
+    assert settings.assignment("a=true") == {"a": True}
+    assert settings.assignment('a=["x", 2]') == {"a": ["x", 2]}
+    assert settings.assignment("a=data/{0..9}.tar") == {"a": "data/{0..9}.tar"}
+    assert settings.assignment("a=b=c") == {"a": "b=c"}
+    for wrong in ("a", "=1", "a..b=1", ""):
+        with pytest.raises(SettingsError, match="--set takes key=value"):
+            settings.assignment(wrong)
+
+
+def test_files_that_are_not_toml(tmp_path):
+    with pytest.raises(SettingsError, match="must be a TOML file, and does not exist"):
+        settings.read(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = = 1")
+    with pytest.raises(SettingsError, match=r"bad.toml must be a TOML file: "):
+        settings.read(tmp_path / "bad.toml")
+
+
+def test_later_values_win_table_by_table():
+    merged = settings.merged({"a": 1, "b": {"c": 1, "d": 2}}, {"b": {"c": 3}}, {"a": {"x": 1}})
+    assert merged == {"a": {"x": 1}, "b": {"c": 3, "d": 2}}
+
+
+def test_a_training_config_survives_toml_and_its_recipe_yields(tmp_path):
+    config = configs.resolved({})
+    assert through_toml(config, tmp_path / "a.toml") == config
+    assert (config.data, config.model, config.batch_size, config.epochs) == ("emoji", "small", 1024, 80.0)
+    assert (config.optimizer.lr, config.schedule.warm_up) == (3e-3, 20)
+    assert config.total_steps(2) == 160
+    other = configs.resolved({"model": "open_clip:ViT-B-32"}, {"data": "a.csv", "optimizer": {"lr": 1.0}})
+    assert (other.optimizer.lr, other.optimizer.weight_decay, other.epochs) == (1.0, 0.2, 32.0)
+    assert configs.resolved({"optimizer": {"lr": 1.0}}).optimizer.weight_decay == 0.1
+    # What is written down is what was used: read again, no recipe changes it.
+    assert configs.resolved(settings.read(tmp_path / "a.toml")) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"batchsize": 3}, 'batchsize is no setting; did you mean "batch_size"?'),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"chunk_size": 0}, 'chunk_size must be at least 1, or "auto", got 0'),
+        ({"epochs": 0}, "epochs must be more than 0, got 0"),
+        ({"ema": 1.0}, "ema must be at least 0 and less than 1, got 1.0"),
+        ({"precision": "fp16", "parallel": "fsdp"}, 'precision must be "bf16" or "fp32" with parallel "fsdp"'),
+        ({"optimizer": {"lr": -1}}, "optimizer.lr must be more than 0, got -1.0"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep must be at least 1, got 0"),
+        ({"loss": {"scale": 0}}, "loss.scale must be more than 0, got 0.0"),
+    ],
+)
+def test_training_settings_that_make_no_sense(values, message):
+    with pytest.raises(SettingsError) as error:
+        configs.resolved(values)
+    assert message in str(error.value)
+
+
+def test_every_setting_has_a_default_and_toml_can_hold_it():
+    for field_ in dataclasses.fields(TrainConfig):
+        assert field_.default is not dataclasses.MISSING or field_.default_factory is not dataclasses.MISSING

@@ -1,0 +1,67 @@
+"""Under torchrun itself: two processes train as one, in float64 to rounding, and the command line as a user types it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import runs
+from megabatch import settings
+
+pytestmark = pytest.mark.slow
+
+WORDS = [f"{first}{second}" for first in ("red", "blue", "green", "old", "new") for second in ("cat", "dog", "tree", "car")]
+# No dropout, so that it does not matter which rank draws what; learning rates that differ from step to step.
+CONFIG = 'data = "pairs.jsonl"\nbatch_size = 10\nsteps = 6\n[model_options]\nwidth = 16\nbuckets = 64\ndropout = 0.0\n'
+
+
+@pytest.fixture
+def folder(tmp_path):
+    lines = [json.dumps({"query": word, "document": f"a {word} of its own"}) for word in WORDS]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    (tmp_path / "small.toml").write_text(CONFIG)
+    return tmp_path
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def python(folder, *arguments):
+    paths = os.pathsep.join([os.path.abspath("src"), *sys.path])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
+    call = [sys.executable, *arguments]
+    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def started(folder, launcher, *arguments):
+    return python(folder, *launcher, "-m", "megabatch", "train", "--config", "small.toml", "--no-report", *arguments)
+
+
+def learned(folder, step):
+    return torch.load(folder / "checkpoints" / f"step_{step:08d}" / "state.pt")["model"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss": {"name": "siglip"}, "batch_size": 13}])
+def test_two_processes_train_as_one_in_float64(tmp_path, changes):
+    runs.trainer(tmp_path / "one", changes).fit()
+    python(tmp_path, *TORCHRUN, runs.__file__, json.dumps([str(tmp_path / "two"), changes, {}]))
+    one, two = learned(tmp_path / "one", 7), learned(tmp_path / "two", 7)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_the_command_line_trains_as_one_and_continues(folder):
+    started(folder, [], "--output", "one")
+    started(folder, TORCHRUN, "--output", "two", "--resume", "auto")
+    one, two = learned(folder / "one", 6), learned(folder / "two", 6)
+    assert one.keys() == two.keys()
+    for name in one:  # float32, six steps
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+    told = started(folder, TORCHRUN, "--resume", "two", "--set", "steps=8")
+    assert "continues after step 6" in told
+    assert settings.read(folder / "two" / "config.toml")["steps"] == 8
