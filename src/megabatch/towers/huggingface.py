@@ -15,7 +15,7 @@ from megabatch import extras
 from megabatch.towers.small import n_grams
 from megabatch.towers.tower import Pair, Tower
 
-_PURPOSE = "A transformers encoder"
+PURPOSE = "A transformers encoder"
 LONGEST = 128  # tokens; a longer text is cut, unless the model takes fewer
 _FIRST_WORD = 3  # the numbers before it are for padding and other marks in most vocabularies
 
@@ -36,7 +36,7 @@ class TextEncoder(nn.Module):
 
 def load(name: str) -> Pair:
     """An encoder with its weights and tokenizer, from the hub's name or a folder."""
-    transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model = transformers.AutoModel.from_pretrained(name)
@@ -45,12 +45,12 @@ def load(name: str) -> Pair:
             f"model must be a name on the Hugging Face hub that can be reached, or a folder, got {name!r}: {error}; "
             '"hf-config:FOLDER" builds an encoder with random weights from a config.json and downloads nothing'
         ) from error
-    return _pair(model, _Tokens(tokenizer, _longest(model.config)), f"hf:{name}")
+    return _pair(model, _Tokens(tokenizer, longest(model.config)), f"hf:{name}")
 
 
 def load_config(folder: str) -> Pair:
     """An encoder with random weights, as a config.json says. Nothing is downloaded."""
-    transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
     place = Path(folder)
     if not (place / "config.json").is_file():
         raise ValueError(f"model must be a folder with a config.json, got {folder!r}")
@@ -59,9 +59,9 @@ def load_config(folder: str) -> Pair:
     has_tokenizer = any((place / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
     texts: _Tokens | _HashedWords
     if has_tokenizer:
-        texts = _Tokens(transformers.AutoTokenizer.from_pretrained(place, local_files_only=True), _longest(config))
+        texts = _Tokens(transformers.AutoTokenizer.from_pretrained(place, local_files_only=True), longest(config))
     else:
-        texts = _HashedWords(config.vocab_size, _longest(config))
+        texts = _HashedWords(config.vocab_size, longest(config))
     return _pair(model, texts, f"hf-config:{folder}")
 
 
@@ -70,7 +70,8 @@ def _pair(model: nn.Module, texts: Any, name: str) -> Pair:
     return Pair(tower, tower, name=name)
 
 
-def _longest(config: Any) -> int:
+def longest(config: Any) -> int:
+    """Tokens of a text, if an encoder of this configuration is not told otherwise."""
     most = getattr(config, "max_position_embeddings", None)
     # RoBERTa and its kin count positions from the padding token's number on.
     return min(LONGEST, most - 2) if isinstance(most, int) and most > 2 else LONGEST
