@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ring_peers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from torch import Tensor
 
 import megabatch
 from megabatch import ring
-from megabatch.bench import machine
+from megabatch.bench import machine, ring_peers
 from megabatch.bench.measure import ProcessError, fresh_process, peak_memory
 from megabatch.bench.ranks import on_ranks
 from megabatch.bench.truth import ClipTruth, clip_truth

@@ -144,7 +144,7 @@ def _short(seconds: float) -> str:
 
 def _notes(plan: Plan) -> str:
     setup = plan.setup
-    whose = "each GPU" if setup.gpu.rail_each else "each node"
+    between = f"{setup.gpu.between:g} GB/s for each {'GPU' if setup.gpu.rail_each else 'node'}"
     shares = f"{setup.encoder_efficiency:.0%} of the rate in encoders, {setup.loss_efficiency:.0%} in the loss"
     host = f"{setup.host_memory / 2**40:g} TiB"
     lines = [
@@ -152,7 +152,7 @@ def _notes(plan: Plan) -> str:
         "Counted: activations and operations, by running the towers on tensors without data.",
         f"The vendor's: rates and memory ({setup.gpu.source}).",
         f"Assumed: {gpus.USABLE:.0%} of the memory usable; {shares};",
-        f"{gpus.LINK_EFFICIENCY:.0%} of {setup.gpu.inside:g} GB/s inside a node and of {setup.gpu.between:g} GB/s for {whose} between.",
+        f"{gpus.LINK_EFFICIENCY:.0%} of {setup.gpu.inside:g} GB/s inside a node, and of {between} between nodes.",
     ]
     return "\n".join(lines)
 
