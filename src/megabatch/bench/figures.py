@@ -45,6 +45,7 @@ def _figure(title: str, width: float = 7.2) -> tuple[Any, Any]:
     axes = figure.subplots()
     axes.set_title(title)
     axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
@@ -139,4 +140,10 @@ def _steps(record: dict[str, Any], key: str, label: str, unit: float) -> Any:
             values = [r["peak"] / unit if key == "peak" else r["batch"] / r["seconds"] for r in rows]
             axes.plot([r["batch"] for r in rows], values, color=colour, marker="o", markersize=4, label=name)
     _against_batch(axes, [r["batch"] for r in record["steps"]], label)
+    if key == "pace":
+        from matplotlib.ticker import AutoLocator
+
+        axes.set(yscale="linear", ylim=(0, None))
+        axes.yaxis.set_major_locator(AutoLocator())
+        axes.yaxis.set_major_formatter("{x:,.0f}")
     return figure

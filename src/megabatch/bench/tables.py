@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 from megabatch.bench.levels import SYSTEMS as LEVELS
 from megabatch.bench.loss_systems import MEGABATCH
-from megabatch.bench.losses import MISSING, OK, WRONG
+from megabatch.bench.losses import LATE, MEMORY, MISSING, OK, WRONG
 
 MIB = 2**20
+SHORT = {MEMORY: "no memory", LATE: "no time"}  # a table of 80 columns has no room for more
 
 
 class Table(NamedTuple):
@@ -65,7 +66,7 @@ def _losses(record: dict[str, Any]) -> Table:
             cells += [f"{seconds / _seconds(base):.2f}" if base else "", f"{r['peak'] / MIB:.0f}"]
             cells.append(f"{r['peak'] / base['peak']:.1f}" if base and base["peak"] else "")
         else:
-            cells += ["", "", r["status"], "", "", "", ""]
+            cells += [SHORT.get(r["status"], r["status"]), "", "", "", "", "", ""]
         cells += [_error(r["loss_error"]), _error(r["gradient_error"])]
         rows.append(cells)
     missing = ", ".join(dict.fromkeys(r["system"] for r in record["losses"] if r["status"] == MISSING))
@@ -99,7 +100,16 @@ def _steps(record: dict[str, Any]) -> Table:
     for r in record["steps"]:
         pace, peak = ("", "") if r["seconds"] is None else (f"{r['batch'] / r['seconds']:,.0f}", f"{r['peak'] / MIB:.0f}")
         off = "" if r["scale_ratio"] is None else f"{r['scale_ratio']:.4f}"
-        rows.append([f"{r['batch']:,}", r["system"], pace if r["status"] == OK else r["status"], peak, _error(r["error"]), off])
+        rows.append(
+            [
+                f"{r['batch']:,}",
+                r["system"],
+                pace if r["status"] == OK else SHORT.get(r["status"], r["status"]),
+                peak,
+                _error(r["error"]),
+                off,
+            ]
+        )
     headings = ["batch", "system", "pairs/s", "peak MiB", "gradient error", "scale's gradient ÷ right"]
     notes = (
         "Peak: beyond weights and gradients. Gradients are compared with the plain step's in float32 on a small batch; "
