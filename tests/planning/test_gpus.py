@@ -10,7 +10,7 @@ def test_figures_are_of_the_right_kind(gpu):
     assert gpu.name.endswith(f"-{gpu.memory_gb:g}GB")
     assert gpu.source
     assert gpu.single <= gpu.tf32 <= gpu.half
-    assert gpu.half == pytest.approx(2 * gpu.tf32, rel=0.02)  # a matrix engine does halves twice as fast
+    assert gpu.half == pytest.approx(2 * gpu.tf32, rel=0.03)  # a matrix engine does halves twice as fast
     assert 800 <= gpu.bandwidth <= 10_000
     assert 0 < gpu.between <= 100
     assert 32 <= gpu.inside <= 1000

@@ -62,6 +62,7 @@ class Gpu:
 
 _AMPERE = "NVIDIA A100 Tensor Core GPU datasheet"
 _HOPPER = "NVIDIA H100 Tensor Core GPU datasheet (SXM)"
+_BLACKWELL = "NVIDIA Blackwell Architecture Technical Brief, HGX B200; memory: DGX B200 datasheet"
 _NIC_400, _NIC_100 = 50.0, 12.5  # GB/s: 400 and 100 Gbit/s
 
 CATALOGUE = [
@@ -70,7 +71,7 @@ CATALOGUE = [
     Gpu("A800-80GB", 80, 312, 156, 19.5, 2039, 200, _NIC_400, True, f"{_AMPERE}, SXM 80 GB; NVIDIA A800: NVLink of 400 GB/s"),
     Gpu("H100-80GB", 80, 989.5, 494.5, 67, 3350, 450, _NIC_400, True, _HOPPER),
     Gpu("H200-141GB", 141, 989.5, 494.5, 67, 4800, 450, _NIC_400, True, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
-    Gpu("B200-180GB", 180, 2250, 1125, 75, 8000, 900, _NIC_400, True, "NVIDIA HGX and DGX B200 datasheets"),
+    Gpu("B200-180GB", 180, 2250, 1100, 80, 8000, 900, _NIC_400, True, _BLACKWELL),
     Gpu("L40S-48GB", 48, 362.05, 183, 91.6, 864, 32, _NIC_100, False, "NVIDIA L40S datasheet (PCIe Gen4 x16)"),
     Gpu(
         "RTX4090-24GB", 24, 165.2, 82.6, 82.6, 1008, 32, _NIC_100, False,
