@@ -17,7 +17,7 @@ def run(*words):
 def test_a_plan_is_printed_and_written(tmp_path, capsys):
     assert run("--model", "small", "--gpus", "8xA800-80GB", "--nodes", "2", "--batch", "1M", "--output", str(tmp_path)) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0].startswith("It is your loss that is in the way of 1,048,576 pairs, not your encoder: ")
+    assert out.splitlines()[0] == "It is your loss that is in the way of 1,048,576 pairs, not your encoder."
     for words in ("Largest batch, pairs", "activations of a chunk", "waiting for messages", "2 × 8 × A800-80GB"):
         assert words in out
     record = json.loads((tmp_path / "plan.json").read_text())

@@ -55,7 +55,7 @@ def _memory(axes: Any, plan: Plan, batch: int) -> None:
     axes.set(xscale="log", yscale="log", xlabel="batch, pairs", ylabel="memory of a GPU, GiB", title="Memory against the batch")
     axes.set_ylim(top=40 * limit, bottom=0.8 * plan.cached(batches[0], MEGABATCH, REPLAY).total / GIB)
     _powers(axes, batches)
-    axes.legend(frameon=False, fontsize=9, loc="center right")
+    axes.legend(fontsize=9, loc="upper left", framealpha=0.95, edgecolor="none")
 
 
 def _seconds(axes: Any, plan: Plan) -> None:

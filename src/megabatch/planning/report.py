@@ -32,18 +32,18 @@ def verdict(plan: Plan, batch: int) -> str:
     usable, whole = plan.setup.gpu.usable, plan.plain(batch, LOCAL)
     encoder_fits, loss_fits = whole.total - whole.loss <= usable, whole.total - whole.activations <= usable
     took = (
-        f"a plain step holds {gib(whole.activations)} GiB of activations on each GPU, a dense loss {gib(whole.loss)} GiB; "
+        f".\nA plain step holds {gib(whole.activations)} GiB of activations on each GPU, a dense loss {gib(whole.loss)} GiB; "
         f"{gib(usable)} GiB are usable."
     )
     if whole.total <= usable:
-        return f"Neither your loss nor your encoder is in the way of {batch:,} pairs: {took}"
+        return f"Neither your loss nor your encoder is in the way of {batch:,} pairs{took}"
     if encoder_fits and loss_fits:
-        return f"Your loss and your encoder fit {batch:,} pairs each alone, not together: {took}"
+        return f"Your loss and your encoder fit {batch:,} pairs each alone, not together{took}"
     if encoder_fits:
-        return f"It is your loss that is in the way of {batch:,} pairs, not your encoder: {took}"
+        return f"It is your loss that is in the way of {batch:,} pairs, not your encoder{took}"
     if loss_fits:
-        return f"It is your encoder that is in the way of {batch:,} pairs, not your loss: {took}"
-    return f"Both your loss and your encoder are in the way of {batch:,} pairs: {took}"
+        return f"It is your encoder that is in the way of {batch:,} pairs, not your loss{took}"
+    return f"Both your loss and your encoder are in the way of {batch:,} pairs{took}"
 
 
 def advice(plan: Plan) -> str:
@@ -53,8 +53,8 @@ def advice(plan: Plan) -> str:
     if ours == 0:
         return f"Not even one pair a GPU fits in chunks of {plan.chunk}: try fsdp, a smaller chunk, or more memory."
     return (
-        f"In a cached step with chunks of {plan.chunk} the activations are {gib(activations)} GiB whatever the batch. Then the "
-        f"dense loss is the limit, at {dense:,} pairs; megabatch, which holds no similarities, goes on to {ours:,}."
+        f"In a cached step with chunks of {plan.chunk} the activations are {gib(activations)} GiB whatever the batch.\n"
+        f"Then the dense loss is the limit, at {dense:,} pairs; megabatch, which holds no similarities, goes on to {ours:,}."
     )
 
 
