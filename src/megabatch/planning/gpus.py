@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 GIB = 2**30
 
-# Of a datasheet's gigabytes, read as GiB, what PyTorch can allocate. Drivers report 79.2 of 80 (A100), 139.8 of 141 (H200),
-# 45.0 of 48 (L40S, error correction on); context and libraries take half a GiB more. Assumed for all.
+# Of a datasheet's gigabytes, read as GiB, what PyTorch can allocate. An H200 reports 139.8 of 141
+# (benchmarks/results/loss_gpu.json); contexts, libraries, error correction on some cards and fragmentation take the rest.
+# Assumed for all.
 USABLE = 0.94
 
 # Of a link's bandwidth, what a message of megabytes gets. Assumed.
@@ -20,7 +21,7 @@ LINK_EFFICIENCY = 0.8
 LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 25e-6  # seconds of a message; assumed
 
 # Of the rate for dense bfloat16, what encoders reach under autocast. Assumed; the paper's 25.0 s for 32k pairs of ViT-L/14 on
-# eight A800 are 0.38 of it.
+# eight A800 are 0.37 of it.
 ENCODER_EFFICIENCY = 0.40
 
 # Of the same rate, what this library's loss reaches, counting 8·B²·D operations: 0.617 to 0.632 measured on an H200 from 64k
