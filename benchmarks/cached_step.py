@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from cached_step_report import report, table
-from cached_systems import SYSTEMS, Setting, cached
-from cached_towers import SIZES, Normalised, SyntheticImages, replay, tokens, towers
 from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch.bench import machine
 from megabatch.bench.measure import peak_memory
+from megabatch.bench.steps import SYSTEMS, Setting, cached
+from megabatch.bench.towers import SIZES, Normalised, SyntheticImages, replay, tokens, towers
 
 CHECK, CHECK_CHUNK = 64, 16
 TOLERANCE = 1e-3  # of the length of a gradient, float32 against float32

@@ -17,29 +17,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-import megabatch
 from megabatch.bench import machine
+from megabatch.bench.inputs import is_right, pairs, sampled_rows
+from megabatch.bench.loss_systems import CHUNKS, DENSE, MEGABATCH, loss_of
 from megabatch.bench.measure import ProcessError, available_memory, fresh_process, peak_memory
 from megabatch.bench.truth import ClipTruth, clip_truth
 
-MEGABATCH, DENSE, CHUNKS = "megabatch", "open_clip", "checkpoint"
 SYSTEMS = {MEGABATCH: "tiles", DENSE: "dense", CHUNKS: "chunks of rows"}  # MEGABATCH first: the others are compared with it
 
 BATCHES, WIDTH = [2048, 4096, 8192, 16384, 32768], 512
-SCALE = 50.0  # of the logits; CLIP learns 100, and starts at 14
-NOISE = 4.0  # length of what a text adds to its image: right answers at SCALE are likely, and not certain
-SAMPLED_ROWS = 64
-CHUNK_ROWS = 1024
-
-# A product of two unit vectors in float32 is off by a few roundings; a logit by SCALE times that, and the loss by about as
-# much; a probability, and with it a gradient, by that part of itself.
-TOLERANCE = 4 * SCALE * torch.finfo(torch.float32).eps
-
 REPEATS, REPEAT_SECONDS = 10, 5.0  # at most, for one process; one repeat there always is
 MEMORY_SHARE = 0.9  # of what is available; a loss that needs more is out of memory
 
@@ -73,47 +61,9 @@ class Result:
     gradient_error: float | None = None
 
 
-def make_inputs(batch: int, width: int) -> tuple[Tensor, Tensor, Tensor]:  # (N, D), (N, D), ()
-    """Unit-length embeddings that match as those of a trained model do, and a learned scale; the same every time."""
-    generator = torch.Generator().manual_seed(0)
-    image = F.normalize(torch.randn(batch, width, generator=generator), dim=1)
-    noise = F.normalize(torch.randn(batch, width, generator=generator), dim=1)
-    text = F.normalize(image + NOISE * noise, dim=1)
-    log_scale = torch.tensor(math.log(SCALE))
-    return image.requires_grad_(), text.requires_grad_(), log_scale.requires_grad_()
-
-
-def sampled_rows(batch: int) -> Tensor:  # (S,)
-    return torch.linspace(0, batch - 1, min(batch, SAMPLED_ROWS)).long()
-
-
-def checkpointed_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """What one writes by hand: some rows of logits at a time, computed again in the backward pass."""
-
-    def part(rows: Tensor, others: Tensor, scale: Tensor, start: int) -> Tensor:
-        logits = scale * rows @ others.T  # (n, N)
-        return F.cross_entropy(logits, torch.arange(start, start + len(rows)), reduction="sum")
-
-    total = image.new_zeros(())
-    for x, y in ((image, text), (text, image)):
-        for i, rows in enumerate(x.split(CHUNK_ROWS)):
-            total = total + checkpoint(part, rows, y, scale, i * CHUNK_ROWS, use_reentrant=False)
-    return total / (2 * len(image))
-
-
-def loss_function(system: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if system == MEGABATCH:
-        return megabatch.clip_loss
-    if system == CHUNKS:
-        return checkpointed_loss
-    from open_clip.loss import ClipLoss
-
-    return ClipLoss()
-
-
 def measure(system: str, batch: int, width: int) -> Measured:
     """Runs in a process of its own."""
-    function = loss_function(system)
+    function = loss_of(system, "cpu")
 
     def step(image: Tensor, text: Tensor, log_scale: Tensor) -> tuple[float, float, float]:
         image.grad = text.grad = log_scale.grad = None
@@ -123,8 +73,8 @@ def measure(system: str, batch: int, width: int) -> Measured:
         loss.backward()
         return middle - start, time.perf_counter() - middle, loss.item()
 
-    step(*make_inputs(64, width))  # starts threads and libraries, which are nobody's time or memory
-    inputs = make_inputs(batch, width)
+    step(*pairs(64, width))  # starts threads and libraries, which are nobody's time or memory
+    inputs = pairs(batch, width)
     started = time.perf_counter()
     (forward, backward, loss), peak = peak_memory(lambda: step(*inputs))
     seconds = [(forward, backward)]
@@ -137,7 +87,7 @@ def measure(system: str, batch: int, width: int) -> Measured:
 
 def truth(batch: int, width: int) -> ClipTruth:
     """Runs in a process of its own."""
-    image, text, log_scale = make_inputs(batch, width)
+    image, text, log_scale = pairs(batch, width)
     return clip_truth(image, text, log_scale.exp(), sampled_rows(batch))
 
 
@@ -157,8 +107,7 @@ def add_round(result: Result, width: int, right: ClipTruth) -> None:
         return
     result.loss = got.loss
     result.loss_error, result.gradient_error = right.errors(got.loss, got.dimage, got.dtext)
-    # So written, NaN is wrong.
-    if not (result.loss_error * right.loss <= TOLERANCE and result.gradient_error <= TOLERANCE):
+    if not is_right(got.loss, result.loss_error, result.gradient_error):
         result.status = "WRONG"
     result.seconds += got.seconds
     result.peak_bytes = max(got.peak, result.peak_bytes or 0)

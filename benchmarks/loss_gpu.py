@@ -9,7 +9,6 @@ Writes a JSON file; `loss_gpu_report.py` makes the table and the plot of it, on 
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import sys
@@ -26,22 +25,17 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch.bench import machine
+from megabatch.bench.inputs import SCALE, is_right, pairs
+from megabatch.bench.loss_systems import CUT, DENSE, INF_CL, LIGER, MEGABATCH, loss_of
+from megabatch.bench.losses import bare_products
 from megabatch.bench.truth import clip_truth
-from megabatch.tiles import plan
 
 SIZES = ["16384x512", "32768x512", "65536x512", "131072x512", "262144x512", "65536x768", "65536x1024"]
-SCALE, NOISE, BIAS = 50.0, 4.0, -10.0
-TOLERANCE = {"loss": 2e-2, "gradient": 3e-2}  # a bf16 logit near 50 is off by 0.1; float32 logits stay far below this
+BIAS = -10.0
 SECONDS_A_ROUND = 0.15
-SLOW = {"inf_cl": 65536, "cut-cross-entropy": 65536}  # not tried on larger batches: seconds for one call
+SYSTEMS = (MEGABATCH, DENSE, INF_CL, CUT, LIGER)
+SLOW = {INF_CL: 65536, CUT: 65536}  # not tried on larger batches: seconds for one call
 Step = Callable[[], tuple[Tensor, ...]]  # loss, d image, d text
-
-
-def pairs(B: int, D: int) -> tuple[Tensor, Tensor]:  # (B, D), (B, D) bf16
-    generator = torch.Generator("cuda").manual_seed(0)
-    image, noise = (F.normalize(torch.randn(B, D, generator=generator, device="cuda"), dim=1) for _ in range(2))
-    text = F.normalize(image + NOISE * noise, dim=1)
-    return image.bfloat16().requires_grad_(), text.bfloat16().requires_grad_()
 
 
 def with_gradients(loss: Callable[..., Tensor], image: Tensor, text: Tensor, *numbers: Tensor) -> Step:
@@ -52,70 +46,10 @@ def with_gradients(loss: Callable[..., Tensor], image: Tensor, text: Tensor, *nu
     return step
 
 
-def open_clip_losses() -> Any:
-    """The module of open_clip's losses alone; the whole package wants many others."""
-    package = importlib.util.find_spec("open_clip")
-    if package is None or package.origin is None:
-        raise ImportError("open_clip")
-    spec = importlib.util.spec_from_file_location("open_clip_loss", Path(package.origin).parent / "loss.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def clip_systems(image: Tensor, text: Tensor) -> dict[str, Callable[[], Step]]:
     """How to build each system; an ImportError says that it is not installed."""
     scale = torch.tensor(SCALE, device="cuda", requires_grad=True)
-    labels = torch.arange(len(image), device="cuda")
-
-    def megabatch() -> Step:
-        return with_gradients(partial(mb.clip_loss, backend="triton"), image, text, scale)
-
-    def open_clip() -> Step:
-        module = open_clip_losses().ClipLoss()
-
-        def loss(*inputs: Tensor) -> Tensor:
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                return module(*inputs)
-
-        return with_gradients(loss, image, text, scale)
-
-    def inf_cl() -> Step:
-        from inf_cl import cal_flash_loss
-
-        def loss(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
-            return (cal_flash_loss(x, y, labels, k).mean() + cal_flash_loss(y, x, labels, k).mean()) / 2
-
-        return with_gradients(loss, image, text, scale)
-
-    def cut_cross_entropy() -> Step:
-        from cut_cross_entropy import linear_cross_entropy
-
-        def loss(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
-            ways = (((k * x).to(x.dtype), y), ((k * y).to(y.dtype), x))
-            return sum(linear_cross_entropy(a, b, labels, filter_eps=None, impl="cce") for a, b in ways) / 2
-
-        return with_gradients(loss, image, text, scale)
-
-    def liger() -> Step:
-        from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
-
-        module = LigerFusedLinearCrossEntropyLoss()
-
-        def loss(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
-            return (module(y, (k * x).to(x.dtype), labels) + module(x, (k * y).to(y.dtype), labels)) / 2
-
-        return with_gradients(loss, image, text, scale)
-
-    return {
-        "megabatch": megabatch,
-        "open_clip": open_clip,
-        "inf_cl": inf_cl,
-        "cut-cross-entropy": cut_cross_entropy,
-        "Liger": liger,
-    }
+    return {name: partial(lambda name: with_gradients(loss_of(name, "cuda"), image, text, scale), name) for name in SYSTEMS}
 
 
 def siglip_systems(image: Tensor, text: Tensor) -> dict[str, Callable[[], Step]]:
@@ -131,33 +65,6 @@ def siglip_systems(image: Tensor, text: Tensor) -> dict[str, Callable[[], Step]]
         return with_gradients(fused_siglip_loss, image, text, log_scale, numbers[1])
 
     return {"megabatch": megabatch, "siglip-kernel": siglip_kernel}
-
-
-def bare_products(image: Tensor, text: Tensor) -> dict[str, Callable[[], None]]:
-    """S, dX and dY of the whole batch, strip by strip, bf16 in and out."""
-    B, D = image.shape
-    size = plan.strip_size(B, B, D, 2)
-    x, y = image.detach(), text.detach()
-    strip = torch.randn(min(size.rows, B), min(size.columns, B), device="cuda", dtype=torch.bfloat16)
-    dx, dy = x.new_empty(min(size.rows, B), D), x.new_empty(min(size.columns, B), D)
-    strips = [(i, j) for i in range(0, B, size.rows) for j in range(0, B, size.columns)]
-
-    def similarities() -> None:
-        for i, j in strips:
-            a, b = x[i : i + size.rows], y[j : j + size.columns]
-            torch.mm(a, b.T, out=strip[: len(a), : len(b)])
-
-    def row_gradients() -> None:
-        for i, j in strips:
-            a, b = x[i : i + size.rows], y[j : j + size.columns]
-            torch.mm(strip[: len(a), : len(b)], b, out=dx[: len(a)])
-
-    def column_gradients() -> None:
-        for i, j in strips:
-            a, b = x[i : i + size.rows], y[j : j + size.columns]
-            torch.mm(strip[: len(a), : len(b)].T, a, out=dy[: len(b)])
-
-    return {"S": similarities, "dX": row_gradients, "dY": column_gradients}
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
@@ -205,7 +112,7 @@ def check(step: Step, right: tuple[Any, ...], sample: Tensor) -> tuple[float, fl
 
 
 def measure(B: int, D: int, rounds: int, kind: str) -> list[dict[str, Any]]:
-    image, text = pairs(B, D)
+    image, text, _ = pairs(B, D, "cuda")
     sample = torch.linspace(0, B - 1, 16, device="cuda").long()
     right = (
         clip_truth(image.detach(), text.detach(), SCALE, sample)[:3] if kind == "clip" else siglip_truth(image, text, sample)
@@ -230,12 +137,12 @@ def measure(B: int, D: int, rounds: int, kind: str) -> list[dict[str, Any]]:
             torch.cuda.empty_cache()
             continue
         result |= {"loss": loss, "loss_error": loss_error, "gradient_error": gradient_error, "peak_bytes": peak}
-        if loss >= 0 and loss_error <= TOLERANCE["loss"] and gradient_error <= TOLERANCE["gradient"]:
+        if is_right(loss, loss_error, gradient_error, "cuda"):
             running[name] = step
         else:
             result["status"] = "WRONG"
             running[f"{name} (wrong)"] = step
-    products = bare_products(image, text)
+    products = bare_products(image.detach(), text.detach())
     if kind == "clip":
         scale = torch.tensor(SCALE, device="cuda")
         running["megabatch forward"] = torch.no_grad()(lambda: mb.clip_loss(image, text, scale, backend="triton"))
@@ -260,7 +167,7 @@ def measure(B: int, D: int, rounds: int, kind: str) -> list[dict[str, Any]]:
 
 def measure_large(B: int, D: int, small_ms: float | None) -> dict[str, Any]:
     """One step at a batch where a dense loss is out of the question; sampled rows against float64."""
-    image, text = pairs(B, D)
+    image, text, _ = pairs(B, D, "cuda")
     scale = torch.tensor(SCALE, device="cuda", requires_grad=True)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -332,7 +239,7 @@ def main() -> int:
         save()
     for B in args.large:
         print(f"[{time.perf_counter() - started:.0f} s] one step at {B}x512", flush=True)
-        image, text = pairs(65536, 512)
+        image, text, _ = pairs(65536, 512, "cuda")
         scale = torch.tensor(SCALE, device="cuda", requires_grad=True)
         small = milliseconds(with_gradients(partial(mb.clip_loss, backend="triton"), image, text, scale))
         small = milliseconds(with_gradients(partial(mb.clip_loss, backend="triton"), image, text, scale))

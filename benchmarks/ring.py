@@ -11,53 +11,19 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import ring_peers
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-
-import megabatch
-from megabatch import ring
 from megabatch.bench import machine
-from megabatch.bench.measure import ProcessError, fresh_process, peak_memory
+from megabatch.bench.inputs import is_right, pairs, sampled_rows
+from megabatch.bench.levels import LOCAL, SYSTEMS, TILES, VANILLA, mean_over_ranks, measure
+from megabatch.bench.measure import ProcessError, fresh_process
 from megabatch.bench.ranks import on_ranks
 from megabatch.bench.truth import ClipTruth, clip_truth
-from megabatch.ring import lap
-from megabatch.tiles import plan
-
-VANILLA, LOCAL, BLOCKS, TILES = "vanilla", "open_clip local", "ring, dense blocks", "ring, tiles"
-SYNCHRONOUS, GATHER, TWO_RINGS = "ring, synchronous", "gather, tiles", "two rings"
-SYSTEMS = {
-    VANILLA: "all logits on every rank",
-    LOCAL: "local_loss and gather_with_grad: all columns of the local rows",
-    TWO_RINGS: "Inf-CL's exchange, one ring for each direction, in our tiles",
-    BLOCKS: "one ring for both directions, each block of similarities held whole",
-    SYNCHRONOUS: "tiles, and every message waited for before the work goes on",
-    GATHER: "tiles, everything sent to everybody first",
-    TILES: "megabatch as it is",
-}
 
 BATCH, WIDTH, WORLDS = 8192, 256, [1, 2, 4, 8]
-SCALE, NOISE, SAMPLED_ROWS = 50.0, 4.0, 64
-TOLERANCE = 4 * SCALE * torch.finfo(torch.float32).eps  # as in loss_cpu.py
-
-
-class Measured(NamedTuple):
-    """What a rank sends back."""
-
-    seconds: list[float]
-    peak: int
-    sent: int
-    loss: float
-    dimage: Tensor  # (S_r, D)
-    dtext: Tensor  # (S_r, D)
 
 
 @dataclass
@@ -75,80 +41,20 @@ class Result:
     gradient_error: float | None = None
 
 
-def make_inputs(batch: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    image = F.normalize(torch.randn(batch, width, generator=generator), dim=1)
-    noise = F.normalize(torch.randn(batch, width, generator=generator), dim=1)
-    return image, F.normalize(image + NOISE * noise, dim=1), torch.tensor(math.log(SCALE))
-
-
-def sampled_rows(batch: int) -> Tensor:
-    return torch.linspace(0, batch - 1, min(batch, SAMPLED_ROWS)).long()
-
-
-def loss_function(system: str, rows: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if system in (VANILLA, LOCAL):
-        return lambda *inputs: ring_peers.open_clip_loss(*inputs, local=system == LOCAL)
-    if system == TWO_RINGS:
-        return ring_peers.two_rings
-    if system == BLOCKS:
-        plan.eager_tile = lambda device, dtype: plan.TileSize(rows, rows)
-    lap.OVERLAP = system != SYNCHRONOUS
-
-    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        with ring.using("gather" if system == GATHER else "ring"):
-            return megabatch.clip_loss(image, text, scale, group=dist.group.WORLD)
-
-    return loss
-
-
-def measure(rank: int, world: int, system: str, batch: int, width: int, repeats: int) -> Measured:
-    """Runs on every rank."""
-    rows = slice(batch * rank // world, batch * (rank + 1) // world)
-    function = loss_function(system, rows.stop - rows.start)
-
-    def step(image: Tensor, text: Tensor, log_scale: Tensor) -> float:
-        loss = function(image, text, log_scale.exp())
-        loss.backward()
-        return loss.item()
-
-    def local(whole: tuple[Tensor, Tensor, Tensor], rows: slice) -> list[Tensor]:
-        image, text, log_scale = whole
-        return [t.requires_grad_() for t in (image[rows].clone(), text[rows].clone(), log_scale)]
-
-    step(*local(make_inputs(64 * world, width), slice(64 * rank, 64 * (rank + 1))))  # connections, threads, libraries
-    inputs = local(make_inputs(batch, width), rows)
-    dist.barrier()
-    with ring.counted() as traffic:
-        loss, peak = peak_memory(lambda: step(*inputs))
-    gradients = [t.grad.clone() for t in inputs[:2]]
-    seconds = []
-    for _ in range(repeats):
-        dist.barrier()
-        start = time.perf_counter()
-        step(*inputs)
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    chosen = sampled_rows(batch)
-    mine = chosen[(chosen >= rows.start) & (chosen < rows.stop)] - rows.start
-    return Measured(seconds, peak, traffic.bytes, loss, *(g[mine] for g in gradients))
-
-
 def truth(batch: int, width: int) -> ClipTruth:
-    image, text, log_scale = make_inputs(batch, width)
+    image, text, log_scale = pairs(batch, width)
     return clip_truth(image, text, log_scale.exp(), sampled_rows(batch))
 
 
 def run_one(result: Result, batch: int, width: int, repeats: int, right: ClipTruth) -> None:
     try:
-        answers = on_ranks(measure, result.world, result.system, batch, width, repeats)
+        answers = [one for (one,) in on_ranks(measure, result.world, [result.system], batch, width, repeats)]
     except ProcessError as error:
         result.status = f"failed: {error}"
         return
-    dimage, dtext = (torch.cat([getattr(a, name) for a in answers]) / result.world for name in ("dimage", "dtext"))
-    result.loss = sum(a.loss for a in answers) / result.world
+    result.loss, dimage, dtext = mean_over_ranks(answers)
     result.loss_error, result.gradient_error = right.errors(result.loss, dimage, dtext)
-    if not (result.loss_error * right.loss <= TOLERANCE and result.gradient_error <= TOLERANCE):
+    if not is_right(result.loss, result.loss_error, result.gradient_error):
         result.status = "WRONG"
         return
     result.seconds = min(max(a.seconds[i] for a in answers) for i in range(repeats))

@@ -30,6 +30,7 @@ import megabatch.data.emoji, megabatch.data.shards, megabatch.data.tables, megab
 import megabatch.evaluation.sheet, megabatch.towers, megabatch.display, megabatch.report, megabatch.cli
 import megabatch.commands.eval, megabatch.commands.info, megabatch.commands.report, megabatch.commands.search
 import megabatch.commands.train
+import megabatch.commands.plan, megabatch.commands.bench, megabatch.planning.report, megabatch.bench.parts
 x = torch.eye(4, requires_grad=True)
 mb.clip_loss(x, x, 2.0).backward()
 assert not [name for name in sys.modules if name.split(".")[0] in {BLOCKED!r}], "imported behind our back"

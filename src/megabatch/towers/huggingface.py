@@ -20,7 +20,7 @@ from megabatch.towers.huggingface_inputs import HashedWords, Images, Tokens, ima
 from megabatch.towers.tower import Pair, Tower
 
 WIDTH = 512  # of the embeddings of two encoders, CLIP's
-_PURPOSE = "A transformers encoder"
+PURPOSE = "A transformers encoder"
 
 
 class TextEncoder(nn.Module):
@@ -91,7 +91,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _downloaded(name: str) -> _Parts:
-    transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
     model = transformers.AutoModel.from_pretrained(name)
     return _Parts(
         model,
@@ -101,7 +101,7 @@ def _downloaded(name: str) -> _Parts:
 
 
 def _configured(folder: Path) -> _Parts:
-    transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model must be a folder with a config.json, got {str(folder)!r}")
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)

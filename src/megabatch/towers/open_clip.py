@@ -39,16 +39,21 @@ class Sides(nn.Module):
         return F.normalize(model.encode_text(text) if image is None else model.encode_image(image), dim=-1)
 
 
-def load(name: str) -> Pair:
-    """The towers of a model; with "@" and the name of weights, trained."""
+def known(architecture: str) -> Any:
+    """open_clip, if it is installed and knows this model."""
     open_clip = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
-    architecture, _, weights = name.partition("@")
-    known = open_clip.list_models()
-    if architecture not in known:
-        near = [other for other in known if architecture.lower() in other.lower()] or known
+    models = open_clip.list_models()
+    if architecture not in models:
+        near = [other for other in models if architecture.lower() in other.lower()] or models
         shown = ", ".join(near[:10]) + (f" and {len(near) - 10} more" if len(near) > 10 else "")
         raise ValueError(f"model must be one that open_clip knows, such as {shown}, got {architecture!r}")
-    return _pair(name, open_clip.create_model_and_transforms(architecture, pretrained=weights or None))
+    return open_clip
+
+
+def load(name: str) -> Pair:
+    """The towers of a model; with "@" and the name of weights, trained."""
+    architecture, _, weights = name.partition("@")
+    return _pair(name, known(architecture).create_model_and_transforms(architecture, pretrained=weights or None))
 
 
 def load_folder(name: str, folder: Path) -> Pair:

@@ -27,14 +27,15 @@ def open_clip_loss(image: Tensor, text: Tensor, scale: Tensor, *, local: bool) -
     loss = ClipLoss(local_loss=local, gather_with_grad=True, rank=dist.get_rank(), world_size=world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # it gathers with a function that PyTorch has deprecated
-        return loss(image, text, scale)
+        value: Tensor = loss(image, text, scale)
+    return value
 
 
 def two_rings(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     """The same loss as `clip_loss` over the default group, for ranks with equally many pairs."""
     match = scale * (image * text).sum(1)
-    row = _RowSums.apply(image, text, scale)
-    col = _RowSums.apply(text, image, scale)
+    row: Tensor = _RowSums.apply(image, text, scale)
+    col: Tensor = _RowSums.apply(text, image, scale)
     return ((row - match) + (col - match)).mean() / 2
 
 
@@ -69,6 +70,8 @@ class _RowSums(torch.autograd.Function):
             block = Block(x, here, scale, "float32")
             sums, needs = ColumnGradients(dy, None), Needs(True, True, True)
             for rows, dx_rows, dscale_rows, _ in eager.logsumexp_gradients(block, row, nothing, drow, None, sums, needs):
+                assert dx_rows is not None
+                assert dscale_rows is not None
                 dx[rows] += dx_rows
                 dscale += dscale_rows.sum()
             if dy_coming is not None:
@@ -76,11 +79,13 @@ class _RowSums(torch.autograd.Function):
             dy_coming = _pass_on(exchange, dy)
             if coming is not None:
                 here = coming()
+        assert dy_coming is not None
         return dx * scale, dy_coming() * scale, dscale
 
 
 def _exchange(x: Tensor) -> Exchange:
     group = dist.group.WORLD
+    assert group is not None
     return Exchange(Members(group, group.rank(), group.size(), "ring"), "two rings", x.device)
 
 

@@ -1,4 +1,4 @@
-"""Towers and images for `cached_step.py`: CLIP's sizes with random weights, and synthetic images that nobody has to store.
+"""Towers and images for benchmarks of a step: CLIP's sizes with random weights, and synthetic images that nobody has to store.
 
 From `transformers` where it is installed, or else the same sizes in plain PyTorch, which the result says.
 """
@@ -31,6 +31,7 @@ class Size:
 
 SIZES = {
     "ViT-B/32": Size(224, 32, (768, 12, 12), (512, 12, 8), 512, 1024),
+    "ViT-B/16": Size(224, 16, (768, 12, 12), (512, 12, 8), 512, 512),
     "ViT-L/14": Size(224, 14, (1024, 24, 16), (768, 12, 12), 768, 256),
     "tiny": Size(32, 8, (64, 2, 2), (32, 2, 2), 32, 16),
 }

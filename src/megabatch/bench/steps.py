@@ -1,4 +1,4 @@
-"""Ways to make one training step with a large batch, for `cached_step.py`: ours, and other projects' schemes by their ideas.
+"""Ways to make one training step with a large batch, for benchmarks: ours, and other projects' schemes by their ideas.
 
 Each is a function of the towers, the inputs and the learned scale that leaves gradients and returns the loss.
 """
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cached_towers import SyntheticImages
 from torch import Tensor, nn
 
 import megabatch as mb
+from megabatch.bench.towers import SyntheticImages
 
 
 @dataclass
@@ -56,7 +56,7 @@ def plain(s: Setting) -> Tensor:
     assert isinstance(s.images, SyntheticImages)
     with s.cast():
         loss = mb.clip_loss(s.image(s.images.all()), s.text(s.tokens), s.log_scale.exp(), backend=s.backend)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
@@ -83,7 +83,7 @@ def accum_freq(s: Setting) -> Tensor:
             ]
             loss = dense_loss(torch.cat(fresh[0]), torch.cat(fresh[1]), s.log_scale.exp())
         del fresh
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
@@ -100,10 +100,10 @@ def grad_cache(s: Setting) -> Tensor:
         kept.append((torch.cat(parts).requires_grad_(), states))
     with s.cast():
         loss = dense_loss(kept[0][0], kept[1][0], s.log_scale.exp())
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     for (tower, chunks), (features, states) in zip(halves, kept, strict=True):
         assert features.grad is not None
-        for x, (cpu, cuda), gradient in zip(chunks(), states, features.grad.split(s.chunk), strict=True):
+        for x, (cpu, cuda), gradient in zip(chunks(), states, torch.split(features.grad, s.chunk), strict=True):
             torch.set_rng_state(cpu)
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda)

@@ -1,0 +1,82 @@
+"""Table 2 of Inf-CL's paper (arXiv 2410.17243) from the plan: ViT-L/14 on 8 and 32 A800 of 80 GB, nothing run on a GPU.
+
+Needs open_clip, for the model's shape. Writes paper_table.md.
+"""
+
+import argparse
+from pathlib import Path
+
+from megabatch.planning import gpus, models, step
+from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, loss_bytes
+from megabatch.planning.step import HOST, REPLAY
+
+GIB, K = 2**30, 1024
+CHUNK = 128  # the paper's
+LOSS = {  # GB of loss memory on 8 GPUs, at so many thousand pairs
+    VANILLA: {32: 16.67, 64: 66.11},
+    LOCAL: {32: 2.27, 64: 8.63, 128: 33.64},
+    INF_CL: {32: 0.18, 64: 0.36, 128: 0.72, 256: 1.45, 1024: 6.53, 4096: 26.12},
+}
+LARGEST = {(8, LOCAL): 184, (32, LOCAL): 368, (8, INF_CL): 4096, (32, INF_CL): 12288}  # thousand pairs, inputs on the host
+SECONDS = {32: 25.0, 64: 49.4, 128: 98.3, 256: 200.3}  # of an iteration of Inf-CL on 8 GPUs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent / "results", help="folder")
+    args = parser.parse_args()
+    gpu = gpus.find("A800-80GB")
+    eight = step.make(models.model("open_clip:ViT-L-14"), step.Setup(gpu, 8), CHUNK)
+    plans = {8: eight, 32: step.on(eight, 4, 8)}
+    text = "\n\n".join((__doc__.split("\n\n")[0], loss_table(eight), largest_table(plans), time_table(eight))) + "\n"
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "paper_table.md").write_text(text)
+    print(text)
+    return 0
+
+
+def loss_table(plan: step.Plan) -> str:
+    lines = ["Loss memory of a GPU, 8 GPUs, GiB (the paper's number in brackets):", ""]
+    lines += ["| pairs | " + " | ".join(step.SYSTEMS) + " |", "|---:" * 5 + "|"]
+    for thousands in LOSS[INF_CL]:
+        cells = []
+        for system in step.SYSTEMS:
+            paper = LOSS.get(system, {}).get(thousands)
+            size = loss_bytes(system, plan.shape(thousands * K)) / GIB
+            fits = plan.cached(thousands * K, system, REPLAY).total <= plan.setup.gpu.usable
+            said = f" ({paper})" if paper else "" if system == MEGABATCH else " (out of memory)"
+            cells.append((f"{size:.2f}" if fits else "out of memory") + said)
+        lines.append(f"| {thousands}k | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def largest_table(plans: dict[int, step.Plan]) -> str:
+    lines = [
+        "Largest batch, thousand pairs; others with inputs on the host, megabatch with replay (the paper's number in brackets):"
+    ]
+    lines += ["", "| GPUs | " + " | ".join(step.SYSTEMS) + " |", "|---:" * 5 + "|"]
+    for ranks, plan in plans.items():
+        cells = []
+        for system in step.SYSTEMS:
+            paper = LARGEST.get((ranks, system))
+            size = plan.largest(system, REPLAY if system == MEGABATCH else HOST) // K
+            cells.append(f"{size:,}k" + (f" ({paper:,}k)" if paper else ""))
+        lines.append(f"| {ranks} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def time_table(plan: step.Plan) -> str:
+    lines = [
+        "Seconds of an iteration, 8 GPUs:",
+        "",
+        "| pairs | Inf-CL, planned | the paper | megabatch, planned |",
+        "|---:" * 4 + "|",
+    ]
+    for thousands, paper in SECONDS.items():
+        inf_cl, ours = (plan.seconds(thousands * K, system).total for system in (INF_CL, MEGABATCH))
+        lines.append(f"| {thousands}k | {inf_cl:.1f} | {paper} | {ours:.1f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

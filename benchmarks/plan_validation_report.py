@@ -1,0 +1,102 @@
+"""The table and the plot of a run of `plan_validation.py`.
+
+python benchmarks/plan_validation_report.py benchmarks/results/plan_validation.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megabatch.bench import machine
+
+COLOURS = {"ViT-B/32": "#0b6e4f", "ViT-B/16": "#5b6fb5", "ViT-L/14": "#c1440e"}
+GIB = 2**30
+
+
+def table(record: dict[str, Any]) -> str:
+    lines = [
+        "| model | chunk | B | images | peak GiB | planned | error | loss s | planned | error | encoders s | of the rate |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for r in record["results"]:
+        cells = [r["model"], r["chunk"], f"{r['B']:,}", r["source"]]
+        if r["status"] != "ok":
+            lines.append("| " + " | ".join(map(str, [*cells, r["status"], *([""] * 7)])) + " |")
+            continue
+        cells += [f"{r['peak_bytes'] / GIB:.2f}", f"{r['planned_bytes'] / GIB:.2f}", _off(r["planned_bytes"], r["peak_bytes"])]
+        cells += [f"{r['loss_seconds']:.4f}", f"{r['planned_loss_seconds']:.4f}"]
+        cells.append(_off(r["planned_loss_seconds"], r["loss_seconds"]))
+        cells += [f"{r['encoder_seconds']:.1f}", f"{r['encoder_efficiency']:.2f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def summary(record: dict[str, Any]) -> str:
+    done = [r for r in record["results"] if r["status"] == "ok"]
+    if not done:
+        return "Nothing was measured."
+    memory = max(abs(r["planned_bytes"] / r["peak_bytes"] - 1) for r in done)
+    timed = max(abs(r["planned_loss_seconds"] / r["loss_seconds"] - 1) for r in done)
+    rates = [r["encoder_efficiency"] for r in done]
+    return (
+        f"Memory within {memory:.1%}, time of the loss within {timed:.1%} of what was measured. Encoders ran at "
+        f"{min(rates):.2f} to {max(rates):.2f} of the rate in the datasheet; a plan assumes 0.40 unless told otherwise."
+    )
+
+
+NOTES = (
+    "Peak: of allocated memory in a step with AdamW, weights and all. All embeddings and the whole loss are in place; of the "
+    "chunks the first and last two are encoded, and the others return made-up embeddings. Encoders s: of all chunks, from the "
+    "time of one. Of the rate: share of the dense bf16 rate in the datasheet."
+)
+
+
+def _off(planned: float, measured: float) -> str:
+    return f"{100 * (planned / measured - 1):+.1f} %"
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    done = [r for r in record["results"] if r["status"] == "ok"]
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure.suptitle(f"Plan against measurement; {record['machine']['gpu'] or record['machine']['cpu']}")
+    shown = (
+        ("peak memory, GiB", "peak_bytes", "planned_bytes", GIB),
+        ("loss, seconds", "loss_seconds", "planned_loss_seconds", 1),
+    )
+    for axes, (label, found, planned, unit) in zip(figure.subplots(1, 2), shown, strict=True):
+        values = [r[key] / unit for r in done for key in (found, planned)]
+        ends = (0.7 * min(values), 1.4 * max(values))
+        axes.plot(ends, ends, color="#999999", linewidth=1)
+        axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="#dddddd", label="within 10 %")
+        for model in dict.fromkeys(r["model"] for r in done):
+            points = [(r[found] / unit, r[planned] / unit) for r in done if r["model"] == model]
+            axes.plot(*zip(*points, strict=True), "o", color=COLOURS.get(model, "#222222"), label=model)
+        axes.set(xscale="log", yscale="log", xlabel=f"measured {label}", ylabel=f"planned {label}", xlim=ends, ylim=ends)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def report(path: Path) -> None:
+    """Writes both beside the JSON file; the plot where matplotlib is installed."""
+    record = json.loads(path.read_text())
+    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
+    path.with_suffix(".md").write_text("\n\n".join((summary(record), table(record), NOTES, about)))
+    try:
+        draw(record, path.with_suffix(".png"))
+    except ImportError:
+        print("No plot: matplotlib is not installed")
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    report(Path(sys.argv[1]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

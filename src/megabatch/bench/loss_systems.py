@@ -1,0 +1,129 @@
+"""Losses that benchmarks compare, by name: ours, one written by hand, and those of other projects where they are installed.
+
+Each is a function of image and text embeddings and of the scale that returns the symmetric loss of CLIP. Those that run on a
+CUDA device alone say so by an `ImportError` elsewhere, as those do that are not installed.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import megabatch as mb
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+MEGABATCH, DENSE, CHUNKS = "megabatch", "open_clip", "checkpoint"
+INF_CL, CUT, LIGER = "inf_cl", "cut-cross-entropy", "Liger"
+CHUNK_ROWS = 1024
+
+
+def open_clip_losses() -> Any:
+    """The module of open_clip's losses alone; the whole package wants many others."""
+    package = importlib.util.find_spec("open_clip")
+    if package is None or package.origin is None:
+        raise ImportError("open_clip", name="open_clip")
+    spec = importlib.util.spec_from_file_location("open_clip_loss", Path(package.origin).parent / "loss.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _megabatch(device: str) -> Loss:
+    backend = "triton" if device == "cuda" else "auto"
+    return lambda x, y, k: mb.clip_loss(x, y, k, backend=backend)
+
+
+def _dense(device: str) -> Loss:
+    module = open_clip_losses().ClipLoss()
+
+    def loss(*inputs: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=inputs[0].dtype == torch.bfloat16):
+            value: Tensor = module(*inputs)
+        return value
+
+    return loss
+
+
+def checkpointed_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """What one writes by hand: some rows of logits at a time, computed again in the backward pass."""
+
+    def part(rows: Tensor, others: Tensor, scale: Tensor, start: int) -> Tensor:
+        logits = scale * rows @ others.T  # (n, N)
+        labels = torch.arange(start, start + len(rows), device=rows.device)
+        return F.cross_entropy(logits.float(), labels, reduction="sum")
+
+    total = image.new_zeros((), dtype=torch.float32)
+    for x, y in ((image, text), (text, image)):
+        for i, rows in enumerate(torch.split(x, CHUNK_ROWS)):
+            total = total + checkpoint(part, rows, y, scale, i * CHUNK_ROWS, use_reentrant=False)
+    return total / (2 * len(image))
+
+
+def _inf_cl(device: str) -> Loss:
+    from inf_cl import cal_flash_loss
+
+    def loss(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
+        labels = torch.arange(len(x), device=x.device)
+        value: Tensor = (cal_flash_loss(x, y, labels, k).mean() + cal_flash_loss(y, x, labels, k).mean()) / 2
+        return value
+
+    return loss
+
+
+def _cut_cross_entropy(device: str) -> Loss:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def loss(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
+        labels = torch.arange(len(x), device=x.device)
+        ways = (((k * x).to(x.dtype), y), ((k * y).to(y.dtype), x))
+        value: Tensor = sum(linear_cross_entropy(a, b, labels, filter_eps=None, impl="cce") for a, b in ways) / 2
+        return value
+
+    return loss
+
+
+def _liger(device: str) -> Loss:
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    module = LigerFusedLinearCrossEntropyLoss()
+
+    def loss(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
+        labels = torch.arange(len(x), device=x.device)
+        value: Tensor = (module(y, (k * x).to(x.dtype), labels) + module(x, (k * y).to(y.dtype), labels)) / 2
+        return value
+
+    return loss
+
+
+_BUILDERS: dict[str, Callable[[str], Loss]] = {
+    MEGABATCH: _megabatch,
+    CHUNKS: lambda device: checkpointed_loss,
+    DENSE: _dense,
+    INF_CL: _inf_cl,
+    CUT: _cut_cross_entropy,
+    LIGER: _liger,
+}
+NAMES = tuple(_BUILDERS)
+CUDA_ONLY = (INF_CL, CUT, LIGER)
+ABOUT = {
+    MEGABATCH: "tiles",
+    CHUNKS: "rows in chunks, by hand",
+    DENSE: "dense",
+    INF_CL: "the paper's code",
+    CUT: "exact, both ways",
+    LIGER: "fused linear cross-entropy, both ways",
+}
+
+
+def loss_of(name: str, device: str) -> Loss:
+    """The loss; an `ImportError` where it is not installed or does not run on `device`."""
+    if name in CUDA_ONLY and device != "cuda":
+        raise ImportError(f"{name} runs on CUDA alone", name=name)
+    return _BUILDERS[name](device)

@@ -1,0 +1,180 @@
+"""Memory and time of losses against the batch, each checked against float64 before it is timed; and of the bare products."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megabatch.bench.inputs import is_right, pairs, sampled_rows
+from megabatch.bench.loss_systems import MEGABATCH, NAMES, Loss, loss_of
+from megabatch.bench.measure import peak_memory
+from megabatch.bench.truth import ClipTruth, clip_truth
+from megabatch.tiles.plan import eager_tile, strip_size
+
+OK, WRONG, MEMORY, MISSING, LATE = "ok", "WRONG", "out of memory", "not installed", "no time left"
+DENSE_BYTES = 16  # a pair of a dense loss; see planning/losses.py
+
+
+@dataclass
+class LossResult:
+    """One system at one batch; numbers are None where there are none, and a speed is never given for a wrong result."""
+
+    system: str
+    batch: int
+    status: str
+    forward: float | None = None  # seconds
+    backward: float | None = None
+    peak: int | None = None  # bytes beyond the inputs, gradients included
+    loss: float | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Forward and backward."""
+        return None if self.forward is None or self.backward is None else self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Products:
+    """Seconds of the matrix products that no exact loss can avoid, at one batch: S, S again, dX and dY."""
+
+    batch: int
+    seconds: float
+
+
+def measure(
+    batches: list[int], width: int, device: str, seconds: float, memory: int | None, until: float = math.inf
+) -> Iterator[LossResult | Products]:
+    """All systems at all batches, smallest first; those that were out of memory or late are not tried at larger ones.
+
+    Args:
+        batches: pairs.
+        width: of the embeddings.
+        device: "cpu" or "cuda".
+        seconds: that timing one system at one batch may take; a single step is always made.
+        memory: bytes that may be allocated; a dense loss that would need more is not tried. None for no limit.
+        until: when `time.perf_counter()` says so, there is no time left.
+    """
+    stopped: dict[str, str] = {}
+    pace: dict[str, float] = {}  # seconds that the next batch will take
+    ordered = sorted(batches)
+    following = dict(zip(ordered, [*ordered[1:], 0], strict=True))
+    for batch in ordered:
+        image, text, log_scale = pairs(batch, width, device)
+        right = clip_truth(image.detach(), text.detach(), log_scale.detach().exp(), sampled_rows(batch))
+        yield Products(batch, _product_seconds(image.detach(), text.detach(), seconds))
+        for name in NAMES:
+            if name not in stopped and time.perf_counter() + pace.get(name, 0.0) > until:
+                stopped[name] = LATE
+            if name in stopped:
+                yield LossResult(name, batch, stopped[name])
+                continue
+            result = _one(name, batch, (image, text, log_scale), right, device, seconds, memory)
+            if result.status in (MEMORY, MISSING):
+                stopped[name] = result.status
+            pace[name] = 2 * (result.seconds or 0.0) * (following[batch] / batch) ** 2
+            yield result
+        del image, text, log_scale
+
+
+def _one(
+    name: str,
+    batch: int,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    right: ClipTruth,
+    device: str,
+    seconds: float,
+    memory: int | None,
+) -> LossResult:
+    result = LossResult(name, batch, OK)
+    try:
+        loss = loss_of(name, device)
+    except ImportError:
+        result.status = MISSING
+        return result
+    if memory is not None and name != MEGABATCH and DENSE_BYTES * batch**2 > memory:
+        result.status = MEMORY
+        return result
+    try:
+        _step(loss, *pairs(64, inputs[0].shape[1], device))  # starts threads and compiles, which is nobody's time or memory
+        (value, *_), result.peak = peak_memory(lambda: _step(loss, *inputs), device)
+    except (torch.OutOfMemoryError, MemoryError):
+        result.status = MEMORY
+        return result
+    rows = sampled_rows(batch)
+    gradients = [t.grad[rows] for t in inputs[:2] if t.grad is not None]
+    result.loss = value
+    result.loss_error, result.gradient_error = right.errors(value, *gradients)
+    if not is_right(value, result.loss_error, result.gradient_error, device):
+        result.status, result.peak = WRONG, None
+        return result
+    result.forward, result.backward = _best(loss, inputs, seconds)
+    return result
+
+
+def _best(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], seconds: float) -> tuple[float, float]:
+    """The fastest of as many steps as there is time for."""
+    begun = time.perf_counter()
+    found: list[tuple[float, float]] = []
+    while not found or time.perf_counter() - begun < seconds:
+        _, forward, backward = _step(loss, *inputs)
+        found.append((forward, backward))
+    return min(found, key=sum)
+
+
+def _step(loss: Loss, image: Tensor, text: Tensor, log_scale: Tensor) -> tuple[float, float, float]:
+    """(loss, seconds forward, seconds backward); gradients are left in the inputs."""
+    image.grad = text.grad = log_scale.grad = None
+    moments = [_now(image)]
+    value = loss(image, text, log_scale.exp())
+    moments.append(_now(image))
+    value.backward()  # type: ignore[no-untyped-call]
+    moments.append(_now(image))
+    return value.item(), moments[1] - moments[0], moments[2] - moments[1]
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def bare_products(image: Tensor, text: Tensor) -> dict[str, Callable[[], None]]:
+    """S, dX and dY of the whole batch by PyTorch's library, in strips that fit the workspace of a loss."""
+    B, D = image.shape
+    size = strip_size(B, B, D, 2) if image.is_cuda else eager_tile(image.device, image.dtype)
+    rows, columns = min(size.rows, B), min(size.columns, B)
+    strip = torch.randn(rows, columns, device=image.device, dtype=image.dtype)
+    dx, dy = image.new_empty(rows, D), image.new_empty(columns, D)
+    strips = [(image[i : i + rows], text[j : j + columns]) for i in range(0, B, rows) for j in range(0, B, columns)]
+
+    def similarities() -> None:
+        for a, b in strips:
+            torch.mm(a, b.T, out=strip[: len(a), : len(b)])
+
+    def row_gradients() -> None:
+        for a, b in strips:
+            torch.mm(strip[: len(a), : len(b)], b, out=dx[: len(a)])
+
+    def column_gradients() -> None:
+        for a, b in strips:
+            torch.mm(strip[: len(a), : len(b)].T, a, out=dy[: len(b)])
+
+    return {"S": similarities, "dX": row_gradients, "dY": column_gradients}
+
+
+def _product_seconds(image: Tensor, text: Tensor, seconds: float) -> float:
+    total = 0.0
+    for name, work in bare_products(image, text).items():
+        work()
+        begun, best = time.perf_counter(), math.inf
+        while best == math.inf or time.perf_counter() - begun < seconds / 4:
+            start = _now(image)
+            work()
+            best = min(best, _now(image) - start)
+        total += best * (2 if name == "S" else 1)
+    return total

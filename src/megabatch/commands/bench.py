@@ -1,0 +1,126 @@
+"""Is it really better than what I have? Losses and training steps on this machine, beside whichever peers are installed."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megabatch.bench.parts import Sizes
+
+PARTS = ("losses", "levels", "steps")
+EXAMPLE = "megabatch bench --quick"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small sizes: under a minute on a CPU")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these (all)")
+    add("--batches", nargs="+", type=int, metavar="B", help="pairs, for the losses")
+    add("--width", type=int, metavar="D", help="of the embeddings, for the losses")
+    add("--cpu", action="store_true", help="also where there is a CUDA device")
+    files = "for bench.html, bench.json and plots (%(default)s)"
+    add("--output", type=Path, default=Path("megabatch-bench"), metavar="FOLDER", help=files)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints and writes; 1 if a result of ours is wrong, 2 if something is missing."""
+    import importlib.util
+
+    missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f'megabatch bench: {" and ".join(missing)} missing; pip install "megabatch[bench]" brings them', file=sys.stderr)
+        return 2
+    import torch
+
+    from megabatch.bench.parts import SIZES
+
+    device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
+    sizes = SIZES[device, args.quick]
+    sizes = replace(sizes, batches=args.batches or sizes.batches, width=args.width or sizes.width)
+    begun = time.perf_counter()
+    try:
+        record = _measure(args, sizes, device)
+    except KeyboardInterrupt:
+        print("Stopped; nothing was written.", file=sys.stderr)
+        return 130
+    _show(record)
+    names = _write(record, args.output)
+    print(f"{time.perf_counter() - begun:.0f} s. Written to {args.output}: {', '.join(names)}")
+    return 0 if _ours_is_right(record) else 1
+
+
+def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> dict[str, Any]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from megabatch.bench import machine, parts
+
+    said = " ".join(word for word in ("--quick" if args.quick else "", "--cpu" if args.cpu else "") if word)
+    record: dict[str, Any] = {"command": f"megabatch bench {said}".strip(), "machine": machine.describe(), "device": device}
+    record |= {"dtype": "bfloat16" if device == "cuda" else "float32", "width": sizes.width}
+    record |= {"losses": [], "products": [], "levels": [], "steps": []}
+    work: dict[str, Callable[..., dict[str, Any]]] = {"losses": parts.losses, "levels": parts.levels, "steps": parts.steps}
+    shown = (TextColumn("{task.description}"), BarColumn(bar_width=None), TimeElapsedColumn())
+    with Progress(*shown) as progress:
+        task = progress.add_task("", total=len(args.parts))
+        for name in args.parts:
+
+            def say(text: str, share: float, name: str = name) -> None:
+                progress.update(task, description=f"{name}: {text}", completed=args.parts.index(name) + share)
+
+            say("starting", 0.0)
+            record |= work[name](sizes, device, say)
+        progress.update(task, description="done", completed=len(args.parts))
+    return record
+
+
+def _show(record: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from megabatch.bench.tables import tables, verdict
+
+    console = Console()
+    for table in tables(record):
+        shown = Table(title=table.title, caption=table.notes, box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
+        for heading in table.headings:
+            name = heading == "system"
+            shown.add_column(heading.replace(" ", "\n", 1), justify="left" if name else "right", no_wrap=True)
+        for cells in table.rows:
+            style = "red" if "WRONG" in cells else "bold" if "megabatch" in cells or "ring, tiles" in cells else None
+            shown.add_row(*cells, style=style)
+        console.print(shown)
+    console.print(verdict(record))
+
+
+def _write(record: dict[str, Any], folder: Path) -> list[str]:
+    from megabatch.bench.figures import figures
+    from megabatch.bench.page import page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made = figures(record)
+    for name, (_, figure) in made.items():
+        for kind in ("png", "svg"):
+            figure.savefig(folder / f"{name}.{kind}", dpi=140)
+    (folder / "bench.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "bench.html").write_text(page(record, made))
+    return ["bench.html", "bench.json", f"{len(made)} plots as PNG and SVG"]
+
+
+def _ours_is_right(record: dict[str, Any]) -> bool:
+    ours = [r for r in record["losses"] if r["system"] == "megabatch"]
+    ours += [r for r in record["levels"] if r["system"] == "ring, tiles"]
+    ours += [r for r in record["steps"] if r["system"].startswith("cached")]
+    return all(r["status"] in ("ok", "out of memory") for r in ours)
+
+
+if __name__ == "__main__":
+    own = argparse.ArgumentParser(prog="megabatch bench", description=__doc__, epilog=f"Example: {EXAMPLE}")
+    add_arguments(own)
+    sys.exit(run(own.parse_args()))

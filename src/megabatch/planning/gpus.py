@@ -1,0 +1,135 @@
+"""GPUs: what their vendors say of them, and what is assumed beyond that.
+
+Every figure in `CATALOGUE` is printed in the document that `source` names, for dense matrices; where a vendor prints the rate
+with 2:4 sparsity, it is halved. What is not a vendor's figure has a name of its own below, and is an assumption or a
+measurement.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+GIB = 2**30
+
+# Of a datasheet's gigabytes, read as GiB, what PyTorch can allocate. An H200 reports 139.8 of 141
+# (benchmarks/results/loss_gpu.json); contexts, libraries, error correction on some cards and fragmentation take the rest.
+# Assumed for all.
+USABLE = 0.94
+
+# Of a link's bandwidth, what a message of megabytes gets. Assumed.
+LINK_EFFICIENCY = 0.8
+
+LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 25e-6  # seconds of a message; assumed
+
+# Of the rate for dense bfloat16, what encoders reach under autocast. Assumed; the paper's 25.0 s for 32k pairs of ViT-L/14 on
+# eight A800 are 0.37 of it.
+ENCODER_EFFICIENCY = 0.40
+
+# Of the same rate, what this library's loss reaches, counting 8·B²·D operations: 0.617 to 0.632 measured on an H200 from 64k
+# pairs on (benchmarks/results/loss_gpu.md). Assumed elsewhere.
+LOSS_EFFICIENCY = 0.623
+
+# And what inf_cl reaches: 16 to 19 TFLOP/s measured on an H200 (the same file), where 8·B²·D operations are counted though it
+# does 20.
+INF_CL_EFFICIENCY = 0.0175
+
+# Bytes of memory traffic for each pair of a dense loss under autocast, beside the products: 92 to 107 measured there.
+DENSE_TRAFFIC = 95
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU."""
+
+    name: str
+    memory_gb: float  # as it is sold
+    half: float  # TFLOP/s, bfloat16 or float16, dense, float32 sums
+    tf32: float
+    single: float  # float32 without the matrix engine
+    bandwidth: float  # GB/s of its memory
+    inside: float  # GB/s in one direction to the other GPUs of its node
+    between: float  # GB/s in one direction of a link to other nodes; assumed, it is not a GPU's
+    rail_each: bool  # whether each GPU of a node is assumed to have such a link, or all share one
+    source: str
+
+    @property
+    def usable(self) -> float:
+        """Bytes that PyTorch can allocate."""
+        return self.memory_gb * GIB * USABLE
+
+    def rate(self, precision: str) -> float:
+        """Operations a second at most: "bf16", "fp16", "tf32" or "fp32"."""
+        return 1e12 * {"bf16": self.half, "fp16": self.half, "tf32": self.tf32, "fp32": self.single}[precision]
+
+
+_AMPERE = "NVIDIA A100 Tensor Core GPU datasheet"
+_HOPPER = "NVIDIA H100 Tensor Core GPU datasheet (SXM)"
+_BLACKWELL = "NVIDIA Blackwell Architecture Technical Brief, HGX B200; memory: DGX B200 datasheet"
+_NIC_400, _NIC_100 = 50.0, 12.5  # GB/s: 400 and 100 Gbit/s
+
+CATALOGUE = [
+    Gpu("A100-40GB", 40, 312, 156, 19.5, 1555, 300, _NIC_400, True, f"{_AMPERE}, SXM 40 GB"),
+    Gpu("A100-80GB", 80, 312, 156, 19.5, 2039, 300, _NIC_400, True, f"{_AMPERE}, SXM 80 GB"),
+    Gpu("A800-80GB", 80, 312, 156, 19.5, 2039, 200, _NIC_400, True, f"{_AMPERE}, SXM 80 GB; NVIDIA A800: NVLink of 400 GB/s"),
+    Gpu("H100-80GB", 80, 989.5, 494.5, 67, 3350, 450, _NIC_400, True, _HOPPER),
+    Gpu("H200-141GB", 141, 989.5, 494.5, 67, 4800, 450, _NIC_400, True, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
+    Gpu("B200-180GB", 180, 2250, 1100, 80, 8000, 900, _NIC_400, True, _BLACKWELL),
+    Gpu("L40S-48GB", 48, 362.05, 183, 91.6, 864, 32, _NIC_100, False, "NVIDIA L40S datasheet (PCIe Gen4 x16)"),
+    Gpu(
+        "RTX4090-24GB", 24, 165.2, 82.6, 82.6, 1008, 32, _NIC_100, False,
+        "NVIDIA Ada GPU Architecture whitepaper, GeForce RTX 4090 (PCIe Gen4 x16)",
+    ),
+    Gpu(
+        "MI300X-192GB", 192, 1307.4, 653.7, 163.4, 5300, 448, _NIC_400, True,
+        "AMD Instinct MI300X accelerator data sheet (seven Infinity Fabric links of 128 GB/s)",
+    ),
+]  # fmt: skip
+
+
+def find(name: str) -> Gpu:
+    """A GPU of the catalogue; "A800-80GB", or "a800" where there is only one."""
+    wanted = _plain(name)
+    exact = [gpu for gpu in CATALOGUE if _plain(gpu.name) == wanted]
+    near = exact or [gpu for gpu in CATALOGUE if wanted and _plain(gpu.name).startswith(wanted)]
+    if len(near) == 1:
+        return near[0]
+    names = ", ".join(gpu.name for gpu in CATALOGUE)
+    raise ValueError(
+        f"gpus must name one of {names}, or give memory and rate as in 8x80GB@312TFLOPS, got {name!r}"
+        + (f", which could be {' or '.join(gpu.name for gpu in near)}" if near else "")
+    )
+
+
+_OWN = re.compile(r"(?P<memory>[\d.]+)GB@(?P<rate>[\d.]+)TFLOPS", re.IGNORECASE)
+
+
+def parse(text: str) -> tuple[int, Gpu]:
+    """(how many, which): "8xA800-80GB", "H200", or with memory and dense half-precision rate "8x80GB@312TFLOPS".
+
+    A GPU of one's own has links and other rates like the A100's, in proportion.
+    """
+    counted = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text)
+    if counted is None:
+        raise ValueError(f"gpus must be like 8xA800-80GB or 8x80GB@312TFLOPS, got {text!r}")
+    count, name = int(counted[1] or 1), counted[2]
+    if count < 1:
+        raise ValueError(f"gpus must be 1 or more, got {text!r}")
+    own = _OWN.fullmatch(name)
+    if own is None:
+        return count, find(name)
+    base, rate = find("A100-80GB"), float(own["rate"])
+    ratio = rate / base.half
+    made = replace(
+        base,
+        name=name,
+        memory_gb=float(own["memory"]),
+        half=rate,
+        tf32=base.tf32 * ratio,
+        single=base.single * ratio,
+        bandwidth=base.bandwidth * ratio,
+        source="memory and rate as given; everything else as an A100's, in proportion to the rate",
+    )
+    return count, made
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower().replace("nvidia", "").replace("amd", ""))

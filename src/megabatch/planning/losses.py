@@ -1,0 +1,98 @@
+"""What the loss alone takes on one rank, in memory and in time: ours, and the ways of others.
+
+n pairs of a rank, B of all R ranks, D wide. Bytes count what is alive at the peak of forward and backward beyond the
+embeddings themselves, their gradients included. Each formula says where it is from; tests hold ours and the dense ones against
+what the tensors add up to, `benchmarks/plan_validation.py` ours against a GPU.
+"""
+
+import math
+from dataclasses import dataclass
+
+from megabatch.planning import gpus
+from megabatch.planning.gpus import Gpu
+from megabatch.tiles.plan import strip_size
+
+VANILLA, LOCAL, INF_CL, MEGABATCH = "vanilla CLIP", "OpenCLIP, local loss", "Inf-CL", "megabatch"
+
+FLOAT, HALF = 4, 2
+STATISTICS = 64  # bytes a row: sums of exponentials in float64 and what they become; measured
+DENSE_BYTES = 16  # a pair at the peak, in float32 and under autocast alike: four float32 matrices; measured
+
+# Float32 blocks of n×D that inf_cl holds: ten on one GPU (measured, benchmarks/results/loss_gpu.md), and in its ring five
+# more: the block that is here and the one coming, the gradient going round and the one coming, and that of this visit.
+INF_CL_BLOCKS, INF_CL_RING_BLOCKS = 10, 5
+
+# Seconds that the host takes to launch a loss, which work on the device hides in part; fitted to the same table.
+LAUNCHING = 5.2e-3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The loss of one rank."""
+
+    batch: int  # B, of all ranks
+    ranks: int
+    nodes: int
+    width: int  # D
+    embedding_bytes: int  # of one number as the towers return it
+    half: bool  # whether products are in half precision
+
+    @property
+    def rows(self) -> int:
+        """n, of a rank with the most."""
+        return -(-self.batch // self.ranks)
+
+
+def loss_bytes(system: str, shape: Shape) -> float:
+    """Bytes of one rank's loss at its peak."""
+    return {VANILLA: _vanilla, LOCAL: _local, INF_CL: _inf_cl, MEGABATCH: _megabatch}[system](shape)
+
+
+def loss_seconds(system: str, shape: Shape, gpu: Gpu, precision: str, efficiency: float = gpus.LOSS_EFFICIENCY) -> float:
+    """Seconds of one rank's work, the exchange with others aside."""
+    pairs = shape.batch * (shape.batch if system == VANILLA else shape.rows)  # vanilla: all logits on every rank
+    operations, rate = 8.0 * pairs * shape.width, gpu.rate(precision)
+    if system == INF_CL:
+        return operations / (gpus.INF_CL_EFFICIENCY * gpu.rate("bf16"))
+    seconds = operations / (efficiency * rate)
+    if system in (VANILLA, LOCAL):
+        return seconds + gpus.DENSE_TRAFFIC * pairs / (1e9 * gpu.bandwidth)
+    return math.hypot(seconds, LAUNCHING)
+
+
+def _megabatch(shape: Shape) -> float:
+    """See docs/kernels.md for one rank, docs/ring.md for many."""
+    n, D, s = shape.rows, shape.width, shape.embedding_bytes
+    block, product = n * D, HALF if shape.half else FLOAT
+    strip = strip_size(n, n, D, product)
+    rows, columns = min(strip.rows, n), min(strip.columns, n)
+    work = rows * columns * product + 2 * rows * D * FLOAT
+    rounded = 2 * block * HALF if shape.half and s > HALF else 0
+    statistics = STATISTICS * n
+    if shape.ranks == 1:
+        # d image in its own type, the sums of d text in float32; as they end, d text is a copy if it is to be rounded.
+        last = block * s if s < FLOAT else 0
+        return rounded + block * s + block * FLOAT + statistics + max(work, last)
+    # Columns on their way, their sums found, coming, going and at home, and those of the rows; two levels hold twice the way.
+    two_levels = shape.nodes > 1 and shape.ranks > shape.nodes
+    travelling = (4 if two_levels else 2) * block * product
+    sums = (7 if two_levels else 5) * block * FLOAT
+    return rounded + travelling + sums + 2 * block * s + 2 * statistics + work
+
+
+def _vanilla(shape: Shape) -> float:
+    gathered = shape.batch * shape.width
+    # Both towers: what was gathered and its concatenation; the gradient of all of it; half-precision copies for the product.
+    several = 2 * 2 * FLOAT + 2 * FLOAT + (2 * HALF if shape.half else 0) if shape.ranks > 1 else 2 * shape.embedding_bytes
+    return DENSE_BYTES * float(shape.batch) ** 2 + gathered * several
+
+
+def _local(shape: Shape) -> float:
+    if shape.ranks == 1:
+        return _vanilla(shape)
+    return DENSE_BYTES * float(shape.batch) * shape.rows + shape.batch * shape.width * 2 * 2 * FLOAT
+
+
+def _inf_cl(shape: Shape) -> float:
+    blocks = INF_CL_BLOCKS + (INF_CL_RING_BLOCKS if shape.ranks > 1 else 0)
+    return float(blocks * shape.rows * shape.width * FLOAT)

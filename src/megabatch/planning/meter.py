@@ -1,0 +1,148 @@
+"""What a piece of PyTorch takes in memory and operations, found by running it on tensors that have shapes and no data.
+
+Nothing is allocated and no device is needed: every operator says what it would return, and the meter adds up the storages
+that are alive. What autograd saves is alive as long as its graph, so peaks of forward and backward passes come out as they
+would be.
+
+Tensors claim to be on a CPU, where PyTorch can run backward passes without a device. What CUDA does otherwise is done here:
+under autocast, normalisations and softmax compute in float32, and allocations are rounded up to 512 bytes.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+
+ALLOCATION_UNIT = 512  # bytes, of PyTorch's allocator for CUDA
+
+# Functions that autocast runs in float32 on CUDA and in half precision on a CPU; those that towers call.
+_IN_FLOAT32: set[Callable[..., Any]] = {
+    F.layer_norm,
+    F.rms_norm,
+    F.group_norm,
+    F.normalize,
+    F.softmax,
+    F.log_softmax,
+    F.cross_entropy,
+    torch.softmax,
+    torch.log_softmax,
+    torch.norm,
+    Tensor.softmax,
+    Tensor.log_softmax,
+    Tensor.norm,
+}
+
+_FLOPS: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *rest, out_shape=None, **more: sdpa_flop(
+        q, k, v
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda dout, q, k, v, *rest, out_shape=None, **more: sdpa_backward_flop(dout, q, k, v)
+    ),
+}
+
+
+class Meter:
+    """Bytes alive now and at the peak, and operations so far; of what is made inside `metered`."""
+
+    def __init__(self) -> None:
+        self.alive = 0
+        self.peak = 0
+        self._seen: set[int] = set()
+        self._counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of matrix products, convolutions and attention."""
+        return int(self._counter.get_total_flops())
+
+    def ignore(self, tensors: Sequence[Tensor]) -> None:
+        """These were there before."""
+        self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def _made(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        size = -(-storage.nbytes() // ALLOCATION_UNIT) * ALLOCATION_UNIT
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.alive -= size
+
+
+@contextmanager
+def metered(meter: Meter, half: torch.dtype | None) -> Iterator[None]:
+    """Counts what is made inside; `half` is autocast's type, or None. To be used inside `nowhere`."""
+    autocast = torch.autocast("cpu", dtype=half or torch.bfloat16, enabled=half is not None)
+    with autocast, _Float32(half is not None), meter._counter, _Watch(meter):
+        yield
+
+
+@cache
+def nowhere() -> AbstractContextManager[Any]:
+    """Tensors that are made inside have a shape and no data. Always the same context: those of two do not mix."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """`module`, built on the meta device, with parameters and buffers of the same shapes; to be used inside `nowhere`."""
+    made: dict[int, Tensor] = {}
+
+    def like(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            trained = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trained else empty
+        return made[id(tensor)]
+
+    for part in module.modules():
+        for group in (part._parameters, part._buffers):
+            for name, tensor in group.items():
+                if tensor is not None:
+                    group[name] = like(tensor)  # type: ignore[assignment]
+    return module
+
+
+class _Watch(TorchDispatchMode):
+    """Tells the meter of every tensor that an operator returns."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meter = meter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._meter._made(tensor)
+        return result
+
+
+class _Float32(TorchFunctionMode):
+    """CUDA's autocast where the CPU's differs."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self._enabled = enabled
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._enabled and func in _IN_FLOAT32 and args and isinstance(args[0], Tensor):
+            args = (args[0].float(), *args[1:])
+        return func(*args, **(kwargs or {}))

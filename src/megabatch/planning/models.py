@@ -1,0 +1,208 @@
+"""Towers by name, without weights: what a plan needs to know of a model is its shape.
+
+The names are those of `towers.load`, and nothing is allocated or downloaded except, for "hf:NAME", a config.json. Where all
+that is known is a number of parameters, a transformer of that size stands in for the tower.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch import extras
+from megabatch.planning.meter import nowhere, without_data
+from megabatch.towers.load import POSSIBLE
+from megabatch.towers.small import SmallConfig, SmallImageTower, SmallTextTower
+
+SMALL_TEXT_GRAMS = 64  # n-grams of a name or a short sentence
+MOST_LAYERS = 1000
+STAND_IN = "PARAMETERS:TOKENSxWIDTH for each tower, such as 304M:257x1024,124M:77x768"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One tower without data: `module(**inputs(n))` are the embeddings of n samples."""
+
+    name: str
+    module: nn.Module
+    inputs: Callable[[int], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Two towers, which may share a module."""
+
+    name: str
+    sides: tuple[Side, Side]
+
+    @property
+    def is_one_tower(self) -> bool:
+        """Whether both sides are encoded in the same way by the same module."""
+        first, second = self.sides
+        return first.module is second.module and first.inputs is second.inputs
+
+    @property
+    def parameters(self) -> int:
+        """Of both, each once."""
+        return sum(p.numel() for p in {id(p): p for side in self.sides for p in side.module.parameters()}.values())
+
+
+def model(spec: str, *, image_size: int | None = None, length: int | None = None) -> Model:
+    """The towers of a name, or of parameter counts.
+
+    Args:
+        spec: a name of `towers.load`, or `STAND_IN`.
+        image_size: pixels of a side; None for the model's own.
+        length: tokens of a text; None for the model's own.
+    """
+    family, _, name = spec.partition(":")
+    with torch.device("meta"):
+        if spec == "small":
+            made = _small(image_size, length)
+        elif family == "open_clip" and name:
+            made = _open_clip(name.partition("@")[0], image_size, length)
+        elif family in ("hf", "hf-config") and name:
+            made = _huggingface(name, spec, length)
+        elif spec[:1].isdigit():
+            made = _stand_ins(spec)
+        else:
+            raise ValueError(f"model must be one of: {'; '.join(POSSIBLE)}; or {STAND_IN}. Got {spec!r}")
+    with nowhere():
+        for module in {id(side.module): side.module for side in made}.values():
+            without_data(module)
+    return Model(spec, made)
+
+
+def _small(image_size: int | None, length: int | None) -> tuple[Side, Side]:
+    config = SmallConfig(image_size=image_size or SmallConfig.image_size)
+    size, grams = config.image_size, length or SMALL_TEXT_GRAMS
+
+    def texts(n: int) -> dict[str, Tensor]:
+        return {"grams": _ids(n, grams), "mask": torch.ones(n, grams)}
+
+    return (
+        Side("image", SmallImageTower(config), lambda n: {"images": torch.zeros(n, 3, size, size)}),
+        Side("text", SmallTextTower(config), texts),
+    )
+
+
+def _open_clip(architecture: str, image_size: int | None, length: int | None) -> tuple[Side, Side]:
+    from megabatch.towers.open_clip import Sides, known
+
+    package: Any = known(architecture)
+    options: dict[str, Any] = {"force_image_size": image_size}
+    if length is not None:
+        options["force_context_length"] = length
+    with _no_word_of_missing_weights():
+        whole = package.create_model(architecture, device="meta", pretrained_hf=False, **options)
+    for name in ("logit_scale", "logit_bias"):
+        if getattr(whole, name, None) is not None:
+            getattr(whole, name).requires_grad_(False)
+    size = whole.visual.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    tokens = length or int(whole.context_length)
+    module = Sides(whole)
+    return (
+        Side("image", module, lambda n: {"image": torch.zeros(n, 3, height, width)}),
+        Side("text", module, lambda n: {"text": _ids(n, tokens)}),
+    )
+
+
+@contextmanager
+def _no_word_of_missing_weights() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _huggingface(name: str, spec: str, length: int | None) -> tuple[Side, Side]:
+    from megabatch.towers.huggingface import PURPOSE, TextEncoder
+    from megabatch.towers.huggingface_inputs import longest
+
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=spec.startswith("hf-config:"))
+    except OSError as error:
+        raise ValueError(f"model must name a config.json that can be read, got {spec!r}: {error}") from error
+    module = TextEncoder(transformers.AutoModel.from_config(config, attn_implementation="sdpa"))
+    tokens = length or longest(config)
+
+    def texts(n: int) -> dict[str, Tensor]:
+        return {"input_ids": _ids(n, tokens), "attention_mask": torch.ones(n, tokens, dtype=torch.int64)}
+
+    return Side("first", module, texts), Side("second", module, texts)
+
+
+class StandIn(nn.Module):
+    """A pre-norm transformer over vectors, as many layers of its width as the parameters make."""
+
+    def __init__(self, parameters: int, tokens: int, width: int) -> None:
+        super().__init__()
+        layers = max(1, round(parameters / (12 * width**2)))
+        if layers > MOST_LAYERS:
+            raise ValueError(f"{parameters} parameters would be {layers} layers of width {width}")
+        heads = max(1, width // 64)
+        self.position = nn.Parameter(torch.empty(tokens, width))
+        self.blocks = nn.ModuleList([_Layer(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (n, tokens, width) -> (n, width)
+        """Embeddings of unit length."""
+        h = tokens + self.position
+        for block in self.blocks:
+            h = block(h)
+        return F.normalize(self.norm(h).mean(1), dim=-1)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.before_attention, self.before_hidden = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.hidden = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, h: Tensor) -> Tensor:
+        a = self.before_attention(h)
+        h = h + self.attention(a, a, a, need_weights=False)[0]
+        added: Tensor = self.hidden(self.before_hidden(h))
+        return h + added
+
+
+def _stand_ins(spec: str) -> tuple[Side, Side]:
+    parts = spec.split(",")
+    try:
+        one, other = parts * 2 if len(parts) == 1 else parts
+        first, second = _stand_in(one, "first"), _stand_in(other, "second")
+    except ValueError as error:
+        raise ValueError(f"model must be {STAND_IN}, got {spec!r}") from error
+    return first, second
+
+
+def _stand_in(text: str, name: str) -> Side:
+    count, _, shape = text.partition(":")
+    tokens, width = map(int, shape.split("x"))
+    module = StandIn(number(count), tokens, width)
+    return Side(name, module, lambda n: {"tokens": torch.zeros(n, tokens, width)})
+
+
+def number(text: str) -> int:
+    """ "304M", "1.2B", "64k" or "1,048,576" as a number; k, M and B are thousands, millions and billions."""
+    units = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+    bare = text.replace(",", "").replace("_", "").strip()
+    value = float(bare[:-1]) * units[bare[-1]] if bare[-1:] in units else float(bare)
+    if not (math.isfinite(value) and value >= 1):
+        raise ValueError(f"must be a number of 1 or more, such as 304M, got {text!r}")
+    return round(value)
+
+
+def _ids(n: int, tokens: int) -> Tensor:
+    return torch.zeros(n, tokens, dtype=torch.int64)

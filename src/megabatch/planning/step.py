@@ -1,0 +1,302 @@
+"""What a training step takes on every GPU, for a batch of any size: memory by what holds it, time by what it goes into.
+
+A step of this library is `training.cached_backward`: chunks are encoded without a graph, the loss is taken once, chunks are
+encoded again with one. So memory has two moments that may be the peak: while a tower goes back through a chunk, and while the
+loss works. A plain step has one: all activations are held while the loss works.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from megabatch.planning import encoder, exchange, gpus, losses
+from megabatch.planning.encoder import Encoder
+from megabatch.planning.gpus import Gpu
+from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, Shape
+from megabatch.planning.models import Model
+from megabatch.planning.ring import Cluster, Link
+
+DEVICE, HOST, REPLAY = "device", "host", "replay"
+SOURCES = (DEVICE, HOST, REPLAY)
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None, "fp32": None}  # and autocast's type
+OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 1, "none": 0}  # float32 numbers that each parameter has there
+SHARDINGS = ("none", "optimizer", "fsdp")
+HOST_MEMORY = 2 * 2**40  # of a node; assumed
+FLOAT = 4
+SYSTEMS = (VANILLA, LOCAL, INF_CL, MEGABATCH)
+
+# Chunks that a plan chooses from: the largest whose activations take at most this share of a GPU. More gains nothing:
+# products are long enough by then.
+CHUNKS, CHUNK_SHARE = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2), 0.2
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where a model is to be trained, and how."""
+
+    gpu: Gpu
+    per_node: int
+    nodes: int = 1
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    sharding: str = "none"
+    host_memory: float = HOST_MEMORY
+    encoder_efficiency: float = gpus.ENCODER_EFFICIENCY
+    loss_efficiency: float = gpus.LOSS_EFFICIENCY
+
+    def __post_init__(self) -> None:
+        """Says which options there are."""
+        for name, options in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS), ("sharding", SHARDINGS)):
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of all nodes."""
+        return self.nodes * self.per_node
+
+    @property
+    def half(self) -> bool:
+        """Whether products are in half precision."""
+        return PRECISIONS[self.precision] is not None
+
+    @property
+    def cluster(self) -> Cluster:
+        """For `planning.ring`."""
+        give = 1e9 * gpus.LINK_EFFICIENCY
+        return Cluster(
+            nodes=self.nodes,
+            ranks_per_node=self.per_node,
+            inside=Link(self.gpu.inside * give, gpus.LATENCY_INSIDE),
+            between=Link(self.gpu.between * give, gpus.LATENCY_BETWEEN),
+            rate=self.gpu.rate(self.precision) * self.loss_efficiency,
+            rails=self.per_node if self.gpu.rail_each else 1,
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU by what holds them; `loss` beside `activations` in a plain step, one or the other in a cached one."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    casts: float  # half-precision copies of weights
+    activations: float
+    embeddings: float
+    loss: float
+    inputs: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return float(sum(vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a step, by what they go into."""
+
+    encode: float  # forward passes
+    recompute: float  # forward passes of a cached step's second round
+    backward: float
+    loss: float
+    waiting: float  # exposed communication: columns of the loss, gradients of the towers, sharded weights
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return float(sum(vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model on a setup, encoded in chunks."""
+
+    model: Model
+    setup: Setup
+    encoders: tuple[Encoder, ...]
+    chunk: int
+
+    # Memory
+
+    def rows(self, batch: int) -> int:
+        """Pairs of a GPU."""
+        return -(-batch // self.setup.ranks)
+
+    def shape(self, batch: int) -> Shape:
+        """Of the loss."""
+        first = self.encoders[0]
+        return Shape(batch, self.setup.ranks, self.setup.nodes, first.width, first.embedding_bytes, self.setup.half)
+
+    @cached_property
+    def states(self) -> Memory:
+        """What is there between steps, and the gradients."""
+        whole, ranks, sharding = self.model.parameters * FLOAT, self.setup.ranks, self.setup.sharding
+        optimizer = whole * OPTIMIZERS[self.setup.optimizer] / (ranks if sharding != "none" else 1)
+        if sharding == "fsdp":
+            # One layer's weights are whole at a time, and the next is on its way; gradients stay whole until the last chunk.
+            return Memory(whole / ranks + 2 * self.largest_layer * FLOAT, whole, optimizer, 0, 0, 0, 0, 0)
+        buckets = whole if ranks > 1 else 0  # DDP's
+        return Memory(whole, whole + buckets, optimizer, 0, 0, 0, 0, 0)
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Parameters of the largest block that is repeated, or of the largest module with parameters of its own."""
+        blocks = [
+            sum(p.numel() for p in child.parameters())
+            for side in self.model.sides
+            for stack in side.module.modules()
+            if isinstance(stack, torch.nn.ModuleList | torch.nn.Sequential)
+            for child in stack
+        ]
+        own = [
+            sum(p.numel() for p in part.parameters(recurse=False))
+            for side in self.model.sides
+            for part in side.module.modules()
+        ]
+        return max(blocks + own, default=0)
+
+    @property
+    def casts(self) -> float:
+        """Half-precision copies of all towers' weights, each once."""
+        return self.encoders[0].casts if self.model.is_one_tower else sum(tower.casts for tower in self.encoders)
+
+    def embeddings(self, batch: int) -> float:
+        """Of all towers; or, later, their gradients."""
+        return self.rows(batch) * sum(tower.embedding for tower in self.encoders)
+
+    def inputs(self, batch: int, source: str) -> float:
+        """On the device: all of them, or two chunks of the tower at work."""
+        if source == DEVICE:
+            return self.rows(batch) * sum(tower.input_bytes for tower in self.encoders)
+        return 2 * min(self.chunk, self.rows(batch)) * max(tower.input_bytes for tower in self.encoders)
+
+    def host_bytes(self, batch: int) -> float:
+        """Of a node, where inputs are kept on the host."""
+        return self.rows(batch) * self.setup.per_node * sum(tower.input_bytes for tower in self.encoders)
+
+    def while_encoding(self, batch: int, source: str) -> Memory:
+        """A cached step, as the tower that needs most goes back through a chunk."""
+        chunk = min(self.chunk, self.rows(batch))
+        return replace(
+            self.states,
+            casts=self.casts,
+            activations=max(tower.backward.at(chunk) for tower in self.encoders),
+            embeddings=self.embeddings(batch),
+            inputs=self.inputs(batch, source),
+        )
+
+    def while_comparing(self, batch: int, system: str, source: str) -> Memory:
+        """A cached step, at the peak of its loss."""
+        return replace(
+            self.states,
+            embeddings=self.embeddings(batch),
+            loss=losses.loss_bytes(system, self.shape(batch)),
+            inputs=self.inputs(batch, source) if source == DEVICE else 0,
+        )
+
+    def plain(self, batch: int, system: str) -> Memory:
+        """A step without chunks: every activation is held while the loss works, and while the last tower goes back."""
+        rows = self.rows(batch)
+        saved = sum(tower.saved.at(rows) for tower in self.encoders)
+        work = max(tower.backward.at(rows) - tower.saved.at(rows) for tower in self.encoders)
+        loss = losses.loss_bytes(system, self.shape(batch))
+        return replace(
+            self.states,
+            casts=self.casts,
+            activations=saved + max(0, work - loss),
+            embeddings=self.embeddings(batch),
+            loss=loss,
+            inputs=self.inputs(batch, DEVICE),
+        )
+
+    def cached(self, batch: int, system: str, source: str) -> Memory:
+        """The larger of a cached step's two peaks."""
+        return max(self.while_encoding(batch, source), self.while_comparing(batch, system, source), key=lambda m: m.total)
+
+    # The largest batch
+
+    def largest(self, system: str, source: str | None) -> int:
+        """The largest batch that fits, a multiple of the GPUs; 0 if none does. `source` is None for a plain step."""
+
+        def fits(rows: int) -> bool:
+            batch = rows * self.setup.ranks
+            if source is None:
+                return self.plain(batch, system).total <= self.setup.gpu.usable
+            on_host = source != HOST or self.host_bytes(batch) <= self.setup.host_memory
+            return on_host and self.cached(batch, system, source).total <= self.setup.gpu.usable
+
+        return _largest(fits) * self.setup.ranks
+
+    # Time
+
+    def seconds(self, batch: int, system: str = MEGABATCH, *, cached: bool = True) -> Seconds:
+        """Of one step; communication is that of megabatch's ring, or of gathering for the dense losses."""
+        setup, rows, shape = self.setup, self.rows(batch), self.shape(batch)
+        rate = setup.gpu.rate(setup.precision) * setup.encoder_efficiency
+        forward = rows * sum(tower.forward_operations for tower in self.encoders) / rate
+        backward = rows * sum(tower.backward_operations for tower in self.encoders) / rate
+        loss = losses.loss_seconds(system, shape, setup.gpu, setup.precision, setup.loss_efficiency)
+        return Seconds(
+            encode=forward,
+            recompute=forward if cached else 0.0,
+            backward=backward,
+            loss=loss,
+            waiting=self._columns(system, shape) + self._gradients(rows, forward, backward, cached),
+        )
+
+    def _columns(self, system: str, shape: Shape) -> float:
+        cluster = self.setup.cluster
+        if system == MEGABATCH:
+            return exchange.waiting_for_columns(cluster, shape.rows, shape.width, 2 if self.setup.half else FLOAT).seconds
+        if (
+            system == INF_CL
+        ):  # two rings, each with the columns and their gradient in float32, behind work that takes far longer
+            return 0.0
+        # Embeddings of both towers gathered, their gradients scattered back.
+        return exchange.averaging_seconds(cluster, 2 * shape.batch * shape.width * FLOAT)
+
+    def _gradients(self, rows: int, forward: float, backward: float, cached: bool) -> float:
+        chunk = min(self.chunk, rows) if cached else rows
+        chunks = -(-rows // chunk)
+        averaging = exchange.averaging_seconds(self.setup.cluster, self.model.parameters * FLOAT)
+        hidden_by = backward / chunks  # the last chunk's backward pass
+        exposed = max(0.0, averaging - hidden_by)
+        if self.setup.sharding == "fsdp":
+            # Weights are gathered for each chunk in forward, in forward again and in backward: half an averaging each.
+            passes, work = (3, 2 * forward + backward) if cached else (2, forward + backward)
+            exposed += max(0.0, passes * chunks * averaging / 2 - work)
+        return exposed
+
+
+def make(model: Model, setup: Setup, chunk: int | None = None) -> Plan:
+    """Counts what the towers take; chooses a chunk if none is given."""
+    half = PRECISIONS[setup.precision]
+    if chunk is None:
+        tried = [encoder.measure(side, 32, half) for side in model.sides[: 1 if model.is_one_tower else 2]]
+        room = CHUNK_SHARE * setup.gpu.usable
+        chunk = next((c for c in CHUNKS if max(tower.backward.at(c) for tower in tried) <= room), CHUNKS[-1])
+    first = encoder.measure(model.sides[0], chunk, half)
+    second = replace(first, name=model.sides[1].name) if model.is_one_tower else encoder.measure(model.sides[1], chunk, half)
+    return Plan(model, setup, (first, second), chunk)
+
+
+def on(plan: Plan, nodes: int, per_node: int) -> Plan:
+    """The same on another number of GPUs."""
+    return replace(plan, setup=replace(plan.setup, nodes=nodes, per_node=per_node))
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, where every smaller one does."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high) and high < 2**40:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,100 @@
+"""What the benchmark says of losses: right ones are timed, wrong ones are named and get no speed."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from megabatch.bench import cached, loss_systems, losses
+from megabatch.bench.inputs import is_right, pairs
+from megabatch.bench.loss_systems import CHUNKS, CUDA_ONLY, DENSE, MEGABATCH, NAMES, loss_of
+from megabatch.bench.losses import LATE, MEMORY, MISSING, OK, WRONG, LossResult, Products
+
+
+def measured(batches=(96, 200), memory=None, until=math.inf):
+    found = list(losses.measure(list(batches), 24, "cpu", 0.0, memory, until))
+    by = {(r.system, r.batch): r for r in found if isinstance(r, LossResult)}
+    return by, [r for r in found if isinstance(r, Products)]
+
+
+def test_all_systems_agree_and_are_timed():
+    by, products = measured()
+    assert [p.batch for p in products] == [96, 200]
+    assert all(p.seconds > 0 for p in products)
+    for name in (MEGABATCH, CHUNKS, DENSE):
+        for batch in (96, 200):
+            result = by[name, batch]
+            assert result.status == OK
+            assert result.forward > 0
+            assert result.backward > 0
+            assert max(result.loss_error, result.gradient_error) < 1e-5
+    assert {by[name, 96].status for name in CUDA_ONLY} == {MISSING}
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradient", "nan", "negative"])
+def test_a_wrong_result_has_no_speed(monkeypatch, wrong):
+    right = loss_of(DENSE, "cpu")
+
+    def loss(x, y, k):
+        if wrong == "loss":
+            return right(x, y, k) * 1.001
+        if wrong == "gradient":
+            return right(x, y.detach(), k) + 0.0 * y.sum()
+        return right(x, y, k) * math.nan if wrong == "nan" else -right(x, y, k)
+
+    monkeypatch.setitem(loss_systems._BUILDERS, DENSE, lambda device: loss)
+    by, _ = measured([96])
+    result = by[DENSE, 96]
+    assert result.status == WRONG
+    assert (result.forward, result.backward, result.peak, result.seconds) == (None, None, None, None)
+    assert result.loss_error is not None
+    assert by[MEGABATCH, 96].status == OK
+    if wrong == "loss":
+        assert result.loss_error == pytest.approx(1e-3, rel=0.01)
+
+
+def test_a_dense_loss_that_cannot_fit_is_not_tried():
+    by, _ = measured(memory=16 * 100**2)
+    assert [by[DENSE, batch].status for batch in (96, 200)] == [OK, MEMORY]
+    assert [by[MEGABATCH, batch].status for batch in (96, 200)] == [OK, OK]
+
+
+def test_when_time_is_over():
+    by, _ = measured([96], until=time.perf_counter() - 1)
+    assert by[MEGABATCH, 96].status == LATE
+
+
+def test_products_are_those_of_the_definition():
+    """Each strip is multiplied: what is left in the buffers is that of the last one."""
+    image, text, _ = (t.detach() for t in pairs(64, 8))
+    work = losses.bare_products(image, text)
+    assert list(work) == ["S", "dX", "dY"]
+    names = dict(zip(work["S"].__code__.co_freevars, work["S"].__closure__, strict=True))
+    work["S"]()
+    torch.testing.assert_close(names["strip"].cell_contents, image @ text.T)
+
+
+def test_nothing_but_what_precision_explains_is_right():
+    assert is_right(1.0, 1e-6, 1e-6)
+    for wrong in ((1.0, 1e-3, 0.0), (1.0, 0.0, 1e-3), (-1e-9, 0.0, 0.0), (math.nan, math.nan, 0.0), (1.0, 0.0, math.nan)):
+        assert not is_right(*wrong)
+    assert is_right(1.0, 1e-2, 1e-2, "cuda")
+    assert not is_right(1.0, 1e-2, 4e-2, "cuda")
+
+
+def test_every_name_has_a_line_about_it():
+    assert set(loss_systems.ABOUT) == set(NAMES)
+    assert NAMES[0] == MEGABATCH
+
+
+def test_steps_whose_gradients_are_wrong_have_no_speed():
+    systems = ["plain step", "cached, budget 0", "accum-freq", "GradCache", "towers alone"]
+    found = {r.system: r for r in cached.measure("tiny", [32], 16, "cpu", systems)}
+    assert found["accum-freq"].status == WRONG
+    assert found["accum-freq"].scale_ratio == pytest.approx(4, rel=1e-3)
+    assert found["accum-freq"].seconds is None
+    for name in ("plain step", "cached, budget 0", "GradCache"):
+        assert (found[name].status, found[name].scale_ratio) == (OK, pytest.approx(1, abs=1e-3))
+        assert found[name].seconds > 0
+    assert found["towers alone"].error is None

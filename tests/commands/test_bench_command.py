@@ -1,0 +1,144 @@
+"""What is printed, drawn and written of a record."""
+
+import argparse
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from megabatch.bench import machine, parts
+from megabatch.bench.tables import tables, verdict
+from megabatch.commands import bench
+
+
+def loss(system, batch, status="ok", seconds=0.2, peak=2**20, error=1e-7):
+    timed = {"forward": seconds / 4, "backward": seconds * 3 / 4, "peak": peak} if status == "ok" else {}
+    row = {"system": system, "batch": batch, "status": status, "forward": None, "backward": None, "peak": None}
+    return row | {"loss": 1.0, "loss_error": error, "gradient_error": error} | timed
+
+
+def record():
+    level = {"status": "ok", "loss_error": 1e-8, "gradient_error": 1e-7}
+    step = {"error": 1e-7, "scale_ratio": 1.0, "status": "ok"}
+    return {
+        "command": "megabatch bench",
+        "machine": machine.describe(),
+        "device": "cpu",
+        "dtype": "float32",
+        "width": 64,
+        "losses": [
+            loss("megabatch", 512),
+            loss("open_clip", 512, seconds=0.3, peak=5 * 2**20),
+            loss("checkpoint", 512, "WRONG", error=0.25),
+            loss("inf_cl", 512, "not installed", error=None),
+            loss("megabatch", 1024, seconds=0.8),
+            loss("open_clip", 1024, "out of memory", error=None),
+        ],
+        "products": [{"batch": 512, "seconds": 0.1}, {"batch": 1024, "seconds": 0.4}],
+        "levels": [
+            level | {"system": "vanilla", "peak": 9 * 2**20, "seconds": 0.5},
+            level | {"system": "ring, tiles", "peak": 2**20, "seconds": 0.3},
+        ],
+        "levels_of": {"batch": 512, "world": 2, "width": 64},
+        "steps": [
+            step | {"system": "plain step", "batch": 64, "seconds": 0.5, "peak": 2**22},
+            step | {"system": "cached, budget 0", "batch": 64, "seconds": 0.7, "peak": 2**20},
+            step | {"system": "accum-freq", "batch": 64, "seconds": None, "peak": None, "scale_ratio": 4.0, "status": "WRONG"},
+        ],
+        "steps_of": {"model": "tiny", "chunk": 16, "precision": "float32"},
+    }
+
+
+def test_tables_give_errors_and_no_speed_to_wrong_results():
+    of_losses, of_levels, of_steps = tables(record())
+    by = {(row[0], row[1]): row for row in of_losses.rows}
+    assert by["512", "megabatch"][2:] == ["0.050", "0.150", "0.200", "0.50", "1.00", "1", "1.0", "1e-07", "1e-07"]
+    assert by["512", "open_clip"][6:9] == ["1.50", "5", "5.0"]
+    assert by["512", "checkpoint"][2:] == ["WRONG", "", "", "", "", "", "", "2e-01", "2e-01"]
+    assert by["1,024", "open_clip"][2] == "no memory"
+    assert ("512", "inf_cl") not in by
+    assert "Not installed, or not for this device: inf_cl." in of_losses.notes
+    assert of_levels.rows[1] == ["ring, tiles", "1", "0.300", "1e-08", "1e-07"]
+    assert of_steps.rows[2] == ["64", "accum-freq", "WRONG", "", "1e-07", "4.0000"]
+    for table in (of_losses, of_levels, of_steps):
+        assert {len(row) for row in table.rows} == {len(table.headings)}
+
+
+def test_one_sentence():
+    assert verdict(record()).startswith(
+        "At 512 pairs megabatch takes 0.2 s and 1 MiB; the fastest other, open_clip, 1.50 times as"
+    )
+    alone = record() | {"losses": [loss("megabatch", 512)]}
+    assert verdict(alone) == "No other loss could be compared."
+
+
+class Links(HTMLParser):
+    """What a page would fetch, and whether its tags are closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources, self.open = [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.sources += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_files(tmp_path, capsys):
+    names = bench._write(record(), tmp_path)
+    assert names == ["bench.html", "bench.json", "7 plots as PNG and SVG"]
+    assert len(list(tmp_path.glob("*.png"))) == len(list(tmp_path.glob("*.svg"))) == 7
+    assert json.loads((tmp_path / "bench.json").read_text())["width"] == 64
+    page = Links()
+    page.feed((tmp_path / "bench.html").read_text())
+    assert page.open == []
+    assert len(page.sources) == 7
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)  # needs nothing else
+    bench._show(record())
+    out = capsys.readouterr().out
+    assert "WRONG" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_exit_status_says_whether_ours_is_right():
+    assert bench._ours_is_right(record())
+    wrong = record()
+    wrong["losses"][0]["status"] = "WRONG"
+    assert not bench._ours_is_right(wrong)
+
+
+def run(*words):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return bench.run(parser.parse_args(words))
+
+
+def test_the_whole_command(tmp_path, capsys):
+    assert (
+        run("--quick", "--cpu", "--parts", "losses", "--batches", "64", "128", "--width", "16", "--output", str(tmp_path)) == 0
+    )
+    out = capsys.readouterr().out
+    assert "CLIP loss, forward and backward, float32, D = 16" in out
+    assert "Written to" in out
+    assert {path.name for path in tmp_path.iterdir()} >= {"bench.html", "bench.json", "loss_memory.svg", "products.png"}
+
+
+@pytest.mark.slow
+def test_levels_over_ranks():
+    sizes = parts.SIZES["cpu", True]
+    found = parts.levels(sizes, "cpu", lambda text, share: None)
+    assert [r["status"] for r in found["levels"]] == ["ok"] * 4
+    peaks = [r["peak"] for r in found["levels"]]
+    assert peaks[0] > peaks[1] > max(peaks[2:])
+
+
+def test_missing_packages_are_named(monkeypatch, capsys):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run("--quick") == 2
+    assert 'rich and matplotlib missing; pip install "megabatch[bench]" brings them' in capsys.readouterr().err

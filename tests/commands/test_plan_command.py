@@ -1,0 +1,61 @@
+"""The command as a user meets it."""
+
+import argparse
+import json
+
+import pytest
+
+from megabatch.commands import plan
+
+
+def run(*words):
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    return plan.run(parser.parse_args(words))
+
+
+def test_a_plan_is_printed_and_written(tmp_path, capsys):
+    assert run("--model", "small", "--gpus", "8xA800-80GB", "--nodes", "2", "--batch", "1M", "--output", str(tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "It is your loss that is in the way of 1,048,576 pairs, not your encoder."
+    for words in ("Largest batch, pairs", "activations of a chunk", "waiting for messages", "2 × 8 × A800-80GB"):
+        assert words in out
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert record["batch"] == 2**20
+    assert record["largest"]["megabatch"]["replay"] > record["largest"]["OpenCLIP, local loss"]["host"]
+    assert (tmp_path / "plan.txt").read_text() in out
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.txt", "plan.json", "plan.png", "plan.svg"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "tiny", "--gpus", "H200"), "megabatch plan: model must be one of: small"),
+        (("--model", "small", "--gpus", "8xA100"), "which could be A100-40GB or A100-80GB"),
+    ],
+)
+def test_a_mistake_is_explained(capsys, words, message):
+    assert run(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batch", "none"), "must be a number of 1 or more, such as 32768 or 1M, got 'none'"),
+        (("--nodes", "0"), "must be 1 or more, got 0"),
+        (("--loss-efficiency", "1.5"), "must be above 0 and at most 1, got 1.5"),
+    ],
+)
+def test_a_wrong_number_is_explained(capsys, words, message):
+    with pytest.raises(SystemExit):
+        run("--model", "small", "--gpus", "H200", *words)
+    assert message in capsys.readouterr().err
+
+
+def test_links_and_rates_are_taken(tmp_path):
+    words = ("--model", "small", "--gpus", "4x24GB@100TFLOPS", "--nodes", "2", "--inside", "20", "--between", "1", "--one-link")
+    assert run(*words, "--host-memory", "64", "--precision", "tf32", "--sharding", "fsdp", "--output", str(tmp_path)) == 0
+    setup = json.loads((tmp_path / "plan.json").read_text())["setup"]
+    assert (setup["gpu"]["inside"], setup["gpu"]["between"], setup["gpu"]["rail_each"]) == (20, 1, False)
+    assert setup["host_memory"] == 64 * 2**30

@@ -1,0 +1,147 @@
+"""What a tower takes: by hand, and as published for a model that everybody knows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megabatch.planning import encoder, models
+from megabatch.planning.meter import nowhere, without_data
+from megabatch.planning.models import Side
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256, bias=False), nn.Linear(256, 128, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def side():
+    with torch.device("meta"):
+        module = Two()
+    with nowhere():
+        without_data(module)
+    return Side("image", module, lambda n: {"x": torch.zeros(n, 64)})
+
+
+def test_two_layers_by_hand():
+    found = encoder.measure(side(), 64, None)
+    assert (found.width, found.embedding_bytes, found.input_bytes, found.casts) == (128, 4, 4 * 64, 0)
+    assert (found.forward_operations, found.backward_operations) == (2 * 256 * 192, 2 * 256 * 192 + 2 * 256 * 128)
+    assert (found.saved.fixed, found.saved.each) == (0, 4 * (256 + 128))  # what relu returned, and the embeddings
+    # Embeddings and their gradient, the hidden layer and its gradient, and that of the second weights before it is added.
+    assert found.backward.at(64) == 64 * 4 * (2 * 128 + 2 * 256) + 4 * 256 * 128
+
+
+def test_half_precision_by_hand():
+    found = encoder.measure(side(), 64, torch.bfloat16)
+    assert found.casts == 2 * 256 * (64 + 128)
+    assert found.embedding_bytes == 2
+    assert found.saved.each == 2 * (64 + 256 + 128)  # the inputs are cast and saved, too
+
+
+def test_one_size_tells_of_others():
+    with torch.device("meta"):
+        module = models.StandIn(3 * 12 * 128**2, 20, 128)
+    with nowhere():
+        without_data(module)
+    tower = Side("first", module, lambda n: {"tokens": torch.zeros(n, 20, 128)})
+    small, large = (encoder.measure(tower, n, torch.bfloat16) for n in (32, 128))
+    assert small.casts == large.casts
+    for line in ("saved", "backward"):
+        assert getattr(small, line).at(128) == pytest.approx(getattr(large, line).at(128), rel=0.01)
+
+
+def test_vit_b_32_as_open_clip_publishes_it():
+    model = models.model("open_clip:ViT-B-32")
+    assert model.parameters == 151_277_313
+    assert not model.is_one_tower
+    towers = [encoder.measure(side, 4, torch.bfloat16) for side in model.sides]
+    # open_clip's docs/model_profile.csv: 8.82 and 5.96 GFLOP.
+    assert [tower.forward_operations / 1e9 for tower in towers] == [
+        pytest.approx(8.82, abs=0.01),
+        pytest.approx(5.96, abs=0.01),
+    ]
+    assert [tower.width for tower in towers] == [512, 512]
+    assert [tower.input_bytes for tower in towers] == [4 * 3 * 224**2, 8 * 77]
+
+
+def test_image_size_and_length():
+    model = models.model("open_clip:ViT-B-32", image_size=256, length=32)
+    image, text = (side.inputs(2) for side in model.sides)
+    assert (image["image"].shape, text["text"].shape) == ((2, 3, 256, 256), (2, 32))
+    assert model.sides[0].module.model.visual.positional_embedding.shape[0] == 8 * 8 + 1
+    assert model.sides[0].module.model.positional_embedding.shape[0] == 32
+
+
+def test_small_towers():
+    model = models.model("small")
+    real = sum(p.numel() for tower in _loaded() for p in tower.module.parameters())
+    assert model.parameters == real
+    assert [encoder.measure(side, 4, None).width for side in model.sides] == [256, 256]
+
+
+def _loaded():
+    from megabatch import towers
+
+    return towers.load("small").towers
+
+
+def test_parameter_counts():
+    model = models.model("7M:16x256,3.1M:8x256")
+    assert model.parameters == pytest.approx(7e6 + 3.1e6, rel=0.1)
+    assert [side.inputs(2)["tokens"].shape for side in model.sides] == [(2, 16, 256), (2, 8, 256)]
+
+
+def test_a_config_of_transformers(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, '
+        '"vocab_size": 500, "max_position_embeddings": 40}'
+    )
+    model = models.model(f"hf-config:{tmp_path}")
+    assert model.is_one_tower
+    found = encoder.measure(model.sides[0], 4, torch.bfloat16)
+    assert found.width == 64
+    assert found.input_bytes == 2 * 8 * 38  # two positions less than the table has
+    layer = 2 * (4 * 64 * 64 + 2 * 64 * 128) * 38 + 2 * (2 * 38 * 38 * 64)
+    assert found.forward_operations == 2 * layer + 2 * 64 * 64  # and the pooler
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("resnet", "model must be one of: small .*; or PARAMETERS:TOKENSxWIDTH .* Got 'resnet'"),
+        ("open_clip:ViT-B-33", "model must be one that open_clip knows, such as .*, got 'ViT-B-33'"),
+        ("12M", "model must be PARAMETERS:TOKENSxWIDTH for each tower, .* got '12M'"),
+        ("12M:3x4,5M:3x4,6M:3x4", "model must be PARAMETERS:TOKENSxWIDTH"),
+        ("hf-config:/no/such/folder", "model must name a config.json that can be read, got 'hf-config:/no/such/folder'"),
+    ],
+)
+def test_models_that_are_none(spec, message):
+    with pytest.raises(ValueError, match=message):
+        models.model(spec)
+
+
+def test_a_chunk_of_one_tells_nothing():
+    with pytest.raises(ValueError, match="chunk must be 2 or more, got 1"):
+        encoder.measure(side(), 1, None)
+
+
+def test_numbers():
+    assert [models.number(text) for text in ("304M", "1.5B", "64k", "1,048,576")] == [304_000_000, 1_500_000_000, 64_000, 2**20]
+    for wrong in ("", "many", "-3", "inf"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            models.number(wrong)
+
+
+def test_normalised_embeddings_are_float32_under_autocast():
+    with torch.device("meta"):
+        module = nn.Sequential()
+        module.layer = nn.Linear(8, 8)
+        module.forward = lambda x: F.normalize(module.layer(x), dim=-1)
+    with nowhere():
+        without_data(module)
+    assert encoder.measure(Side("a", module, lambda n: {"x": torch.zeros(n, 8)}), 4, torch.bfloat16).embedding_bytes == 4

@@ -1,0 +1,99 @@
+"""What losses take, against what was measured on a GPU, against tensors counted one by one, and against the paper."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import dense_clip
+from megabatch.planning import gpus
+from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, Shape, loss_bytes, loss_seconds
+from megabatch.planning.meter import Meter, metered, nowhere
+
+GIB = 2**30
+RECORD = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "loss_gpu.json").read_text())
+NAMES = {"megabatch": MEGABATCH, "open_clip": LOCAL, "inf_cl": INF_CL}
+
+
+def alone(B, D, embedding_bytes=2, half=True):
+    return Shape(B, 1, 1, D, embedding_bytes, half)
+
+
+def measured(system, key):
+    rows = [r for r in RECORD["results"] if r["loss_name"] == "clip" and r["system"] == system and key in r]
+    assert rows
+    return [(r["B"], r["D"], r[key]) for r in rows]
+
+
+@pytest.mark.parametrize(("system", "tolerance"), [("megabatch", 0.005), ("open_clip", 0.001), ("inf_cl", 0.005)])
+def test_memory_is_that_measured_on_an_h200(system, tolerance):
+    for B, D, peak in measured(system, "peak_bytes"):
+        assert loss_bytes(NAMES[system], alone(B, D)) == pytest.approx(peak, rel=tolerance)
+
+
+def test_a_million_pairs():
+    (large,) = RECORD["large"]
+    shape = alone(large["B"], large["D"])
+    assert loss_bytes(MEGABATCH, shape) == pytest.approx(large["peak_bytes"], rel=0.005)
+    assert loss_seconds(MEGABATCH, shape, gpus.find("H200"), "bf16") == pytest.approx(large["seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize(("system", "tolerance"), [("megabatch", 0.05), ("open_clip", 0.1), ("inf_cl", 0.1)])
+def test_time_is_that_measured_on_an_h200(system, tolerance):
+    for B, D, ms in measured(system, "ms"):
+        # The dense losses' formula is for sizes at which the matrix no longer fits a cache.
+        if system == "megabatch" or B >= 32768:
+            found = 1000 * loss_seconds(NAMES[system], alone(B, D), gpus.find("H200"), "bf16")
+            assert found == pytest.approx(ms, rel=tolerance), (B, D)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "half"), [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+)
+def test_a_dense_loss_is_its_tensors(dtype, half):
+    B, D = 4096, 128
+    meter = Meter()
+    with nowhere():
+        x, y = (torch.empty(B, D, dtype=dtype, requires_grad=True) for _ in range(2))
+        scale = torch.ones((), requires_grad=True)
+        meter.ignore([x, y, scale])
+        with metered(meter, half):
+            loss = dense_clip(x, y, scale)
+            with torch.autocast("cpu", enabled=False):
+                loss.backward()
+    assert loss_bytes(VANILLA, alone(B, D, dtype.itemsize, half is not None)) == pytest.approx(meter.peak, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("system", "batch", "paper", "tolerance"),
+    [
+        (VANILLA, 32, 16.67, 0.02),
+        (VANILLA, 64, 66.11, 0.02),
+        (LOCAL, 32, 2.27, 0.06),
+        (LOCAL, 64, 8.63, 0.02),
+        (LOCAL, 128, 33.64, 0.01),
+        (INF_CL, 32, 0.18, 0.04),
+        (INF_CL, 64, 0.36, 0.04),
+        (INF_CL, 128, 0.72, 0.04),
+        (INF_CL, 256, 1.45, 0.04),
+    ],
+)
+def test_the_papers_loss_memory(system, batch, paper, tolerance):
+    """Table 2 of arXiv 2410.17243: ViT-L/14, eight A800; docs/plan.md explains what is left."""
+    assert loss_bytes(system, Shape(batch * 1024, 8, 1, 768, 4, True)) / GIB == pytest.approx(paper, rel=tolerance)
+
+
+def test_ranks_share_the_work_but_not_that_of_the_vanilla_loss():
+    gpu = gpus.find("A800")
+    for system in (LOCAL, INF_CL, MEGABATCH):
+        one, eight = (loss_seconds(system, Shape(2**18, ranks, 1, 512, 2, True), gpu, "bf16") for ranks in (1, 8))
+        assert one == pytest.approx(8 * eight, rel=0.05)
+    one, eight = (loss_seconds(VANILLA, Shape(2**18, ranks, 1, 512, 2, True), gpu, "bf16") for ranks in (1, 8))
+    assert one == eight
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_our_memory_is_linear_in_the_pairs_of_a_rank(ranks):
+    small, large = (loss_bytes(MEGABATCH, Shape(2**i * ranks, ranks, -(-ranks // 8), 512, 4, True)) for i in (20, 22))
+    assert 3.5 < large / small <= 4

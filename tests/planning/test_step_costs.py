@@ -1,0 +1,177 @@
+"""A plan's arithmetic on towers that can be counted by hand, its limits, and what it says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch.planning import gpus, report, step
+from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, loss_bytes
+from megabatch.planning.meter import nowhere, without_data
+from megabatch.planning.models import Model, Side
+from megabatch.planning.step import DEVICE, HOST, REPLAY, Setup
+
+WIDTH = 128
+
+
+class Hidden(nn.Module):
+    def __init__(self, inputs):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(inputs, 512, bias=False), nn.ReLU(), nn.Linear(512, WIDTH, bias=False))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def model(first=64, second=256):
+    sides = []
+    for name, inputs in (("image", first), ("text", second)):
+        with torch.device("meta"):
+            module = Hidden(inputs)
+        with nowhere():
+            without_data(module)
+        sides.append(Side(name, module, lambda n, inputs=inputs: {"x": torch.zeros(n, inputs)}))
+    return Model("by hand", tuple(sides))
+
+
+GPU = replace(gpus.find("A100-40GB"), memory_gb=1)
+
+
+def plan(chunk=64, **options):
+    return step.make(model(), Setup(GPU, options.pop("per_node", 1), precision="fp32", **options), chunk)
+
+
+PARAMETERS = 512 * (64 + WIDTH) + 512 * (256 + WIDTH)
+
+
+def test_a_cached_step_by_hand():
+    B, found = 1000, plan()
+    m = found.while_encoding(B, REPLAY)
+    assert (m.weights, m.gradients, m.optimizer, m.casts) == (4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS, 0)
+    # The second tower's last moment: embeddings and their gradient, the hidden layer's, and that of the first weights.
+    assert m.activations == 64 * 4 * (2 * WIDTH + 512) + 4 * 512 * 256
+    assert m.embeddings == 2 * B * WIDTH * 4
+    assert m.inputs == 2 * 64 * 4 * 256  # two chunks of the larger tower's
+    assert m.loss == 0
+    assert found.while_encoding(B, DEVICE).inputs == B * 4 * (64 + 256)
+    while_loss = found.while_comparing(B, MEGABATCH, REPLAY)
+    assert (while_loss.activations, while_loss.inputs) == (0, 0)
+    assert while_loss.loss == loss_bytes(MEGABATCH, found.shape(B))
+    assert found.cached(B, MEGABATCH, REPLAY).total == max(m.total, while_loss.total)
+    assert found.host_bytes(B) == B * 4 * (64 + 256)
+
+
+def test_a_plain_step_by_hand():
+    B, found = 1000, plan()
+    m = found.plain(B, LOCAL)
+    assert m.activations == pytest.approx(2 * B * 4 * (512 + WIDTH), rel=0.001)
+    assert m.loss == pytest.approx(16 * B**2 + 8 * B * WIDTH)
+
+
+def test_time_by_hand():
+    B, found = 4096, plan()
+    seconds = found.seconds(B)
+    rate = GPU.single * 1e12
+    forward = 2 * PARAMETERS * B / (rate * gpus.ENCODER_EFFICIENCY)
+    assert seconds.encode == seconds.recompute == pytest.approx(forward)
+    backward = 2 * forward - 2 * 512 * (64 + 256) * B / (rate * gpus.ENCODER_EFFICIENCY)  # nobody asks for d inputs
+    assert seconds.backward == pytest.approx(backward)
+    assert found.seconds(2**17).loss == pytest.approx(8 * 2**34 * WIDTH / (rate * gpus.LOSS_EFFICIENCY), rel=0.01)
+    assert seconds.waiting == 0
+    assert found.seconds(B, cached=False).recompute == 0
+
+
+def test_ranks_share_pairs_and_ddp_has_buckets():
+    found = plan(per_node=4, nodes=2)
+    assert found.rows(1001) == 126
+    assert found.states.gradients == 8 * PARAMETERS
+    assert found.while_encoding(8000, REPLAY).embeddings == 2 * 1000 * WIDTH * 4
+    assert found.seconds(8000).waiting > 0
+
+
+@pytest.mark.parametrize("sharding", step.SHARDINGS)
+def test_what_is_sharded(sharding):
+    states = plan(per_node=4, sharding=sharding).states
+    assert states.optimizer == 8 * PARAMETERS / (1 if sharding == "none" else 4)
+    if sharding == "fsdp":
+        assert states.weights == PARAMETERS + 2 * 4 * 512 * 256
+        assert states.gradients == 4 * PARAMETERS
+    else:
+        assert (states.weights, states.gradients) == (4 * PARAMETERS, 8 * PARAMETERS)
+
+
+@pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 2), ("lion", 1), ("none", 0)])
+def test_optimizers(optimizer, numbers):
+    assert plan(optimizer=optimizer).states.optimizer == 4 * numbers * PARAMETERS
+
+
+@pytest.mark.parametrize("system", step.SYSTEMS)
+@pytest.mark.parametrize("source", [None, *step.SOURCES])
+def test_the_largest_batch_fits_and_the_next_does_not(system, source):
+    found = plan(per_node=2)
+    largest = found.largest(system, source)
+    assert largest > 0
+    assert largest % 2 == 0
+
+    def total(batch):
+        return found.plain(batch, system).total if source is None else found.cached(batch, system, source).total
+
+    assert total(largest) <= GPU.usable < total(largest + 2)
+
+
+def test_sources_and_systems_are_in_the_order_they_should_be():
+    found = plan(per_node=8)
+    on_device, on_host, replayed = (found.largest(MEGABATCH, source) for source in (DEVICE, HOST, REPLAY))
+    assert on_device < on_host <= replayed
+    vanilla, local, inf_cl = (found.largest(system, HOST) for system in (VANILLA, LOCAL, INF_CL))
+    assert vanilla < local < inf_cl < replayed
+    assert found.largest(LOCAL, None) < local
+
+
+def test_the_hosts_memory_is_a_limit_for_what_is_kept_there():
+    small = plan(host_memory=1e6)
+    assert small.largest(MEGABATCH, HOST) == 1_000_000 // (4 * (64 + 256))
+    assert small.largest(MEGABATCH, REPLAY) > 10_000
+
+
+def test_nothing_fits():
+    found = plan()
+    tiny = replace(found, setup=replace(found.setup, gpu=replace(GPU, memory_gb=0.001)))
+    assert tiny.largest(MEGABATCH, REPLAY) == 0
+    assert "Not even one pair a GPU fits" in report.advice(tiny)
+
+
+def test_a_chunk_is_chosen_by_the_memory():
+    chosen = [step.make(model(), Setup(replace(GPU, memory_gb=gb), 1, precision="fp32")).chunk for gb in (0.0005, 0.005, 1)]
+    assert chosen[0] < chosen[1] < chosen[2] == step.CHUNKS[0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "gb", "says"),
+    [
+        (256, 1, "Neither your loss nor your encoder is in the way of 256 pairs"),
+        (20000, 1, "It is your loss that is in the way of 20,000 pairs, not your encoder"),
+        (100, 0.0029, "It is your encoder that is in the way of 100 pairs, not your loss"),
+        (3000, 0.01, "Both your loss and your encoder are in the way of 3,000 pairs"),
+        (1000, 0.0238, "Your loss and your encoder fit 1,000 pairs each alone, not together"),
+    ],
+)
+def test_is_it_my_loss_or_my_encoder(batch, gb, says):
+    found = plan(optimizer="none")
+    found = replace(found, setup=replace(found.setup, gpu=replace(GPU, memory_gb=gb)))
+    whole = found.plain(batch, LOCAL)
+    assert report.verdict(found, batch).startswith(says), [whole.activations / 2**20, whole.loss / 2**20, whole.total / 2**20]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"precision": "fp8"}, "precision must be one of bf16, fp16, tf32, fp32, got 'fp8'"),
+        ({"optimizer": "adam9"}, "optimizer must be one of adamw, lion, sgd, none, got 'adam9'"),
+        ({"sharding": "ddp"}, "sharding must be one of none, optimizer, fsdp, got 'ddp'"),
+    ],
+)
+def test_wrong_options(option, message):
+    with pytest.raises(ValueError, match=message):
+        Setup(GPU, 1, **option)
