@@ -24,9 +24,9 @@ LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 25e-6  # seconds of a message; assumed
 # eight A800 are 0.37 of it.
 ENCODER_EFFICIENCY = 0.40
 
-# Of the same rate, what this library's loss reaches, counting 8·B²·D operations: 0.617 to 0.632 measured on an H200 from 64k
+# Of the same rate, what this library's loss reaches, counting 8·B²·D operations: 0.642 to 0.661 measured on an H200 from 64k
 # pairs on (benchmarks/results/loss_gpu.md). Assumed elsewhere.
-LOSS_EFFICIENCY = 0.623
+LOSS_EFFICIENCY = 0.65
 
 # And what inf_cl reaches: 16 to 19 TFLOP/s measured on an H200 (the same file), where 8·B²·D operations are counted though it
 # does 20.
