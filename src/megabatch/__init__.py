@@ -1,6 +1,6 @@
 """megabatch: exact contrastive losses in memory that grows linearly with the batch."""
 
-from megabatch.losses import ClipLoss, SigLipLoss, clip_loss, siglip_loss
+from megabatch.losses import ClipLoss, Negatives, SigLipLoss, clip_loss, info_nce, siglip_loss
 from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
 from megabatch.training import HostSource, ReplaySource, Source, cached_backward
 
@@ -9,11 +9,13 @@ __version__ = "0.1.0"
 __all__ = [
     "ClipLoss",
     "HostSource",
+    "Negatives",
     "ReplaySource",
     "SigLipLoss",
     "Source",
     "cached_backward",
     "clip_loss",
+    "info_nce",
     "pairwise_logsumexp",
     "pairwise_rank",
     "pairwise_softplus",

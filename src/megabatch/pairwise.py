@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import operators, validation
+from megabatch.arguments import number as _number
+from megabatch.arguments import offsets as _offsets
 from megabatch.operators.logsumexp import APART, KEPT, SKIPPED
-from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY, accumulator_dtype
+from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY
 
 
 def pairwise_logsumexp(
@@ -192,16 +194,3 @@ def _matched(
     if not route:  # over a group one rank may have none; that all have none is found out together
         validation.at_least_one_pair(x, names[0])
     return precision, validation.backend(backend, precision, x.device), route
-
-
-def _number(value: float | Tensor, name: str, x: Tensor) -> Tensor:  # ()
-    """A scale or bias as a 0-d tensor, made on the device: a copy from the host would make CUDA wait."""
-    validation.number(value, name, x)
-    dtype = accumulator_dtype(x.dtype)
-    if isinstance(value, Tensor):
-        return value.reshape(()).to(dtype)
-    return torch.full((), value, dtype=dtype, device=x.device)
-
-
-def _offsets(value: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if value is None else value.to(accumulator_dtype(x.dtype))

@@ -5,8 +5,10 @@ are tensors, strings and booleans that were checked before they come here.
 """
 
 from megabatch.operators.logsumexp import logsumexp
+from megabatch.operators.matching import matching
 from megabatch.operators.rank import rank
+from megabatch.operators.row_logsumexp import row_logsumexp
 from megabatch.operators.sigmoid import sigmoid_mean
 from megabatch.operators.softplus import softplus
 
-__all__ = ["logsumexp", "rank", "sigmoid_mean", "softplus"]
+__all__ = ["logsumexp", "matching", "rank", "row_logsumexp", "sigmoid_mean", "softplus"]

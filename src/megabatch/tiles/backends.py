@@ -21,11 +21,13 @@ class Walks(Protocol):
 
     def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]: ...  # noqa: D102
 
+    def row_statistics(self, block: Block) -> LogSum: ...  # noqa: D102
+
     def logsumexp_gradients(  # noqa: D102
         self,
         block: Block,
         row: LogSum,
-        col: LogSum,
+        col: LogSum | None,
         drow: Tensor | None,
         dcol: Tensor | None,
         sums: ColumnGradients,

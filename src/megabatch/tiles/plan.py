@@ -121,7 +121,8 @@ def panel(block: Block, task: str) -> Panel | None:
     widest = {"sums": 512, "softmax": 768, "sigmoid": 1024}[task]
     half = block.precision in (BFLOAT16, FLOAT16)
     biased = block.col_bias is not None or (block.row_bias is not None and task != "sigmoid")
-    if widest < block.D or not half or biased or block.row_ids is not None or not has_gluon(block.x.device):
+    chosen = block.row_ids is not None or block.limit is not None
+    if widest < block.D or not half or biased or chosen or not has_gluon(block.x.device):
         return None
     steps = -(-block.D // 64)
     return Panel(steps, min(8, 12 - steps)) if steps <= 8 else Panel(6, 6)

@@ -45,6 +45,7 @@ def _strip(
     col_plain,
     row_ids,
     col_ids,
+    limit,  # (N,) or None
     row_weight,  # (N,)
     col_weight,  # (M,)
     row_shift,  # (N,) of a row's own, or −inf
@@ -105,7 +106,9 @@ def _strip(
                 mh = m + half * HALF
                 offs_m = mh + tl.arange(0, HALF)
                 column, row = offsets(col_offset, base, offs_m, M, 0), offsets(row_offset, 0.0, offs_n, N, 1)
-                t = exponents(part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
+                t = exponents(
+                    part, k, k_rest, column, row, row_ids, col_ids, limit, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL
+                )
                 if KIND == SIGMOID:
                     small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # of the two exponentials the one that cannot overflow
                     g = a[:, None] * tl.where(t >= 0, 1.0, small) / (1.0 + small)
@@ -116,7 +119,21 @@ def _strip(
                     else:
                         column, row = offsets(col_plain, 0.0, offs_m, M, 0), offsets(row_plain, 0.0, offs_n, N, 1)
                         plain = exponents(
-                            part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL
+                            part,
+                            k,
+                            k_rest,
+                            column,
+                            row,
+                            row_ids,
+                            col_ids,
+                            limit,
+                            n,
+                            mh,
+                            N,
+                            M,
+                            HAS_ROW_OFFSET,
+                            EXACT,
+                            SKIP_DIAGONAL,
                         )
                         rs, cs = offsets(row_shift, 0.0, offs_n, N, 1), offsets(col_shift, 0.0, offs_m, M, 0)
                         none = -float("inf")
@@ -159,7 +176,7 @@ class _SoftmaxWeights:
 def logsumexp_gradients(
     block: Block,
     row: LogSum,  # (N,) the whole sums, of which the block may be a part
-    col: LogSum,  # (M,)
+    col: LogSum | None,  # (M,) None where dcol is
     drow: Tensor | None,  # (N,)
     dcol: Tensor | None,  # (M,)
     sums: ColumnGradients,
@@ -168,8 +185,8 @@ def logsumexp_gradients(
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     given = exponent_operands(block)
     size = _strip_tile(given, block, SOFTMAX)
-    row_weight, row_shift, row_odd = _relative(row, drow, given.shift, size.rows)
-    col_weight, col_shift, col_odd = _relative(col, dcol, given.shift, size.columns)
+    row_weight, row_shift, row_odd = _relative(row, drow, given.shift, block.N, size.rows)
+    col_weight, col_shift, col_odd = _relative(col, dcol, given.shift, block.M, size.columns)
     odd = row_odd.amax() + col_odd.amax()
     weights = _SoftmaxWeights(row_weight, col_weight, row_shift, col_shift, odd, row_odd, col_odd)
     return _walk(given, block, size, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
@@ -225,14 +242,15 @@ def _panel(block: Block, kind: tl.constexpr) -> plan.Panel | None:
 
 
 def _relative(
-    sums: LogSum,  # float64
+    sums: LogSum | None,  # float64
     gradient: Tensor | None,
     shift: Tensor,  # () C
+    length: int,
     tile: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (K,), (K,), (tiles,)
     """gradient / sum at the shift C, or where that leaves fp32's range at a shift of its own; −inf stands for C."""
-    if gradient is None:
-        nothing = torch.zeros_like(sums.total, dtype=torch.float32)
+    if gradient is None or sums is None:
+        nothing = torch.zeros(length, dtype=torch.float32, device=shift.device)
         return nothing, nothing - torch.inf, _any_in_tile(nothing - torch.inf, tile)
     exponent = finite_or_zero(sums.shift) * LOG2E
     above = shift - exponent
@@ -330,6 +348,7 @@ def _form(
             given.col_plain,
             given.row_ids,
             given.col_ids,
+            given.limit,
             weights.row_weight,
             weights.col_weight,
             weights.row_shift,

@@ -1,7 +1,7 @@
 """The Triton backend: the same functions as `eager`."""
 
 from megabatch.tiles.triton_backward import logsumexp_gradients, softplus_gradients, softplus_sums
-from megabatch.tiles.triton_forward import logsumexp_statistics
+from megabatch.tiles.triton_forward import logsumexp_statistics, row_statistics
 from megabatch.tiles.triton_rank import rank_counts
 from megabatch.tiles.triton_rows import finish_rows, matching_products
 
@@ -11,6 +11,7 @@ __all__ = [
     "logsumexp_statistics",
     "matching_products",
     "rank_counts",
+    "row_statistics",
     "softplus_gradients",
     "softplus_sums",
 ]
