@@ -132,6 +132,14 @@ def backend(value: Any, precision: str, device: torch.device) -> str:
     return str(value)
 
 
+def only_eager(value: Any, reason: str) -> None:
+    """For what has no kernel: PyTorch operations serve it, and "auto" means them."""
+    if value not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
+    if value == backends.TRITON:
+        raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')
+
+
 def group(value: Any) -> str:
     """None, a process group or a mesh of one dimension; returns what the operators are given."""
     if value is None:

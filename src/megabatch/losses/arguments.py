@@ -8,7 +8,6 @@ from torch import Tensor
 from megabatch import arguments, validation
 from megabatch.losses.contrast import CONTRASTS, KEY_KEY, Batch, Negatives
 from megabatch.rowwise import ceiling_above
-from megabatch.tiles.backends import TRITON
 
 _NAMES = ("query", "key")
 
@@ -71,10 +70,7 @@ def _check_guide(guide: Any, query: Tensor, backend: str) -> None:
     validation.embeddings(guide[0], guide[1], names, same_rows=True)
     validation.same_rows(guide[0], names[0], query, "query")
     validation.without_gradient(guide, names)
-    if backend == TRITON:
-        raise ValueError(
-            'backend="triton" cannot serve this call: no kernel looks at the embeddings of a guide. Use backend="auto"'
-        )
+    validation.only_eager(backend, "no kernel forms the similarities of a guide beside those of the embeddings")
 
 
 def _checked_negatives(

@@ -9,6 +9,7 @@ from megabatch.operators.matching import matching
 from megabatch.operators.rank import rank
 from megabatch.operators.row_logsumexp import row_logsumexp
 from megabatch.operators.sigmoid import sigmoid_mean
+from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
 
-__all__ = ["logsumexp", "matching", "rank", "row_logsumexp", "sigmoid_mean", "softplus"]
+__all__ = ["logsumexp", "matching", "rank", "row_logsumexp", "sigmoid_mean", "soft_cross_entropy", "softplus"]

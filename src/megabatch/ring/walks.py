@@ -21,6 +21,7 @@ from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradi
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.matching import matching_similarities
 from megabatch.tiles.precision import HALF_DTYPE
+from megabatch.tiles.softsum import SoftSum
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,45 @@ class RingWalks:
             return self.inner(visited).logsumexp_gradients(visited, row, whole, drow, dcol_here, partial, needs)
 
         self._gradient_lap(block, columns, weights, walk, sums, rows)
+        return rows.strips()
+
+    def soft_statistics(self, block: Block) -> tuple[SoftSum, SoftSum]:
+        """Sums for the cross-entropies of local rows and columns over the whole batch."""
+        block = self._prepared(block)
+        row = SoftSum.empty(block.N, dtype=block.dtype, device=block.x.device)
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            visited = self._visited(block, blocks, here)
+            by_row, by_column = self.inner(visited).soft_statistics(visited)
+            row.add_(by_row)
+            return [by_column.pack()]
+
+        def merge(sums: Tensors, others: Tensors) -> None:
+            SoftSum.unpack(sums[0]).add_(SoftSum.unpack(others[0]))
+
+        (home,) = self._lap(self._columns(block), work, merge)
+        return row, SoftSum.unpack(home)
+
+    def soft_gradients(
+        self,
+        block: Block,
+        row: SoftSum,
+        col: SoftSum,
+        drow: Tensor,
+        dcol: Tensor,
+        sums: ColumnGradients,
+        needs: Needs,
+    ) -> Iterator[RowGradients]:
+        """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
+        block = self._prepared(block)
+        rows = _RowSums(block, needs)
+
+        def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
+            packed, dcol_here = extra
+            whole = SoftSum.unpack(packed)
+            return self.inner(visited).soft_gradients(visited, row, whole, drow, dcol_here, partial, needs)
+
+        self._gradient_lap(block, self._columns(block), [col.pack(), dcol], walk, sums, rows)
         return rows.strips()
 
     def softplus_sums(self, block: Block) -> Tensor:

@@ -7,6 +7,7 @@ The walks, over the same tiles:
 - `logsumexp_statistics`  row and column sums of exp(s), both from one pass
 - `row_statistics`        row sums alone, for half the exponentials
 - `softplus_sums`         row sums of softplus(s)
+- `soft_statistics`       cross-entropies of rows and columns under a companion's softmax
 - `*_gradients`           strips of dx as they are finished, dy added to as we go
 - `rank_counts`           how many entries of a row or column come before the matching one
 
@@ -34,6 +35,7 @@ from megabatch.tiles.precision import (
     round_to_tf32_,
     rounded,
 )
+from megabatch.tiles.softsum import SoftSum
 
 __all__ = [
     "finish_rows",
@@ -42,6 +44,8 @@ __all__ = [
     "matching_products",
     "rank_counts",
     "row_statistics",
+    "soft_gradients",
+    "soft_statistics",
     "softplus_gradients",
     "softplus_sums",
 ]
@@ -93,6 +97,11 @@ class _Tiles:
         if block.skip_diagonal:
             diagonal_of(s, rows, columns).fill_(-torch.inf)
         return s if above is None else s.masked_fill_(above, -torch.inf)
+
+    def teacher(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
+        """The companion's tile at (rows, columns), in the type of the block's own."""
+        assert self.companion is not None
+        return self.companion.similarities(rows, columns).to(self.block.dtype)
 
     def _above_limit(self, products: Tensor, rows: slice, columns: slice) -> Tensor | None:  # (n, m) bool
         limit = self.block.limit
@@ -153,6 +162,22 @@ def row_statistics(block: Block) -> LogSum:
     return row
 
 
+def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:
+    """Sums for the cross-entropies of rows (N,) and columns (M,) under the companion's softmax, from one pass."""
+    tiles = _Tiles(block)
+    buffers = tiles.buffer(), tiles.buffer()
+    row, col = (SoftSum.empty(size, dtype=block.dtype, device=block.x.device) for size in (block.N, block.M))
+    for rows in tiles.rows:
+        x = tiles.x(rows)
+        for columns in tiles.columns:
+            s = tiles.similarities(rows, columns, x, tiles.y(columns))
+            t = tiles.teacher(rows, columns)
+            spare, other = (buffer(*s.shape) for buffer in buffers)
+            row.part(rows).add_tile_(s, t, 1, spare, other)
+            col.part(columns).add_tile_(s, t, 0, spare, other)
+    return row, col
+
+
 def softplus_sums(block: Block) -> Tensor:  # (N,)
     """Row sums of softplus(s) = log(1 + exp(s))."""
     tiles = _Tiles(block)
@@ -198,6 +223,35 @@ def logsumexp_gradients(
 
 def _weighted(s: Tensor, shift: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return torch.sub(s, shift, out=out).exp_().mul_(weight)
+
+
+def soft_gradients(
+    block: Block,
+    row: SoftSum,  # (N,) the whole sums, of which the block may be a part
+    col: SoftSum,  # (M,)
+    drow: Tensor,  # (N,)
+    dcol: Tensor,  # (M,)
+    sums: ColumnGradients,
+    needs: Needs,
+) -> Iterator[RowGradients]:
+    """Gradients of the cross-entropies: g_ij = drow_i·(softmax(s) − softmax(t))_ij + dcol_j·(the same over columns)_ij."""
+    tiles = _gradient_tiles(block)
+    buffers = tiles.buffer(), tiles.buffer()
+    parts = [
+        (finite_or_zero(by_row.shift), by_row.per_unit(drow), finite_or_zero(by_column.shift), by_column.per_unit(dcol))
+        for by_row, by_column in ((row.student, col.student), (row.teacher, col.teacher))
+    ]
+
+    def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
+        g, spare = (buffer(*s.shape) for buffer in buffers)
+        g.zero_()
+        for values, part, sign in zip((s, tiles.teacher(rows, columns)), parts, (1, -1), strict=True):
+            row_shift, row_weight, col_shift, col_weight = part
+            g.add_(_weighted(values, row_shift[rows, None], row_weight[rows, None], out=spare), alpha=sign)
+            g.add_(_weighted(values, col_shift[columns], col_weight[columns], out=spare), alpha=sign)
+        return g
+
+    return _gradients(tiles, weigh, sums, needs)
 
 
 def softplus_gradients(

@@ -1,5 +1,10 @@
-"""The Triton backend: the same functions as `eager`."""
+"""The Triton backend: the same functions as `eager`.
 
+No kernel forms two tiles of similarities at once. The walks that need it are eager's, and whoever asks for them with
+`backend="triton"` is told before it comes to that.
+"""
+
+from megabatch.tiles.eager import soft_gradients, soft_statistics
 from megabatch.tiles.triton_backward import logsumexp_gradients, softplus_gradients, softplus_sums
 from megabatch.tiles.triton_forward import logsumexp_statistics, row_statistics
 from megabatch.tiles.triton_rank import rank_counts
@@ -12,6 +17,8 @@ __all__ = [
     "matching_products",
     "rank_counts",
     "row_statistics",
+    "soft_gradients",
+    "soft_statistics",
     "softplus_gradients",
     "softplus_sums",
 ]
