@@ -166,17 +166,19 @@ def matched_sigmoid(
     *,
     names: tuple[str, str, str, str],
     ids: Tensor | None = None,  # (N,)
+    ids_are_positives: bool = False,
     group: Any = None,
     backend: str = "auto",
 ) -> Tensor:  # ()
     """For losses: Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N; pairs with equal ids are left out of the inner sum.
 
-    With a group, this rank's part of it, scaled so that the mean over ranks is the whole.
+    If equal ids are positives, they are in it instead, with −s_ij in place of s_ij. With a group, this rank's part of it,
+    scaled so that the mean over ranks is the whole.
     """
     precision, backend, route = _matched(x, y, ids, names[:3], group, backend)
     scale, row_bias = _number(scale, names[2], x), _number(bias, names[3], x).expand(x.shape[0])
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, y, scale, row_bias)]
-    loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, precision, backend, route, needs)[0]
+    loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, ids_are_positives, precision, backend, route, needs)[0]
     return loss
 
 

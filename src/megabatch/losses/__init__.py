@@ -2,7 +2,21 @@
 
 from megabatch.losses.clip import ClipLoss, clip_loss
 from megabatch.losses.contrast import Negatives
+from megabatch.losses.dcl import dcl
+from megabatch.losses.distillation import DistillClipLoss, soft_clip_loss
+from megabatch.losses.hcl import hcl
 from megabatch.losses.info_nce import info_nce
 from megabatch.losses.siglip import SigLipLoss, siglip_loss
 
-__all__ = ["ClipLoss", "Negatives", "SigLipLoss", "clip_loss", "info_nce", "siglip_loss"]
+__all__ = [
+    "ClipLoss",
+    "DistillClipLoss",
+    "Negatives",
+    "SigLipLoss",
+    "clip_loss",
+    "dcl",
+    "hcl",
+    "info_nce",
+    "siglip_loss",
+    "soft_clip_loss",
+]

@@ -48,13 +48,17 @@ class Negatives(NamedTuple):
         return Negatives(keys, ids, log_q, owner, self.private, guide)
 
 
-class Sums(NamedTuple):
-    """What a loss is made of. A sum over local queries times `share` is this rank's part of a mean over the batch."""
+class Direction(NamedTuple):
+    """What a loss is made of: queries that look for their keys, or keys for their queries."""
 
     negatives: Tensor  # (N,) log Σ exp(s) over the negatives of query i; −inf without any
     match: Tensor  # (N,) s_ii
-    key_negatives: Tensor | None  # (N,) the same with the roles of queries and keys exchanged
-    key_match: Tensor  # (N,)
+
+
+class Sums(NamedTuple):
+    """One direction or both. A sum over local queries times `share` is this rank's part of a mean over the batch."""
+
+    directions: tuple[Direction, ...]
     share: Tensor  # ()
 
 
@@ -78,13 +82,10 @@ class Batch:
         terms, match, share = self._terms(scale, {*contrast, *exchanged})
         of_query = [terms[name] for name in contrast] + [self._further(scale, n) for n in self.negatives]
         of_query += [self._further_of_keys(scale, n) for n in self.negatives if KEY_KEY in contrast and _is_owned(n)]
-        return Sums(
-            log_add(of_query, match),
-            match if self.log_q is None else match - self.log_q,
-            log_add([terms[name] for name in exchanged], match) if both else None,
-            match,
-            share,
-        )
+        queries = Direction(log_add(of_query, match), match if self.log_q is None else match - self.log_q)
+        if not both:
+            return Sums((queries,), share)
+        return Sums((queries, Direction(log_add([terms[name] for name in exchanged], match), match)), share)
 
     def _terms(self, scale: Tensor, names: Collection[str]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """One (N,) for each name, the matching similarities and the share."""

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megabatch.losses.arguments import batch_of
-from megabatch.losses.contrast import QUERY_KEY, Negatives
+from megabatch.losses.contrast import QUERY_KEY, Batch, Negatives, Sums
+from megabatch.losses.smoothing import check_smoothing, mean_similarity
 from megabatch.pairwise import exact_softplus
 
 
@@ -22,6 +24,7 @@ def info_nce(
     log_q: Tensor | None = None,  # (N,)
     margin: float | Tensor | None = None,  # or (N,)
     guide: tuple[Tensor, Tensor] | None = None,  # (N, E), (N, E)
+    label_smoothing: float = 0.0,
     group: Any = None,
     backend: str = "auto",
 ) -> Tensor:  # ()
@@ -53,6 +56,8 @@ def info_nce(
             knows of. In units of the products, before the scale; a number, or (N,). The decision has no gradient.
         guide: embeddings of queries and keys by another model, whose products decide instead; the margin is then 0 if it is
             not given. Needs PyTorch operations (backend "eager", which "auto" then is).
+        label_smoothing: the part of the target that is spread evenly over all that a query is compared with, as in
+            `F.cross_entropy`. With the contrast "query-key" alone, and nothing that leaves pairs out.
         group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
             passes its own pairs and negatives and gets its share of the loss: the mean over ranks is the loss of the whole
             batch, and after DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
@@ -61,8 +66,28 @@ def info_nce(
     batch, number = batch_of(
         query, key, scale, negatives, contrast, ids=ids, log_q=log_q, margin=margin, guide=guide, group=group, backend=backend
     )
+    _check_smoothing(label_smoothing, batch, contrast)
     sums = batch.sums(number, contrast, both=both)
-    loss = exact_softplus(sums.negatives - sums.match).sum()
-    if sums.key_negatives is not None:
-        loss = (loss + exact_softplus(sums.key_negatives - sums.key_match).sum()) / 2
-    return loss * sums.share
+    losses = [exact_softplus(negatives - match).sum() for negatives, match in sums.directions]
+    if label_smoothing > 0:
+        losses += [label_smoothing * above for above in _above_the_mean(batch, number, sums)]
+    return torch.stack(losses).sum() * (sums.share / len(sums.directions))
+
+
+def _above_the_mean(batch: Batch, scale: Tensor, sums: Sums) -> list[Tensor]:  # () each
+    """Σ_i of how far s_ii is above the mean of all that query i is compared with, for each direction."""
+    keys = [(batch.key, batch.log_q), *((further.keys, further.log_q) for further in batch.negatives)]
+    queries: list[tuple[Tensor, Tensor | None]] = [(batch.query, None)]
+    sides = ((batch.query, keys), (batch.key, queries))
+    return [
+        (match - mean_similarity(rows, columns, scale, batch.group)).sum()
+        for (_, match), (rows, columns) in zip(sums.directions, sides, strict=False)
+    ]
+
+
+def _check_smoothing(value: float, batch: Batch, contrast: Sequence[str]) -> None:
+    limited = None if batch.limit is None else "a limit"
+    private = True if any(further.private for further in batch.negatives) else None
+    check_smoothing(value, ids=batch.ids, margin=limited, **{"negatives.private": private})
+    if value > 0 and tuple(contrast) != (QUERY_KEY,):
+        raise ValueError(f"contrast must be ({QUERY_KEY!r},) with label smoothing, got {contrast!r}")

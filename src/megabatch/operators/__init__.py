@@ -11,5 +11,6 @@ from megabatch.operators.row_logsumexp import row_logsumexp
 from megabatch.operators.sigmoid import sigmoid_mean
 from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
+from megabatch.operators.total import total
 
-__all__ = ["logsumexp", "matching", "rank", "row_logsumexp", "sigmoid_mean", "soft_cross_entropy", "softplus"]
+__all__ = ["logsumexp", "matching", "rank", "row_logsumexp", "sigmoid_mean", "soft_cross_entropy", "softplus", "total"]

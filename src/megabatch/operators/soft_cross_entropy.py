@@ -41,7 +41,7 @@ def soft_cross_entropy(
     """
     block = _block(x, y, scale, teacher_x, teacher_y, teacher_scale, precision, teacher_precision)
     with on_its_device(x):
-        team = assemble(group, EAGER, block, "soft cross-entropy", mean=True, terms=_terms(block))
+        team = assemble(group, EAGER, block, "soft cross-entropy", mean=True)
         row, col = team.walks.soft_statistics(block)
         return row.value(), col.value(), torch.full_like(scale, team.share), row.pack(), col.pack()
 
@@ -73,7 +73,7 @@ def soft_cross_entropy_backward(
     block = _block(x, y, scale, teacher_x, teacher_y, teacher_scale, precision, teacher_precision)
     wanted = Needs(*needs)
     with on_its_device(x):
-        team = assemble(group, EAGER, block, "soft cross-entropy backward", needs=wanted, terms=_terms(block))
+        team = assemble(group, EAGER, block, "soft cross-entropy backward", needs=wanted)
         unit = gradient_unit(block, drow, dcol, largest=team.largest)
         sums = column_sums(block, wanted)
         strips = team.walks.soft_gradients(
@@ -101,12 +101,6 @@ def _block(
     number = teacher_scale.to(accumulator_dtype(teacher_x.dtype))
     teacher = Block(teacher_x, teacher_y, number, by_matmul_setting(teacher_precision, device))
     return Block(x, y, scale, by_matmul_setting(precision, device), companion=teacher)
-
-
-def _terms(block: Block) -> dict[str, Any]:
-    assert block.companion is not None
-    dtype = str(block.companion.y.dtype).removeprefix("torch.")
-    return {"the width and dtype of the teacher's embeddings": f"{block.companion.D} {dtype}"}
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

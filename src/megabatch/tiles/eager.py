@@ -56,8 +56,8 @@ class _Tiles:
 
     def __init__(self, block: Block, *, keep_products: bool = False) -> None:
         size = plan.eager_tile(block.x.device, block.dtype)
-        if block.companion is not None:
-            size = plan.TileSize(max(1, size.rows // 2), size.columns)  # its tile and a mask have to fit in the same workspace
+        if block.companion is not None or block.ids_are_positives:
+            size = plan.TileSize(max(1, size.rows // 2), size.columns)  # one more tile has to fit in the same workspace
         size = size.fitted(block.N, block.M)
         self.block = block
         self.rows = list(windows(block.N, size.rows))
@@ -66,6 +66,7 @@ class _Tiles:
         self._similarities = self.buffer()
         self.products = self.buffer() if keep_products else self._similarities
         self._above = None if block.limit is None else self.buffer(torch.bool)
+        self._signs = self.buffer() if block.ids_are_positives else None
         self.companion = None if block.companion is None else _Companion(block.companion, self)
 
     def buffer(self, dtype: torch.dtype | None = None) -> Callable[[int, int], Tensor]:
@@ -92,11 +93,22 @@ class _Tiles:
             s.add_(block.row_bias[rows, None])
         if block.col_bias is not None:
             s.add_(block.col_bias[columns])
-        if block.row_ids is not None and block.col_ids is not None:
+        signs = self.signs(rows, columns)
+        if signs is not None:
+            s.mul_(signs)
+        elif block.row_ids is not None and block.col_ids is not None:
             s.masked_fill_(block.row_ids[rows, None] == block.col_ids[columns], -torch.inf)
         if block.skip_diagonal:
             diagonal_of(s, rows, columns).fill_(-torch.inf)
         return s if above is None else s.masked_fill_(above, -torch.inf)
+
+    def signs(self, rows: slice, columns: slice) -> Tensor | None:  # (n, m)
+        """−1 where equal ids are positives, 1 elsewhere; None if they are not."""
+        row_ids, col_ids = self.block.row_ids, self.block.col_ids
+        if self._signs is None or row_ids is None or col_ids is None:
+            return None
+        same = row_ids[rows, None] == col_ids[columns]
+        return self._signs(*same.shape).fill_(1.0).masked_fill_(same, -1.0)
 
     def teacher(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
         """The companion's tile at (rows, columns), in the type of the block's own."""
@@ -262,14 +274,19 @@ def softplus_gradients(
     *,
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
-    """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
+    """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given.
+
+    Where equal ids are positives, s_ij is −s_ij and so is g_ij.
+    """
     tiles = _gradient_tiles(block)
     spare = tiles.buffer() if total is not None else None
 
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
         if total is not None and spare is not None:
             total[rows] += _softplus(s, out=spare(*s.shape)).sum(1)
-        return s.sigmoid_().mul_(dtotal[rows, None])
+        g = s.sigmoid_().mul_(dtotal[rows, None])
+        signs = tiles.signs(rows, columns)
+        return g if signs is None else g.mul_(signs)
 
     return _gradients(tiles, weigh, sums, needs)
 

@@ -21,7 +21,7 @@ from megabatch.tiles import plan, tuning
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import FLOAT32, TF32, add_product, multiply_into
-from megabatch.tiles.triton_forward import dot_precision, exact, exponents, offsets
+from megabatch.tiles.triton_forward import dot_precision, equal_ids, exact, exponents, offsets
 from megabatch.tiles.triton_operands import LOG2E, Operands, descriptor, exponent_operands, similarity_operands, whole_rows
 from megabatch.tiles.triton_softplus import joint, log1p
 
@@ -66,6 +66,7 @@ def _strip(
     D: tl.constexpr,
     KIND: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
+    IDS_ARE_POSITIVES: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     TF32: tl.constexpr,
@@ -107,11 +108,28 @@ def _strip(
                 offs_m = mh + tl.arange(0, HALF)
                 column, row = offsets(col_offset, base, offs_m, M, 0), offsets(row_offset, 0.0, offs_n, N, 1)
                 t = exponents(
-                    part, k, k_rest, column, row, row_ids, col_ids, limit, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL
+                    part,
+                    k,
+                    k_rest,
+                    column,
+                    row,
+                    row_ids,
+                    col_ids,
+                    limit,
+                    n,
+                    mh,
+                    N,
+                    M,
+                    HAS_ROW_OFFSET,
+                    EXACT,
+                    SKIP_DIAGONAL,
+                    IDS_ARE_POSITIVES,
                 )
                 if KIND == SIGMOID:
                     small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # of the two exponentials the one that cannot overflow
                     g = a[:, None] * tl.where(t >= 0, 1.0, small) / (1.0 + small)
+                    if IDS_ARE_POSITIVES:
+                        g = tl.where(equal_ids(row_ids, col_ids, offs_n, offs_m, N, M), -g, g)
                 else:
                     b = tl.load(col_weight + offs_m, mask=offs_m < M, other=0.0)
                     if KIND == SOFTMAX:
@@ -367,6 +385,7 @@ def _form(
             D=block.D,
             KIND=kind,
             SKIP_DIAGONAL=block.skip_diagonal,
+            IDS_ARE_POSITIVES=block.ids_are_positives,
             PRECISION=dot_precision(block),
             EXACT=exact(block),
             TF32=block.precision == TF32,

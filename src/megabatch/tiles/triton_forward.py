@@ -27,6 +27,14 @@ SMALLEST, LARGEST = 2.0**-80, 2.0**126  # a sum below may have lost terms that m
 
 
 @triton.jit
+def equal_ids(row_ids, col_ids, offs_n, offs_m, N, M):
+    """Which pairs of a tile have equal ids; some beyond the edge do."""
+    own = tl.load(row_ids + offs_n, mask=offs_n < N, other=0)
+    others = tl.load(col_ids + offs_m, mask=offs_m < M, other=0)
+    return own[:, None] == others[None, :]
+
+
+@triton.jit
 def exponents(
     s,  # (BLOCK_N, BLOCK_M) products
     k,
@@ -43,6 +51,7 @@ def exponents(
     HAS_ROW_OFFSET: tl.constexpr,
     EXACT: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
+    IDS_ARE_POSITIVES: tl.constexpr = False,
 ):
     """t, with −inf where a pair is left out. Always in this order: forward and backward have to round alike."""
     t = s * k + col_offset
@@ -52,9 +61,8 @@ def exponents(
         t += row_offset
     offs_n, offs_m = n + tl.arange(0, s.shape[0]), m + tl.arange(0, s.shape[1])
     if row_ids is not None:
-        own = tl.load(row_ids + offs_n, mask=offs_n < N, other=0)
-        others = tl.load(col_ids + offs_m, mask=offs_m < M, other=0)
-        t = tl.where(own[:, None] == others[None, :], -float("inf"), t)
+        same = equal_ids(row_ids, col_ids, offs_n, offs_m, N, M)
+        t = tl.where(same, -t if IDS_ARE_POSITIVES else -float("inf"), t)
     if limit is not None:
         highest = tl.load(limit + offs_n, mask=offs_n < N, other=0.0)
         t = tl.where(s > highest[:, None], -float("inf"), t)
