@@ -30,13 +30,14 @@ def mean_similarity(
     group: Any,
 ) -> Tensor:  # (N,)
     """The mean of each row's similarities to all of the others, on all ranks."""
+    rows, columns = _as_multiplied(x), [_as_multiplied(keys) for keys, _ in others]
     with torch.autocast(x.device.type, enabled=False):
-        sums = torch.stack([_as_multiplied(keys).sum(0) for keys, _ in others]).sum(0)
+        sums = torch.stack([keys.sum(0) for keys in columns]).sum(0)
         subtracted = [torch.zeros_like(scale) if log_q is None else log_q.sum() for _, log_q in others]
-        count = torch.full_like(scale, sum(len(keys) for keys, _ in others))
+        count = torch.full_like(scale, sum(map(len, columns)))
         packed = torch.cat((sums, torch.stack((torch.stack(subtracted).sum(), count))))
         whole = operators.total(packed, validation.group(group))
-        mean: Tensor = (_as_multiplied(x) @ (whole[:-2] * scale) - whole[-2]) / whole[-1]
+        mean: Tensor = (rows @ (whole[:-2] * scale) - whole[-2]) / whole[-1]
         return mean
 
 
