@@ -117,5 +117,30 @@ def test_ranks_together_are_one_process(pool, name, world, counts, schedule):
         close(together, expected)
 
 
+def margins_on_a_rank(group, rank):
+    given = {key: value for key, value in batch(3).items() if key in ("x", "y", "scale")}
+    return info_nce(given, margin=0.1 if rank == 0 else None, group=group)
+
+
+def test_ranks_that_disagree_all_say_so(pool):
+    for worked, answer in pool.attempt(margins_on_a_rank, 2):
+        assert not worked
+        assert (
+            "the ranks of the group disagree: what is excluded is diagonal and above a limit on rank 0, diagonal on rank 1"
+            in (answer)
+        )
+
+
+def sent_forward(group, rank):
+    x, y = aligned_pairs(8, 5, noise=1.0, seed=rank)
+    with ring.using("ring"), ring.counted() as sent, torch.no_grad():
+        mb.info_nce(x, y, scale=3.0, group=group)
+    return sent.bytes
+
+
+def test_nothing_goes_home_where_rows_are_all_that_is_asked_for(pool):
+    assert pool.run(sent_forward, 3) == [2 * 8 * 5 * 8] * 3
+
+
 def close(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=LIMIT, atol=LIMIT * (1 + wanted.abs().max().item()))
