@@ -3,8 +3,6 @@
 No package that these are known from is among the test requirements; the dense losses follow the papers' formulas.
 """
 
-import math
-
 import pytest
 import torch
 
@@ -52,8 +50,8 @@ def agree(mine, dense, inputs, exponent):
         assert_equal_to_rounding(actual, expected, exponent)
 
 
-def data(scale=5.0, N=21):
-    return leaves(*aligned_pairs(N, 7, noise=1.0, seed=0), torch.tensor(scale, dtype=torch.float64))
+def data(scale=5.0, N=21, noise=1.0):
+    return leaves(*aligned_pairs(N, 7, noise=noise, seed=0), torch.tensor(scale, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("two_views", [False, True])
@@ -83,12 +81,26 @@ def test_hcl(two_views, ids, beta, tau_plus):
         )
 
 
-def test_both_sides_of_the_clamp_are_met():
-    query, key, scale = data()
+def freed(query, key, scale, tau_plus):
+    """What the clamp is applied to, and its bound."""
     s, match = compared(query, key, scale, None, two_views=False)
     n = s.isfinite().sum(1).to(s.dtype)
-    kept = s.exp().sum(1) - 0.1 * n * match.exp() > 0.9 * n * math.exp(-5.0)
-    assert 0 < kept.sum() < len(kept)
+    return (s.exp().sum(1) - tau_plus * n * match.exp()) / (1 - tau_plus), n * (-scale).exp()
+
+
+def test_all_sides_of_the_clamp_are_met():
+    values, bound = freed(*data(), 0.1)
+    assert (values > bound).any()
+    assert (values < 0).any()
+    inputs = data(scale=0.5, noise=0.3)
+    values, bound = freed(*inputs, 0.45)
+    assert ((values > 0) & (values < bound)).any()
+    agree(
+        lambda q, k, s: mb.hcl(q, k, scale=s, beta=0.0, tau_plus=0.45),
+        lambda q, k, s: dense_hcl(q, k, s, 0.0, 0.45),
+        inputs,
+        0.5,
+    )
 
 
 def test_hcl_without_reweighting_is_info_nce():

@@ -154,6 +154,21 @@ def test_nothing_is_stored_for_columns_by_the_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_what_a_limit_leaves_out_has_no_gradient(backend):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    inputs = [unit(50, 6, seed=s, dtype=torch.float32, device=DEVICE).requires_grad_() for s in (0, 1)]
+    wide = leaves(*(t.double() for t in inputs))
+    products = wide[0] @ wide[1].T
+    limit = limits_between(products.detach(), torch.Generator().manual_seed(0))
+    row, *_ = row_logsumexp(*inputs, 4.0, ceiling=Ceiling(limit.float()), backend=backend)
+    wanted = (4 * products).masked_fill(products > limit[:, None], -torch.inf).logsumexp(1)
+    found = torch.autograd.grad(row.sum(), inputs)
+    for actual, expected in zip(found, torch.autograd.grad(wanted.sum(), wide), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_limit_below_everything_leaves_nothing(backend):
     if backend == "triton":
         pytest.importorskip("triton")
