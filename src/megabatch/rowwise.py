@@ -23,11 +23,6 @@ class Ceiling(NamedTuple):
     guide_x: Tensor | None = None  # (N, E)
     guide_y: Tensor | None = None  # (M, E)
 
-    @property
-    def has_guide(self) -> bool:
-        """Whether another model decides."""
-        return self.guide_x is not None
-
 
 def row_logsumexp(
     x: Tensor,  # (N, D)
@@ -65,13 +60,13 @@ def row_logsumexp(
         diagonal,
         precision,
         guide_precision,
-        chosen_backend(backend, precision, x.device, guided=guide_x is not None),
+        _settled(backend, precision, x.device, guided=guide_x is not None),
         validation.group(group),
     )
     return row, match, share
 
 
-def chosen_backend(backend: str, precision: str, device: torch.device, *, guided: bool) -> str:
+def _settled(backend: str, precision: str, device: torch.device, *, guided: bool) -> str:
     """What serves the call; a guide is looked at by PyTorch operations alone."""
     settled = validation.backend(backend, precision, device)
     return EAGER if guided and backend == "auto" else settled

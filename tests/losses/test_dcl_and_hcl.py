@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megabatch as mb
-from helpers import aligned_pairs, assert_equal_to_rounding, leaves, tile_size, unit
+from helpers import aligned_pairs, assert_same_outcomes, leaves, tile_size, unit
 
 TWO_VIEWS = {"contrast": ("query-key", "query-query"), "both": True}
 
@@ -41,15 +41,6 @@ def dense_hcl(query, key, scale, beta, tau_plus, ids=None, *, two_views=False):
     return -(match.exp() / (match.exp() + negatives)).log().mean()
 
 
-def agree(mine, dense, inputs, exponent):
-    results = []
-    for function in (mine, dense):
-        value = function(*inputs)
-        results.append([value.detach(), *torch.autograd.grad(value, inputs)])
-    for actual, expected in zip(*results, strict=True):
-        assert_equal_to_rounding(actual, expected, exponent)
-
-
 def data(scale=5.0, N=21, noise=1.0):
     return leaves(*aligned_pairs(N, 7, noise=noise, seed=0), torch.tensor(scale, dtype=torch.float64))
 
@@ -59,7 +50,7 @@ def data(scale=5.0, N=21, noise=1.0):
 def test_dcl(two_views, ids):
     options = TWO_VIEWS if two_views else {}
     with tile_size(4, 5):
-        agree(
+        assert_same_outcomes(
             lambda q, k, s: mb.dcl(q, k, scale=s, ids=ids, **options),
             lambda q, k, s: dense_dcl(q, k, s, ids, two_views=two_views),
             data(),
@@ -73,7 +64,7 @@ def test_dcl(two_views, ids):
 def test_hcl(two_views, ids, beta, tau_plus):
     options = TWO_VIEWS if two_views else {}
     with tile_size(4, 5):
-        agree(
+        assert_same_outcomes(
             lambda q, k, s: mb.hcl(q, k, scale=s, beta=beta, tau_plus=tau_plus, ids=ids, **options),
             lambda q, k, s: dense_hcl(q, k, s, beta, tau_plus, ids, two_views=two_views),
             data(),
@@ -95,7 +86,7 @@ def test_all_sides_of_the_clamp_are_met():
     inputs = data(scale=0.5, noise=0.3)
     values, bound = freed(*inputs, 0.45)
     assert ((values > 0) & (values < bound)).any()
-    agree(
+    assert_same_outcomes(
         lambda q, k, s: mb.hcl(q, k, scale=s, beta=0.0, tau_plus=0.45),
         lambda q, k, s: dense_hcl(q, k, s, 0.0, 0.45),
         inputs,

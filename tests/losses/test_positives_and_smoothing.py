@@ -5,16 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import megabatch as mb
-from helpers import aligned_pairs, assert_equal_to_rounding, leaves, tile_size, unit
-
-
-def agree(mine, dense, inputs, exponent=20.0):
-    results = []
-    for function in (mine, dense):
-        value = function(*inputs)
-        results.append([value.detach(), *torch.autograd.grad(value, inputs)])
-    for actual, expected in zip(*results, strict=True):
-        assert_equal_to_rounding(actual, expected, exponent)
+from helpers import aligned_pairs, assert_same_outcomes, leaves, tile_size, unit
 
 
 def dense_siglip(image, text, scale, bias, ids):
@@ -32,7 +23,7 @@ def test_several_positives(id_count, tile):
     inputs = [*leaves(*aligned_pairs(23, 6, noise=1.0, seed=0)), *numbers(20.0, -5.0)]
     ids = torch.arange(23) % id_count
     with tile_size(*tile):
-        agree(
+        assert_same_outcomes(
             lambda *a: mb.siglip_loss(*a, ids=ids, ids_are_positives=True),
             lambda *a: dense_siglip(*a, ids),
             inputs,
@@ -42,7 +33,7 @@ def test_several_positives(id_count, tile):
 def test_several_positives_are_open_clips_loss_where_all_ids_differ():
     theirs = pytest.importorskip("open_clip.loss").SigLipLoss()
     inputs = [*leaves(*aligned_pairs(23, 6, noise=1.0, seed=0)), *numbers(20.0, -5.0)]
-    agree(lambda *a: mb.siglip_loss(*a, ids=torch.arange(23), ids_are_positives=True), theirs, inputs)
+    assert_same_outcomes(lambda *a: mb.siglip_loss(*a, ids=torch.arange(23), ids_are_positives=True), theirs, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -86,7 +77,7 @@ def test_smoothing_of_clip(smoothing):
 
     inputs = [*leaves(*aligned_pairs(23, 6, noise=1.0, seed=0)), *numbers(20.0)]
     with tile_size(5, 4):
-        agree(lambda *a: mb.clip_loss(*a, label_smoothing=smoothing), dense, inputs)
+        assert_same_outcomes(lambda *a: mb.clip_loss(*a, label_smoothing=smoothing), dense, inputs)
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -104,7 +95,7 @@ def test_smoothing_of_info_nce(both, with_log_q):
         return (forward + F.cross_entropy(scale * key @ query.T, labels, label_smoothing=0.1)) / 2
 
     inputs = [*leaves(*aligned_pairs(23, 6, noise=1.0, seed=0)), *numbers(20.0), unit(31, 6, seed=3).requires_grad_()]
-    agree(
+    assert_same_outcomes(
         lambda q, k, s, n: mb.info_nce(q, k, scale=s, negatives=n, label_smoothing=0.1, both=both, log_q=log_q), dense, inputs
     )
 

@@ -66,7 +66,7 @@ def _strip(
     D: tl.constexpr,
     KIND: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
-    IDS_ARE_POSITIVES: tl.constexpr,
+    POSITIVES: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     TF32: tl.constexpr,
@@ -82,7 +82,7 @@ def _strip(
             return
     rows, columns = last_row - first_row, last_column - first_column
     tiles_n, tiles_m = tl.cdiv(rows, BLOCK_N), tl.cdiv(columns, BLOCK_M)
-    HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
+    HAS_ROW: tl.constexpr = row_offset is not None
     k, k_rest, base = tl.load(exponent_scale), tl.load(exponent_scale + 1), tl.load(exponent_scale + 2)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=KIND != ODD_SOFTMAX):
         # GROUP tiles of rows at a time, so that what the programs read at once stays in the cache.
@@ -108,27 +108,12 @@ def _strip(
                 offs_m = mh + tl.arange(0, HALF)
                 column, row = offsets(col_offset, base, offs_m, M, 0), offsets(row_offset, 0.0, offs_n, N, 1)
                 t = exponents(
-                    part,
-                    k,
-                    k_rest,
-                    column,
-                    row,
-                    row_ids,
-                    col_ids,
-                    limit,
-                    n,
-                    mh,
-                    N,
-                    M,
-                    HAS_ROW_OFFSET,
-                    EXACT,
-                    SKIP_DIAGONAL,
-                    IDS_ARE_POSITIVES,
+                    part, k, k_rest, column, row, row_ids, col_ids, limit, n, mh, N, M, HAS_ROW, EXACT, SKIP_DIAGONAL, POSITIVES
                 )
                 if KIND == SIGMOID:
                     small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # of the two exponentials the one that cannot overflow
                     g = a[:, None] * tl.where(t >= 0, 1.0, small) / (1.0 + small)
-                    if IDS_ARE_POSITIVES:
+                    if POSITIVES:
                         g = tl.where(equal_ids(row_ids, col_ids, offs_n, offs_m, N, M), -g, g)
                 else:
                     b = tl.load(col_weight + offs_m, mask=offs_m < M, other=0.0)
@@ -137,21 +122,7 @@ def _strip(
                     else:
                         column, row = offsets(col_plain, 0.0, offs_m, M, 0), offsets(row_plain, 0.0, offs_n, N, 1)
                         plain = exponents(
-                            part,
-                            k,
-                            k_rest,
-                            column,
-                            row,
-                            row_ids,
-                            col_ids,
-                            limit,
-                            n,
-                            mh,
-                            N,
-                            M,
-                            HAS_ROW_OFFSET,
-                            EXACT,
-                            SKIP_DIAGONAL,
+                            part, k, k_rest, column, row, row_ids, col_ids, limit, n, mh, N, M, HAS_ROW, EXACT, SKIP_DIAGONAL
                         )
                         rs, cs = offsets(row_shift, 0.0, offs_n, N, 1), offsets(col_shift, 0.0, offs_m, M, 0)
                         none = -float("inf")
@@ -385,7 +356,7 @@ def _form(
             D=block.D,
             KIND=kind,
             SKIP_DIAGONAL=block.skip_diagonal,
-            IDS_ARE_POSITIVES=block.ids_are_positives,
+            POSITIVES=block.ids_are_positives,
             PRECISION=dot_precision(block),
             EXACT=exact(block),
             TF32=block.precision == TF32,
