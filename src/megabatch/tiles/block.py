@@ -14,9 +14,9 @@ from megabatch.tiles.precision import accumulator_dtype
 class Block:
     """s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j, described but never held.
 
-    Pairs with equal ids are left out of every sum, and so is the main diagonal when `skip_diagonal` is set. If equal ids are
-    positives, they are not left out of sums of softplus, but enter them as −s_ij. With a limit, so
-    are the pairs whose product ⟨x_i, y_j⟩ is above it; where there is a companion, its similarity is what is compared.
+    Pairs with equal ids are left out of every sum, and so is the main diagonal when `skip_diagonal` is set. If ids are
+    positives, pairs with equal ones are not left out of sums of softplus, but enter them as −s_ij. A limit leaves out the pairs
+    whose product ⟨x_i, y_j⟩ is above it; where there is a companion, its similarity is what is compared.
     """
 
     x: Tensor  # (N, D)
