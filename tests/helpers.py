@@ -76,3 +76,19 @@ def assert_equal_to_rounding(actual: Tensor, expected: Tensor, exponent: float) 
     size = expected[finite].abs().max().item() if finite.any() else 0.0
     bound = 500 * torch.finfo(torch.float64).eps * (1 + exponent) * (1 + size)
     torch.testing.assert_close(actual[finite], expected[finite], rtol=0, atol=bound)
+
+
+def assert_same_outcomes(
+    mine: Callable[..., Tensor], wanted: Callable[..., Tensor], inputs: Sequence[Tensor], exponent: float = 20.0
+) -> None:
+    """Value and all gradients of two functions in float64, to rounding; what the second does not depend on has gradient 0."""
+    results = []
+    for function in (mine, wanted):
+        value = function(*inputs)
+        results.append([value.detach(), *torch.autograd.grad(value, inputs, allow_unused=True)])
+    for actual, expected in zip(*results, strict=True):
+        if expected is None:
+            assert actual is None or not actual.any()
+        else:
+            assert actual is not None
+            assert_equal_to_rounding(actual, expected, exponent)

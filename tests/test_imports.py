@@ -51,16 +51,22 @@ def test_import_stays_quiet_and_touches_no_device():
 def test_public_names():
     assert sorted(megabatch.__all__) == [
         "ClipLoss",
+        "DistillClipLoss",
         "HostSource",
+        "Negatives",
         "ReplaySource",
         "SigLipLoss",
         "Source",
         "cached_backward",
         "clip_loss",
+        "dcl",
+        "hcl",
+        "info_nce",
         "pairwise_logsumexp",
         "pairwise_rank",
         "pairwise_softplus",
         "siglip_loss",
+        "soft_clip_loss",
     ]
     for name in megabatch.__all__:
         assert getattr(megabatch, name).__doc__

@@ -110,12 +110,12 @@ def test_softplus_and_rank_operators_keep_their_promises_to_pytorch():
     plain = [t.detach() for t in (x, y, scale, bias)]
     torch.library.opcheck(softplus_backward, (*plain, "float32", "eager", "", torch.ones(6), [True, True, True, True]))
     # The rest of opcheck would differentiate the gradients that this one returns, and that is refused.
-    arguments = (x, y, scale, bias, None, "float32", "eager", "", [True, True, True, False])
+    arguments = (x, y, scale, bias, None, False, "float32", "eager", "", [True, True, True, False])
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(operators.sigmoid_mean, arguments, test_utils=utils)
     half = [t.half() for t in plain[:2]]
     for needs in ([True] * 4, [False] * 4):
-        arguments = (*half, *plain[2:], None, "float16", "eager", "", needs)
+        arguments = (*half, *plain[2:], None, False, "float16", "eager", "", needs)
         torch.library.opcheck(operators.sigmoid_mean, arguments, test_utils=utils)
     torch.library.opcheck(operators.rank, (*plain[:2], "float32", "eager", ""))
 

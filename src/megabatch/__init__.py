@@ -1,6 +1,17 @@
 """megabatch: exact contrastive losses in memory that grows linearly with the batch."""
 
-from megabatch.losses import ClipLoss, SigLipLoss, clip_loss, siglip_loss
+from megabatch.losses import (
+    ClipLoss,
+    DistillClipLoss,
+    Negatives,
+    SigLipLoss,
+    clip_loss,
+    dcl,
+    hcl,
+    info_nce,
+    siglip_loss,
+    soft_clip_loss,
+)
 from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
 from megabatch.training import HostSource, ReplaySource, Source, cached_backward
 
@@ -8,14 +19,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ClipLoss",
+    "DistillClipLoss",
     "HostSource",
+    "Negatives",
     "ReplaySource",
     "SigLipLoss",
     "Source",
     "cached_backward",
     "clip_loss",
+    "dcl",
+    "hcl",
+    "info_nce",
     "pairwise_logsumexp",
     "pairwise_rank",
     "pairwise_softplus",
     "siglip_loss",
+    "soft_clip_loss",
 ]

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import operators, validation
+from megabatch.arguments import number as _number
+from megabatch.arguments import offsets as _offsets
 from megabatch.operators.logsumexp import APART, KEPT, SKIPPED
-from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY, accumulator_dtype
+from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY
 
 
 def pairwise_logsumexp(
@@ -164,17 +166,19 @@ def matched_sigmoid(
     *,
     names: tuple[str, str, str, str],
     ids: Tensor | None = None,  # (N,)
+    ids_are_positives: bool = False,
     group: Any = None,
     backend: str = "auto",
 ) -> Tensor:  # ()
     """For losses: Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N; pairs with equal ids are left out of the inner sum.
 
-    With a group, this rank's part of it, scaled so that the mean over ranks is the whole.
+    If equal ids are positives, they are in it instead, with −s_ij in place of s_ij. With a group, this rank's part of it,
+    scaled so that the mean over ranks is the whole.
     """
     precision, backend, route = _matched(x, y, ids, names[:3], group, backend)
     scale, row_bias = _number(scale, names[2], x), _number(bias, names[3], x).expand(x.shape[0])
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, y, scale, row_bias)]
-    loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, precision, backend, route, needs)[0]
+    loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, ids_are_positives, precision, backend, route, needs)[0]
     return loss
 
 
@@ -192,16 +196,3 @@ def _matched(
     if not route:  # over a group one rank may have none; that all have none is found out together
         validation.at_least_one_pair(x, names[0])
     return precision, validation.backend(backend, precision, x.device), route
-
-
-def _number(value: float | Tensor, name: str, x: Tensor) -> Tensor:  # ()
-    """A scale or bias as a 0-d tensor, made on the device: a copy from the host would make CUDA wait."""
-    validation.number(value, name, x)
-    dtype = accumulator_dtype(x.dtype)
-    if isinstance(value, Tensor):
-        return value.reshape(()).to(dtype)
-    return torch.full((), value, dtype=dtype, device=x.device)
-
-
-def _offsets(value: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if value is None else value.to(accumulator_dtype(x.dtype))

@@ -58,6 +58,20 @@ def at_least_one_pair(x: Tensor, name: str) -> None:
         raise ValueError(f"{name} must have at least one row: the mean over no pairs is undefined, got shape {_shape(x)}")
 
 
+def same_rows(value: Tensor, name: str, like: Tensor, side: str) -> None:
+    """As many rows as `like`, on the same device."""
+    if value.shape[0] != like.shape[0]:
+        raise ValueError(f"{name} must have {like.shape[0]} rows, one for each row of {side}, got shape {_shape(value)}")
+    _same_device(value, name, like)
+
+
+def without_gradient(values: Sequence[Tensor], names: Sequence[str]) -> None:
+    """What only decides, or is a target, gets no gradient, and says so instead of staying silent."""
+    for name, value in zip(names, values, strict=True):
+        if value.requires_grad:
+            raise ValueError(f"{name} must not require a gradient, because it gets none; pass {name}.detach()")
+
+
 def number(value: Any, name: str, like: Tensor) -> None:
     """A scale or a bias: a float, a 0-d tensor or a 1-element tensor."""
     if isinstance(value, Tensor):
@@ -116,6 +130,14 @@ def backend(value: Any, precision: str, device: torch.device) -> str:
     if reason is not None:
         raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')
     return str(value)
+
+
+def only_eager(value: Any, reason: str) -> None:
+    """For what has no kernel: PyTorch operations serve it, and "auto" means them."""
+    if value not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
+    if value == backends.TRITON:
+        raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')
 
 
 def group(value: Any) -> str:

@@ -7,6 +7,7 @@ launch compiles the kernel for what it was given instead of running it.
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 import triton
@@ -122,6 +123,14 @@ def walk(D: int, precision: str, features: bool, N: int = 300) -> None:
     for _ in triton_backward.softplus_gradients(block, one, sums, needs, total=one):
         pass
     triton_backward.softplus_sums(block)
+    alone = replace(block, limit=bias if features else None)  # without columns
+    triton_forward.row_statistics(alone)
+    for _ in triton_backward.logsumexp_gradients(alone, LogSum(one, one), None, one, None, sums, needs):
+        pass
+    if features:
+        positives = Block(x, y, torch.tensor(1.0), precision, bias, None, ids, ids, ids_are_positives=True)
+        for _ in triton_backward.softplus_gradients(positives, one, sums, Needs(True, True, True, True), total=one):
+            pass
     if not features:
         triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))
 

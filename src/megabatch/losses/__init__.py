@@ -1,6 +1,22 @@
 """Contrastive losses: a few lines each over the pairwise operations."""
 
 from megabatch.losses.clip import ClipLoss, clip_loss
+from megabatch.losses.contrast import Negatives
+from megabatch.losses.dcl import dcl
+from megabatch.losses.distillation import DistillClipLoss, soft_clip_loss
+from megabatch.losses.hcl import hcl
+from megabatch.losses.info_nce import info_nce
 from megabatch.losses.siglip import SigLipLoss, siglip_loss
 
-__all__ = ["ClipLoss", "SigLipLoss", "clip_loss", "siglip_loss"]
+__all__ = [
+    "ClipLoss",
+    "DistillClipLoss",
+    "Negatives",
+    "SigLipLoss",
+    "clip_loss",
+    "dcl",
+    "hcl",
+    "info_nce",
+    "siglip_loss",
+    "soft_clip_loss",
+]

@@ -5,6 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megabatch import validation
+from megabatch.arguments import number
+from megabatch.losses.smoothing import check_smoothing, mean_similarity
 from megabatch.pairwise import exact_softplus, matched_logsumexp
 
 
@@ -14,6 +16,7 @@ def clip_loss(
     logit_scale: float | Tensor,
     *,
     ids: Tensor | None = None,  # (N,)
+    label_smoothing: float = 0.0,
     group: Any = None,
     backend: str = "auto",
 ) -> Tensor:  # ()
@@ -32,15 +35,22 @@ def clip_loss(
         text: (N, D) embeddings; row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
+        label_smoothing: the part of the target that is spread evenly over the whole batch, as in `F.cross_entropy`. Not with
+            ids.
         group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
             passes its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after
             DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
+    check_smoothing(label_smoothing, ids=ids)
     row, col, match, share = matched_logsumexp(
         image, text, logit_scale, names=("image", "text", "logit_scale"), ids=ids, group=group, backend=backend
     )
-    return (_cross_entropy(row, match) + _cross_entropy(col, match)) * (share / 2)
+    loss = _cross_entropy(row, match) + _cross_entropy(col, match)
+    if label_smoothing > 0:
+        mean = mean_similarity(image, [(text, None)], number(logit_scale, "logit_scale", image), group)
+        loss = loss + 2 * label_smoothing * (match - mean).sum()  # the means of rows and of columns have the same sum
+    return loss * (share / 2)
 
 
 def _cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ def siglip_loss(
     logit_bias: float | Tensor,
     *,
     ids: Tensor | None = None,  # (N,)
+    ids_are_positives: bool = False,
     group: Any = None,
     backend: str = "auto",
 ) -> Tensor:  # ()
@@ -35,13 +36,27 @@ def siglip_loss(
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
         logit_bias: a float, or a tensor of one element.
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
+        ids_are_positives: pairs with the same id are all positives of each other, with the sign +1 in the lines above, instead
+            of being left out.
         group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
             passes its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after
             DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     names = ("image", "text", "logit_scale", "logit_bias")
-    return matched_sigmoid(image, text, logit_scale, logit_bias, names=names, ids=ids, group=group, backend=backend)
+    if ids_are_positives and ids is None:
+        raise ValueError("ids must be given where ids_are_positives is True, got None")
+    return matched_sigmoid(
+        image,
+        text,
+        logit_scale,
+        logit_bias,
+        names=names,
+        ids=ids,
+        ids_are_positives=ids_are_positives,
+        group=group,
+        backend=backend,
+    )
 
 
 class SigLipLoss(nn.Module):

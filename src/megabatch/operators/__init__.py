@@ -5,8 +5,12 @@ are tensors, strings and booleans that were checked before they come here.
 """
 
 from megabatch.operators.logsumexp import logsumexp
+from megabatch.operators.matching import matching
 from megabatch.operators.rank import rank
+from megabatch.operators.row_logsumexp import row_logsumexp
 from megabatch.operators.sigmoid import sigmoid_mean
+from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
+from megabatch.operators.total import total
 
-__all__ = ["logsumexp", "rank", "sigmoid_mean", "softplus"]
+__all__ = ["logsumexp", "matching", "rank", "row_logsumexp", "sigmoid_mean", "soft_cross_entropy", "softplus", "total"]

@@ -34,6 +34,7 @@ def sigmoid_mean(
     scale: Tensor,  # ()
     row_bias: Tensor,  # (N,)
     ids: Tensor | None,  # (N,)
+    ids_are_positives: bool,
     precision: str,
     backend: str,
     group: str,
@@ -41,10 +42,19 @@ def sigmoid_mean(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] · share, dx, dy, dscale, drow_bias): the loss and its own gradients.
 
+    Pairs with equal ids are left out of the inner sum; or they are positives, and enter it as softplus(−s_ij).
     The share is 1/N for one process alone; over R ranks with B pairs in all it is R/B, so that the mean over ranks is the loss.
     """
     block = Block(
-        x, y, scale, by_matmul_setting(precision, x.device.type), row_bias, row_ids=ids, col_ids=ids, skip_diagonal=True
+        x,
+        y,
+        scale,
+        by_matmul_setting(precision, x.device.type),
+        row_bias,
+        row_ids=ids,
+        col_ids=ids,
+        skip_diagonal=True,
+        ids_are_positives=ids_are_positives and ids is not None,
     )
     wanted = Needs(*needs)
     with on_its_device(x):
@@ -93,7 +103,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dloss: Tensor | None, *dgradients: Tensor | None) -> tuple[Any, ...]:
     if any(d is not None for d in dgradients):
         raise RuntimeError(TWICE)
-    nothing = (None, None, None, None, None)
+    nothing = (None, None, None, None, None, None)
     if dloss is None:
         return None, None, None, None, *nothing
     asked = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:4], strict=True)

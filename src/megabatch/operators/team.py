@@ -76,12 +76,24 @@ def _terms(members: Members, backend: str, block: Block, operation: str, needs: 
         "the backend": backend,
         "the kind of device": block.x.device.type,
         "the schedule": members.schedule,
-        "what is excluded": " and ".join(["ids"] * (block.row_ids is not None) + ["diagonal"] * block.skip_diagonal)
-        or "nothing",
+        "what is excluded": _excluded(block),
+        "what ids mean": "positives" if block.ids_are_positives else "no negatives",
+        "what a second model sees": _seen(block),
         "what is added": "a column bias" if block.col_bias is not None else "nothing for columns",
         "what needs a gradient": _wanted(needs),
         "what has a gradient": "nothing yet",
     }
+
+
+def _excluded(block: Block) -> str:
+    chosen = {"ids": block.row_ids is not None, "diagonal": block.skip_diagonal, "above a limit": block.limit is not None}
+    return " and ".join(name for name, is_so in chosen.items() if is_so) or "nothing"
+
+
+def _seen(block: Block) -> str:
+    if block.companion is None:
+        return "nothing"
+    return f"a width of {block.companion.D} in {str(block.companion.y.dtype).removeprefix('torch.')}"
 
 
 def _wanted(needs: Needs | None) -> str:

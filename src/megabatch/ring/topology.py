@@ -84,3 +84,9 @@ def own_node() -> int:
 def nodes_from(node_of: list[int]) -> Nodes:
     """Ranks by node, from the node of each rank."""
     return tuple(tuple(r for r, node in enumerate(node_of) if node == n) for n in sorted(set(node_of)))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def rank_on(route: str) -> int:
+    """This process's place in the group of a route."""
+    return Members.of(route).rank if route else 0

@@ -21,6 +21,7 @@ from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradi
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.matching import matching_similarities
 from megabatch.tiles.precision import HALF_DTYPE
+from megabatch.tiles.softsum import SoftSum
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,19 @@ class RingWalks:
         home = self._lap(self._columns(block), work, lambda sums, others: LogSum(*sums).add_(LogSum(*others)))
         return row, LogSum(*home)
 
+    def row_statistics(self, block: Block) -> LogSum:
+        """Row sums (N,) of exp(s) over the whole batch; nothing goes home with the columns."""
+        block = self._prepared(block)
+        row = LogSum.empty(block.N, dtype=self.sums_dtype, device=block.x.device)
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            visited = self._visited(block, blocks, here)
+            row.add_(self._kept(self.inner(visited).row_statistics(visited)))
+            return ()
+
+        self._lap(self._columns(block), work, _add)
+        return row
+
     def _kept(self, sums: LogSum) -> LogSum:
         return LogSum(*(part.to(self.sums_dtype) for part in sums))
 
@@ -55,7 +69,7 @@ class RingWalks:
         self,
         block: Block,
         row: LogSum,
-        col: LogSum,
+        col: LogSum | None,
         drow: Tensor | None,
         dcol: Tensor | None,
         sums: ColumnGradients,
@@ -65,15 +79,52 @@ class RingWalks:
         block = self._prepared(block)
         rows = _RowSums(block, needs)
         columns = self._columns(block)
-        weights = [col.shift, col.total, *([] if dcol is None else [dcol])]
+        weights = [] if dcol is None or col is None else [col.shift, col.total, dcol]
 
         def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
-            shift, total, *given = extra
-            dcol_here = given[0] if given else None
-            whole = LogSum(shift, total)
+            whole, dcol_here = (LogSum(*extra[:2]), extra[2]) if extra else (None, None)
             return self.inner(visited).logsumexp_gradients(visited, row, whole, drow, dcol_here, partial, needs)
 
         self._gradient_lap(block, columns, weights, walk, sums, rows)
+        return rows.strips()
+
+    def soft_statistics(self, block: Block) -> tuple[SoftSum, SoftSum]:
+        """Sums for the cross-entropies of local rows and columns over the whole batch."""
+        block = self._prepared(block)
+        row = SoftSum.empty(block.N, dtype=block.dtype, device=block.x.device)
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            visited = self._visited(block, blocks, here)
+            by_row, by_column = self.inner(visited).soft_statistics(visited)
+            row.add_(by_row)
+            return [by_column.pack()]
+
+        def merge(sums: Tensors, others: Tensors) -> None:
+            SoftSum.unpack(sums[0]).add_(SoftSum.unpack(others[0]))
+
+        (home,) = self._lap(self._columns(block), work, merge)
+        return row, SoftSum.unpack(home)
+
+    def soft_gradients(
+        self,
+        block: Block,
+        row: SoftSum,
+        col: SoftSum,
+        drow: Tensor,
+        dcol: Tensor,
+        sums: ColumnGradients,
+        needs: Needs,
+    ) -> Iterator[RowGradients]:
+        """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
+        block = self._prepared(block)
+        rows = _RowSums(block, needs)
+
+        def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
+            packed, dcol_here = extra
+            whole = SoftSum.unpack(packed)
+            return self.inner(visited).soft_gradients(visited, row, whole, drow, dcol_here, partial, needs)
+
+        self._gradient_lap(block, self._columns(block), [col.pack(), dcol], walk, sums, rows)
         return rows.strips()
 
     def softplus_sums(self, block: Block) -> Tensor:
@@ -150,9 +201,9 @@ class RingWalks:
         The main diagonal is that of the whole batch. It lies in the own blocks if every rank has as many rows as columns, and
         is expressed by ids if not.
         """
-        half = HALF_DTYPE.get(block.precision)
-        if half is not None:
-            block = replace(block, x=block.x.to(half), y=block.y.to(half))
+        block = _rounded_for_travel(block)
+        if block.companion is not None:
+            block = replace(block, companion=_rounded_for_travel(block.companion))
         if block.row_ids is not None and block.col_ids is not None:
             block = replace(block, row_ids=block.row_ids.long(), col_ids=block.col_ids.long())
         if block.skip_diagonal and self.census.rows != self.census.columns:
@@ -167,7 +218,8 @@ class RingWalks:
 
     def _columns(self, block: Block) -> list[Tensor]:
         """What every visit needs to know of the columns."""
-        return [tensor for tensor in (block.y, block.col_bias, block.col_ids) if tensor is not None]
+        seen_by_companion = None if block.companion is None else block.companion.y
+        return [tensor for tensor in (block.y, block.col_bias, block.col_ids, seen_by_companion) if tensor is not None]
 
     def _visited(self, block: Block, blocks: tuple[int, ...], columns: Tensors) -> Block:
         """The local rows against the columns that are here."""
@@ -178,8 +230,14 @@ class RingWalks:
             y=y,
             col_bias=None if block.col_bias is None else next(given),
             col_ids=None if block.col_ids is None else next(given),
+            companion=None if block.companion is None else replace(block.companion, y=next(given)),
             skip_diagonal=block.skip_diagonal and blocks == (self.exchange.members.rank,),
         )
+
+
+def _rounded_for_travel(block: Block) -> Block:
+    half = HALF_DTYPE.get(block.precision)
+    return block if half is None else replace(block, x=block.x.to(half), y=block.y.to(half))
 
 
 class _RowSums:

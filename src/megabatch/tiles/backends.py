@@ -12,6 +12,7 @@ from megabatch.tiles import eager
 from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT64
+from megabatch.tiles.softsum import SoftSum
 
 EAGER, TRITON = "eager", "triton"
 
@@ -21,13 +22,28 @@ class Walks(Protocol):
 
     def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]: ...  # noqa: D102
 
+    def row_statistics(self, block: Block) -> LogSum: ...  # noqa: D102
+
     def logsumexp_gradients(  # noqa: D102
         self,
         block: Block,
         row: LogSum,
-        col: LogSum,
+        col: LogSum | None,
         drow: Tensor | None,
         dcol: Tensor | None,
+        sums: ColumnGradients,
+        needs: Needs,
+    ) -> Iterator[RowGradients]: ...
+
+    def soft_statistics(self, block: Block) -> tuple[SoftSum, SoftSum]: ...  # noqa: D102
+
+    def soft_gradients(  # noqa: D102
+        self,
+        block: Block,
+        row: SoftSum,
+        col: SoftSum,
+        drow: Tensor,
+        dcol: Tensor,
         sums: ColumnGradients,
         needs: Needs,
     ) -> Iterator[RowGradients]: ...

@@ -14,7 +14,9 @@ from megabatch.tiles.precision import accumulator_dtype
 class Block:
     """s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j, described but never held.
 
-    Pairs with equal ids are left out of every sum, and so is the main diagonal when `skip_diagonal` is set.
+    Pairs with equal ids are left out of every sum, and so is the main diagonal when `skip_diagonal` is set. If ids are
+    positives, pairs with equal ones are not left out of sums of softplus, but enter them as −s_ij. A limit leaves out the pairs
+    whose product ⟨x_i, y_j⟩ is above it; where there is a companion, its similarity is what is compared.
     """
 
     x: Tensor  # (N, D)
@@ -26,6 +28,9 @@ class Block:
     row_ids: Tensor | None = None  # (N,)
     col_ids: Tensor | None = None  # (M,)
     skip_diagonal: bool = False
+    ids_are_positives: bool = False
+    limit: Tensor | None = None  # (N,) in the type of what it is compared with
+    companion: "Block | None" = None  # the same rows and columns as another model sees them: a guide, or a teacher
 
     @property
     def N(self) -> int:

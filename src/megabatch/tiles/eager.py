@@ -3,9 +3,11 @@
 A tile of similarities is formed in a buffer that is allocated once and reused, worked on in place, and gone with the next tile.
 Nothing here reads a value back to the host, so on CUDA the walk can be captured in a graph.
 
-Four walks over the same tiles:
+The walks, over the same tiles:
 - `logsumexp_statistics`  row and column sums of exp(s), both from one pass
+- `row_statistics`        row sums alone, for half the exponentials
 - `softplus_sums`         row sums of softplus(s)
+- `soft_statistics`       cross-entropies of rows and columns under a companion's softmax
 - `*_gradients`           strips of dx as they are finished, dy added to as we go
 - `rank_counts`           how many entries of a row or column come before the matching one
 
@@ -33,6 +35,7 @@ from megabatch.tiles.precision import (
     round_to_tf32_,
     rounded,
 )
+from megabatch.tiles.softsum import SoftSum
 
 __all__ = [
     "finish_rows",
@@ -40,6 +43,9 @@ __all__ = [
     "logsumexp_statistics",
     "matching_products",
     "rank_counts",
+    "row_statistics",
+    "soft_gradients",
+    "soft_statistics",
     "softplus_gradients",
     "softplus_sums",
 ]
@@ -49,13 +55,19 @@ class _Tiles:
     """The tiles of one block, formed one after another in the same buffers."""
 
     def __init__(self, block: Block, *, keep_products: bool = False) -> None:
-        size = plan.eager_tile(block.x.device, block.dtype).fitted(block.N, block.M)
+        size = plan.eager_tile(block.x.device, block.dtype)
+        if block.companion is not None or block.ids_are_positives:
+            size = plan.TileSize(max(1, size.rows // 2), size.columns)  # one more tile has to fit in the same workspace
+        size = size.fitted(block.N, block.M)
         self.block = block
         self.rows = list(windows(block.N, size.rows))
         self.columns = list(windows(block.M, size.columns))
         self._elements = size.rows * size.columns
         self._similarities = self.buffer()
         self.products = self.buffer() if keep_products else self._similarities
+        self._above = None if block.limit is None else self.buffer(torch.bool)
+        self._signs = self.buffer() if block.ids_are_positives else None
+        self.companion = None if block.companion is None else _Companion(block.companion, self)
 
     def buffer(self, dtype: torch.dtype | None = None) -> Callable[[int, int], Tensor]:
         """Room for one tile: called with its shape, gives a tensor to write to."""
@@ -75,16 +87,56 @@ class _Tiles:
         block = self.block
         products, s = self.products(len(x), len(y)), self._similarities(len(x), len(y))
         multiply_into(products, x, y.T)
+        above = self._above_limit(products, rows, columns)
         torch.mul(products, block.scale, out=s)
         if block.row_bias is not None:
             s.add_(block.row_bias[rows, None])
         if block.col_bias is not None:
             s.add_(block.col_bias[columns])
-        if block.row_ids is not None and block.col_ids is not None:
+        signs = self.signs(rows, columns)
+        if signs is not None:
+            s.mul_(signs)
+        elif block.row_ids is not None and block.col_ids is not None:
             s.masked_fill_(block.row_ids[rows, None] == block.col_ids[columns], -torch.inf)
         if block.skip_diagonal:
             diagonal_of(s, rows, columns).fill_(-torch.inf)
-        return s
+        return s if above is None else s.masked_fill_(above, -torch.inf)
+
+    def signs(self, rows: slice, columns: slice) -> Tensor | None:  # (n, m)
+        """−1 where equal ids are positives, 1 elsewhere; None if they are not."""
+        row_ids, col_ids = self.block.row_ids, self.block.col_ids
+        if self._signs is None or row_ids is None or col_ids is None:
+            return None
+        same = row_ids[rows, None] == col_ids[columns]
+        return self._signs(*same.shape).fill_(1.0).masked_fill_(same, -1.0)
+
+    def teacher(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
+        """The companion's tile at (rows, columns), in the type of the block's own."""
+        assert self.companion is not None
+        return self.companion.similarities(rows, columns).to(self.block.dtype)
+
+    def _above_limit(self, products: Tensor, rows: slice, columns: slice) -> Tensor | None:  # (n, m) bool
+        limit = self.block.limit
+        if limit is None or self._above is None:
+            return None
+        compared = products if self.companion is None else self.companion.similarities(rows, columns)
+        return torch.gt(compared, limit[rows, None], out=self._above(*products.shape))
+
+
+class _Companion:
+    """The tiles of a block's companion, cut as the block's own."""
+
+    def __init__(self, block: Block, tiles: _Tiles) -> None:
+        self.block = block
+        self._buffer = tiles.buffer(block.dtype)
+
+    def similarities(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
+        """The tile at (rows, columns), in the companion's own type. Overwrites the previous one."""
+        block = self.block
+        x, y = rounded(block.x[rows], block.precision), rounded(block.y[columns], block.precision)
+        out = self._buffer(len(x), len(y))
+        multiply_into(out, x, y.T)
+        return out.mul_(block.scale)
 
 
 def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -110,6 +162,34 @@ def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
     return row, col
 
 
+def row_statistics(block: Block) -> LogSum:
+    """Row sums (N,) of exp(s)."""
+    tiles = _Tiles(block)
+    row = LogSum.empty(block.N, dtype=block.dtype, device=block.x.device)
+    for rows in tiles.rows:
+        x = tiles.x(rows)
+        for columns in tiles.columns:
+            s = tiles.similarities(rows, columns, x, tiles.y(columns))
+            row.part(rows).add_exponentials_(s, dim=1, out=s)
+    return row
+
+
+def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:
+    """Sums for the cross-entropies of rows (N,) and columns (M,) under the companion's softmax, from one pass."""
+    tiles = _Tiles(block)
+    buffers = tiles.buffer(), tiles.buffer()
+    row, col = (SoftSum.empty(size, dtype=block.dtype, device=block.x.device) for size in (block.N, block.M))
+    for rows in tiles.rows:
+        x = tiles.x(rows)
+        for columns in tiles.columns:
+            s = tiles.similarities(rows, columns, x, tiles.y(columns))
+            t = tiles.teacher(rows, columns)
+            spare, other = (buffer(*s.shape) for buffer in buffers)
+            row.part(rows).add_tile_(s, t, 1, spare, other)
+            col.part(columns).add_tile_(s, t, 0, spare, other)
+    return row, col
+
+
 def softplus_sums(block: Block) -> Tensor:  # (N,)
     """Row sums of softplus(s) = log(1 + exp(s))."""
     tiles = _Tiles(block)
@@ -125,7 +205,7 @@ def softplus_sums(block: Block) -> Tensor:  # (N,)
 def logsumexp_gradients(
     block: Block,
     row: LogSum,  # (N,) the whole sums, of which the block may be a part
-    col: LogSum,  # (M,)
+    col: LogSum | None,  # (M,) None where dcol is
     drow: Tensor | None,  # (N,)
     dcol: Tensor | None,  # (M,)
     sums: ColumnGradients,
@@ -133,24 +213,57 @@ def logsumexp_gradients(
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     tiles = _gradient_tiles(block)
-    spare = tiles.buffer()
-    row_shift, col_shift = finite_or_zero(row.shift), finite_or_zero(col.shift)
-    row_weight = None if drow is None else row.per_unit(drow)
-    col_weight = None if dcol is None else col.per_unit(dcol)
+    by_row = None if drow is None else (finite_or_zero(row.shift), row.per_unit(drow))
+    by_column = None if dcol is None or col is None else (finite_or_zero(col.shift), col.per_unit(dcol))
+
+    spare = None if by_column is None else tiles.buffer()
 
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
-        g = spare(*s.shape)
-        if row_weight is None:
+        g = s if spare is None else spare(*s.shape)
+        if by_row is None:
             g.zero_()
         else:
-            _weighted(s, row_shift[rows, None], row_weight[rows, None], out=g)
-        return g if col_weight is None else g.add_(_weighted(s, col_shift[columns], col_weight[columns], out=s))
+            shift, weight = by_row
+            _weighted(s, shift[rows, None], weight[rows, None], out=g)
+        if by_column is not None:
+            shift, weight = by_column
+            g.add_(_weighted(s, shift[columns], weight[columns], out=s))
+        return g
 
     return _gradients(tiles, weigh, sums, needs)
 
 
 def _weighted(s: Tensor, shift: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return torch.sub(s, shift, out=out).exp_().mul_(weight)
+
+
+def soft_gradients(
+    block: Block,
+    row: SoftSum,  # (N,) the whole sums, of which the block may be a part
+    col: SoftSum,  # (M,)
+    drow: Tensor,  # (N,)
+    dcol: Tensor,  # (M,)
+    sums: ColumnGradients,
+    needs: Needs,
+) -> Iterator[RowGradients]:
+    """Gradients of the cross-entropies: g_ij = drow_i·(softmax(s) − softmax(t))_ij + dcol_j·(the same over columns)_ij."""
+    tiles = _gradient_tiles(block)
+    buffers = tiles.buffer(), tiles.buffer()
+    parts = [
+        (finite_or_zero(by_row.shift), by_row.per_unit(drow), finite_or_zero(by_column.shift), by_column.per_unit(dcol))
+        for by_row, by_column in ((row.student, col.student), (row.teacher, col.teacher))
+    ]
+
+    def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
+        g, spare = (buffer(*s.shape) for buffer in buffers)
+        g.zero_()
+        for values, part, sign in zip((s, tiles.teacher(rows, columns)), parts, (1, -1), strict=True):
+            row_shift, row_weight, col_shift, col_weight = part
+            g.add_(_weighted(values, row_shift[rows, None], row_weight[rows, None], out=spare), alpha=sign)
+            g.add_(_weighted(values, col_shift[columns], col_weight[columns], out=spare), alpha=sign)
+        return g
+
+    return _gradients(tiles, weigh, sums, needs)
 
 
 def softplus_gradients(
@@ -161,15 +274,19 @@ def softplus_gradients(
     *,
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
-    """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
+    """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given.
+
+    Where equal ids are positives, s_ij is −s_ij and so is g_ij.
+    """
     tiles = _gradient_tiles(block)
     spare = tiles.buffer() if total is not None else None
 
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
         if total is not None and spare is not None:
             total[rows] += _softplus(s, out=spare(*s.shape)).sum(1)
-        s.sigmoid_()
-        return s if dtotal is None else s.mul_(dtotal[rows, None])
+        g = s.sigmoid_() if dtotal is None else s.sigmoid_().mul_(dtotal[rows, None])
+        signs = tiles.signs(rows, columns)
+        return g if signs is None else g.mul_(signs)
 
     return _gradients(tiles, weigh, sums, needs)
 

@@ -130,7 +130,8 @@ def panel(block: Block, task: str) -> Panel | None:
     """
     half = block.precision in (BFLOAT16, FLOAT16)
     biased = block.col_bias is not None or (block.row_bias is not None and task != "sigmoid")
-    if block.D > 1024 or not half or biased or block.row_ids is not None or not has_gluon(block.x.device):
+    chosen = block.row_ids is not None or block.limit is not None
+    if block.D > 1024 or not half or biased or chosen or not has_gluon(block.x.device):
         return None
     steps = -(-block.D // 64)
     if steps <= 8:

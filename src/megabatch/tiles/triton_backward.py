@@ -21,7 +21,7 @@ from megabatch.tiles import plan, tuning
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import FLOAT32, TF32, add_product, multiply_into
-from megabatch.tiles.triton_forward import dot_precision, exact, exponents, offsets
+from megabatch.tiles.triton_forward import dot_precision, equal_ids, exact, exponents, offsets
 from megabatch.tiles.triton_operands import LOG2E, Operands, descriptor, exponent_operands, similarity_operands, whole_rows
 from megabatch.tiles.triton_rows import add_parts
 from megabatch.tiles.triton_softplus import joint, log1p
@@ -46,6 +46,7 @@ def _strip(
     col_plain,
     row_ids,
     col_ids,
+    limit,  # (N,) or None
     row_weight,  # (N,), or None for 1
     col_weight,  # (M,)
     row_shift,  # (N,) of a row's own, or −inf
@@ -66,6 +67,7 @@ def _strip(
     D: tl.constexpr,
     KIND: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
+    POSITIVES: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     TF32: tl.constexpr,
@@ -81,7 +83,7 @@ def _strip(
             return
     rows, columns = last_row - first_row, last_column - first_column
     tiles_n, tiles_m = tl.cdiv(rows, BLOCK_N), tl.cdiv(columns, BLOCK_M)
-    HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
+    HAS_ROW: tl.constexpr = row_offset is not None
     k, k_rest, base = tl.load(exponent_scale), tl.load(exponent_scale + 1), tl.load(exponent_scale + 2)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=KIND != ODD_SOFTMAX):
         # GROUP tiles of rows at a time, so that what the programs read at once stays in the cache.
@@ -107,12 +109,16 @@ def _strip(
                 mh = m + half * HALF
                 offs_m = mh + tl.arange(0, HALF)
                 column, row = offsets(col_offset, base, offs_m, M, 0), offsets(row_offset, 0.0, offs_n, N, 1)
-                t = exponents(part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
+                t = exponents(
+                    part, k, k_rest, column, row, row_ids, col_ids, limit, n, mh, N, M, HAS_ROW, EXACT, SKIP_DIAGONAL, POSITIVES
+                )
                 if KIND == SIGMOID:
                     small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # of the two exponentials the one that cannot overflow
                     g = tl.where(t >= 0, 1.0, small) / (1.0 + small)
                     if row_weight is not None:
                         g = a[:, None] * g
+                    if POSITIVES:
+                        g = tl.where(equal_ids(row_ids, col_ids, offs_n, offs_m, N, M), -g, g)
                 else:
                     b = tl.load(col_weight + offs_m, mask=offs_m < M, other=0.0)
                     if KIND == SOFTMAX:
@@ -120,7 +126,7 @@ def _strip(
                     else:
                         column, row = offsets(col_plain, 0.0, offs_m, M, 0), offsets(row_plain, 0.0, offs_n, N, 1)
                         plain = exponents(
-                            part, k, k_rest, column, row, row_ids, col_ids, n, mh, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL
+                            part, k, k_rest, column, row, row_ids, col_ids, limit, n, mh, N, M, HAS_ROW, EXACT, SKIP_DIAGONAL
                         )
                         rs, cs = offsets(row_shift, 0.0, offs_n, N, 1), offsets(col_shift, 0.0, offs_m, M, 0)
                         none = -float("inf")
@@ -165,7 +171,7 @@ class _Weights:
 def logsumexp_gradients(
     block: Block,
     row: LogSum,  # (N,) the whole sums, of which the block may be a part
-    col: LogSum,  # (M,)
+    col: LogSum | None,  # (M,) None where dcol is
     drow: Tensor | None,  # (N,)
     dcol: Tensor | None,  # (M,)
     sums: ColumnGradients,
@@ -174,8 +180,8 @@ def logsumexp_gradients(
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     given = exponent_operands(block)
     size = _strip_tile(given, block, SOFTMAX)
-    row_weight, row_shift, row_odd = _relative(row, drow, given.shift, size.rows)
-    col_weight, col_shift, col_odd = _relative(col, dcol, given.shift, size.columns)
+    row_weight, row_shift, row_odd = _relative(row, drow, given.shift, block.N, size.rows)
+    col_weight, col_shift, col_odd = _relative(col, dcol, given.shift, block.M, size.columns)
     odd = row_odd.amax() + col_odd.amax()
     weights = _Weights(row_weight, col_weight, row_shift, col_shift, odd, row_odd, col_odd)
     return _walk(given, block, size, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
@@ -225,14 +231,15 @@ def _panel(block: Block, kind: tl.constexpr) -> plan.Panel | None:
 
 
 def _relative(
-    sums: LogSum,  # float64
+    sums: LogSum | None,  # float64
     gradient: Tensor | None,
     shift: Tensor,  # () C
+    length: int,
     tile: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (K,), (K,), (tiles,)
     """gradient / sum at the shift C, or where that leaves fp32's range at a shift of its own; −inf stands for C."""
-    if gradient is None:
-        nothing = torch.zeros_like(sums.total, dtype=torch.float32)
+    if gradient is None or sums is None:
+        nothing = torch.zeros(length, dtype=torch.float32, device=shift.device)
         return nothing, nothing - torch.inf, _any_in_tile(nothing - torch.inf, tile)
     exponent = finite_or_zero(sums.shift) * LOG2E
     above = shift - exponent
@@ -332,6 +339,7 @@ def _form(
             given.col_plain,
             given.row_ids,
             given.col_ids,
+            given.limit,
             weights.row_weight,
             weights.col_weight,
             weights.row_shift,
@@ -350,6 +358,7 @@ def _form(
             D=block.D,
             KIND=kind,
             SKIP_DIAGONAL=block.skip_diagonal,
+            POSITIVES=block.ids_are_positives,
             PRECISION=dot_precision(block),
             EXACT=exact(block),
             TF32=block.precision == TF32,

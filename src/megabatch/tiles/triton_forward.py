@@ -27,6 +27,14 @@ SMALLEST, LARGEST = 2.0**-80, 2.0**126  # a sum below may have lost terms that m
 
 
 @triton.jit
+def equal_ids(row_ids, col_ids, offs_n, offs_m, N, M):
+    """Which pairs of a tile have equal ids; some beyond the edge do."""
+    own = tl.load(row_ids + offs_n, mask=offs_n < N, other=0)
+    others = tl.load(col_ids + offs_m, mask=offs_m < M, other=0)
+    return own[:, None] == others[None, :]
+
+
+@triton.jit
 def exponents(
     s,  # (BLOCK_N, BLOCK_M) products
     k,
@@ -35,6 +43,7 @@ def exponents(
     row_offset,  # (BLOCK_N, 1)
     row_ids,  # (N,) or None
     col_ids,  # (M,) or None
+    limit,  # (N,) or None
     n,
     m,
     N,
@@ -42,6 +51,7 @@ def exponents(
     HAS_ROW_OFFSET: tl.constexpr,
     EXACT: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
+    IDS_ARE_POSITIVES: tl.constexpr = False,
 ):
     """t, with −inf where a pair is left out. Always in this order: forward and backward have to round alike."""
     t = s * k + col_offset
@@ -51,9 +61,11 @@ def exponents(
         t += row_offset
     offs_n, offs_m = n + tl.arange(0, s.shape[0]), m + tl.arange(0, s.shape[1])
     if row_ids is not None:
-        own = tl.load(row_ids + offs_n, mask=offs_n < N, other=0)
-        others = tl.load(col_ids + offs_m, mask=offs_m < M, other=0)
-        t = tl.where(own[:, None] == others[None, :], -float("inf"), t)
+        same = equal_ids(row_ids, col_ids, offs_n, offs_m, N, M)
+        t = tl.where(same, -t if IDS_ARE_POSITIVES else -float("inf"), t)
+    if limit is not None:
+        highest = tl.load(limit + offs_n, mask=offs_n < N, other=0.0)
+        t = tl.where(s > highest[:, None], -float("inf"), t)
     if SKIP_DIAGONAL:
         if (n < m + s.shape[1]) & (m < n + s.shape[0]):
             t = tl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), t)
@@ -79,8 +91,9 @@ def _march(
     col_offset,  # (M,) or None
     row_ids,  # (N,) or None
     col_ids,  # (M,) or None
+    limit,  # (N,) or None
     row_part,  # (panels, rows of this launch)
-    col_part,  # (strips, columns of this launch)
+    col_part,  # (strips, columns of this launch), or None
     first_row,
     last_row,
     first_column,
@@ -102,7 +115,8 @@ def _march(
     HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
     k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
     column = offsets(col_offset, tl.load(exponent_scale + 2), offs_m, M, 0)
-    col = tl.zeros((BLOCK_N // 32, 8, BLOCK_M), tl.float32)
+    if col_part is not None:
+        col = tl.zeros((BLOCK_N // 32, 8, BLOCK_M), tl.float32)
     begin = first_row + strip * strip_rows
     for n in tl.range(begin, tl.minimum(begin + strip_rows, last_row), BLOCK_N, flatten=True):
         s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -110,14 +124,16 @@ def _march(
             s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
         offs_n = n + tl.arange(0, BLOCK_N)
         row = offsets(row_offset, 0.0, offs_n, N, 1)
-        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, n, m, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
+        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, limit, n, m, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
         e = tl.exp2(t)
         place = panel.to(tl.int64) * (last_row - first_row) + (offs_n - first_row)
         tl.store(row_part + place, tl.sum(e, 1), mask=offs_n < last_row)
-        pairs = tl.sum(e.reshape(BLOCK_N // 16, 2, 8, BLOCK_M), 1)  # rows r and r + 8 of a fragment: one thread
-        col += tl.sum(pairs.reshape(2, BLOCK_N // 32, 8, BLOCK_M), 0)  # the two halves of the tile: one thread
-    place = strip.to(tl.int64) * (last_column - first_column) + (offs_m - first_column)
-    tl.store(col_part + place, tl.sum(tl.sum(col, 0), 0), mask=offs_m < last_column)
+        if col_part is not None:
+            pairs = tl.sum(e.reshape(BLOCK_N // 16, 2, 8, BLOCK_M), 1)  # rows r and r + 8 of a fragment: one thread
+            col += tl.sum(pairs.reshape(2, BLOCK_N // 32, 8, BLOCK_M), 0)  # the two halves of the tile: one thread
+    if col_part is not None:
+        place = strip.to(tl.int64) * (last_column - first_column) + (offs_m - first_column)
+        tl.store(col_part + place, tl.sum(tl.sum(col, 0), 0), mask=offs_m < last_column)
 
 
 @triton.jit
@@ -129,6 +145,7 @@ def _online_rows(
     col_offset,
     row_ids,
     col_ids,
+    limit,  # (N,) or None; never where transposed
     total,  # (N,) read, and where it is out of range written
     shift,  # (N,) written where total is: a shift of its own
     smallest,
@@ -172,7 +189,7 @@ def _online_rows(
             column, row = offsets(col_offset, 0.0, offs_n, N, 1), offsets(row_offset, 0.0, offs_m, M, 0)
         else:
             column, row = offsets(col_offset, 0.0, offs_m, M, 0), offsets(row_offset, 0.0, offs_n, N, 1)
-        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, n, m, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
+        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, limit, n, m, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
         t = tl.where((offs_m < M)[None, :], t, -float("inf"))
         higher = tl.maximum(peak, tl.max(t, 1))  # passes over NaN, which the sum keeps
         base = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
@@ -185,11 +202,20 @@ def _online_rows(
 
 def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
     """Row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles."""
+    assert block.limit is None, "limits are of rows, whose sums alone they come with"
     given = exponent_operands(block)
-    row_total, col_total = _totals(given, block)
+    col_total = block.zeros(block.M)
+    row_total = _totals(given, block, col_total)
     row_shift = _recompute_lost(given, block, row_total, transposed=False)
     col_shift = _recompute_lost(given, block, col_total, transposed=True)
     return _log_sum(row_total, row_shift), _log_sum(col_total, col_shift)
+
+
+def row_statistics(block: Block) -> LogSum:
+    """Row sums (N,) of exp(s)."""
+    given = exponent_operands(block)
+    row_total = _totals(given, block, None)
+    return _log_sum(row_total, _recompute_lost(given, block, row_total, transposed=False))
 
 
 def _log_sum(total: Tensor, shift: Tensor) -> LogSum:
@@ -197,24 +223,26 @@ def _log_sum(total: Tensor, shift: Tensor) -> LogSum:
     return LogSum(torch.where(total == 0, -torch.inf, shift * math.log(2)), total.double())
 
 
-def _totals(given: Operands, block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
+def _totals(given: Operands, block: Block, col_total: Tensor | None) -> Tensor:  # (N,)
+    """Row sums; column sums (M,) are added to `col_total` if given."""
     panel = plan.panel(block, "sums")
     size = plan.march_tile(block.precision, block.x.device) if panel is not None else _march_tile(given, block)
-    row_total, col_total = block.zeros(block.N), block.zeros(block.M)
+    row_total = block.zeros(block.N)
     width = size.columns if panel is None else panel.columns
     for rows in _row_ranges(block, size, panel):
         for columns in windows(block.M, plan.MARCH_PANELS * width):
             panels = triton.cdiv(columns.stop - columns.start, width)
             row_part = torch.empty(panels, rows.stop - rows.start, dtype=block.dtype, device=block.x.device)
             if panel is None:
-                col_part = _march_down(given, block, size, rows, columns, row_part)
+                col_part = _march_down(given, block, size, rows, columns, row_part, by_column=col_total is not None)
             else:
                 from megabatch.tiles import gluon_panels
 
                 col_part = gluon_panels.sums(panel, given, rows, columns, row_part, block.skip_diagonal)
             row_total[rows] += row_part.sum(0)
-            col_total[columns] += col_part.sum(0)
-    return row_total, col_total
+            if col_total is not None and col_part is not None:
+                col_total[columns] += col_part.sum(0)
+    return row_total
 
 
 def _march_tile(given: Operands, block: Block) -> plan.KernelTile:
@@ -223,7 +251,8 @@ def _march_tile(given: Operands, block: Block) -> plan.KernelTile:
 
     def trial(size: plan.KernelTile) -> None:
         panels = triton.cdiv(columns.stop, size.columns)
-        _march_down(given, block, size, rows, columns, torch.empty(panels, rows.stop, dtype=block.dtype, device=block.x.device))
+        row_part = torch.empty(panels, rows.stop, dtype=block.dtype, device=block.x.device)
+        _march_down(given, block, size, rows, columns, row_part, by_column=True)
 
     return tuning.tile("march", block, plan.march_tile(block.precision, block.x.device), trial)
 
@@ -243,15 +272,17 @@ def _march_down(
     rows: slice,
     columns: slice,
     row_part: Tensor,  # (panels, n) written
-) -> Tensor:  # (strips, m)
-    """Partial row sums, and partial column sums, which are returned."""
+    *,
+    by_column: bool,
+) -> Tensor | None:  # (strips, m)
+    """Partial row sums, and if asked for partial column sums, which are returned."""
     n, m = rows.stop - rows.start, columns.stop - columns.start
     row_offset = given.row_offset
-    if row_offset is None and n % size.rows:
+    if row_offset is None and n % size.rows and by_column:
         # Beyond the last row the copy engine reads zeros, which an offset of −inf keeps out of the column sums.
         row_offset = block.zeros(block.N)
     strips, strip_rows = plan.march_strips(len(row_part), n, size.rows, plan.multiprocessors(block.x.device))
-    col_part = torch.empty(strips, m, dtype=block.dtype, device=block.x.device)
+    col_part = torch.empty(strips, m, dtype=block.dtype, device=block.x.device) if by_column else None
     _march[(len(row_part), strips)](
         descriptor(given.x, size.rows, size.width),
         descriptor(given.y, size.columns, size.width),
@@ -260,6 +291,7 @@ def _march_down(
         given.col_offset,
         given.row_ids,
         given.col_ids,
+        given.limit,
         row_part,
         col_part,
         rows.start,
@@ -292,6 +324,7 @@ def _recompute_lost(given: Operands, block: Block, total: Tensor, *, transposed:
         given.col_plain,
         own_ids,
         other_ids,
+        given.limit,
         total,
         shift,
         SMALLEST,

@@ -39,6 +39,7 @@ class Operands:
     col_plain: Tensor | None  # (M,)
     row_ids: Tensor | None  # (N,)
     col_ids: Tensor | None  # (M,)
+    limit: Tensor | None = None  # (N,) products above are left out
 
 
 def exponent_operands(block: Block) -> Operands:
@@ -65,6 +66,7 @@ def exponent_operands(block: Block) -> Operands:
         col_plain=None if col is None else col.float(),
         row_ids=_packed(block.row_ids),
         col_ids=_packed(block.col_ids),
+        limit=None if block.limit is None else block.limit.contiguous(),
     )
 
 

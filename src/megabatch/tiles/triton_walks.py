@@ -1,7 +1,12 @@
-"""The Triton backend: the same functions as `eager`."""
+"""The Triton backend: the same functions as `eager`.
 
+No kernel forms two tiles of similarities at once. The walks that need it are eager's, and whoever asks for them with
+`backend="triton"` is told before it comes to that.
+"""
+
+from megabatch.tiles.eager import soft_gradients, soft_statistics
 from megabatch.tiles.triton_backward import logsumexp_gradients, softplus_gradients, softplus_sums
-from megabatch.tiles.triton_forward import logsumexp_statistics
+from megabatch.tiles.triton_forward import logsumexp_statistics, row_statistics
 from megabatch.tiles.triton_rank import rank_counts
 from megabatch.tiles.triton_rows import finish_rows, matching_products
 
@@ -11,6 +16,9 @@ __all__ = [
     "logsumexp_statistics",
     "matching_products",
     "rank_counts",
+    "row_statistics",
+    "soft_gradients",
+    "soft_statistics",
     "softplus_gradients",
     "softplus_sums",
 ]

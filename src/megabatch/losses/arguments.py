@@ -1,0 +1,125 @@
+"""The arguments that losses of queries and keys share: checked, and made into a batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megabatch import arguments, validation
+from megabatch.losses.contrast import CONTRASTS, KEY_KEY, Batch, Negatives
+from megabatch.rowwise import ceiling_above
+
+_NAMES = ("query", "key")
+
+
+def batch_of(
+    query: Tensor,
+    key: Tensor,
+    scale: float | Tensor,
+    negatives: Tensor | Negatives | Sequence[Negatives] | None,
+    contrast: Sequence[str],
+    *,
+    ids: Tensor | None,
+    log_q: Tensor | None,
+    margin: float | Tensor | None,
+    guide: tuple[Tensor, Tensor] | None,
+    group: Any,
+    backend: str,
+) -> tuple[Batch, Tensor]:
+    """Everything a loss was given, and its scale as a tensor."""
+    precision = validation.embeddings(query, key, _NAMES, same_rows=True)
+    validation.ids(ids, "ids", query, "query")
+    validation.offsets(log_q, "log_q", key, "key")
+    if not validation.group(group):  # over a group one rank may have none; that all have none is found out together
+        validation.at_least_one_pair(query, "query")
+    _check_contrast(contrast)
+    validation.backend(backend, precision, query.device)
+    further = tuple(n.flat() for n in _checked_negatives(negatives, query, ids, contrast, guided=guide is not None))
+    limit = _limit(query, key, margin, guide, backend)
+    number = arguments.number(scale, "scale", query)
+    correction = arguments.offsets(log_q, query)
+    return Batch(query, key, ids, correction, further, limit, guide, group, backend), number
+
+
+def _check_contrast(value: Any) -> None:
+    wrong = isinstance(value, str) or not isinstance(value, Sequence)
+    if wrong or len(set(value)) < len(value) or not set(value) <= set(CONTRASTS):
+        raise ValueError(f"contrast must be a sequence of different names of {', '.join(map(repr, CONTRASTS))}, got {value!r}")
+
+
+def _limit(
+    query: Tensor, key: Tensor, margin: float | Tensor | None, guide: tuple[Tensor, Tensor] | None, backend: str
+) -> Tensor | None:  # (N,)
+    if margin is None and guide is None:
+        return None
+    margin = 0.0 if margin is None else margin
+    if isinstance(margin, Tensor) and margin.numel() != 1:
+        validation.offsets(margin, "margin", query, "query")
+    else:
+        validation.number(margin, "margin", query)
+    if guide is None:
+        return ceiling_above(query.detach(), key.detach(), margin, backend)
+    _check_guide(guide, query, backend)
+    return ceiling_above(guide[0], guide[1], margin)
+
+
+def _check_guide(guide: Any, query: Tensor, backend: str) -> None:
+    if not isinstance(guide, Sequence) or len(guide) != 2:
+        raise TypeError(f"guide must be a pair of embeddings, those of query and of key, got {type(guide).__name__}")
+    names = ("guide[0]", "guide[1]")
+    validation.embeddings(guide[0], guide[1], names, same_rows=True)
+    validation.same_rows(guide[0], names[0], query, "query")
+    validation.without_gradient(guide, names)
+    validation.only_eager(backend, "no kernel forms the similarities of a guide beside those of the embeddings")
+
+
+def _checked_negatives(
+    value: Any, query: Tensor, ids: Tensor | None, contrast: Sequence[str], *, guided: bool
+) -> list[Negatives]:
+    if value is None:
+        return []
+    several = not isinstance(value, Tensor | Negatives)
+    if several and not isinstance(value, Sequence):
+        raise TypeError(f"negatives must be a tensor, Negatives, a sequence of these or None, got {type(value).__name__}")
+    named = [(f"negatives[{i}]", part) for i, part in enumerate(value)] if several else [("negatives", value)]
+    return [_checked(part, name, query, ids, contrast, guided=guided) for name, part in named]
+
+
+def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, contrast: Sequence[str], *, guided: bool) -> Negatives:
+    if isinstance(value, Tensor):
+        value = Negatives(value)
+    if not isinstance(value, Negatives):
+        raise TypeError(f"{name} must be a tensor or Negatives, got {type(value).__name__}")
+    given = value.keys
+    if isinstance(given, Tensor) and given.dim() == 3:
+        if len(given) != len(query):
+            raise ValueError(f"{name} must have {len(query)} rows, one for each query, got shape {tuple(given.shape)}")
+        if value.owner is not None:
+            raise ValueError(f"{name}.owner must be None where keys have shape (N, K, D): row i belongs to query i")
+        for part, what in ((value.ids, "ids"), (value.log_q, "log_q"), (value.guide, "guide")):
+            if part is not None and part.shape[:2] != given.shape[:2]:
+                raise ValueError(f"{name}.{what} must have shape {tuple(given.shape[:2])}, got {tuple(part.shape)}")
+    flat = value.flat()
+    keys = flat.keys
+    validation.embeddings(query, keys, ("query", name))
+    validation.ids(flat.ids, f"{name}.ids", keys, name)
+    validation.offsets(flat.log_q, f"{name}.log_q", keys, name)
+    validation.ids(flat.owner, f"{name}.owner", keys, name)
+    if flat.private and flat.owner is None:
+        raise ValueError(f"{name} must have shape (N, K, D) or owners to be private, got shape {tuple(keys.shape)}")
+    if flat.ids is not None and ids is None:
+        raise ValueError(f"ids must be given where {name}.ids are: they say which queries have no negative in them")
+    if flat.ids is not None and flat.owner is not None and not flat.private and KEY_KEY in contrast:
+        raise ValueError(
+            f'{name}.ids must be None with the contrast "key-key": there the negatives of a query are left out by their owner, '
+            "and a walk leaves out pairs by one kind of id"
+        )
+    if guided:
+        if flat.guide is None:
+            raise ValueError(f"{name}.guide must be given where guide is: the guide's embeddings of these keys")
+        validation.embeddings(flat.guide, flat.guide, (f"{name}.guide", f"{name}.guide"))
+        validation.same_rows(flat.guide, f"{name}.guide", keys, name)
+        validation.without_gradient([flat.guide], [f"{name}.guide"])
+    owner = None if flat.owner is None else flat.owner.long()
+    log_q = arguments.offsets(flat.log_q, query)
+    return flat._replace(owner=owner, log_q=log_q)

@@ -1,0 +1,110 @@
+"""Hard-negative reweighting (Robinson et al. 2021), and with β = 0 the debiased loss (Chuang et al. 2020).
+
+Negatives count by how similar they are, exp(β·s) normalised, and what chance matches add to them, a part τ⁺ of all keys, is
+subtracted. Both are ratios of sums of exponentials: of (1 + β)·s and of β·s, one walk each.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import operators, validation
+from megabatch.losses.arguments import batch_of
+from megabatch.losses.contrast import QUERY_KEY, Batch
+from megabatch.pairwise import exact_softplus
+
+
+def hcl(
+    query: Tensor,  # (N, D)
+    key: Tensor,  # (N, D)
+    *,
+    scale: float | Tensor,
+    beta: float = 1.0,
+    tau_plus: float = 0.1,
+    contrast: Sequence[str] = (QUERY_KEY,),
+    both: bool = False,
+    ids: Tensor | None = None,  # (N,)
+    group: Any = None,
+    backend: str = "auto",
+) -> Tensor:  # ()
+    """InfoNCE whose n negatives are reweighted by exp(β·s) and freed of chance matches.
+
+    Same value and gradients as, with s the similarities to the n negatives of a query and p that to its own key:
+
+        weighted = n * ((1 + beta) * s).exp().sum(1) / (beta * s).exp().sum(1)
+        negatives = ((weighted - tau_plus * n * p.exp()) / (1 - tau_plus)).clamp_min(n * math.exp(-scale))
+        return -(p.exp() / (p.exp() + negatives)).log().mean()
+
+    Embeddings have to be of unit length: the clamp is the least that n similarities can add up to. The paper's form for two
+    views is `contrast=("query-key", "query-query"), both=True`. Arguments are those of `info_nce`, and
+
+    Args:
+        query: (N, D) embeddings of unit length.
+        key: (N, D) embeddings of unit length; row i belongs to row i of `query`.
+        scale: the inverse temperature: a float, or a tensor of one element.
+        beta: how much harder negatives count more; 0 for all alike.
+        tau_plus: how likely a key drawn at random is a match; below 1.
+        contrast: see `info_nce`.
+        both: see `info_nce`.
+        ids: see `info_nce`.
+        group: see `info_nce`.
+        backend: see `info_nce`.
+    """
+    _check_number("beta", beta, "of at least 0", beta >= 0)
+    _check_number("tau_plus", tau_plus, "from 0 to below 1", 0 <= tau_plus < 1)
+    batch, number = batch_of(
+        query, key, scale, None, contrast, ids=ids, log_q=None, margin=None, guide=None, group=group, backend=backend
+    )
+    counts = _log_counts(batch, number, contrast, both=both)
+    upper, share = batch.sums(number * (1 + beta), contrast, both=both)
+    weights = [lower.negatives for lower in batch.sums(number * beta, contrast, both=both).directions] if beta > 0 else counts
+    losses = []
+    for (negatives, match), weight, count in zip(upper, weights, counts, strict=True):
+        match = match / (1 + beta)
+        weighted = negatives - _finite(weight) + _finite(count)
+        losses.append(exact_softplus(_freed_of_matches(weighted, count, match, number, tau_plus) - match).sum())
+    return torch.stack(losses).sum() * (share / len(losses))
+
+
+def _freed_of_matches(
+    weighted: Tensor,  # (N,) log Σ over the negatives, reweighted; −inf without any
+    count: Tensor,  # (N,) log n
+    match: Tensor,  # (N,)
+    scale: Tensor,  # ()
+    tau_plus: float,
+) -> Tensor:  # (N,)
+    """log((exp weighted − τ⁺·n·exp match) / (1 − τ⁺)), and at least log(n·exp(−scale))."""
+    nothing = weighted == -torch.inf
+    weighted, count = _finite(weighted), _finite(count)
+    floor = count - scale
+    if tau_plus == 0:
+        freed = weighted
+    else:
+        chance = math.log(tau_plus) + count + match - weighted  # log of the part that is subtracted
+        too_much = chance >= 0
+        kept = (-torch.expm1(torch.where(too_much, -1.0, chance))).log()
+        freed = torch.where(too_much, floor, weighted + kept - math.log1p(-tau_plus))
+    return torch.where(nothing, -torch.inf, torch.maximum(freed, floor))
+
+
+def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[str], *, both: bool) -> list[Tensor]:  # (N,) each
+    """The logarithm of the number of negatives of each query, and of each key."""
+    if batch.ids is not None:
+        with torch.no_grad():
+            return [counted.negatives for counted in batch.sums(torch.zeros_like(scale), contrast, both=both).directions]
+    pairs = operators.total(torch.full_like(scale, len(batch.query)).reshape(1), validation.group(batch.group))
+    same = ((pairs - 1) * len(contrast)).log().expand(len(batch.query))
+    return [same, same] if both else [same]
+
+
+def _finite(logarithm: Tensor) -> Tensor:
+    """0 in place of −inf, where there is nothing to weigh."""
+    return torch.where(logarithm == -torch.inf, 0.0, logarithm)
+
+
+def _check_number(name: str, value: Any, expected: str, is_right: bool) -> None:
+    if not is_right:
+        raise ValueError(f"{name} must be a number {expected}, got {value!r}")

@@ -1,0 +1,37 @@
+"""A vector summed over all ranks of a group, whose gradient is the sum of all ranks' gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.ring.agreement import agree
+from megabatch.ring.exchange import Exchange
+from megabatch.ring.topology import Members
+
+
+@torch.library.custom_op("megabatch::total", mutates_args=())
+def total(values: Tensor, group: str) -> Tensor:  # (K,)
+    """Σ over ranks, in their order, so that all of them have the same bits."""
+    if not group:
+        return values.clone()
+    exchange = Exchange(Members.of(group), "sum over ranks", values.device)
+    terms = {"the operation": exchange.operation, "the length": len(values), "the dtype": values.dtype}
+    agree(exchange, terms, 0, 0)
+    return torch.stack(exchange.everyone(values.contiguous())).sum(0)
+
+
+@total.register_fake
+def _(values: Tensor, group: str) -> Tensor:
+    return torch.empty_like(values)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
+    return total(dtotal, ctx.group), None
+
+
+total.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,129 @@
+"""dcl and hcl against dense float64 losses, one and two views, with ids, at their edges.
+
+No package that these are known from is among the test requirements; the dense losses follow the papers' formulas.
+"""
+
+import pytest
+import torch
+
+import megabatch as mb
+from helpers import aligned_pairs, assert_same_outcomes, leaves, tile_size, unit
+
+TWO_VIEWS = {"contrast": ("query-key", "query-query"), "both": True}
+
+
+def compared(query, key, scale, ids, *, two_views):
+    """Similarities to all negatives of each anchor, one row each, −inf where left out, and to the match."""
+    N = len(query)
+    out = torch.eye(N, dtype=torch.bool) if ids is None else ids[:, None] == ids
+    match = scale * (query * key).sum(1)
+    across = (scale * query @ key.T).masked_fill(out, -torch.inf)
+    if not two_views:
+        return across, match
+    within = [(scale * side @ side.T).masked_fill(out, -torch.inf) for side in (query, key)]
+    rows = torch.cat((across, within[0]), 1), torch.cat((across.T, within[1]), 1)
+    return torch.cat(rows), torch.cat((match, match))
+
+
+def dense_dcl(query, key, scale, ids=None, *, two_views=False):
+    s, match = compared(query, key, scale, ids, two_views=two_views)
+    some = s.isfinite().any(1)
+    return (s[some].logsumexp(1) - match[some]).sum() / len(s)
+
+
+def dense_hcl(query, key, scale, beta, tau_plus, ids=None, *, two_views=False):
+    s, match = compared(query, key, scale, ids, two_views=two_views)
+    n = s.isfinite().sum(1).to(s.dtype)
+    weight = torch.where(s.isfinite(), (beta * s).exp(), 0.0)
+    weighted = n * (weight * s.exp()).sum(1) / weight.sum(1)
+    negatives = (weighted - tau_plus * n * match.exp()) / (1 - tau_plus)
+    negatives = torch.maximum(negatives, n * (-scale).exp())
+    return -(match.exp() / (match.exp() + negatives)).log().mean()
+
+
+def data(scale=5.0, N=21, noise=1.0):
+    return leaves(*aligned_pairs(N, 7, noise=noise, seed=0), torch.tensor(scale, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("two_views", [False, True])
+@pytest.mark.parametrize("ids", [None, torch.arange(21) % 8])
+def test_dcl(two_views, ids):
+    options = TWO_VIEWS if two_views else {}
+    with tile_size(4, 5):
+        assert_same_outcomes(
+            lambda q, k, s: mb.dcl(q, k, scale=s, ids=ids, **options),
+            lambda q, k, s: dense_dcl(q, k, s, ids, two_views=two_views),
+            data(),
+            5.0,
+        )
+
+
+@pytest.mark.parametrize("two_views", [False, True])
+@pytest.mark.parametrize("ids", [None, torch.arange(21) % 8])
+@pytest.mark.parametrize(("beta", "tau_plus"), [(0.0, 0.0), (0.0, 0.1), (1.0, 0.1), (0.5, 0.02), (2.0, 0.0)])
+def test_hcl(two_views, ids, beta, tau_plus):
+    options = TWO_VIEWS if two_views else {}
+    with tile_size(4, 5):
+        assert_same_outcomes(
+            lambda q, k, s: mb.hcl(q, k, scale=s, beta=beta, tau_plus=tau_plus, ids=ids, **options),
+            lambda q, k, s: dense_hcl(q, k, s, beta, tau_plus, ids, two_views=two_views),
+            data(),
+            5.0 * (1 + beta),
+        )
+
+
+def freed(query, key, scale, tau_plus):
+    """What the clamp is applied to, and its bound."""
+    s, match = compared(query, key, scale, None, two_views=False)
+    n = s.isfinite().sum(1).to(s.dtype)
+    return (s.exp().sum(1) - tau_plus * n * match.exp()) / (1 - tau_plus), n * (-scale).exp()
+
+
+def test_all_sides_of_the_clamp_are_met():
+    values, bound = freed(*data(), 0.1)
+    assert (values > bound).any()
+    assert (values < 0).any()
+    inputs = data(scale=0.5, noise=0.3)
+    values, bound = freed(*inputs, 0.45)
+    assert ((values > 0) & (values < bound)).any()
+    assert_same_outcomes(
+        lambda q, k, s: mb.hcl(q, k, scale=s, beta=0.0, tau_plus=0.45),
+        lambda q, k, s: dense_hcl(q, k, s, 0.0, 0.45),
+        inputs,
+        0.5,
+    )
+
+
+def test_hcl_without_reweighting_is_info_nce():
+    query, key, scale = data()
+    found = mb.hcl(query, key, scale=scale, beta=0.0, tau_plus=0.0)
+    torch.testing.assert_close(found, mb.info_nce(query, key, scale=scale), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("loss", [mb.dcl, mb.hcl])
+def test_no_negatives_no_loss(loss):
+    """One pair alone, and a batch of one id: finite values and gradients."""
+    for N, ids in ((1, None), (6, torch.zeros(6, dtype=torch.int64))):
+        query, key = leaves(unit(N, 4, seed=0), unit(N, 4, seed=1))
+        value = loss(query, key, scale=5.0, ids=ids, **TWO_VIEWS)
+        assert value == 0
+        for gradient in torch.autograd.grad(value, (query, key)):
+            assert not gradient.any()
+
+
+@pytest.mark.parametrize("scale", [0.5, 30.0, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_always_finite(scale, dtype):
+    query, key = (t.to(dtype).requires_grad_() for t in aligned_pairs(50, 8, noise=0.3, seed=0))
+    for value in (mb.dcl(query, key, scale=scale), mb.hcl(query, key, scale=scale)):
+        assert value.isfinite()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(value, (query, key)))
+    assert mb.hcl(query, key, scale=scale) >= 0
+
+
+def test_messages():
+    query, key = unit(3, 2, seed=0), unit(3, 2, seed=1)
+    with pytest.raises(ValueError, match="beta must be a number of at least 0, got -1"):
+        mb.hcl(query, key, scale=1.0, beta=-1)
+    with pytest.raises(ValueError, match=r"tau_plus must be a number from 0 to below 1, got 1.0"):
+        mb.hcl(query, key, scale=1.0, tau_plus=1.0)

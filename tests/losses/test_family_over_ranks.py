@@ -1,0 +1,146 @@
+"""Every loss of the family over groups of 1, 2 and 3 ranks, even, uneven and empty, equals one process on the whole batch."""
+
+import pytest
+import torch
+
+import megabatch as mb
+from helpers import aligned_pairs, leaves, tile_size, unit
+from megabatch import ring
+
+ALL = ("query-key", "query-query", "key-query", "key-key")
+COUNTS = {1: [[7]], 2: [[3, 4], [0, 5]], 3: [[2, 5, 3], [4, 0, 1]]}
+LIMIT = 1e-10
+
+
+def info_nce(given, **options):
+    return mb.info_nce(given["x"], given["y"], scale=given["scale"], **options)
+
+
+def further(given, **known):
+    return mb.Negatives(given["negatives"], **known)
+
+
+def with_guide(given, **options):
+    hard = further(given, guide=given["seen_negatives"])
+    return info_nce(
+        given, contrast=ALL, both=True, negatives=hard, guide=(given["seen_x"], given["seen_y"]), margin=0.05, **options
+    )
+
+
+def with_owners(given, **options):
+    """Every second pair has a hard negative, which is not given a place by its shape."""
+    (rows,) = (given["place"] % 2 == 0).nonzero(as_tuple=True)
+    return info_nce(given, contrast=ALL, negatives=mb.Negatives(given["negatives"][rows, 0], owner=rows), **options)
+
+
+def with_bank(given, **options):
+    bank = mb.Negatives(given["bank"], ids=given["bank_ids"])
+    return info_nce(given, negatives=[further(given, private=True), bank], ids=given["ids"], **options)
+
+
+LOSSES = {
+    "one direction": info_nce,
+    "both directions, logQ": lambda g, **o: info_nce(g, both=True, log_q=g["log_q"], **o),
+    "GTE with hard negatives": lambda g, **o: info_nce(g, contrast=ALL, both=True, negatives=further(g), **o),
+    "ids": lambda g, **o: info_nce(g, contrast=ALL, ids=g["ids"], **o),
+    "margin": lambda g, **o: info_nce(g, contrast=ALL, both=True, margin=0.1, negatives=further(g), **o),
+    "guide": with_guide,
+    "owners": with_owners,
+    "bank alone": lambda g, **o: info_nce(g, contrast=(), negatives=g["bank"], **o),
+    "bank and private negatives": with_bank,
+    "smoothing": lambda g, **o: info_nce(g, both=True, negatives=g["bank"], label_smoothing=0.1, **o),
+    "clip smoothing": lambda g, **o: mb.clip_loss(g["x"], g["y"], g["scale"], label_smoothing=0.1, **o),
+    "dcl": lambda g, **o: mb.dcl(g["x"], g["y"], scale=g["scale"], contrast=ALL, both=True, **o),
+    "hcl": lambda g, **o: mb.hcl(g["x"], g["y"], scale=g["scale"], **o),
+    "hcl, two views, ids": lambda g, **o: mb.hcl(
+        g["x"], g["y"], scale=g["scale"], contrast=("query-key", "query-query"), both=True, ids=g["ids"], **o
+    ),
+    "soft clip": lambda g, **o: mb.soft_clip_loss(g["x"], g["y"], g["scale"], g["seen_x"], g["seen_y"], 12.0, **o),
+    "several positives": lambda g, **o: mb.siglip_loss(
+        g["x"], g["y"], g["scale"], g["bias"], ids=g["ids"], ids_are_positives=True, **o
+    ),
+}
+PARAMETERS = ("scale", "bias")
+LEARNED = ("x", "y", "negatives", *PARAMETERS)
+
+
+def batch(total):
+    x, y = aligned_pairs(total, 5, noise=1.0, seed=0)
+    seen_x, seen_y = aligned_pairs(total, 3, noise=0.7, seed=4)
+    return {
+        "x": x,
+        "y": y,
+        "negatives": unit(total, 2, 5, seed=2),
+        "scale": torch.tensor(8.0, dtype=torch.float64),
+        "bias": torch.tensor(-2.0, dtype=torch.float64),
+        "ids": torch.arange(total) % 4,
+        "place": torch.arange(total),
+        "log_q": torch.linspace(-3, 0, total, dtype=torch.float64),
+        "seen_x": seen_x,
+        "seen_y": seen_y,
+        "seen_negatives": unit(total, 2, 3, seed=5),
+        "bank": unit(total, 5, seed=6),
+        "bank_ids": torch.arange(total) % 5,
+    }
+
+
+def run(name, given, **options):
+    given = {key: leaves(value)[0] if key in LEARNED else value for key, value in given.items()}
+    value = LOSSES[name](given, **options)
+    assert value.requires_grad
+    value.backward()
+    return value.detach(), {key: given[key].grad for key in LEARNED}
+
+
+def on_a_rank(group, rank, name, counts, schedule):
+    start = sum(counts[:rank])
+    mine = {
+        key: value if key in PARAMETERS else value[start : start + counts[rank]] for key, value in batch(sum(counts)).items()
+    }
+    with ring.using(schedule), tile_size(3, 2):
+        return run(name, mine, group=group)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "gather"])
+@pytest.mark.parametrize(("world", "counts"), [(w, c) for w in COUNTS for c in COUNTS[w]])
+@pytest.mark.parametrize("name", LOSSES)
+def test_ranks_together_are_one_process(pool, name, world, counts, schedule):
+    value, gradients = run(name, batch(sum(counts)))
+    answers = pool.run(on_a_rank, world, name, counts, schedule)
+    close(sum(a[0] for a in answers) / world, value)
+    for key, expected in gradients.items():
+        found = [a[1][key] for a in answers]
+        if expected is None:
+            assert all(part is None for part in found)
+            continue
+        together = sum(found) / world if key in PARAMETERS else torch.cat(found) / world
+        close(together, expected)
+
+
+def margins_on_a_rank(group, rank):
+    given = {key: value for key, value in batch(3).items() if key in ("x", "y", "scale")}
+    return info_nce(given, margin=0.1 if rank == 0 else None, group=group)
+
+
+def test_ranks_that_disagree_all_say_so(pool):
+    for worked, answer in pool.attempt(margins_on_a_rank, 2):
+        assert not worked
+        assert (
+            "the ranks of the group disagree: what is excluded is diagonal and above a limit on rank 0, diagonal on rank 1"
+            in (answer)
+        )
+
+
+def sent_forward(group, rank):
+    x, y = aligned_pairs(8, 5, noise=1.0, seed=rank)
+    with ring.using("ring"), ring.counted() as sent, torch.no_grad():
+        mb.info_nce(x, y, scale=3.0, group=group)
+    return sent.bytes
+
+
+def test_nothing_goes_home_where_rows_are_all_that_is_asked_for(pool):
+    assert pool.run(sent_forward, 3) == [2 * 8 * 5 * 8] * 3
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=LIMIT, atol=LIMIT * (1 + wanted.abs().max().item()))
