@@ -51,10 +51,13 @@ def test_public_names():
         "Source",
         "cached_backward",
         "clip_loss",
+        "nt_xent",
         "pairwise_logsumexp",
         "pairwise_rank",
+        "pairwise_self_logsumexp",
         "pairwise_softplus",
         "siglip_loss",
+        "sup_con",
     ]
     for name in megabatch.__all__:
         assert getattr(megabatch, name).__doc__

@@ -1,7 +1,8 @@
 """megabatch: exact contrastive losses in memory that grows linearly with the batch."""
 
-from megabatch.losses import ClipLoss, SigLipLoss, clip_loss, siglip_loss
+from megabatch.losses import ClipLoss, SigLipLoss, clip_loss, nt_xent, siglip_loss, sup_con
 from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
+from megabatch.pairwise_self import pairwise_self_logsumexp
 from megabatch.training import HostSource, ReplaySource, Source, cached_backward
 
 __version__ = "0.1.0"
@@ -14,8 +15,11 @@ __all__ = [
     "Source",
     "cached_backward",
     "clip_loss",
+    "nt_xent",
     "pairwise_logsumexp",
     "pairwise_rank",
+    "pairwise_self_logsumexp",
     "pairwise_softplus",
     "siglip_loss",
+    "sup_con",
 ]

@@ -106,6 +106,30 @@ def exclude(value: Any, x: Tensor, y: Tensor) -> None:
         _identifiers(part, name, like, side, expected="a tensor of integers")
 
 
+def exclude_from_self(value: Any, z: Tensor) -> None:
+    """None, "diagonal", or ids, for rows against themselves."""
+    if value is None or (isinstance(value, str) and value == "diagonal"):
+        return
+    if isinstance(value, str):
+        raise ValueError(f'exclude must be None, "diagonal" or a tensor of integers, got {value!r}')
+    _identifiers(value, "exclude", z, "z", expected='None, "diagonal" or a tensor of integers')
+
+
+def labels(value: Any, z: Tensor) -> None:
+    """One integer for each row of z."""
+    _identifiers(value, "labels", z, "z", expected="a tensor of integers")
+
+
+def form(value: Any, backend: Any) -> None:
+    """Of the supervised contrastive loss; half of one of them has no kernels."""
+    if value not in ("out", "in"):
+        raise ValueError(f"form must be 'out' or 'in', got {value!r}")
+    if value == "in" and backend == backends.TRITON:
+        raise ValueError(
+            'backend="triton" cannot serve form="in": similarities with positives alone have no kernels. Use backend="auto"'
+        )
+
+
 def backend(value: Any, precision: str, device: torch.device) -> str:
     """Settles "auto"; a backend asked for by name works or says why not."""
     if value not in BACKENDS:

@@ -14,7 +14,8 @@ from megabatch.tiles.precision import accumulator_dtype
 class Block:
     """s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j, described but never held.
 
-    Pairs with equal ids are left out of every sum, and so is the main diagonal when `skip_diagonal` is set.
+    Pairs with equal ids are left out of every sum, or all others are if `only_equal_ids` is set (which kernels do not know);
+    and so is the main diagonal when `skip_diagonal` is set.
     """
 
     x: Tensor  # (N, D)
@@ -26,6 +27,7 @@ class Block:
     row_ids: Tensor | None = None  # (N,)
     col_ids: Tensor | None = None  # (M,)
     skip_diagonal: bool = False
+    only_equal_ids: bool = False
 
     @property
     def N(self) -> int:

@@ -81,7 +81,8 @@ class _Tiles:
         if block.col_bias is not None:
             s.add_(block.col_bias[columns])
         if block.row_ids is not None and block.col_ids is not None:
-            s.masked_fill_(block.row_ids[rows, None] == block.col_ids[columns], -torch.inf)
+            compare = torch.ne if block.only_equal_ids else torch.eq
+            s.masked_fill_(compare(block.row_ids[rows, None], block.col_ids[columns]), -torch.inf)
         if block.skip_diagonal:
             diagonal_of(s, rows, columns).fill_(-torch.inf)
         return s
