@@ -51,6 +51,7 @@ def test_public_names():
         "Source",
         "cached_backward",
         "clip_loss",
+        "matryoshka_clip_loss",
         "nt_xent",
         "pairwise_logsumexp",
         "pairwise_rank",

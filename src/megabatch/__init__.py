@@ -1,6 +1,6 @@
 """megabatch: exact contrastive losses in memory that grows linearly with the batch."""
 
-from megabatch.losses import ClipLoss, SigLipLoss, clip_loss, nt_xent, siglip_loss, sup_con
+from megabatch.losses import ClipLoss, SigLipLoss, clip_loss, matryoshka_clip_loss, nt_xent, siglip_loss, sup_con
 from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
 from megabatch.pairwise_self import pairwise_self_logsumexp
 from megabatch.training import HostSource, ReplaySource, Source, cached_backward
@@ -15,6 +15,7 @@ __all__ = [
     "Source",
     "cached_backward",
     "clip_loss",
+    "matryoshka_clip_loss",
     "nt_xent",
     "pairwise_logsumexp",
     "pairwise_rank",

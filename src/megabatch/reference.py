@@ -110,3 +110,19 @@ def sup_con(z: Tensor, labels: Tensor, scale: float | Tensor = 10.0, form: str =
         losses = logsumexp(logits, 1) - logsumexp(logits.masked_fill(~positive, float("-inf")), 1) + count.log()
     anchors = losses[count > 0]
     return anchors.sum() / max(1, len(anchors))
+
+
+def matryoshka_clip_loss(
+    image: Tensor,
+    text: Tensor,
+    logit_scale: float | Tensor,
+    widths: list[int],
+    weights: list[float],
+    ids: Tensor | None = None,
+) -> Tensor:
+    """Weighted sum of the losses of prefixes, each brought to unit length."""
+    total = image.new_zeros(())
+    for width, weight in zip(widths, weights, strict=True):
+        prefixes = [F.normalize(side[:, :width], dim=1) for side in (image, text)]
+        total = total + weight * clip_loss(prefixes[0], prefixes[1], logit_scale, ids)
+    return total

@@ -124,10 +124,29 @@ def form(value: Any, backend: Any) -> None:
     """Of the supervised contrastive loss; half of one of them has no kernels."""
     if value not in ("out", "in"):
         raise ValueError(f"form must be 'out' or 'in', got {value!r}")
-    if value == "in" and backend == backends.TRITON:
-        raise ValueError(
-            'backend="triton" cannot serve form="in": similarities with positives alone have no kernels. Use backend="auto"'
-        )
+    if value == "in":
+        no_kernels(backend, 'the positives of form="in"')
+
+
+def widths(value: Any, weights: Any, x: Any) -> dict[int, float]:
+    """Of prefixes, and what each weighs; returns them from the least width to the largest."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(width) is int for width in value):
+        raise TypeError(f"widths must be a sequence of integers, got {value!r}")
+    most = x.shape[-1] if isinstance(x, Tensor) and x.dim() else 0
+    if not value or len(set(value)) < len(value) or min(value) < 1 or max(value) > most:
+        raise ValueError(f"widths must be different integers from 1 to {most}, the width of the embeddings, got {list(value)}")
+    if weights is None:
+        return dict.fromkeys(sorted(value), 1.0)
+    if not isinstance(weights, Sequence) or len(weights) != len(value):
+        came = f"{len(weights)} of them" if isinstance(weights, Sequence) else _kind(weights)
+        raise ValueError(f"weights must be None or a sequence of {len(value)} numbers, one for each width, got {came}")
+    return dict(sorted(zip(value, weights, strict=True)))
+
+
+def no_kernels(value: Any, what: str) -> None:
+    """For what PyTorch operations alone serve."""
+    if value == backends.TRITON:
+        raise ValueError(f'backend="triton" cannot serve this call: there are no kernels for {what}. Use backend="auto"')
 
 
 def backend(value: Any, precision: str, device: torch.device) -> str:

@@ -6,9 +6,10 @@ are tensors, strings and booleans that were checked before they come here.
 
 from megabatch.operators.logsumexp import logsumexp
 from megabatch.operators.positives import positives
+from megabatch.operators.prefixes import prefix_logsumexp
 from megabatch.operators.rank import rank
 from megabatch.operators.self_logsumexp import self_logsumexp
 from megabatch.operators.sigmoid import sigmoid_mean
 from megabatch.operators.softplus import softplus
 
-__all__ = ["logsumexp", "positives", "rank", "self_logsumexp", "sigmoid_mean", "softplus"]
+__all__ = ["logsumexp", "positives", "prefix_logsumexp", "rank", "self_logsumexp", "sigmoid_mean", "softplus"]

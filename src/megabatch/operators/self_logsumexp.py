@@ -85,7 +85,9 @@ def _block(
     """Where pairs of equal ids alone are summed, rows are sorted by their ids."""
     settled = by_matmul_setting(precision, z.device.type)
     if pairs != EQUAL_IDS:
-        return Block(z, z, scale, settled, row_ids=ids, col_ids=ids, skip_diagonal=pairs == OTHERS), None
+        within = ids is not None  # who gives ids has labels, and positives that he does not leave out
+        block = Block(z, z, scale, settled, row_ids=ids, col_ids=ids, skip_diagonal=pairs == OTHERS, positives_within=within)
+        return block, None
     assert ids is not None
     ids, order = torch.sort(ids.long(), stable=True)
     z = z[order]

@@ -28,6 +28,7 @@ class Block:
     col_ids: Tensor | None = None  # (M,)
     skip_diagonal: bool = False
     only_equal_ids: bool = False
+    positives_within: bool = False  # pairs that attract are in the sums, where the scale's gradient nearly cancels
 
     @property
     def N(self) -> int:
