@@ -86,7 +86,7 @@ def positives_backward(
                 sums = sums - mine if own else sums
                 products.add_((mine * sums).sum(1))
                 dz[:, part] += (weight * sums).to(dz.dtype)
-            for part, sums in same.sums(weights * others):
+            for part, sums in same.sums(others, weights):
                 mine = weight * values[:, part].double()
                 dz[:, part] += (sums - mine if own else sums).to(dz.dtype)
 

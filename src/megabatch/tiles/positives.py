@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megabatch.tiles.block import windows
 
-# Float64 numbers of the sums that are held at once: 32 MiB.
-_AT_ONCE = 2**22
+# Float64 numbers of a tensor of sums, of which five are held at once: the cache on a CPU, few launches elsewhere.
+_ON_CPU, _ON_ACCELERATOR, _LEAST_WIDTH = 2**18, 2**23, 16
 
 
 class SameId:
@@ -30,15 +30,22 @@ class SameId:
         end = torch.full((1,), len(ids), device=ids.device)
         self._segments = torch.cat((torch.where(begins == place, place, ends), end))
 
-    def sums(self, values: Tensor) -> Iterator[tuple[slice, Tensor]]:  # (M, K) → (N, k) float64
-        """Sums of `values` over the columns of a row's id, some of their width at a time."""
+    def sums(
+        self,
+        values: Tensor,  # (M, K)
+        weights: Tensor | None = None,  # (M, 1) float64
+    ) -> Iterator[tuple[slice, Tensor]]:  # (N, k) float64
+        """Sums of `values`, or of them times `weights`, over the columns of a row's id, some of their width at a time."""
         M, K = values.shape
         N = len(self._first)
         if N == 0 or M == 0:
             return
         first, found = self._first.clamp_max(M - 1), (self.count > 0)[:, None]
-        for part in windows(K, max(1, _AT_ONCE // max(N, M))):
+        at_once = _ON_CPU if values.device.type == "cpu" else _ON_ACCELERATOR
+        for part in windows(K, max(_LEAST_WIDTH, at_once // max(N, M))):
             ordered = values[self._order, part].double()
+            if weights is not None:
+                ordered *= weights[self._order]
             sums = torch.segment_reduce(ordered, "sum", offsets=self._segments, axis=0, initial=0, unsafe=True)
             yield part, torch.where(found, sums[first], 0.0)
 
