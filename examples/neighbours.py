@@ -4,7 +4,7 @@
 
 Exact neighbours of some queries are found chunk by chunk; what is held is a chunk of similarities and the best so far. Cheaper
 embeddings are the first columns of the same ones, a quarter of their width, and one byte a number. Their recall@k is the part
-of the k true neighbours that are among the k they find. For pairs of which each is the other's only right answer, `pairwise_rank`
+of the k true neighbours that are among the k they find. For pairs, of which each is the other's only answer, `pairwise_rank`
 counts without searching: here whether points find their own noisy copies, and copies their points, in one pass.
 """
 
