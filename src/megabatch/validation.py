@@ -128,18 +128,19 @@ def form(value: Any, backend: Any) -> None:
         no_kernels(backend, 'the positives of form="in"')
 
 
-def widths(value: Any, weights: Any, x: Any) -> dict[int, float]:
+def widths(value: Any, weights: Any, x: Tensor) -> dict[int, float]:
     """Of prefixes, and what each weighs; returns them from the least width to the largest."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(width) is int for width in value):
         raise TypeError(f"widths must be a sequence of integers, got {value!r}")
-    most = x.shape[-1] if isinstance(x, Tensor) and x.dim() else 0
-    if not value or len(set(value)) < len(value) or min(value) < 1 or max(value) > most:
-        raise ValueError(f"widths must be different integers from 1 to {most}, the width of the embeddings, got {list(value)}")
+    D = x.shape[1]
+    if not value or len(set(value)) < len(value) or min(value) < 1 or max(value) > D:
+        raise ValueError(f"widths must be different integers from 1 to {D}, the width of the embeddings, got {list(value)}")
     if weights is None:
         return dict.fromkeys(sorted(value), 1.0)
-    if not isinstance(weights, Sequence) or len(weights) != len(value):
-        came = f"{len(weights)} of them" if isinstance(weights, Sequence) else _kind(weights)
-        raise ValueError(f"weights must be None or a sequence of {len(value)} numbers, one for each width, got {came}")
+    if not isinstance(weights, Sequence) or not all(isinstance(weight, Real) for weight in weights):
+        raise TypeError(f"weights must be None or a sequence of numbers, got {weights!r}")
+    if len(weights) != len(value):
+        raise ValueError(f"weights must be {len(value)} numbers, one for each width, got {len(weights)}")
     return dict(sorted(zip(value, weights, strict=True)))
 
 

@@ -171,7 +171,9 @@ def test_messages():
             mb.matryoshka_clip_loss(x, x, 1.0, widths=widths)
     with pytest.raises(TypeError, match="widths must be a sequence of integers, got 4"):
         mb.matryoshka_clip_loss(x, x, 1.0, widths=4)
-    with pytest.raises(ValueError, match="weights must be None or a sequence of 2 numbers, one for each width, got 1 of them"):
+    with pytest.raises(ValueError, match="weights must be 2 numbers, one for each width, got 1"):
         mb.matryoshka_clip_loss(x, x, 1.0, widths=[2, 4], weights=[1.0])
+    with pytest.raises(TypeError, match=r"weights must be None or a sequence of numbers, got \['a'\]"):
+        mb.matryoshka_clip_loss(x, x, 1.0, widths=[2], weights=["a"])
     with pytest.raises(ValueError, match="there are no kernels for several widths at once"):
         mb.matryoshka_clip_loss(x.float(), x.float(), 1.0, widths=[2], backend="triton")

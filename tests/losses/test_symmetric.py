@@ -153,6 +153,14 @@ def errors(loss, noise, scale, dtype, seeds, backend):
     return torch.tensor(squares).mean(0).sqrt()
 
 
+@pytest.mark.parametrize("form", ["out", "in"])
+def test_no_rows(form):
+    (z,) = leaves(unit(0, 4, seed=0))
+    value = mb.sup_con(z, torch.zeros(0, dtype=torch.int64), form=form)
+    assert value == 0
+    assert torch.autograd.grad(value, z)[0].shape == (0, 4)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_positives_and_no_negatives(loss):
     for labels in (torch.arange(6), torch.zeros(6, dtype=torch.uint8)):

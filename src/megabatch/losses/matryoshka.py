@@ -44,6 +44,7 @@ def matryoshka_clip_loss(
         group: the processes that share the batch, as in `clip_loss`.
         backend: "auto" or "eager"; there are no kernels for it.
     """
+    validation.embeddings(image, text, ("image", "text"))
     weighted = validation.widths(widths, weights, image)
     row, col, match, share = matched_prefix_logsumexp(
         image,
