@@ -1,4 +1,4 @@
-"""nt_xent, sup_con and matryoshka_clip_loss on a CUDA device: errors in the types that the interpreter has not, and no waiting."""
+"""nt_xent, sup_con and matryoshka_clip_loss on a CUDA device: errors in every type, and no waiting."""
 
 from functools import partial
 

@@ -17,7 +17,7 @@ def number(value, dtype=torch.float64):
     return torch.tensor(value, dtype=dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     N=st.integers(1, 30),
     widths=st.lists(st.integers(1, 20), min_size=1, max_size=4, unique=True),

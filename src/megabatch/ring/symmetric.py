@@ -31,7 +31,11 @@ class RingHalf:
     def statistics(self, block: Block) -> LogSum:
         """Sums of exp(s) over each local row, (N,)."""
         block = _as_it_travels(block)
-        row = self.half.statistics(block)
+        row = LogSum.empty(block.N, dtype=self.ring.sums_dtype, device=block.x.device)
+
+        def own() -> Tensors:
+            row.add_(self.half.statistics(block))
+            return row
 
         def visit(visited: Block, shares: list[Rectangle], extra: Tensors) -> Tensors:
             col = LogSum.empty(visited.M, dtype=row.shift.dtype, device=visited.x.device)
@@ -40,13 +44,16 @@ class RingHalf:
                 self.half.add_statistics(part, row.part(rows), col.part(columns))
             return col
 
-        self._lap(block, [], row, visit, lambda sums, others: LogSum(*sums).add_(LogSum(*others)))
+        self._lap(block, [], own, visit, lambda sums, others: LogSum(*sums).add_(LogSum(*others)))
         return row
 
     def gradients(self, block: Block, side: Side, dscale: Tensor | None) -> None:
         """Adds the gradients of all ranks' ⟨dsums, log sums⟩ with respect to the local rows."""
         block = _as_it_travels(block)
-        self.half.gradients(block, side, dscale)
+
+        def own() -> Tensors:
+            self.half.gradients(block, side, dscale)
+            return [side.dz]
 
         def visit(visited: Block, shares: list[Rectangle], extra: Tensors) -> Tensors:
             shift, total, dsums = extra
@@ -56,22 +63,25 @@ class RingHalf:
                 self.half.add_gradients(part, side.part(rows), others.part(columns), dscale)
             return [others.dz]
 
-        self._lap(block, [*side.sums, side.dsums], [side.dz], visit, _add)
+        self._lap(block, [*side.sums, side.dsums], own, visit, _add)
 
-    def _lap(self, block: Block, extra: list[Tensor], home: Tensors, visit: _Visit, merge: Merge) -> None:
-        """`visit` gets the local rows against those that are here, and which rectangles of them are this rank's to do."""
+    def _lap(self, block: Block, extra: list[Tensor], own: Callable[[], Tensors], visit: _Visit, merge: Merge) -> None:
+        """`own` is done while the first blocks are under way, and to what it returns the sums that come home are added.
+
+        `visit` gets the local rows against those that are here, and which rectangles of them are this rank's to do.
+        """
         exchange, columns = self.ring.exchange, self.ring.census.columns
-        own = [tensor for tensor in (block.y, block.col_ids) if tensor is not None]
+        travels = [tensor for tensor in (block.y, block.col_ids) if tensor is not None]
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             if blocks == (exchange.members.rank,):
-                return home  # the own block is done already; what others find is added to it
+                return own()
             y, *rest = here
             col_ids = None if block.col_ids is None else rest.pop(0)
             visited = replace(block, y=y, col_ids=col_ids, skip_diagonal=False)
             return visit(visited, list(self._shares(visited, blocks)), rest)
 
-        Lap(self.ring.schedule, exchange, columns).run([*own, *extra], work, merge)
+        Lap(self.ring.schedule, exchange, columns).run([*travels, *extra], work, merge)
 
     def _shares(self, visited: Block, blocks: tuple[int, ...]) -> Iterator[Rectangle]:
         """Which rows and columns of the blocks that are here, one after another, are this rank's to do."""
