@@ -62,11 +62,15 @@ def test_public_names():
         "dcl",
         "hcl",
         "info_nce",
+        "matryoshka_clip_loss",
+        "nt_xent",
         "pairwise_logsumexp",
         "pairwise_rank",
+        "pairwise_self_logsumexp",
         "pairwise_softplus",
         "siglip_loss",
         "soft_clip_loss",
+        "sup_con",
     ]
     for name in megabatch.__all__:
         assert getattr(megabatch, name).__doc__

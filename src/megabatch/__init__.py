@@ -9,10 +9,14 @@ from megabatch.losses import (
     dcl,
     hcl,
     info_nce,
+    matryoshka_clip_loss,
+    nt_xent,
     siglip_loss,
     soft_clip_loss,
+    sup_con,
 )
 from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
+from megabatch.pairwise_self import pairwise_self_logsumexp
 from megabatch.training import HostSource, ReplaySource, Source, cached_backward
 
 __version__ = "0.1.0"
@@ -30,9 +34,13 @@ __all__ = [
     "dcl",
     "hcl",
     "info_nce",
+    "matryoshka_clip_loss",
+    "nt_xent",
     "pairwise_logsumexp",
     "pairwise_rank",
+    "pairwise_self_logsumexp",
     "pairwise_softplus",
     "siglip_loss",
     "soft_clip_loss",
+    "sup_con",
 ]

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import operators, validation
-from megabatch.arguments import number as _number
-from megabatch.arguments import offsets as _offsets
+from megabatch.arguments import number, offsets
 from megabatch.operators.logsumexp import APART, KEPT, SKIPPED
 from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY
 
@@ -64,9 +63,9 @@ def pairwise_logsumexp(
     row, col, *_ = operators.logsumexp(
         x,
         y,
-        _number(scale, "scale", x),
-        _offsets(row_bias, x),
-        _offsets(col_bias, x),
+        number(scale, "scale", x),
+        offsets(row_bias, x),
+        offsets(col_bias, x),
         row_ids,
         col_ids,
         SKIPPED if exclude == "diagonal" else KEPT,
@@ -102,8 +101,8 @@ def pairwise_softplus(
     precision = validation.embeddings(x, y)
     route = validation.group(group)
     backend = validation.backend(backend, precision, x.device)
-    row_bias = _number(bias, "bias", x).expand(x.shape[0])
-    total: Tensor = operators.softplus(x, y, _number(scale, "scale", x), row_bias, precision, backend, route)
+    row_bias = number(bias, "bias", x).expand(x.shape[0])
+    total: Tensor = operators.softplus(x, y, number(scale, "scale", x), row_bias, precision, backend, route)
     return total
 
 
@@ -151,9 +150,9 @@ def matched_logsumexp(
     gradient loses digits when the pair is almost certain. A sum over the pairs here, times `share`, is this rank's part of the
     mean over the batch: the mean over ranks is the mean over pairs, however many of them each rank has.
     """
-    precision, backend, route = _matched(x, y, ids, names, group, backend)
+    precision, backend, route = matched(x, y, ids, names, group, backend)
     row, col, match, share, *_ = operators.logsumexp(
-        x, y, _number(scale, names[2], x), None, None, ids, ids, APART, precision, backend, route
+        x, y, number(scale, names[2], x), None, None, ids, ids, APART, precision, backend, route
     )
     return row, col, match, share
 
@@ -175,8 +174,8 @@ def matched_sigmoid(
     If equal ids are positives, they are in it instead, with −s_ij in place of s_ij. With a group, this rank's part of it,
     scaled so that the mean over ranks is the whole.
     """
-    precision, backend, route = _matched(x, y, ids, names[:3], group, backend)
-    scale, row_bias = _number(scale, names[2], x), _number(bias, names[3], x).expand(x.shape[0])
+    precision, backend, route = matched(x, y, ids, names[:3], group, backend)
+    scale, row_bias = number(scale, names[2], x), number(bias, names[3], x).expand(x.shape[0])
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, y, scale, row_bias)]
     loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, ids_are_positives, precision, backend, route, needs)[0]
     return loss
@@ -187,9 +186,10 @@ def exact_softplus(values: Tensor) -> Tensor:
     return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)
 
 
-def _matched(
+def matched(
     x: Tensor, y: Tensor, ids: Tensor | None, names: tuple[str, str, str], group: Any, backend: str
 ) -> tuple[str, str, str]:
+    """(precision, backend, group) of an operation on pairs, its arguments checked."""
     precision = validation.embeddings(x, y, names[:2], same_rows=True)
     validation.ids(ids, "ids", x, names[0])
     route = validation.group(group)

@@ -89,3 +89,40 @@ def siglip_loss(
     if left_out is not None:
         losses = losses.masked_fill(left_out, 0.0)
     return losses.sum() / len(logits)
+
+
+def nt_xent(z1: Tensor, z2: Tensor, scale: float | Tensor = 10.0) -> Tensor:
+    """Cross-entropy of the other view of the same sample among all other views."""
+    z = torch.cat((z1, z2))
+    logits = similarities(z, z, scale, left_out=torch.eye(len(z), dtype=torch.bool, device=z.device))
+    return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z1)))
+
+
+def sup_con(z: Tensor, labels: Tensor, scale: float | Tensor = 10.0, form: str = "out") -> Tensor:
+    """Mean over the rows that have a positive; 0 if none has."""
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    logits = similarities(z, z, scale, left_out=itself)
+    positive = (labels[:, None] == labels[None, :]) & ~itself
+    count = positive.sum(1)
+    if form == "out":
+        losses = logsumexp(logits, 1) - logits.masked_fill(~positive, 0.0).sum(1) / count.clamp_min(1)
+    else:
+        losses = logsumexp(logits, 1) - logsumexp(logits.masked_fill(~positive, float("-inf")), 1) + count.log()
+    anchors = losses[count > 0]
+    return anchors.sum() / max(1, len(anchors))
+
+
+def matryoshka_clip_loss(
+    image: Tensor,
+    text: Tensor,
+    logit_scale: float | Tensor,
+    widths: list[int],
+    weights: list[float],
+    ids: Tensor | None = None,
+) -> Tensor:
+    """Weighted sum of the losses of prefixes, each brought to unit length."""
+    total = image.new_zeros(())
+    for width, weight in zip(widths, weights, strict=True):
+        prefixes = [F.normalize(side[:, :width], dim=1) for side in (image, text)]
+        total = total + weight * clip_loss(prefixes[0], prefixes[1], logit_scale, ids)
+    return total

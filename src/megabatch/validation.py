@@ -120,6 +120,50 @@ def exclude(value: Any, x: Tensor, y: Tensor) -> None:
         _identifiers(part, name, like, side, expected="a tensor of integers")
 
 
+def exclude_from_self(value: Any, z: Tensor) -> None:
+    """None, "diagonal", or ids, for rows against themselves."""
+    if value is None or (isinstance(value, str) and value == "diagonal"):
+        return
+    if isinstance(value, str):
+        raise ValueError(f'exclude must be None, "diagonal" or a tensor of integers, got {value!r}')
+    _identifiers(value, "exclude", z, "z", expected='None, "diagonal" or a tensor of integers')
+
+
+def labels(value: Any, z: Tensor) -> None:
+    """One integer for each row of z."""
+    _identifiers(value, "labels", z, "z", expected="a tensor of integers")
+
+
+def form(value: Any, backend: Any) -> None:
+    """Of the supervised contrastive loss; half of one of them has no kernels."""
+    if value not in ("out", "in"):
+        raise ValueError(f"form must be 'out' or 'in', got {value!r}")
+    if value == "in":
+        no_kernels(backend, 'the positives of form="in"')
+
+
+def widths(value: Any, weights: Any, x: Tensor) -> dict[int, float]:
+    """Of prefixes, and what each weighs; returns them from the least width to the largest."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(width) is int for width in value):
+        raise TypeError(f"widths must be a sequence of integers, got {value!r}")
+    D = x.shape[1]
+    if not value or len(set(value)) < len(value) or min(value) < 1 or max(value) > D:
+        raise ValueError(f"widths must be different integers from 1 to {D}, the width of the embeddings, got {list(value)}")
+    if weights is None:
+        return dict.fromkeys(sorted(value), 1.0)
+    if not isinstance(weights, Sequence) or not all(isinstance(weight, Real) for weight in weights):
+        raise TypeError(f"weights must be None or a sequence of numbers, got {weights!r}")
+    if len(weights) != len(value):
+        raise ValueError(f"weights must be {len(value)} numbers, one for each width, got {len(weights)}")
+    return dict(sorted(zip(value, weights, strict=True)))
+
+
+def no_kernels(value: Any, what: str) -> None:
+    """For what PyTorch operations alone serve."""
+    if value == backends.TRITON:
+        raise ValueError(f'backend="triton" cannot serve this call: there are no kernels for {what}. Use backend="auto"')
+
+
 def backend(value: Any, precision: str, device: torch.device) -> str:
     """Settles "auto"; a backend asked for by name works or says why not."""
     if value not in BACKENDS:

@@ -6,7 +6,10 @@ from megabatch.losses.dcl import dcl
 from megabatch.losses.distillation import DistillClipLoss, soft_clip_loss
 from megabatch.losses.hcl import hcl
 from megabatch.losses.info_nce import info_nce
+from megabatch.losses.matryoshka import matryoshka_clip_loss
+from megabatch.losses.nt_xent import nt_xent
 from megabatch.losses.siglip import SigLipLoss, siglip_loss
+from megabatch.losses.sup_con import sup_con
 
 __all__ = [
     "ClipLoss",
@@ -17,6 +20,9 @@ __all__ = [
     "dcl",
     "hcl",
     "info_nce",
+    "matryoshka_clip_loss",
+    "nt_xent",
     "siglip_loss",
     "soft_clip_loss",
+    "sup_con",
 ]

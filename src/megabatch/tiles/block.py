@@ -14,9 +14,10 @@ from megabatch.tiles.precision import accumulator_dtype
 class Block:
     """s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j, described but never held.
 
-    Pairs with equal ids are left out of every sum, and so is the main diagonal when `skip_diagonal` is set. If ids are
-    positives, pairs with equal ones are not left out of sums of softplus, but enter them as −s_ij. A limit leaves out the pairs
-    whose product ⟨x_i, y_j⟩ is above it; where there is a companion, its similarity is what is compared.
+    Pairs with equal ids are left out of every sum, or all others are if `only_equal_ids` is set (kernels do not know that), and
+    so is the main diagonal when `skip_diagonal` is set. If ids are positives, pairs with equal ones are not left out of sums of
+    softplus, but enter them as −s_ij. A limit leaves out the pairs whose product ⟨x_i, y_j⟩ is above it; where there is a
+    companion, its similarity is what is compared.
     """
 
     x: Tensor  # (N, D)
@@ -31,6 +32,8 @@ class Block:
     ids_are_positives: bool = False
     limit: Tensor | None = None  # (N,) in the type of what it is compared with
     companion: "Block | None" = None  # the same rows and columns as another model sees them: a guide, or a teacher
+    only_equal_ids: bool = False
+    positives_within: bool = False  # pairs that attract are in the sums, where the scale's gradient nearly cancels
 
     @property
     def N(self) -> int:

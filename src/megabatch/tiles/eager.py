@@ -97,7 +97,8 @@ class _Tiles:
         if signs is not None:
             s.mul_(signs)
         elif block.row_ids is not None and block.col_ids is not None:
-            s.masked_fill_(block.row_ids[rows, None] == block.col_ids[columns], -torch.inf)
+            compare = torch.ne if block.only_equal_ids else torch.eq
+            s.masked_fill_(compare(block.row_ids[rows, None], block.col_ids[columns]), -torch.inf)
         if block.skip_diagonal:
             diagonal_of(s, rows, columns).fill_(-torch.inf)
         return s if above is None else s.masked_fill_(above, -torch.inf)

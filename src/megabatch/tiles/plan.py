@@ -45,6 +45,16 @@ def eager_tile(device: torch.device, dtype: torch.dtype) -> TileSize:
     return ACCELERATOR_FLOAT64 if dtype == torch.float64 else ACCELERATOR
 
 
+# Squares on the diagonal of a symmetric block, which are walked whole: T/N more products than the upper half needs, 6 % at 64k
+# rows. Smaller ones need more launches. Reasoned, not measured.
+SYMMETRIC_SQUARE = 4096
+
+
+def symmetric_square(device: torch.device, dtype: torch.dtype, eager: bool) -> int:
+    """Rows of a square on the diagonal: a tile of PyTorch operations, or enough for a kernel to be worth its launch."""
+    return eager_tile(device, dtype).rows if eager else SYMMETRIC_SQUARE
+
+
 def rows_at_once(device: torch.device, D: int) -> int:
     """Rows of embeddings for elementwise work: few launches on an accelerator, the cache on a CPU; 32 MiB in float32."""
     return CPU.rows if device.type == "cpu" else max(1024, 2**23 // D)

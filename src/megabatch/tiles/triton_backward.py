@@ -270,8 +270,8 @@ def _walk(
 ) -> Iterator[RowGradients]:
     strip = plan.strip_size(block.N, block.M, block.D, given.x.element_size())
     # Summing the scale's gradient in the kernel costs a tenth of it. Half precision takes it from dx instead, where the
-    # roundings of g enter but the dense computation's are larger still.
-    scale_in_kernel = needs.dscale and block.precision in (FLOAT32, TF32)
+    # roundings of g enter but the dense computation's are larger still; unless they nearly cancel against what is added later.
+    scale_in_kernel = needs.dscale and (block.positives_within or block.precision in (FLOAT32, TF32))
     want_dx = needs.dx or (needs.dscale and not scale_in_kernel)
     workspace = None
     if want_dx or needs.dy:

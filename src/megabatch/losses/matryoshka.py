@@ -1,0 +1,61 @@
+"""CLIP's loss at several widths of the embeddings at once, so that their first columns are good embeddings by themselves."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import validation
+from megabatch.pairwise import exact_softplus
+from megabatch.pairwise_prefix import matched_prefix_logsumexp
+
+
+def matryoshka_clip_loss(
+    image: Tensor,  # (N, D)
+    text: Tensor,  # (N, D)
+    logit_scale: float | Tensor,
+    *,
+    widths: Sequence[int],
+    weights: Sequence[float] | None = None,
+    ids: Tensor | None = None,  # (N,)
+    group: Any = None,
+    backend: str = "auto",
+) -> Tensor:  # ()
+    """The weighted sum of CLIP's losses at several widths, for the matrix products of the largest one.
+
+    Same value and gradients as
+
+        def prefix(x, width):
+            return F.normalize(x[:, :width], dim=1)
+
+        losses = [clip_loss(prefix(image, width), prefix(text, width), logit_scale) for width in widths]
+        return sum(weight * loss for weight, loss in zip(weights, losses))
+
+    Never negative (if the weights are not), differentiable once, float32 (float64 for float64 inputs).
+
+    Args:
+        image: (N, D) embeddings, of any length: every prefix is brought to unit length.
+        text: (N, D) embeddings; row i belongs to row i of `image`.
+        logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
+        widths: how many columns, from the first on, each loss sees; all different, none more than D.
+        weights: one number for each width; all 1 if None.
+        ids: one integer for each pair; pairs with the same id are not each other's negatives.
+        group: the processes that share the batch, as in `clip_loss`.
+        backend: "auto" or "eager"; there are no kernels for it.
+    """
+    validation.embeddings(image, text, ("image", "text"))
+    weighted = validation.widths(widths, weights, image)
+    row, col, match, share = matched_prefix_logsumexp(
+        image,
+        text,
+        logit_scale,
+        list(weighted),
+        names=("image", "text", "logit_scale"),
+        ids=ids,
+        group=group,
+        backend=backend,
+    )
+    losses = (exact_softplus(row - match) + exact_softplus(col - match)).sum(0)  # (W,)
+    terms = [loss * weight for loss, weight in zip(losses.unbind(), weighted.values(), strict=True)]
+    return torch.stack(terms).sum() * (share / 2)

@@ -1,0 +1,46 @@
+"""The loss of SimCLR: two views of each sample find each other among all views of all samples."""
+
+from typing import Any
+
+from torch import Tensor
+
+from megabatch.pairwise import exact_softplus, matched_logsumexp
+from megabatch.pairwise_self import pairwise_self_logsumexp
+
+
+def nt_xent(
+    z1: Tensor,  # (N, D)
+    z2: Tensor,  # (N, D)
+    scale: float | Tensor = 10.0,
+    *,
+    group: Any = None,
+    backend: str = "auto",
+) -> Tensor:  # ()
+    """The normalized-temperature cross-entropy of SimCLR, without the 2N×2N matrix of logits, each product formed once.
+
+    Same value and gradients as
+
+        z = torch.cat((z1, z2))
+        logits = (scale * z @ z.T).fill_diagonal_(-torch.inf)
+        return F.cross_entropy(logits, torch.arange(len(z)).roll(len(z1)))
+
+    Never negative, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
+
+    Args:
+        z1: (N, D) embeddings of one view, usually of unit length.
+        z2: (N, D) embeddings of the other; row i is of the same sample as row i of `z1`.
+        scale: the inverse temperature: a float, or a tensor of one element.
+        group: the processes that share the batch, as in `clip_loss`.
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+    """
+    # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.
+    across1, across2, match, share = matched_logsumexp(z1, z2, scale, names=("z1", "z2", "scale"), group=group, backend=backend)
+    within1, within2 = (pairwise_self_logsumexp(z, scale, group=group, backend=backend) for z in (z1, z2))
+    losses = cross_entropy(match, across1, within1) + cross_entropy(match, across2, within2)
+    return losses.sum() * (share / 2)
+
+
+def cross_entropy(match: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """log(1 + exp(first − match) + exp(second − match)), of two terms that are never negative; −inf counts as nothing."""
+    before = exact_softplus(first - match)
+    return before + exact_softplus(second - match - before)

@@ -1,0 +1,76 @@
+"""The examples on tiny data: they run, are short, and print what they promise."""
+
+import importlib.util
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def printed(name, arguments, capsys):
+    load(name).main(arguments.split())
+    return [float(number) for number in re.findall(r"-?\d+\.\d+(?:e[-+]\d+)?", capsys.readouterr().out)]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_examples_are_short(path):
+    assert len(path.read_text().splitlines()) < 100
+
+
+def test_optimal_transport_costs_what_pot_says(capsys):
+    pytest.importorskip("ot")
+    error, cost, dense = printed("optimal_transport", "--points 60 --width 3 --tolerance 1e-8", capsys)
+    assert error < 1e-8
+    assert abs(cost - dense) < 2e-6, "both have six digits after the point"
+
+
+def test_the_plan_of_optimal_transport_is_pots():
+    ot = pytest.importorskip("ot")
+    x, y = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plan = load("optimal_transport").Plan(x, y[:30], 0.5)
+    for _ in range(300):
+        plan.improve()
+    costs = torch.cdist(x, y[:30]).square() / 2
+    found = ((plan.f[:, None] + plan.g - costs) / 0.5).exp() / (40 * 30)
+    wanted = ot.sinkhorn([], [], costs.numpy(), 0.5, method="sinkhorn_log", numItermax=10000, stopThr=1e-12)
+    torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-6, atol=1e-12)
+
+
+def test_two_towers_gain_by_the_correction(capsys):
+    without, corrected = printed("two_towers", "--users 60 --items 120 --steps 40 --batch 512", capsys)
+    assert corrected > without + 0.05
+
+
+def test_density_and_uniformity(capsys):
+    density = load("density")
+    z = torch.nn.functional.normalize(
+        torch.randn(50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=1
+    )
+    pairs = torch.pdist(z).square()
+    torch.testing.assert_close(density.uniformity(z), (-2 * pairs).exp().mean().log())
+    kernels = torch.distributions.Normal(z[None], 0.3).log_prob(z[:7, None]).sum(2)
+    torch.testing.assert_close(density.log_density(z[:7], z, 0.3), kernels.logsumexp(1) - math.log(50))
+    numbers = printed("density", "--points 400", capsys)
+    assert numbers[0] < numbers[2], "points all over the sphere are more uniform than a heap"
+
+
+def test_neighbours(capsys):
+    numbers = printed("neighbours", "--points 2000 --width 16 --queries 50 --pairs 300", capsys)
+    columns, bytes_, forth, back = numbers[-4:]
+    assert 0.01 < columns < bytes_ <= 1
+    assert min(forth, back) > 0.5
+    neighbours = load("neighbours")
+    z = neighbours.points(500, 8)
+    neighbours.CHUNK = 64
+    assert torch.equal(neighbours.nearest(z[:20], z, 5), (z[:20] @ z.T).topk(5).indices)

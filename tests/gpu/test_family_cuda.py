@@ -1,0 +1,67 @@
+"""nt_xent, sup_con and matryoshka_clip_loss on a CUDA device: errors in every type, and no waiting."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import megabatch as mb
+from helpers import aligned_pairs, leaves, outcomes
+from megabatch import reference
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS, LABELS = [32, 64, 200], torch.arange(1000) % 300
+LOSSES = {
+    "nt_xent": (mb.nt_xent, reference.nt_xent),
+    "sup_con out": (
+        lambda x, y, scale, **o: mb.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, **o),
+        lambda x, y, scale: reference.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale),
+    ),
+    "sup_con in": (
+        lambda x, y, scale, **o: mb.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, form="in", **o),
+        lambda x, y, scale: reference.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, form="in"),
+    ),
+    "matryoshka": (
+        partial(mb.matryoshka_clip_loss, widths=WIDTHS),
+        lambda x, y, scale: reference.matryoshka_clip_loss(x, y, scale, WIDTHS, [1.0] * 3),
+    ),
+}
+
+
+def inputs(noise, scale, dtype, seed):
+    pairs = [t.to("cuda", dtype) for t in aligned_pairs(1000, 200, noise=noise, seed=seed)]
+    return leaves(*pairs, torch.tensor(scale, device="cuda", dtype=dtype))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("noise", "scale"), [(10.0, 14.0), (2.0, 50.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype, backend):
+    mine, dense = LOSSES[loss]
+    squares = []
+    for seed in range(0, 32, 2):
+        given = inputs(noise, scale, dtype, seed)
+        exact = outcomes(dense, leaves(*(t.double() for t in given)))
+        results = outcomes(partial(mine, backend=backend), given), outcomes(dense, given)
+        squares.append([[(a - b).square().sum() for a, b in zip(result, exact, strict=True)] for result in results])
+    found, bar = torch.tensor(squares).mean(0).sqrt()
+    assert (found <= 2 * bar).all(), (found, bar)
+
+
+@pytest.mark.parametrize("loss", ["nt_xent", "sup_con out", "matryoshka"])
+def test_the_host_never_waits(loss):
+    given = inputs(1.0, 20.0, torch.bfloat16, 0)
+    labels = LABELS.repeat(2).cuda()
+
+    def step():
+        value = mb.sup_con(torch.cat(given[:2]), labels, given[2]) if loss == "sup_con out" else LOSSES[loss][0](*given)
+        value.backward()
+
+    step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,26 @@
+"""Counts the arithmetic of matrix products, by standing in for the functions that form them."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+
+def operations(walks: ModuleType, work: Callable[[], Any]) -> int:
+    """Multiplications and additions of all products that `work` has formed in the walks of a module."""
+    counted = 0
+
+    def counting(function: Callable[..., None]) -> Callable[..., None]:
+        def call(out: Any, a: Any, b: Any) -> None:
+            nonlocal counted
+            counted += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+            function(out, a, b)
+
+        return call
+
+    with (
+        mock.patch.object(walks, "multiply_into", counting(walks.multiply_into)),
+        mock.patch.object(walks, "add_product", counting(walks.add_product)),
+    ):
+        work()
+    return counted
