@@ -12,7 +12,7 @@ help:  ## this list
 demo: $(READY)  ## train two towers on emoji and their names, and look for drawings they have never seen (CPU, three minutes)
 	@rm -rf demo
 	$(BIN)/megabatch train --output demo --set evaluate_every=40
-	$(BIN)/megabatch search demo "red heart" "cat face" "slice of pizza" "snowman" "flag of Japan" --sheet demo/found.png
+	$(BIN)/megabatch search demo "red heart" "cat face" "snowman" "strawberry" "light bulb" --sheet demo/found.png
 	@echo "Written to demo: report.html (open it in a browser), found.png, model.safetensors"
 
 test: $(READY)  ## the tests (CPU, minutes)
