@@ -16,6 +16,15 @@ from megabatch.training.stopping import StoppedError
 SETTINGS = {"ema": 0.9, "memory": {"graphs": 0.0}, "steps": 7}
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """As in the processes that are killed: the order of sums, and so the last bits, depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def uninterrupted(folder, changes=SETTINGS, **how):
     made = runs.trainer(folder, changes, pair=runs.tiny(how.pop("dropout", 0.0)), **how)
     made.fit()
