@@ -8,6 +8,7 @@ import torch
 import runs
 from helpers import dense_clip, dense_siglip
 from megabatch.data.order import Order
+from megabatch.display.tensorboard import TensorBoardLog
 from megabatch.training import schedule
 from megabatch.training.adafactor import AdaFactor
 from megabatch.training.objective import Objective
@@ -336,3 +337,12 @@ def test_an_observer_that_cannot_write_does_not_end_the_run(tmp_path, caplog):
     made.fit()
     assert made.step == 7
     assert "Full could not write, and the run goes on: [Errno 28] No space left on device" in caplog.text
+
+
+def test_an_observer_that_cannot_begin_is_told_nothing_more(tmp_path, caplog):
+    pytest.importorskip("tensorboard", reason='pip install "megabatch[train]"')
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    made = runs.trainer(tmp_path, observers=[TensorBoardLog(), memory := runs.Memory()])
+    made.fit()
+    assert caplog.text.count("TensorBoardLog could not write, and the run goes on") == 1
+    assert len(memory.records) == 7
