@@ -159,6 +159,8 @@ def test_towers_by_name_need_data(place, tmp_path):
         call(eval_command, "small", "--data", place / "images", "--split", "test")
     with pytest.raises(ValueError, match=r"data must be one of: emoji .* Got 'nonsense'"):
         call(eval_command, "small", "--data", "nonsense")
+    with pytest.raises(ValueError, match=r"MODEL must be the folder of a run, or one of: small .* Got 'runs/emojy'"):
+        call(eval_command, "runs/emojy")
 
 
 def test_queries_that_cannot_be(place, tmp_path):
