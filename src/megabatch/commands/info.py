@@ -11,7 +11,6 @@ from megabatch.bench import machine
 from megabatch.tiles import backends
 from megabatch.tiles.precision import BFLOAT16
 
-HELP = "versions, devices, backends, and which extras are installed"
 DESCRIPTION = """
 Prints versions, devices, the backends that serve each of them, and which extras are installed.
 

@@ -24,7 +24,6 @@ from megabatch.training.trainer import Trainer
 from megabatch.training.world import World, joined
 
 LOG = logging.getLogger("megabatch")
-HELP = "train a model on pairs, on one processor or many GPUs"
 RUNS = Path("runs")
 AUTO = "auto"
 PROBLEMS_NAMED = 5
