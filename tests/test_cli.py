@@ -107,7 +107,7 @@ def test_what_a_checkpoint_cannot_continue_with_is_told_in_a_line(pairs, capsys)
 def test_problems_of_the_data_are_named_and_counted(pairs, caplog):
     with (pairs / "pairs.jsonl").open("a") as file:
         file.write("\n" + "nonsense\n" * 7)
-    assert call("--set", "steps=1") == 0
+    assert call("--set", "steps=1", "--validation", "pairs.jsonl") == 0
     named = [line for line in caplog.messages if "must be a JSON object" in line]
     assert [line.split(":")[0] for line in named] == [f"pairs.jsonl, row {row}" for row in range(13, 18)]
     assert "and 2 more like these" in caplog.messages

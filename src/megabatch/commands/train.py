@@ -164,8 +164,8 @@ def _trainer(config: TrainConfig, folder: Path, world: World, args: argparse.Nam
     validation = _validation(config, size)
     pair = towers.load(config.model, dataset.sides, **config.model_options)
     if world.rank == 0:
-        for read in (dataset, validation):
-            _name_problems(getattr(read, "problems", []))
+        both = (problem for read in (dataset, validation) for problem in getattr(read, "problems", ()))
+        _name_problems(list(dict.fromkeys(both)))  # one file may be both
     return Trainer(
         config,
         pair,
