@@ -67,7 +67,19 @@ class TrainConfig:
 
 
 # What decides the course of a run: with another value a checkpoint would not be continued but misunderstood.
-FIXED = ("batch_size", "seed", "data", "augment", "model", "lock", "keep_locked", "loss", "optimizer.name", "ema")
+FIXED = (
+    "batch_size",
+    "seed",
+    "data",
+    "augment",
+    "model",
+    "model_options",
+    "lock",
+    "keep_locked",
+    "loss",
+    "optimizer.name",
+    "ema",
+)
 
 
 def resolved(*given: Mapping[str, Any]) -> TrainConfig:
