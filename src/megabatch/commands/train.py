@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="MODEL", help="what to train (default: small)")
     add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 1024)")
     add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
-    add("--epochs", type=float, metavar="N", help="passes over the data (default: 64 for emoji, 4 for wordnet, else 32)")
+    add("--epochs", type=float, metavar="N", help="passes over the data (default: 72 for emoji, 4 for wordnet, else 32)")
     add("--lr", type=float, metavar="RATE", help="highest learning rate (default: 3e-3 for small, else 5e-4)")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="in which towers compute (default: fp32)")
     add("--seed", type=int, metavar="N", help="of weights, order and augmentation (default: 0)")

@@ -96,7 +96,7 @@ def recipe(model: str, data: str) -> settings.Table:
         optimizer = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
         found = {"optimizer": optimizer, "schedule": {"warm_up": 20}}
     if data == "emoji":
-        found["epochs"] = 64.0
+        found["epochs"] = 72.0
     if data == "wordnet":
         found["epochs"] = 4.0
     return found
