@@ -253,6 +253,11 @@ def test_messages():
 
     fails(ValueError, "contrast must be a sequence", contrast=("query-doc",))
     fails(ValueError, "contrast must be a sequence", contrast="query-key")
+    fails(ValueError, "contrast must be a sequence", contrast=[["query-key"]])
+    hard = torch.stack((key, key), 1)
+    fails(TypeError, r"negatives.ids must be a tensor or None, got int", negatives=mb.Negatives(hard, ids=3))
+    owner = torch.full((len(key),), len(query))
+    fails(ValueError, r"negatives.owner must be numbers of queries, 0 to \d+, got", negatives=mb.Negatives(key, owner=owner))
     fails(ValueError, "contrast must be a sequence", contrast=("query-key", "query-key"))
     fails(TypeError, "negatives must be a tensor, Negatives", negatives=3)
     fails(ValueError, r"negatives must have 23 rows", negatives=negatives[:5])

@@ -42,7 +42,7 @@ def batch_of(
 
 
 def _check_contrast(value: Any) -> None:
-    wrong = isinstance(value, str) or not isinstance(value, Sequence)
+    wrong = isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value)
     if wrong or len(set(value)) < len(value) or not set(value) <= set(CONTRASTS):
         raise ValueError(f"contrast must be a sequence of different names of {', '.join(map(repr, CONTRASTS))}, got {value!r}")
 
@@ -97,6 +97,8 @@ def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, contrast:
         if value.owner is not None:
             raise ValueError(f"{name}.owner must be None where keys have shape (N, K, D): row i belongs to query i")
         for part, what in ((value.ids, "ids"), (value.log_q, "log_q"), (value.guide, "guide")):
+            if part is not None and not isinstance(part, Tensor):
+                raise TypeError(f"{name}.{what} must be a tensor or None, got {type(part).__name__}")
             if part is not None and part.shape[:2] != given.shape[:2]:
                 raise ValueError(f"{name}.{what} must have shape {tuple(given.shape[:2])}, got {tuple(part.shape)}")
     flat = value.flat()
@@ -105,6 +107,9 @@ def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, contrast:
     validation.ids(flat.ids, f"{name}.ids", keys, name)
     validation.offsets(flat.log_q, f"{name}.log_q", keys, name)
     validation.ids(flat.owner, f"{name}.owner", keys, name)
+    if flat.owner is not None and not flat.owner.is_cuda and ((flat.owner < 0) | (flat.owner >= len(query))).any():
+        # On CUDA the host would have to wait to know.
+        raise ValueError(f"{name}.owner must be numbers of queries, 0 to {len(query) - 1}, got {flat.owner.tolist()[:8]} …")
     if flat.private and flat.owner is None:
         raise ValueError(f"{name} must have shape (N, K, D) or owners to be private, got shape {tuple(keys.shape)}")
     if flat.ids is not None and ids is None:

@@ -35,8 +35,8 @@ def info_nce(
         logits = scale * query @ key.T
         return F.cross_entropy(logits, torch.arange(len(logits)))
 
-    and with every option more columns, or −inf in some places. Never negative, differentiable once, float32 (float64 for
-    float64 inputs). See `pairwise_logsumexp` for the precision.
+    and with every option more columns, or −inf in some places. Never negative without label smoothing, differentiable once,
+    float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
 
     Args:
         query: (N, D) embeddings, usually of unit length.

@@ -255,7 +255,9 @@ class Trainer:
         assert self.validation is not None
         averaged = nullcontext() if self.average is None else self.average.in_place()
         with averaged, parallel.whole(self._modules), precision.autocast(self.config.precision, self.world.device):
-            result = evaluate(self.pair, self.validation, workers=workers, group=self.world.group)
+            # What fits with a graph fits without.
+            chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)
+            result = evaluate(self.pair, self.validation, chunk_size=chunk_size, workers=workers, group=self.world.group)
         self._observers.evaluated({"step": self.step, "evaluation": result})
         return result
 
