@@ -255,7 +255,7 @@ def step(model, optimizer, seed=0):
 def test_a_checkpoint_of_open_clip_is_continued(tmp_path, prefix):
     model = clips.model()
     optimizer, scheduler = an_optimizer(model)
-    scheduler(5)  # after the warm-up numbers of numpy, which are saved with the optimizer
+    scheduler(5)
     step(model, optimizer)
     checkpoint = {  # as open_clip's main writes it
         "epoch": 3,
