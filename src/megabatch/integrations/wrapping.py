@@ -69,6 +69,9 @@ def routed(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
         if tower is module or tower is model:
             tower = model
         elif not modules or any(id(part) in parts for part in modules):
+            owner = getattr(tower, "__self__", None)  # of a method, which would go past what is sharded by itself
+            if owner is not module and shared_between_ranks([owner] if isinstance(owner, nn.Module) else []) == [owner]:
+                tower = partial(_through, owner, _Part(owner, tower))
             tower = partial(_through, model, _Part(module, tower))
         found.append((tower, inputs))
     return _checked(found)
