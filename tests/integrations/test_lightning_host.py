@@ -132,12 +132,13 @@ def on_a_rank(group, rank, folder, accumulate, how):
         def configure_model(self):
             from torch.distributed.fsdp import fully_shard
 
+            # The text tower has to be reached through both.
             fully_shard(self.model.image, mesh=self.device_mesh["data_parallel"])
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
             fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
     if how == "fsdp2":
-        strategy = ModelParallelStrategy(process_group_backend="gloo")
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
         strategy.cluster_environment = Running()
     else:
         strategy = DDPStrategy(

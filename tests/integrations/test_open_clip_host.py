@@ -16,8 +16,8 @@ from megabatch.integrations import open_clip as host
 open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
 
 STEPS, ROWS = 20, 6  # of a rank
-# float64: two ways to the same gradient differ by about 1e-16. Adam makes lr / eps = 1e4 times that of it at most, where the gradient
-# is nothing but rounding (a bias of keys has none), so 1e-12 a step; 20 steps, and what they do to one another.
+# float64: two ways to the same gradient differ by about 1e-16. Adam makes lr / eps = 1e4 times that of it at most, where the
+# gradient is nothing but rounding (a bias of keys has none), so 1e-12 a step; 20 steps, and what they do to one another.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-6}  # open_clip's for a ViT
 
@@ -190,7 +190,9 @@ def test_models_whose_loss_needs_more_than_features_are_refused():
         def forward(self, image=None, text=None):
             return {"image_features": image, "text_features": text, "logits": image}
 
-    with pytest.raises(TypeError, match="must be an open_clip CLIP or CustomTextCLIP.*got Captioner, which also returns logits"):
+    with pytest.raises(
+        TypeError, match=r"must be an open_clip CLIP or CustomTextCLIP.*got Captioner, which also returns logits"
+    ):
         host.cached_backward(Captioner(), torch.ones(2, 3), torch.ones(2, 3), mb.ClipLoss())
 
 

@@ -167,7 +167,8 @@ def loop_on_a_rank(group, rank, accumulate, sharded):
     if sharded:  # Accelerate offers FSDP2 on GPUs alone; what it does is the same on any device
         plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
         accelerator.state.fsdp_plugin = plugin
-        accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+        for state in (accelerator.state, accelerate.PartialState()):
+            state.distributed_type = accelerate.DistributedType.FSDP
     found = looped(accelerator, 7)
     assert sharded == accelerator.is_fsdp2
     return found

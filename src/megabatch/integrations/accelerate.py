@@ -27,14 +27,14 @@ def cached_backward(
 ) -> Tensor:  # ()
     """In place of the forward pass, the loss and `accelerator.backward(loss)`: the same gradients, one chunk at a time.
 
-    As there, the loss is divided by the accelerator's accumulation steps and scaled by its scaler, towers and loss run under its
-    autocast, and gradients are reduced in the last step of `accelerator.accumulate(model)` alone.
+    As there, the loss is divided by the accelerator's accumulation steps and scaled by its scaler, towers and loss run under
+    its autocast, and gradients are reduced in the last step of `accelerator.accumulate(model)` alone.
 
     Args:
         accelerator: an `accelerate.Accelerator`; one process, DDP or FSDP2.
         model: what `accelerator.prepare` returned, to which the towers belong; None where each tower is itself prepared.
-        loss_fn: called once, with the (N, D) embeddings of each tower; returns a scalar. For negatives of all processes it passes
-            `group=everyone()` to its loss, and where FSDP2 is used, `whole(parameter)` for a parameter of the model.
+        loss_fn: called once, with the (N, D) embeddings of each tower; returns a scalar. For negatives of all processes it
+            passes `group=everyone()` to its loss, and where FSDP2 is used, `whole(parameter)` for a parameter of the model.
         towers: pairs (tower, inputs), as for `megabatch.cached_backward`. A tower may be a part of the model
             (`accelerator.unwrap_model(model).text`) or a method of it; it is called through the wrapper.
         chunk_size: samples a tower encodes at once; one number, or one for each tower.
@@ -49,7 +49,7 @@ def cached_backward(
     if kind not in _KINDS or (kind == "FSDP" and not accelerator.is_fsdp2):
         name = "FSDP in its first version" if kind == "FSDP" else kind
         raise ValueError(f"accelerator must use one process, DDP or FSDP2, got {name}")
-    steps = accelerator.gradient_accumulation_steps
+    steps: int = accelerator.gradient_accumulation_steps
     with accelerator.autocast():
         share = plain_cached_backward(
             lambda *found: loss_fn(*found) / steps,

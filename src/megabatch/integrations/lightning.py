@@ -25,10 +25,11 @@ class CachedStep:
                 return mb.clip_loss(image, text, whole(self.log_scale).exp(), group=group)
 
     Each batch (of all processes) is one loss with its own negatives; a step of the optimizers follows the mean over
-    `accumulate` batches, or over those that are left at the end of an epoch. Schedulers are stepped after it, or after the epoch, as
-    their `interval` says; not `ReduceLROnPlateau`, whose metric only its owner knows. To clip gradients call `self.clip_gradients` in `on_before_optimizer_step`. Precision, fp16's
-    scaler, DDP and FSDP2 (`ModelParallelStrategy`) are the trainer's own. `Trainer(accumulate_grad_batches=…)` is not for
-    modules that optimise by themselves, and Lightning says so.
+    `accumulate` batches, or over those that are left at the end of an epoch. Schedulers are stepped after it, or after the
+    epoch, as their `interval` says; not `ReduceLROnPlateau`, whose metric only its owner knows. To clip gradients call
+    `self.clip_gradients` in `on_before_optimizer_step`. Precision, fp16's scaler, DDP and FSDP2 (`ModelParallelStrategy`) are
+    the trainer's own. `Trainer(accumulate_grad_batches=…)` is not for modules that optimise by themselves, and Lightning
+    says so.
 
     Attributes:
         chunk_size: samples a tower encodes at once; one number, or one for each tower.
@@ -60,7 +61,7 @@ class CachedStep:
         raise NotImplementedError(f"{type(self).__name__} must define embedding_loss(*embeddings, group): a scalar")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # ()
-        """Gradients of one batch, and with the last of `accumulate` a step. Returns the loss: over ranks, a share to average."""
+        """Gradients of one batch, and with the last of `accumulate` a step. Returns the loss; over ranks, a share of it."""
         last: bool = self.trainer.is_last_batch
         steps = last or self._waiting + 1 >= self.accumulate
         loss = cached_backward(

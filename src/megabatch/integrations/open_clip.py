@@ -56,9 +56,7 @@ class Installed:
         """As it is."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Puts open_clip's own classes back."""
         self.uninstall()
 
@@ -73,17 +71,19 @@ class Installed:
 def install() -> Installed:
     """Makes `open_clip.create_loss` build the losses of this library, for scripts that take their loss from there.
 
-    Three names in `open_clip.factory` are replaced: `ClipLoss`, `SigLipLoss` and `DistillClipLoss`. So it does not matter whether
-    a script has imported `create_loss` before. `CoCaLoss` stays open_clip's. A version of open_clip whose losses take arguments
-    that ours do not know is refused, and nothing is changed.
+    Three names in `open_clip.factory` are replaced: `ClipLoss`, `SigLipLoss` and `DistillClipLoss`. So it does not matter
+    whether a script has imported `create_loss` before. `CoCaLoss` stays open_clip's. A version of open_clip whose losses take
+    arguments that ours do not know is refused, and nothing is changed.
 
         print(install())
         open_clip_train.main.main(sys.argv[1:])
     """
     factory: Any = extras.load("open_clip.factory", extra="open_clip", purpose="Installing losses in open_clip")
-    theirs = {loss.__name__: getattr(factory, loss.__name__, None) for loss in _LOSSES}
+    theirs: dict[str, Any] = {loss.__name__: getattr(factory, loss.__name__, None) for loss in _LOSSES}
     if getattr(factory.create_loss, "__globals__", None) is not vars(factory):
-        raise RuntimeError("open_clip.factory.create_loss must be open_clip's own function, got one that something has replaced")
+        raise RuntimeError(
+            "open_clip.factory.create_loss must be open_clip's own function, got one that something has replaced"
+        )
     for loss in _LOSSES:
         _same_arguments(theirs[loss.__name__], loss)
     replaced = {loss.__name__: theirs[loss.__name__] for loss in _LOSSES if theirs[loss.__name__] is not loss}
@@ -130,8 +130,8 @@ def cached_backward(
         losses = loss(**output, output_dict=True)
         sum(losses.values()).backward()
 
-    It does what `--accum-freq` is for, where the gradient of the scale comes out as many times too large as there are parts, in one
-    call with the whole batch.
+    It does what `--accum-freq` is for, in one call with the whole batch; there the gradient of the scale comes out as many
+    times too large as there are parts.
 
     Args:
         model: an open_clip `CLIP` or `CustomTextCLIP`, as it is, wrapped in DDP, sharded by FSDP2, or compiled.
@@ -151,7 +151,9 @@ def cached_backward(
     sizes = [chunk_size] * 2 if isinstance(chunk_size, int) else list(chunk_size)
     towers = [(partial(_features, model, side), inputs) for side, inputs in (("image", images), ("text", texts))]
     if teacher is not None:
-        towers += [(partial(_taught, teacher, side), inputs) for side, (_, inputs) in zip(("image", "text"), towers, strict=True)]
+        towers += [
+            (partial(_taught, teacher, side), inputs) for side, (_, inputs) in zip(("image", "text"), towers, strict=True)
+        ]
         sizes *= 2
     losses: dict[str, Tensor] = {}
 

@@ -1,7 +1,7 @@
 """A model as a trainer has wrapped it, and its parts as towers: whatever is called goes through the wrapper.
 
 DDP and FSDP2 act when the wrapped module itself is called: that is where parameters are gathered and where a reduction is
-announced. A tower that is a part of the model, or a method of it, would go past them, and its gradients would never be averaged.
+announced. A tower that is a part of the model, or a method of it, would go past them, and its gradients would not be averaged.
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.training.inputs import call, is_sharded
 from megabatch.training.roles import modules_of
-from megabatch.training.sharding import shared_between_ranks
+from megabatch.training.sharding import is_fully_sharded, shared_between_ranks
 from megabatch.training.sources import as_source
 
 Towers = Sequence[tuple[Callable[..., Any], Any]]
@@ -35,7 +35,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """A parameter that the loss uses itself, in one piece, also where FSDP2 has cut it up; its gradient is the mean over ranks."""
+    """A parameter that the loss uses itself, in one piece, also where FSDP2 has cut it up; the gradient is averaged."""
     if not is_sharded(parameter):
         return parameter
     from torch.distributed.tensor import Partial
@@ -49,8 +49,8 @@ def routed(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
     """The same pairs, with every tower that belongs to a wrapped model called through the wrapper.
 
     Args:
-        towers: pairs (tower, inputs), as for `cached_backward`; towers may be parts of the module inside `model`, methods of it,
-            or that module itself.
+        towers: pairs (tower, inputs), as for `cached_backward`; towers may be parts of the module inside `model`, methods of
+            it, or that module itself.
         model: as the trainer has it: a module, DDP's wrapper, or a module sharded by FSDP2; None where towers belong to none.
     """
     if model is None:
@@ -60,21 +60,34 @@ def routed(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
     first_version = fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel)
     if first_version or isinstance(model, nn.DataParallel) or not isinstance(module, nn.Module):
         raise TypeError(f"model must be a module, wrapped in DDP, sharded by FSDP2 or neither, got {type(model).__name__}")
-    if module is model and not any(model is shared for shared in shared_between_ranks([model])):
-        return _checked(towers)
-    parts = {id(part) for part in model.modules()}
     found = []
     for tower, inputs in towers:
-        modules = modules_of(tower)
-        if tower is module or tower is model:
+        if tower is module:
             tower = model
-        elif not modules or any(id(part) in parts for part in modules):
-            owner = getattr(tower, "__self__", None)  # of a method, which would go past what is sharded by itself
-            if owner is not module and shared_between_ranks([owner] if isinstance(owner, nn.Module) else []) == [owner]:
-                tower = partial(_through, owner, _Part(owner, tower))
-            tower = partial(_through, model, _Part(module, tower))
+        elif tower is not model:
+            for outer, inner in reversed(_around(modules_of(tower), model, module)):
+                if inner is not tower:
+                    tower = partial(_through, outer, _Part(inner, tower))
         found.append((tower, inputs))
     return _checked(found)
+
+
+def _around(modules: Sequence[nn.Module], model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """What these parts have to be reached through: (what is called, the module whose place a tower takes), outermost first.
+
+    That is the model, if it is wrapped or sharded, and whatever FSDP2 shards by itself between the model and the parts. A
+    function of which nothing is known is taken for a part of the model.
+    """
+    inside = {id(part) for part in modules}
+
+    def contains(outer: nn.Module) -> bool:
+        return any(id(part) in inside for part in outer.modules())
+
+    wrapped = model is not module or is_fully_sharded(model)
+    first = [(model, module)] if wrapped and (not modules or contains(module)) else []
+    return first + [
+        (part, part) for part in module.modules() if part is not module and is_fully_sharded(part) and contains(part)
+    ]
 
 
 class _Part(NamedTuple):
@@ -85,7 +98,7 @@ class _Part(NamedTuple):
 
 
 def _through(model: Callable[..., Any], part: _Part, *args: Any, **kwargs: Any) -> Any:
-    """The tower's answer, from inside a call of the wrapper: for that call the tower takes the place of the module's forward."""
+    """The tower's answer, from inside a call of the wrapper; for that call the tower takes the place of `module.forward`."""
     own = vars(part.module)
     before = own.get("forward")  # an instance may have one, Accelerate's is such
 
