@@ -48,6 +48,25 @@ def test_parts_of_sharded_models(two, units):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
+def wrapped_apart(group, rank):
+    """Gradients where each part has a wrapper of its own and towers are methods of what holds both."""
+    model = loops.Model()
+    model.image, model.text = (DistributedDataParallel(part, process_group=group) for part in (model.image, model.text))
+    pairs, rows = loops.Pairs(), slice(3 * rank, 3 * rank + 3)
+    towers = routed([(model.forward, pairs.image[rows]), (model.encode_text, pairs.text[rows])], model)
+    scale = model.log_scale.detach().exp()
+    mb.cached_backward(lambda i, t: mb.clip_loss(F.normalize(i, dim=1), t, scale, group=group), towers, chunk_size=2)
+    return {name.replace(".module", ""): p.grad for name, p in model.named_parameters() if name != "log_scale"}
+
+
+def test_of_two_wrapped_parts_the_one_that_is_called_is_reduced(two):
+    model = loops.Model()
+    loops.dense_loss(model, slice(0, 6)).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if name != "log_scale"}
+    for found in two.run(wrapped_apart, 2):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
 def refused(group, rank):
     model = loops.Model()
     wrapper, rows = DistributedDataParallel(model, process_group=group), torch.ones(2, 5).double()
