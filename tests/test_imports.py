@@ -10,7 +10,7 @@ from megabatch import reference
 
 BLOCKED = (
     *("triton", "open_clip", "transformers", "matplotlib", "rich", "torchvision", "PIL", "webdataset", "pyarrow", "emoji"),
-    *("safetensors", "tensorboard", "wandb"),
+    *("safetensors", "tensorboard", "wandb", "accelerate", "lightning"),
 )
 
 
@@ -30,6 +30,7 @@ import megabatch.data.emoji, megabatch.data.shards, megabatch.data.tables, megab
 import megabatch.evaluation.sheet, megabatch.towers, megabatch.display, megabatch.report, megabatch.cli
 import megabatch.commands.eval, megabatch.commands.info, megabatch.commands.report, megabatch.commands.search
 import megabatch.commands.train
+import megabatch.integrations.open_clip, megabatch.integrations.transformers, megabatch.integrations.lightning
 import megabatch.commands.plan, megabatch.commands.bench, megabatch.planning.report, megabatch.bench.parts
 x = torch.eye(4, requires_grad=True)
 mb.clip_loss(x, x, 2.0).backward()

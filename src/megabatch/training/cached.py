@@ -150,7 +150,8 @@ class _Step:
             role.states[i] = randomness.capture(role.devices, role.states.get(i - 1))
         held = self.reductions.held_back(role.index) if with_graph else nullcontext()
         aside = nullcontext() if rows else randomness.untouched(role.devices)  # a placeholder draws nothing
-        with held, aside, self._graph(with_graph):
+        noticing = role.noticing() if i == 0 and len(role.shared) > 1 else nullcontext()
+        with held, aside, noticing, self._graph(with_graph):
             if not with_graph:
                 encoded = role.encode(inputs, rows)
             else:

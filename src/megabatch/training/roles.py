@@ -1,6 +1,7 @@
 """A tower in one of its roles: what it encodes, in which chunks, and what has been found about each chunk so far."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,6 +51,19 @@ class Role:
         self.auxiliary: Tensor | None = None  # (), Σ n · auxiliary loss over chunks
         self.embeddings: Tensor | None = None  # (N, D)
         self.gradient: Tensor | None = None  # (N, D)
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Leaves in `shared` what a pass inside has called: of two wrapped parts, a method or a forward may use one."""
+        called: list[nn.Module] = []
+        hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in self.shared]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if called:  # nothing, where a wrapper is reached in a way of its own
+            self.shared[:] = [module for module in self.shared if any(module is other for other in called)]
 
     def rows(self, i: int) -> int:
         """Samples in pass i; 0 in one that only keeps ranks in step."""

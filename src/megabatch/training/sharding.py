@@ -27,7 +27,7 @@ def shared_between_ranks(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _collect(module: nn.Module, found: list[nn.Module]) -> None:
-    if isinstance(module, DistributedDataParallel) or _is_fully_sharded(module):
+    if isinstance(module, DistributedDataParallel) or is_fully_sharded(module):
         if not any(module is other for other in found):
             found.append(module)
         return
@@ -35,7 +35,8 @@ def _collect(module: nn.Module, found: list[nn.Module]) -> None:
         _collect(child, found)
 
 
-def _is_fully_sharded(module: nn.Module) -> bool:
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 has it in charge by itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it nothing is sharded
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 

@@ -1,0 +1,91 @@
+"""A LightningModule with batches of any size: two methods say what is encoded and what the loss is, the mixin does the rest.
+
+python examples/lightning_module.py --devices 2 --accumulate 2
+"""
+
+import argparse
+
+import lightning
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import megabatch as mb
+from megabatch.integrations.lightning import CachedStep, whole
+
+WIDTH = 32
+
+
+class Views(torch.utils.data.Dataset):
+    """Pairs of noisy views of the same hidden point."""
+
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(0)
+        maps = torch.randn(2, WIDTH // 4, WIDTH, generator=generator)
+        points = torch.randn(count, WIDTH // 4, generator=generator)
+        self.sides = torch.tanh(points @ maps) + 0.1 * torch.randn(2, count, WIDTH, generator=generator)  # (2, N, WIDTH)
+
+    def __len__(self):
+        return self.sides.shape[1]
+
+    def __getitem__(self, i):
+        return self.sides[0, i], self.sides[1, i]
+
+
+class Model(CachedStep, lightning.LightningModule):
+    """Two towers, trained with CLIP's loss."""
+
+    def __init__(self, chunk_size, accumulate):
+        super().__init__()
+        self.chunk_size, self.accumulate = chunk_size, accumulate
+        self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
+        self.log_scale = nn.Parameter(torch.tensor([2.7]))
+        self.losses = []
+
+    def towers(self, batch):
+        x, y = batch
+        return [(self.first, x), (self.second, y)]
+
+    def embedding_loss(self, a, b, *, group):
+        return mb.clip_loss(F.normalize(a, dim=-1), F.normalize(b, dim=-1), whole(self.log_scale).exp(), group=group)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)  # gradients, and the optimizer's step where it is due
+        self.log("loss", loss, prog_bar=True, sync_dist=True)  # over processes, the mean of their shares
+        self.losses.append(loss.item())
+
+    def on_before_optimizer_step(self, optimizer):
+        self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=2048, help="of one process")
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=32768)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=1)
+    args = parser.parse_args(argv)
+
+    lightning.seed_everything(0, verbose=False)
+    model = Model(args.chunk, args.accumulate)
+    data = torch.utils.data.DataLoader(Views(args.pairs), batch_size=args.batch, shuffle=True)
+    trainer = lightning.Trainer(
+        max_epochs=args.epochs,
+        devices=args.devices,
+        strategy="ddp" if args.devices > 1 else "auto",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, data)
+    print(f"loss {model.losses[0]:.4f} -> {model.losses[-1]:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""An open_clip model in a loop of your own: what `--accum-freq` is for, in one step and with the right gradient of the scale.
+
+    python examples/open_clip_loop.py
+    torchrun --nproc-per-node 2 examples/open_clip_loop.py
+
+Images are coloured noise and captions name the colour, so that there is something to learn without a download. The
+checkpoint it writes is one that open_clip's own trainer resumes from.
+"""
+
+import argparse
+import math
+import os
+
+import open_clip
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.integrations.open_clip import ClipLoss, cached_backward, save_checkpoint
+
+SIZE, LENGTH, VOCABULARY = 32, 8, 512
+
+
+def batch(count, seed):
+    """Images of one colour each, and its three parts as tokens between a first and a last one."""
+    generator = torch.Generator().manual_seed(seed)
+    colours = torch.randint(0, 128, (count, 3), generator=generator)
+    noise = torch.randn(count, 3, SIZE, SIZE, generator=generator)
+    images = (colours / 64 - 1)[:, :, None, None] + 0.3 * noise
+    texts = torch.zeros(count, LENGTH, dtype=torch.long)
+    texts[:, 0], texts[:, 1:4], texts[:, 4] = VOCABULARY - 2, colours + 128 * torch.arange(3), VOCABULARY - 1
+    return images, texts
+
+
+def tiny_model():
+    vision = open_clip.CLIPVisionCfg(layers=2, width=64, head_width=16, patch_size=8, image_size=SIZE)
+    text = open_clip.CLIPTextCfg(context_length=LENGTH, vocab_size=VOCABULARY, width=64, heads=4, layers=2)
+    return open_clip.CLIP(64, vision, text, output_dict=True)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=2048, help="of all processes together")
+    parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--model", help="any name open_clip knows; a tiny one if left out")
+    parser.add_argument("--checkpoint", help="where to write one at the end")
+    args = parser.parse_args(argv)
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(0)
+    model = open_clip.create_model(args.model, output_dict=True) if args.model else tiny_model()
+    if world > 1:
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(model)
+    loss = ClipLoss(rank=rank, world_size=world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6)
+    losses = []
+    for step in range(args.steps):
+        images, texts = (side.tensor_split(world)[rank] for side in batch(args.batch, step))
+        found = cached_backward(model, images, texts, loss, chunk_size=args.chunk)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            getattr(model, "module", model).logit_scale.clamp_(0, math.log(100))
+        losses.append(found["loss"].item())
+    if rank == 0:
+        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+        if args.checkpoint:
+            save_checkpoint(args.checkpoint, model, optimizer, epoch=1)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""open_clip with memory that grows linearly: its losses, its loss factory, a cached step for its models, its checkpoints.
+
+`ClipLoss`, `SigLipLoss` and `DistillClipLoss` have open_clip's constructors and calls; they go wherever open_clip's own go.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch import extras
+from megabatch.data import cache
+from megabatch.integrations.wrapping import unwrapped, whole
+from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
+from megabatch.training import Progress
+from megabatch.training import cached_backward as plain_cached_backward
+from megabatch.training.inputs import is_sharded
+
+__all__ = [
+    "ClipLoss",
+    "DistillClipLoss",
+    "Installed",
+    "SigLipLoss",
+    "cached_backward",
+    "install",
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
+_LOSSES: tuple[type[nn.Module], ...] = (ClipLoss, SigLipLoss, DistillClipLoss)
+
+
+class Installed:
+    """What `install` changed. Use it in a `with` statement, or call `uninstall`, to have open_clip's own losses back.
+
+    Attributes:
+        replaced: the classes of open_clip that its factory does not build now, by their names.
+    """
+
+    def __init__(self, factory: Any, replaced: dict[str, type[nn.Module]]) -> None:
+        self._factory = factory
+        self.replaced = replaced
+
+    def uninstall(self) -> None:
+        """Puts open_clip's own classes back."""
+        for name, theirs in self.replaced.items():
+            setattr(self._factory, name, theirs)
+        self.replaced = {}
+
+    def __enter__(self) -> "Installed":
+        """As it is."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Puts open_clip's own classes back."""
+        self.uninstall()
+
+    def __str__(self) -> str:
+        """For the log of a run."""
+        if not self.replaced:
+            return "open_clip.create_loss builds what it did before"
+        names = ", ".join(self.replaced)
+        return f"open_clip.create_loss now builds megabatch's {names}; CoCaLoss stays open_clip's own"
+
+
+def install() -> Installed:
+    """Makes `open_clip.create_loss` build the losses of this library, for scripts that take their loss from there.
+
+    Three names in `open_clip.factory` are replaced: `ClipLoss`, `SigLipLoss` and `DistillClipLoss`. So it does not matter
+    whether a script has imported `create_loss` before. `CoCaLoss` stays open_clip's. A version of open_clip whose losses take
+    arguments that ours do not know is refused, and nothing is changed.
+
+        print(install())
+        open_clip_train.main.main(sys.argv[1:])
+    """
+    factory: Any = extras.load("open_clip.factory", extra="open_clip", purpose="Installing losses in open_clip")
+    theirs: dict[str, Any] = {loss.__name__: getattr(factory, loss.__name__, None) for loss in _LOSSES}
+    if getattr(factory.create_loss, "__globals__", None) is not vars(factory):
+        raise RuntimeError(
+            "open_clip.factory.create_loss must be open_clip's own function, got one that something has replaced"
+        )
+    for loss in _LOSSES:
+        _same_arguments(theirs[loss.__name__], loss)
+    replaced = {loss.__name__: theirs[loss.__name__] for loss in _LOSSES if theirs[loss.__name__] is not loss}
+    for loss in _LOSSES:
+        setattr(factory, loss.__name__, loss)
+    return Installed(factory, replaced)
+
+
+def _same_arguments(theirs: Any, ours: type[nn.Module]) -> None:
+    version = getattr(extras.load("open_clip", extra="open_clip", purpose="open_clip"), "__version__", "of unknown version")
+    if not inspect.isclass(theirs):
+        raise RuntimeError(
+            f"open_clip.factory must have a class {ours.__name__} to replace, got none in open_clip {version}; pass "
+            f"megabatch.{ours.__name__} to your loop yourself"
+        )
+    for method in ("__init__", "forward"):
+        known = inspect.signature(getattr(ours, method)).parameters
+        unknown = [name for name in inspect.signature(getattr(theirs, method)).parameters if name not in known]
+        if unknown:
+            raise RuntimeError(
+                f"open_clip's {ours.__name__}.{method} must take the arguments that megabatch's takes, "
+                f"got also {', '.join(unknown)} in open_clip {version}; nothing was replaced"
+            )
+
+
+def cached_backward(
+    model: nn.Module,
+    images: Any,
+    texts: Any,
+    loss: Callable[..., Any],
+    *,
+    teacher: nn.Module | None = None,
+    chunk_size: int | Sequence[int] = 256,
+    budget: int | float | str | None = None,
+    scaler: Any = None,
+    sync: bool = True,
+    on_chunk: Callable[[Progress], None] | None = None,
+) -> dict[str, Tensor]:
+    """In place of open_clip's forward pass, loss and backward pass: the whole batch with the activations of one chunk.
+
+    Same losses and gradients, those of `logit_scale` and `logit_bias` too, as
+
+        output = model(images, texts)
+        losses = loss(**output, output_dict=True)
+        sum(losses.values()).backward()
+
+    It does what `--accum-freq` is for, in one call with the whole batch; there the gradient of the scale comes out as many
+    times too large as there are parts.
+
+    Args:
+        model: an open_clip `CLIP` or `CustomTextCLIP`, as it is, wrapped in DDP, sharded by FSDP2, or compiled.
+        images: (N, 3, H, W), or a `Source`.
+        texts: (N, L) token ids, or a `Source`.
+        loss: `ClipLoss`, `SigLipLoss` or `DistillClipLoss`, megabatch's or open_clip's; called with `output_dict=True`.
+        teacher: for `DistillClipLoss`, the model to distil from; it gets no gradient.
+        chunk_size: samples that are encoded at once; one number, or one for images and one for texts.
+        budget: memory for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
+        scaler: a `GradScaler`.
+        sync: whether DDP and FSDP2 reduce gradients; False while accumulating over several calls.
+        on_chunk: called with a `Progress` after each chunk.
+
+    Returns:
+        The losses by their names, and their sum as "loss", detached. Over ranks they are shares, whose mean is the whole.
+    """
+    sizes = [chunk_size] * 2 if isinstance(chunk_size, int) else list(chunk_size)
+    towers = [(partial(_features, model, side), inputs) for side, inputs in (("image", images), ("text", texts))]
+    if teacher is not None:
+        towers += [
+            (partial(_taught, teacher, side), inputs) for side, (_, inputs) in zip(("image", "text"), towers, strict=True)
+        ]
+        sizes *= 2
+    losses: dict[str, Tensor] = {}
+
+    def total(image: Tensor, text: Tensor, *taught: Tensor) -> Tensor:  # ()
+        inputs = {"image_features": image, "text_features": text, **_numbers(model)}
+        if teacher is not None:
+            names = ("dist_image_features", "dist_text_features")
+            inputs |= dict(zip(names, taught, strict=True))
+            inputs["dist_logit_scale"] = _numbers(teacher)["logit_scale"].detach()
+        found = loss(**inputs, output_dict=True)
+        losses.update({name: value.detach() for name, value in found.items()})
+        added: Tensor = sum(found.values())
+        return added
+
+    whole_loss = plain_cached_backward(
+        total, towers, chunk_size=sizes, budget=budget, scaler=scaler, sync=sync, on_chunk=on_chunk
+    )
+    return {**losses, "loss": whole_loss}
+
+
+def _numbers(model: Any) -> dict[str, Tensor]:
+    """Scale and bias as the model's own forward pass returns them."""
+    module = unwrapped(model)
+    found = {"logit_scale": whole(module.logit_scale).exp()}
+    if getattr(module, "logit_bias", None) is not None:
+        found["logit_bias"] = whole(module.logit_bias)
+    return found
+
+
+def _features(model: Callable[..., Any], side: str, inputs: Tensor) -> Tensor:  # (n, D)
+    """Features of one side, through whatever the model is wrapped in."""
+    output = model(**{side: inputs})
+    if not isinstance(output, dict):
+        names = ("image_features", "text_features", "logit_scale", "logit_bias")
+        output = dict(zip(names, output, strict=False))
+    unknown = output.keys() - {"image_features", "text_features", "logit_scale", "logit_bias"}
+    if unknown:
+        raise TypeError(
+            f"model must be an open_clip CLIP or CustomTextCLIP, whose loss depends on features alone, got "
+            f"{type(unwrapped(model)).__name__}, which also returns {', '.join(sorted(unknown))}"
+        )
+    features: Tensor = output[f"{side}_features"]
+    return features
+
+
+@torch.no_grad()
+def _taught(teacher: Callable[..., Any], side: str, inputs: Tensor) -> Tensor:  # (n, E)
+    return _features(teacher, side, inputs)
+
+
+_PREFIX = "module."  # DDP's, which open_clip writes when it trains on several processes and accepts everywhere
+
+
+def save_checkpoint(
+    path: str | Path, model: nn.Module, optimizer: Any, *, epoch: int, scaler: Any = None, name: str = "megabatch"
+) -> None:
+    """Writes a training checkpoint that `open_clip_train` resumes from (`--resume PATH`), on one process or many.
+
+    The file is whole or not there. Call it on one rank.
+
+    Args:
+        path: of the file, usually `epoch_N.pt`.
+        model: an open_clip model, wrapped in DDP or not.
+        optimizer: the one that trains it; for open_clip to resume, with open_clip's parameter groups.
+        epoch: how many are completed.
+        scaler: a `GradScaler`.
+        name: of the run.
+    """
+    state = unwrapped(model).state_dict()
+    if any(is_sharded(value) for value in state.values()):
+        raise ValueError("model must be in one piece, got one sharded by FSDP2; megabatch.towers.save writes its weights")
+    checkpoint = {
+        "epoch": epoch,
+        "name": name,
+        "state_dict": {_PREFIX + key: value for key, value in state.items()},
+        "optimizer": optimizer.state_dict(),
+    }
+    if scaler is not None:
+        checkpoint["scaler"] = scaler.state_dict()
+    cache.write(Path(path), lambda file: torch.save(checkpoint, file))
+
+
+def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Any = None, *, scaler: Any = None) -> int:
+    """Continues from a training checkpoint of `open_clip_train`, or of `save_checkpoint`: returns the completed epochs.
+
+    Weights alone are also read by name: `megabatch.towers.load("open_clip:ViT-B-32@logs/run/checkpoints/epoch_5.pt")`.
+
+    Args:
+        path: of the file.
+        model: the open_clip model that was trained, wrapped in DDP or not.
+        optimizer: gets its state, if given.
+        scaler: gets its state, if given and saved.
+    """
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(checkpoint, dict) or not {"epoch", "state_dict"} <= checkpoint.keys():
+        found = sorted(checkpoint)[:4] if isinstance(checkpoint, dict) else type(checkpoint).__name__
+        raise ValueError(f"{path} must be a training checkpoint, with epoch and state_dict, got {found}")
+    unwrapped(model).load_state_dict({key.removeprefix(_PREFIX): value for key, value in checkpoint["state_dict"].items()})
+    if optimizer is not None:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    if scaler is not None and "scaler" in checkpoint:
+        scaler.load_state_dict(checkpoint["scaler"])
+    return int(checkpoint["epoch"])
