@@ -1,0 +1,1 @@
+"""megabatch inside other people's trainers, a module for each."""
