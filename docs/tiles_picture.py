@@ -34,7 +34,9 @@ def draw(axes: Any, title: str, *, back: bool) -> None:
     axes.text(j + 0.5, -i - 0.5, "tile", ha="center", va="center", color="white", fontsize=9)
     axes.text(-1.9, -ROWS / 2, "images, B × D", rotation=90, ha="right", va="center", fontsize=9)
     axes.text(ROWS / 2, 1.9, "texts, B × D", ha="center", fontsize=9)
-    axes.text(ROWS + (1.9 if back else 0.9), -ROWS / 2, "gradient" if back else "Σ over columns", rotation=90, va="center", fontsize=9)
+    axes.text(
+        ROWS + (1.9 if back else 0.9), -ROWS / 2, "gradient" if back else "Σ over columns", rotation=90, va="center", fontsize=9
+    )
     axes.text(ROWS / 2, -ROWS - (2.2 if back else 1.2), "gradient" if back else "Σ over rows", ha="center", fontsize=9)
     arrow = {"arrowstyle": "->", "color": "#c1440e", "linewidth": 1.6}
     axes.annotate("", (ROWS + 0.35, -i - 0.5), (j + 0.95, -i - 0.5), arrowprops=arrow)

@@ -1,4 +1,4 @@
-"""The losses for sentence-transformers' trainer against its own: after 20 steps in float64 the weights are the same to rounding.
+"""The losses for sentence-transformers' trainer against its own: 20 steps in float64 give the same weights, to rounding.
 
 Steps of Adam are about the learning rate, 1e-3 for each weight, and weights move by 1e-2 in all; a gradient that differs by
 rounding, 1e-16 of its size, moves them by less than 1e-12, also where it is zero but for rounding and Adam divides by 1e-8.
@@ -18,7 +18,7 @@ pytest.importorskip("sentence_transformers")
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
-# Tensors of Python's own, torch's and transformers' making, on the way into a trainer.
+# Of other people's packages, on the way into a trainer.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:os.fork:RuntimeWarning")
 
 TOLERANCE = 1e-12
@@ -149,9 +149,7 @@ def test_widths_in_one_pass(model, options):
 
     widths, weights = [16, 8, 3], [1.0, 0.5, 2.0]
     inputs = features(model)
-    ours = sentences.losses("ours")["ranking"](
-        model, **MINI, **options, matryoshka_dims=widths, matryoshka_weights=weights
-    )
+    ours = sentences.losses("ours")["ranking"](model, **MINI, **options, matryoshka_dims=widths, matryoshka_weights=weights)
     found = gradients(ours, inputs)
     for library in ("theirs", "ours"):  # ours inside their MatryoshkaLoss, too
         inner = sentences.losses(library)["ranking"](model, **MINI, **options)
@@ -170,7 +168,7 @@ def test_rows_with_the_same_label_are_not_negatives(model):
     wanted = torch.nn.functional.cross_entropy(logits, torch.arange(10))
     wanted.backward()
     assert_same_step(found, (wanted.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}))
-    with pytest.raises(ValueError, match='labels must be given .* column "label"'):
+    with pytest.raises(ValueError, match=r'labels must be given .* column "label"'):
         loss(inputs, None)
 
 
@@ -199,7 +197,7 @@ def test_the_learned_scale_has_the_gradient_of_the_formula(model):
 def test_the_trainer_moves_the_temperature(tmp_path, name):
     options = {**MINI, "learn_temperature": True, **({"temperature": 0.05} if name == "gist" else {})}
     data = sentences.columns(96)
-    _, loss = sentences.run(tmp_path, "ours", name, options, data, {"max_steps": 3, "weight_decay": 0.1, "warmup_steps": 0})
+    _, loss = sentences.run(tmp_path, "ours", name, options, data, {"max_steps": 3, "weight_decay": 100.0, "warmup_steps": 0})
     moved = (loss.learned_scale.bias.detach().exp() - 20).abs().item()
     assert 1e-3 < moved < 1, "steps of 1e-3 on its logarithm, and no decay towards 0"
 
@@ -216,15 +214,15 @@ def test_what_is_refused(model):
     from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 
     kind = sentences.losses("ours")["ranking"]
-    with pytest.raises(ValueError, match="similarity_fct must be .*cos_sim or dot_score, got euclidean"):
+    with pytest.raises(ValueError, match=r"similarity_fct must be .*cos_sim or dot_score, got euclidean"):
         kind(model, similarity_fct=__import__("sentence_transformers").util.euclidean_sim)
-    with pytest.raises(ValueError, match="directions must be .* got .*joint"):
+    with pytest.raises(ValueError, match=r"directions must be .* got .*joint"):
         kind(model, directions=("query_to_doc", "doc_to_query"), matryoshka_dims=[8, 16])
     with pytest.raises(ValueError, match="hardness_mode must be None where matryoshka_dims"):
         kind(model, matryoshka_dims=[8, 16], **HARDNESS[0])
     with pytest.raises(ValueError, match="matryoshka_dims must be None with hard negatives"):
         kind(model, matryoshka_dims=[8, 16])(features(model, 1), None)
-    with pytest.raises(ValueError, match="hardness_mode must be None or .*doc_to_doc"):
+    with pytest.raises(ValueError, match=r"hardness_mode must be None or .*doc_to_doc"):
         kind(model, directions=ALL, **HARDNESS[0])(features(model, 1), None)
     with pytest.raises(ValueError, match="learn_temperature must be False inside MatryoshkaLoss"):
         MatryoshkaLoss(model, kind(model, learn_temperature=True), [8, 16])(features(model), None)
@@ -269,7 +267,9 @@ def test_two_processes(tmp_path):
     assert_same_weights(found[3][0], found[2][0])
     data = sentences.columns(96, 1)
     options = {**MINI, "learn_temperature": True, **HARDNESS[0]}
-    weights, loss = sentences.run(tmp_path / "one", "ours", "ranking", options, data, {"max_steps": 4, "gradient_accumulation_steps": 2})
+    weights, loss = sentences.run(
+        tmp_path / "one", "ours", "ranking", options, data, {"max_steps": 4, "gradient_accumulation_steps": 2}
+    )
     torch.testing.assert_close(found[4][1], loss.learned_scale.bias.detach(), rtol=1e-6, atol=0)
     for name, value in weights.items():
         torch.testing.assert_close(found[4][0][name], value, rtol=0, atol=1e-6)  # the scale is float32

@@ -1,25 +1,25 @@
 """The cached losses of sentence-transformers with the loss itself replaced: no matrix of similarities, nothing gathered.
 
-Their classes cut a batch into mini-batches, encode them twice and hook into the trainer's backward pass; that stays theirs, with
-all that it knows of tokenizers, images, flattened inputs and DDP. What is replaced is the middle, the loss of all embeddings, which
-comes from `megabatch.info_nce`. Only the import changes:
+Their classes cut a batch into mini-batches, encode them twice and hook into the trainer's backward pass; that stays theirs,
+with all that it knows of tokenizers, images, flattened inputs and DDP. What is replaced is the middle, the loss of all
+embeddings, which comes from `megabatch.info_nce`. Only the import changes:
 
     from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import megabatch as mb
 from megabatch import extras
+from megabatch.integrations.learned_scale import LearnedScale, all_ranks, differentiated, joined
 
 extras.load("sentence_transformers", extra="sentence_transformers", purpose="megabatch.integrations.sentence_transformers")
 
@@ -29,6 +29,7 @@ from sentence_transformers.util import cos_sim, dot_score  # noqa: E402
 
 __all__ = ["CachedGISTEmbedLoss", "CachedMultipleNegativesRankingLoss"]
 
+Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 QUERY_TO_DOC, DOC_TO_QUERY, DOC_TO_DOC = "query_to_doc", "doc_to_query", "doc_to_doc"
 _CONTRASTS = {
     QUERY_TO_DOC: "query-key",
@@ -38,51 +39,11 @@ _CONTRASTS = {
 }
 
 
-class LearnedScale(nn.Module):
-    """1 / temperature as a parameter, by its logarithm.
-
-    The loss goes back to it while the trainer's forward pass is still going on, before gradient accumulation and loss scaling have
-    their factors. So its gradient is kept, and joined to the loss that the trainer gets.
-
-    Args:
-        beginning: the first value.
-        largest: it is never more.
-    """
-
-    gradient: Tensor | None = None
-
-    def __init__(self, beginning: float, largest: float) -> None:
-        super().__init__()
-        if not 0 < beginning <= largest:
-            raise ValueError(f"largest_scale must be at least the scale at the beginning, {beginning}, got {largest}")
-        self.bias = nn.Parameter(torch.tensor(math.log(beginning)))  # so called because trainers decay no biases
-        self.largest = largest
-
-    def forward(self) -> Tensor:  # ()
-        """The logarithm now, in bounds, apart from the parameter."""
-        with torch.no_grad():
-            self.bias.clamp_(max=math.log(self.largest))
-        return self.bias.detach().requires_grad_()
-
-    def keep(self, gradient: Tensor) -> None:
-        """Keeps what the loss found: the mean over ranks, because no wrapper has this parameter in charge."""
-        if _ranks() is not None:
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
-        self.gradient = gradient
-
-    def joined(self, loss: Tensor) -> Tensor:  # ()
-        """The same value, from which backward also reaches the parameter."""
-        assert self.gradient is not None, "the loss has been computed"
-        gradient, self.gradient = self.gradient, None
-        return loss + (self.bias - self.bias.detach()) * gradient
-
-
 class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankingLoss):
     """sentence-transformers' loss of this name in memory that is linear in the batch: same arguments, values and gradients.
 
-    With `gather_across_devices` embeddings go round in a ring (docs/ring.md) instead of being gathered, and ranks may have different
-    numbers of pairs. `mini_batch_size` is what the model encodes at once; the loss has no use for it.
+    With `gather_across_devices` embeddings go round in a ring (docs/ring.md) instead of being gathered, and ranks may have
+    different numbers of pairs. `mini_batch_size` is what the model encodes at once; the loss has no use for it.
 
     Args:
         model: a SentenceTransformer.
@@ -97,10 +58,11 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
         hardness_mode: which negatives count more the harder they are: None, "in_batch_negatives", "hard_negatives" or
             "all_negatives". Doubles the width of the products.
         hardness_strength: how much.
-        learn_temperature: whether the scale is a parameter, which the trainer's optimizer then has. It is not part of the saved model.
+        learn_temperature: whether the scale is a parameter, which the trainer's optimizer then has. It is not part of the
+            saved model.
         largest_scale: of a learned scale.
-        labels_are_ids: whether the dataset's column "label" has an integer for each row, and rows with the same one are not each
-            other's negatives. A query with several positives is as many rows with one label.
+        labels_are_ids: whether the dataset's column "label" has an integer for each row, and rows with the same one are not
+            each other's negatives. A query with several positives is as many rows with one label.
         matryoshka_dims: widths that embeddings are to be cut to later; all losses from the products of the largest. With
             "query_to_doc", alone or "per_direction" with "doc_to_query", and without hard negatives.
         matryoshka_weights: one for each width; all 1 if None.
@@ -115,7 +77,7 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
         mini_batch_size: int = 32,
         mini_batch_num_tokens: int | None = None,
         gather_across_devices: bool = False,
-        directions: tuple[Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"], ...] = (QUERY_TO_DOC,),
+        directions: tuple[Direction, ...] = ("query_to_doc",),
         partition_mode: Literal["joint", "per_direction"] = "joint",
         show_progress_bar: bool = False,
         hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None = None,
@@ -154,20 +116,22 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:  # ()
         """The loss, from which backward goes through the model mini-batch by mini-batch."""
         if self.learned_scale is not None and "calculate_loss" in vars(self):
-            raise ValueError("learn_temperature must be False inside MatryoshkaLoss, got True; give matryoshka_dims here instead")
-        return _joined(super().forward(sentence_features, labels), self.learned_scale)
+            raise ValueError(
+                "learn_temperature must be False inside MatryoshkaLoss, got True; give matryoshka_dims here instead"
+            )
+        return joined(super().forward(sentence_features, labels), self.learned_scale)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:  # ()
         """The loss of embeddings that come in mini-batches, a list for each column of the dataset."""
         if self.labels_are_ids and labels is None:
-            raise ValueError("labels must be given where labels_are_ids is True: the dataset needs a column \"label\"")
+            raise ValueError('labels must be given where labels_are_ids is True: the dataset needs a column "label"')
         columns = [torch.cat(parts) for parts in reps]
         if self.similarity_fct is cos_sim:
             columns = [F.normalize(column, dim=1) for column in columns]
         ids = labels if self.labels_are_ids else None
-        return _differentiated(
+        return differentiated(
             lambda scale: self._loss(columns, ids, scale), self.scale, self.learned_scale, with_backward=with_backward
         )
 
@@ -177,7 +141,7 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
         learned = {"learn_temperature": self.learned_scale is not None}
         return {**super().get_config_dict(), **learned, **{name: getattr(self, name) for name in further}}
 
-    def _loss(self, columns: Sequence[Tensor], ids: Tensor | None, scale: float | Tensor) -> Tensor:  # ()
+    def _loss(self, columns: list[Tensor], ids: Tensor | None, scale: float | Tensor) -> Tensor:  # ()
         query, key = columns[:2]
         hard = torch.stack(columns[2:], dim=1) if len(columns) > 2 else None  # (N, K, D)
         if self.matryoshka_dims is not None:
@@ -204,7 +168,9 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
             contrast = [_CONTRASTS[name] for name in self.directions]
             if both:
                 return mb.info_nce(query, key, negatives=negatives, both=True, ids=ids, **options)
-            return mb.info_nce(query, key, negatives=[*negatives, *self._match_again(key)], contrast=contrast, ids=ids, **options)
+            return mb.info_nce(
+                query, key, negatives=[*negatives, *self._match_again(key)], contrast=contrast, ids=ids, **options
+            )
         forth = self._with_hardness(query, key, hard, ids, options)
         return (forth + mb.info_nce(key, query, ids=ids, **options)) / 2 if both else forth
 
@@ -267,15 +233,15 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
             raise ValueError(f"hardness_mode must be None where matryoshka_dims are given, got {self.hardness_mode!r}")
 
     def _group(self) -> Any:
-        return _ranks() if self.gather_across_devices else None
+        return all_ranks() if self.gather_across_devices else None
 
 
 class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
     """sentence-transformers' loss of this name in memory that is linear in the batch: same arguments, values and gradients.
 
-    Two things differ from the original. A query is never its own negative, also where the guide sees no difference between query and
-    positive. And with `gather_across_devices` anchors are contrasted with the anchors of all ranks, as one process with the whole
-    batch would do, not with those of their own rank alone.
+    Two things differ from the original. A query is never its own negative, also where the guide sees no difference between
+    query and positive. And with `gather_across_devices` anchors are contrasted with the anchors of all ranks, as one process
+    with the whole batch would do, not with those of their own rank alone.
 
     Args:
         model: a SentenceTransformer.
@@ -289,8 +255,8 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
         contrast_anchors: whether other anchors are negatives.
         contrast_positives: whether a positive is contrasted with other positives.
         gather_across_devices: whether negatives come from all ranks.
-        learn_temperature: whether 1 / temperature is a parameter, which the trainer's optimizer then has. It is not part of the saved
-            model.
+        learn_temperature: whether 1 / temperature is a parameter, which the trainer's optimizer then has. It is not part of
+            the saved model.
         largest_scale: of a learned 1 / temperature.
     """
 
@@ -330,7 +296,7 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
         """The loss, from which backward goes through the model mini-batch by mini-batch."""
         if self.learned_scale is not None and "calculate_loss" in vars(self):
             raise ValueError("learn_temperature must be False inside MatryoshkaLoss, got True")
-        return _joined(super().forward(sentence_features, labels), self.learned_scale)
+        return joined(super().forward(sentence_features, labels), self.learned_scale)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], reps_guided: list[list[Tensor]], *, with_backward: bool = False
@@ -338,15 +304,18 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
         """The loss of embeddings and of the guide's, which come in mini-batches, a list for each column of the dataset."""
         columns = [F.normalize(torch.cat(parts), dim=1) for parts in reps]
         seen = [F.normalize(torch.cat(parts), dim=1) for parts in reps_guided]
-        return _differentiated(
-            lambda scale: self._loss(columns, seen, scale), 1 / self.temperature, self.learned_scale, with_backward=with_backward
+        return differentiated(
+            lambda scale: self._loss(columns, seen, scale),
+            1 / self.temperature,
+            self.learned_scale,
+            with_backward=with_backward,
         )
 
     def get_config_dict(self) -> dict[str, Any]:
         """What a model card says of it."""
         return {**super().get_config_dict(), "learn_temperature": self.learned_scale is not None}
 
-    def _loss(self, columns: Sequence[Tensor], seen: Sequence[Tensor], scale: float | Tensor) -> Tensor:  # ()
+    def _loss(self, columns: list[Tensor], seen: list[Tensor], scale: float | Tensor) -> Tensor:  # ()
         contrast = ["query-key"]
         contrast += ["query-query"] if self.contrast_anchors else []
         contrast += ["key-key"] if self.contrast_positives else []
@@ -363,28 +332,8 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
             contrast=contrast,
             margin=margin,
             guide=(seen[0], seen[1]),
-            group=_ranks() if self.gather_across_devices else None,
+            group=all_ranks() if self.gather_across_devices else None,
         )
-
-
-def _differentiated(
-    loss_of: Callable[[float | Tensor], Tensor], scale: float, learned: LearnedScale | None, *, with_backward: bool
-) -> Tensor:  # ()
-    """The loss; and if asked, the gradients of the embeddings and of the scale, each where it belongs."""
-    logarithm = None if learned is None else learned()
-    loss = loss_of(scale if logarithm is None else logarithm.exp())
-    if not with_backward:
-        return loss
-    with torch.autocast(loss.device.type, enabled=False):  # backward takes its types from forward
-        loss.backward()  # type: ignore[no-untyped-call]
-    if learned is not None:
-        assert logarithm is not None and logarithm.grad is not None
-        learned.keep(logarithm.grad)
-    return loss.detach()
-
-
-def _joined(loss: Tensor, learned: LearnedScale | None) -> Tensor:  # ()
-    return loss if learned is None or not torch.is_grad_enabled() else learned.joined(loss)
 
 
 def _beside(embeddings: Tensor, *, harder: bool) -> Tensor:  # (..., D) → (..., 2·D)
@@ -395,11 +344,5 @@ def _beside(embeddings: Tensor, *, harder: bool) -> Tensor:  # (..., D) → (...
 
 def _own_ids(rows: Tensor) -> Tensor:  # (N,)
     """Numbers that no other row has, on any rank."""
-    first = 0 if _ranks() is None else dist.get_rank() << 40
+    first = 0 if all_ranks() is None else dist.get_rank() << 40
     return torch.arange(first, first + len(rows), device=rows.device)
-
-
-def _ranks() -> Any:
-    """The group of all ranks, None where there is one alone."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.group.WORLD if several else None
