@@ -248,12 +248,16 @@ TWO_RANKS = [
     ("ours", "ranking", GATHERED, 1, HALF),
     ("theirs", "gist", {**GATHERED, "temperature": 0.05, "contrast_anchors": False}, 0, SHORT),
     ("ours", "gist", {**GATHERED, "temperature": 0.05, "contrast_anchors": False}, 0, SHORT),
+    ("ours", "gist", {**GATHERED, "temperature": 0.05}, 0, SHORT),
     ("ours", "ranking", {**GATHERED, "learn_temperature": True, **HARDNESS[0]}, 1, {**SHORT, "gradient_accumulation_steps": 2}),
 ]
 
 
 def test_two_processes(tmp_path):
-    """As theirs in two processes, and as one process with both halves of each batch: there the trainer deals the same rows."""
+    """As theirs in two processes, and as one process with both halves of each batch: there the trainer deals the same rows.
+
+    Theirs with a guide contrasts anchors of one process alone; ours is then what theirs is in one process.
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     paths = os.pathsep.join([os.path.abspath("src"), *sys.path])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
@@ -265,11 +269,14 @@ def test_two_processes(tmp_path):
     found = torch.load(tmp_path / "found.pt")
     assert_same_weights(found[1][0], found[0][0])
     assert_same_weights(found[3][0], found[2][0])
+    options = {**MINI, "temperature": 0.05}
+    weights, _ = sentences.run(tmp_path / "whole", "theirs", "gist", options, sentences.columns(96), {"max_steps": 4})
+    assert_same_weights(found[4][0], weights)
     data = sentences.columns(96, 1)
     options = {**MINI, "learn_temperature": True, **HARDNESS[0]}
     weights, loss = sentences.run(
         tmp_path / "one", "ours", "ranking", options, data, {"max_steps": 4, "gradient_accumulation_steps": 2}
     )
-    torch.testing.assert_close(found[4][1], loss.learned_scale.bias.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[5][1], loss.learned_scale.bias.detach(), rtol=1e-6, atol=0)
     for name, value in weights.items():
-        torch.testing.assert_close(found[4][0][name], value, rtol=0, atol=1e-6)  # the scale is float32
+        torch.testing.assert_close(found[5][0][name], value, rtol=0, atol=1e-6)  # the scale is float32
