@@ -73,6 +73,13 @@ def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
         (["--resume", "nowhere"], '--resume must be "auto", a run\'s folder or a checkpoint in it, got nowhere'),
         (["--resume", "."], "--resume must name a folder with checkpoints, got ."),
         (["--set", "data=5"], "data must be a string, got 5"),
+        (["--set", "model_options.widht=16"], 'model_options.widht is no setting; did you mean "width"?'),
+        (["--set", "model_options.width=wide"], "model_options.width must be a whole number, got 'wide'"),
+        (
+            ["--set", "data_options.colums=5"],
+            "data_options must be options of Table, which has columns, texts, root, got 'colums'",
+        ),
+        (["--output", "pairs.jsonl"], "--output must be a folder, got pairs.jsonl, which is a file"),
         (["--set", "device=cuda"], 'device must be "cpu" or "auto" on this machine'),
     ],
 )
@@ -84,6 +91,41 @@ def test_mistakes_are_told_in_a_line(pairs, capsys, arguments, message):
     assert told.startswith("megabatch train: ")
     assert message in told
     assert "Traceback" not in told
+
+
+def test_what_a_checkpoint_cannot_continue_with_is_told_in_a_line(pairs, capsys):
+    assert call("--set", "steps=2", "--output", "mine") == 0
+    assert cli.main(["train", "--resume", "mine", "--set", "model_options.width=8", "--no-report"]) == 1
+    assert "model_options was {'width': 16, 'buckets': 256} and is {'width': 8, 'buckets': 256}" in capsys.readouterr().err
+    with (pairs / "mine" / "checkpoints" / "step_00000002" / "state.pt").open("ab") as file:
+        file.write(b"x")
+    assert cli.main(["train", "--resume", "mine/checkpoints/step_00000002", "--no-report"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("megabatch train: --resume must name a checkpoint that is whole: the checkpoint mine/")
+
+
+def test_problems_of_the_data_are_named_and_counted(pairs, caplog):
+    with (pairs / "pairs.jsonl").open("a") as file:
+        file.write("\n" + "nonsense\n" * 7)
+    assert call("--set", "steps=1", "--validation", "pairs.jsonl") == 0
+    named = [line for line in caplog.messages if "must be a JSON object" in line]
+    assert [line.split(":")[0] for line in named] == [f"pairs.jsonl, row {row}" for row in range(13, 18)]
+    assert "and 2 more like these" in caplog.messages
+
+
+def test_a_number_that_is_none_is_told_without_our_names(pairs, capsys):
+    with pytest.raises(SystemExit):
+        call("--chunk-size", "many")
+    assert """--chunk-size: must be a whole number or "auto", got 'many'""" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_a_run_begins_is_a_line(pairs, capsys, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.data, "load", interrupted)
+    assert call() == 130
+    assert capsys.readouterr().err == "megabatch train: ended by Ctrl-C\n"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +172,7 @@ def test_info_names_versions_backends_and_extras(capsys):
     assert f"torch              {torch.__version__.split('+')[0]}" in told
     assert "cpu                eager" in told
     assert "pillow" in info.extras()["data"]
+    assert ("tomli" in info.extras()["train"]) == (sys.version_info < (3, 11))
 
 
 def test_python_m_megabatch_is_the_command_line():

@@ -7,6 +7,7 @@ import argparse
 import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megabatch {chosen}: {error}", file=sys.stderr)
         print("MEGABATCH_TRACEBACK=1 shows where it comes from", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"megabatch {chosen}: ended by Ctrl-C", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:

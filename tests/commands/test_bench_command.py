@@ -142,3 +142,15 @@ def test_missing_packages_are_named(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run("--quick") == 2
     assert 'rich and matplotlib missing; pip install "megabatch[bench]" brings them' in capsys.readouterr().err
+
+
+def test_sizes_that_cannot_be_are_refused_and_the_command_is_written_down(capsys):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    for wrong in (["--batches", "64", "0"], ["--width", "0"], ["--width", "wide"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(wrong)
+        assert f"must be a whole number of 1 or more, got {wrong[-1]!r}" in capsys.readouterr().err
+    assert bench._said(parser.parse_args(["--quick"])) == "megabatch bench --quick"
+    words = ["--cpu", "--parts", "losses", "--batches", "64", "128", "--width", "32"]
+    assert bench._said(parser.parse_args(words)) == " ".join(["megabatch bench", *words])

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from megabatch import towers
+from megabatch.commands import bench as bench_command
 from megabatch.commands import eval as eval_command
+from megabatch.commands import plan as plan_command
 from megabatch.commands import report as report_command
 from megabatch.commands import search as search_command
+from megabatch.data.dataset import UnreadableSampleError
 from megabatch.data.tables import Table
 from megabatch.evaluation import classifier, embed, encode, evaluate, results
 from megabatch.training.world import World
@@ -102,6 +105,19 @@ def test_zero_shot_on_ranks_counts_as_one(place, pool):
         assert found == pytest.approx(alone, rel=1e-12)
 
 
+def test_zero_shot_counts_captions_that_cannot_be_read(place):
+    class Speechless(Table):
+        def read(self, index, side):
+            if side == 1 and index in (2, 7):  # of 7 the image cannot be read either
+                raise UnreadableSampleError("no caption")
+            return super().read(index, side)
+
+    args = argparse.Namespace(classes=None, templates=None, chunk_size=4)
+    data, world = Speechless(place / "images"), World(torch.device("cpu"))
+    found = eval_command.classified(towers.load_saved(place / "run"), data, world, args, name="x")
+    assert found["num_failed"] == 2
+
+
 def test_search_by_text_draws_and_prints(place, tmp_path, capsys):
     pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
     sheet = tmp_path / "sheet.png"
@@ -159,6 +175,8 @@ def test_towers_by_name_need_data(place, tmp_path):
         call(eval_command, "small", "--data", place / "images", "--split", "test")
     with pytest.raises(ValueError, match=r"data must be one of: emoji .* Got 'nonsense'"):
         call(eval_command, "small", "--data", "nonsense")
+    with pytest.raises(ValueError, match=r"MODEL must be the folder of a run, or one of: small .* Got 'runs/emojy'"):
+        call(eval_command, "runs/emojy")
 
 
 def test_queries_that_cannot_be(place, tmp_path):
@@ -178,7 +196,7 @@ def test_report(place, capsys):
     assert "<h3>red</h3>" in (place / "run" / "report.html").read_text("utf-8")
 
 
-@pytest.mark.parametrize("command", [eval_command, search_command, report_command])
+@pytest.mark.parametrize("command", [eval_command, search_command, report_command, bench_command, plan_command])
 def test_help_teaches_in_a_hundred_columns(command, capsys):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

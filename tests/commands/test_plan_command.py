@@ -43,8 +43,9 @@ def test_a_mistake_is_explained(capsys, words, message):
     ("words", "message"),
     [
         (("--batch", "none"), "must be a number of 1 or more, such as 32768 or 1M, got 'none'"),
-        (("--nodes", "0"), "must be 1 or more, got 0"),
-        (("--loss-efficiency", "1.5"), "must be above 0 and at most 1, got 1.5"),
+        (("--nodes", "0"), "must be a whole number of 1 or more, got '0'"),
+        (("--loss-efficiency", "1.5"), "must be a number above 0 and at most 1, got '1.5'"),
+        (("--loss-efficiency", "half"), "must be a number above 0 and at most 1, got 'half'"),
     ],
 )
 def test_a_wrong_number_is_explained(capsys, words, message):

@@ -86,6 +86,30 @@ def test_damaged_rows_are_named_and_left_out(tmp_path):
         Table(tmp_path / "short.csv")
 
 
+def test_a_comma_without_quotes_does_not_cut_a_caption(tmp_path):
+    path = tmp_path / "pairs.csv"
+    path.write_text('image,caption\na.png,a cat, asleep\nb.png,"a dog, awake"\nc.png,a bird\n')
+    table = Table(path)
+    assert [table.read(index, 1) for index in range(len(table))] == ["a dog, awake", "a bird"]
+    assert table.problems == ["pairs.csv, row 1: must have 2 fields, got 3; a comma in a text needs quotes around the text"]
+    path.write_text("image,caption\na.png,a cat, asleep\n")
+    with pytest.raises(ValueError, match=r"must have at least one pair, got none: pairs.csv, row 1: must have 2 fields, got 3"):
+        Table(path)
+
+
+def test_a_damaged_beginning_is_left_out_like_any_other_row(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"anchor": \n{"anchor": "a", "positive": "b"}\n')
+    table = Table(path)
+    assert len(table) == 1
+    assert table.problems[0].startswith("pairs.jsonl, row 1: must be a JSON object")
+    long = tmp_path / "long.csv"
+    long.write_text(f"image,caption\na.png,{'x' * 200_000}\nb.png,a dog\n")  # more than Python's csv takes
+    table = Table(long)
+    assert (len(table), table.read(0, 1)) == (1, "a dog")
+    assert table.problems[0].startswith("long.csv, row 1: cannot be read: field larger")
+
+
 def test_columns_of_your_own(tmp_path):
     path = tmp_path / "pairs.csv"
     path.write_text("word,meaning\ncat,a pet\n")

@@ -84,10 +84,12 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     display.evaluated({"step": 1, "evaluation": EVALUATION})
     for step in range(1, 101):
         display.step(record(step))
+    display.evaluated({"step": 100, "evaluation": dict.fromkeys(EVALUATION, 0.5)})
     display.finish(Run(tmp_path))
     shown = out.getvalue()
-    assert "100/100" in shown
-    assert "loss 7.654 · 12.3k pairs/s · 3.0 GiB · R@1 34.5% · 0 s left" in shown
+    stays = shown.rpartition("100/100")[2]  # in the terminal, when all is done
+    assert "loss 7.654 · 12.3k pairs/s · 3.0 GiB · R@1 50.0% · 0 s left" in stays
+    assert "text → image R@1 34.5%" in shown
     assert "text → image R@10 60.0%" in shown
     assert "\x1b[?25h" in shown  # the cursor is back
 

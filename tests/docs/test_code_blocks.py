@@ -116,10 +116,10 @@ def test_python(path, tmp_path, monkeypatch, small, request):
 
 
 def commands(code):
-    """The lines, those that go on with a backslash as one, without comments."""
+    """The lines, those that go on with a backslash as one, without comments; what is indented is what a command prints."""
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        if words:
+        if words and not line.startswith(" "):
             yield words
 
 

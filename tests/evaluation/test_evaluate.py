@@ -100,3 +100,12 @@ def test_messages():
         data.source([0], 2, pair.first)
     with pytest.raises(IndexError, match="index must be from 0 to 11, got -1"):
         data.check(-1)
+
+
+def test_between_chunks_a_tower_is_as_it_was():
+    tower, data = model().second, Vectors()
+    tower.module.train()
+    for chunk in embedded(tower, data, 1, chunk_size=4):
+        assert not chunk.requires_grad
+        assert tower.module.training
+        assert torch.is_grad_enabled()

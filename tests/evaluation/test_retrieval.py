@@ -209,3 +209,18 @@ def test_results_are_json_lines(tmp_path):
         file.write('\n{"step": 4}\n')
     with pytest.raises(ValueError, match="line 3, must be a JSON object"):
         results.read(path)
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path):
+    resource = pytest.importorskip("resource", reason="limits of a process are Unix")
+    path = tmp_path / "results.jsonl"
+    results.append(path, {"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            results.append(path, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    results.append(path, {"step": 3})
+    assert results.read(path) == [{"step": 1}, {"step": 3}]

@@ -127,3 +127,6 @@ def test_messages():
         mb.hcl(query, key, scale=1.0, beta=-1)
     with pytest.raises(ValueError, match=r"tau_plus must be a number from 0 to below 1, got 1.0"):
         mb.hcl(query, key, scale=1.0, tau_plus=1.0)
+    for wrong in (float("inf"), float("nan"), "1"):
+        with pytest.raises(ValueError, match=f"beta must be a number of at least 0, got {wrong!r}"):
+            mb.hcl(query, key, scale=1.0, beta=wrong)

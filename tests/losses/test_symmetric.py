@@ -135,7 +135,8 @@ def test_error_is_at_most_twice_the_dense_one(loss, regime, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no bfloat16 products
 def test_error_of_kernels(loss, dtype):
     with mock.patch.object(plan, "SYMMETRIC_SQUARE", 64):
-        found, bar = errors(loss, *REGIMES["training"], dtype, seeds=2, backend="triton")
+        # The scale's gradient is one number: of fewer seeds its error may be next to nothing by chance.
+        found, bar = errors(loss, *REGIMES["training"], dtype, seeds=2 if loss == "nt_xent" else 8, backend="triton")
     assert (found <= 2 * bar).all(), (found, bar)
 
 

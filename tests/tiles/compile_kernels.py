@@ -48,9 +48,8 @@ class Compiles:
         given = dict(zip(self.kernel.arg_names, args, strict=False)) | constants
         signature = {name: self.type_of(given[name], name in constants) for name in self.kernel.arg_names}
         constexprs = {name: value for name, value in given.items() if signature[name] == "constexpr"}
-        aligned = {
-            (i,): [["tt.divisibility", 16]] for i, name in enumerate(self.kernel.arg_names) if self.is_aligned(given[name])
-        }
+        passed = [(i, name) for i, name in enumerate(self.kernel.arg_names) if signature[name] != "constexpr"]
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in passed if self.is_aligned(given[name])}
         key = (self.kernel.__name__, str(signature), str(constexprs), str(aligned))
         if key not in COMPILED:
             source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constexprs, aligned)

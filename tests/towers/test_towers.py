@@ -152,7 +152,7 @@ def test_small_images_are_brought_to_size(shape):
 
 def test_names_that_mean_nothing_list_what_is_possible():
     for spec in ("large", "open_clip:", "hf", ""):
-        with pytest.raises(ValueError, match=r"spec must be one of: small .*open_clip:MODEL.*hf:NAME.*hf-config:FOLDER"):
+        with pytest.raises(ValueError, match=r"model must be one of: small .*open_clip:MODEL.*hf:NAME.*hf-config:FOLDER"):
             towers.load(spec)
     with pytest.raises(ValueError, match="options must be left out"):
         towers.load("hf:x", width=3)
@@ -182,7 +182,7 @@ def test_open_clip_is_what_open_clip_computes():
     first, second = (next(source.chunks([(0, 3)], None))["image"].clone() for _ in range(2))
     assert torch.equal(first, second)
     assert not torch.equal(first, next(data.source(range(3), 0, pair.first, seed=2).chunks([(0, 3)], None))["image"])
-    with pytest.raises(ValueError, match="spec must name towers for text and text, got 'open_clip"):
+    with pytest.raises(ValueError, match="model must have towers for text and text, got 'open_clip"):
         towers.load("open_clip:ViT-S-32-alt", ("text", "text"))
     with pytest.raises(ValueError, match=r"one that open_clip knows, such as .*ViT-B-16, .*, got 'vit-b'"):
         towers.load("open_clip:vit-b")

@@ -8,12 +8,22 @@ import torch
 
 import runs
 from megabatch.evaluation import results
+from megabatch.training import checkpoint
 from megabatch.training.checkpoint import CheckpointError, contents
 from megabatch.training.observers import MetricsFile
 from megabatch.training.stopping import StoppedError
 
 # Dropout, augmentation, an average, and memory for two of the three chunks: everything that has a state.
 SETTINGS = {"ema": 0.9, "memory": {"graphs": 0.0}, "steps": 7}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """As in the processes that are killed: the order of sums, and so the last bits, depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def uninterrupted(folder, changes=SETTINGS, **how):
@@ -158,6 +168,17 @@ def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, ca
     assert caplog.text.count("the disk is full; training goes on, and the checkpoints before are as they were") == 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
     assert contents(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
+
+
+def test_a_disk_that_cannot_be_read_back_gives_up_the_checkpoint_on_all_ranks(tmp_path, caplog, monkeypatch):
+    def broken(path):
+        raise OSError(5, "Input/output error")
+
+    made = runs.trainer(tmp_path)
+    monkeypatch.setattr(checkpoint, "_checksum", broken)
+    with pytest.raises(CheckpointError, match=r"a checkpoint could not be finished in .*Input/output error"):
+        made.fit()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_the_last_few_are_kept(tmp_path):

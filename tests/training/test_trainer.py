@@ -8,6 +8,7 @@ import torch
 import runs
 from helpers import dense_clip, dense_siglip
 from megabatch.data.order import Order
+from megabatch.display.tensorboard import TensorBoardLog
 from megabatch.training import schedule
 from megabatch.training.adafactor import AdaFactor
 from megabatch.training.objective import Objective
@@ -197,6 +198,19 @@ def test_what_cannot_be_read_is_left_out(tmp_path):
     assert memory.records[-1]["pairs"] < 7 * 12
 
 
+def test_what_cannot_be_read_is_named_once_and_counted(tmp_path, caplog):
+    runs.trainer(tmp_path / "few", data=runs.Numbers((1, 5))).fit()
+    assert caplog.text.count("left out: sample 1 is damaged") == caplog.text.count("left out: sample 5 is damaged") == 1
+    assert "2 samples could not be read and were left out" in caplog.text
+    caplog.clear()
+    runs.trainer(tmp_path / "many", {"steps": 4}, data=runs.Numbers(range(0, runs.SAMPLES, 2))).fit()
+    assert caplog.text.count("left out: ") == caplog.text.count("is damaged") == 5
+    assert "further samples that cannot be read are counted, not named" in caplog.text
+    caplog.clear()
+    runs.trainer(tmp_path / "none").fit()
+    assert "could not be read" not in caplog.text
+
+
 def test_a_batch_of_which_nothing_can_be_read_changes_nothing(tmp_path, caplog):
     memory = runs.Memory()
     made = runs.trainer(tmp_path, {"steps": 2}, data=runs.Numbers(range(runs.SAMPLES)), observers=[memory])
@@ -285,6 +299,30 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_does_harm(tmp_path):
     assert runs.same_bits(runs.weights(made), before) == ["loss.log_scale"]  # NaN is not equal to itself
 
 
+def test_gradients_that_are_no_numbers_end_the_run_before_they_do_harm(tmp_path):
+    """A finite loss may have gradients that are not: the weights, and every checkpoint after, would be lost one step later."""
+    made = runs.trainer(tmp_path)
+    made.pair.first.module.head.weight.register_hook(lambda gradient: gradient * math.inf)
+    before = runs.weights(made)
+    with pytest.raises(FloatingPointError, match=r"the gradient norm of step 1 is (nan|inf); the weights are as they were"):
+        made.fit()
+    assert runs.same_bits(runs.weights(made), before) == []
+
+
+def test_the_model_is_there_when_its_evaluation_fails(tmp_path):
+    made = runs.trainer(tmp_path, pair=runs.tiny(), validation=runs.Numbers(range(20), samples=20))
+    with pytest.raises(ValueError, match="must have at least one row"):
+        made.fit()
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_validation_of_another_kind_is_refused_before_training(tmp_path):
+    texts = runs.Numbers()
+    texts.sides = ("text", "text")
+    with pytest.raises(ValueError, match="validation must have the sides of the training data, image and text, got text and"):
+        runs.trainer(tmp_path, validation=texts)
+
+
 def test_batches_that_cannot_be_shared_out_are_refused(tmp_path):
     with pytest.raises(ValueError, match="batch_size must be at most the number of samples, 40, got 41"):
         runs.trainer(tmp_path, {"batch_size": 41})
@@ -299,3 +337,12 @@ def test_an_observer_that_cannot_write_does_not_end_the_run(tmp_path, caplog):
     made.fit()
     assert made.step == 7
     assert "Full could not write, and the run goes on: [Errno 28] No space left on device" in caplog.text
+
+
+def test_an_observer_that_cannot_begin_is_told_nothing_more(tmp_path, caplog):
+    pytest.importorskip("tensorboard", reason='pip install "megabatch[train]"')
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    made = runs.trainer(tmp_path, observers=[TensorBoardLog(), memory := runs.Memory()])
+    made.fit()
+    assert caplog.text.count("TensorBoardLog could not write, and the run goes on") == 1
+    assert len(memory.records) == 7

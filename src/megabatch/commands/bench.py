@@ -9,20 +9,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megabatch.commands.options import whole
+
 if TYPE_CHECKING:
     from megabatch.bench.parts import Sizes
 
 PARTS = ("losses", "levels", "steps")
-EXAMPLE = "megabatch bench --quick"
+DESCRIPTION = """
+Is it really better than what you have? Losses, levels of tiling and training steps on this
+machine, beside whichever peers are installed. A result is compared with float64 before it is
+timed; a wrong one gets no speed.
+
+  megabatch bench --quick                       small sizes, under a minute on a CPU
+  megabatch bench --parts losses --batches 4096 16384 --width 512
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Those of `megabatch bench`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--quick", action="store_true", help="small sizes: under a minute on a CPU")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these (all)")
-    add("--batches", nargs="+", type=int, metavar="B", help="pairs, for the losses")
-    add("--width", type=int, metavar="D", help="of the embeddings, for the losses")
+    add("--batches", nargs="+", type=whole, metavar="B", help="pairs, for the losses")
+    add("--width", type=whole, metavar="D", help="of the embeddings, for the losses")
     add("--cpu", action="store_true", help="also where there is a CUDA device")
     files = "for bench.html, bench.json and plots (%(default)s)"
     add("--output", type=Path, default=Path("megabatch-bench"), metavar="FOLDER", help=files)
@@ -60,8 +70,7 @@ def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> dict[str,
 
     from megabatch.bench import machine, parts
 
-    said = " ".join(word for word in ("--quick" if args.quick else "", "--cpu" if args.cpu else "") if word)
-    record: dict[str, Any] = {"command": f"megabatch bench {said}".strip(), "machine": machine.describe(), "device": device}
+    record: dict[str, Any] = {"command": _said(args), "machine": machine.describe(), "device": device}
     record |= {"dtype": "bfloat16" if device == "cuda" else "float32", "width": sizes.width}
     record |= {"losses": [], "products": [], "levels": [], "steps": []}
     work: dict[str, Callable[..., dict[str, Any]]] = {"losses": parts.losses, "levels": parts.levels, "steps": parts.steps}
@@ -77,6 +86,18 @@ def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> dict[str,
             record |= work[name](sizes, device, say)
         progress.update(task, description="done", completed=len(args.parts))
     return record
+
+
+def _said(args: argparse.Namespace) -> str:
+    """The command that repeats the measurement."""
+    words = ["--quick"] * args.quick + ["--cpu"] * args.cpu
+    if tuple(args.parts) != PARTS:
+        words += ["--parts", *args.parts]
+    if args.batches:
+        words += ["--batches", *map(str, args.batches)]
+    if args.width:
+        words += ["--width", str(args.width)]
+    return " ".join(["megabatch bench", *words])
 
 
 def _show(record: dict[str, Any]) -> None:
@@ -118,9 +139,3 @@ def _ours_is_right(record: dict[str, Any]) -> bool:
     ours += [r for r in record["levels"] if r["system"] == "ring, tiles"]
     ours += [r for r in record["steps"] if r["system"].startswith("cached")]
     return all(r["status"] in ("ok", "out of memory") for r in ours)
-
-
-if __name__ == "__main__":
-    own = argparse.ArgumentParser(prog="megabatch bench", description=__doc__, epilog=f"Example: {EXAMPLE}")
-    add_arguments(own)
-    sys.exit(run(own.parse_args()))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megabatch.commands import model, terminal
+from megabatch.commands.options import whole
 from megabatch.data.dataset import IMAGE, Dataset, UnreadableSampleError
 from megabatch.display import numbers
 from megabatch.evaluation import classifier, embed, encode, evaluate, results, zero_shot
@@ -16,7 +17,6 @@ from megabatch.evaluation.zero_shot import TEMPLATES
 from megabatch.towers import Pair
 from megabatch.training.world import World, joined
 
-HELP = "recall and ranks of a model on data, and zero-shot classification"
 DESCRIPTION = """
 Evaluates a model: where in the ranking of all images a text's own comes, and the other way round.
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--templates", metavar="FILE", help='texts with "{}" for the name, one a line (default: a few general ones)'
     )
-    parser.add_argument("--chunk-size", type=int, default=256, help="samples encoded at once (default: %(default)s)")
+    parser.add_argument("--chunk-size", type=whole, default=256, help="samples encoded at once (default: %(default)s)")
     parser.add_argument(
         "--workers", type=int, default=0, help="threads that read data; 0 reads in between (default: %(default)s)"
     )
@@ -87,8 +87,8 @@ def classified(
     good = dataset.usable(ours).to(images.device)
     labels = torch.tensor([numbers_of[captions[index] or ""] for index in ours], device=images.device)
     found = zero_shot(images[good], labels[good], classes, name=name, group=world.group)
-    failed = world.reduced([len(dataset.failures)])[0]
-    return {**found, "num_classes": len(names), "num_failed": int(failed)}
+    without_image = world.reduced([int((~good).sum())])[0]
+    return {**found, "num_classes": len(names), "num_failed": int(without_image) + captions.count(None)}
 
 
 def _caption(dataset: Dataset, index: int) -> str | None:

@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import re
+import sys
 
 import torch
 
@@ -10,12 +11,12 @@ from megabatch.bench import machine
 from megabatch.tiles import backends
 from megabatch.tiles.precision import BFLOAT16
 
-HELP = "versions, devices, backends, and which extras are installed"
 DESCRIPTION = """
 Prints versions, devices, the backends that serve each of them, and which extras are installed.
 
   megabatch info                 add it to a report of a problem: it names no hosts, users or paths
 """
+_OLDER_PYTHON = re.compile(r"""python_version < ["']([\d.]+)["']""")
 _REQUIREMENT = re.compile(r"""^([\w.-]+)(?:\[[^\]]*\])?[^;]*;\s*.*extra == ["']([\w-]+)["']""")
 
 
@@ -43,7 +44,9 @@ def extras() -> dict[str, list[str]]:
     """The packages that each extra asks for by itself."""
     found: dict[str, list[str]] = {}
     for line in importlib.metadata.requires("megabatch") or []:
-        match = _REQUIREMENT.match(line)
+        match, newer = _REQUIREMENT.match(line), _OLDER_PYTHON.search(line)
+        if newer is not None and sys.version_info >= tuple(map(int, newer[1].split("."))):
+            continue  # this Python has it by itself
         if match is not None and match[1] != "megabatch":
             found.setdefault(match[2], []).append(match[1])
     return found

@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
     """What the arguments name."""
     folder = Path(args.model) if Path(args.model).is_dir() else None
+    if folder is None and args.model != "small" and ":" not in args.model:
+        raise ValueError(f"MODEL must be the folder of a run, or one of: {'; '.join(POSSIBLE)}. Got {args.model!r}")
     spec, split, options = _data(args, folder)
     if folder is not None:
         pair = load_saved(folder, device)

@@ -6,20 +6,30 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from megabatch.commands.options import whole
 from megabatch.planning import gpus, step
 from megabatch.planning.models import STAND_IN, number
 
 BATCH = 32768
-EXAMPLE = "megabatch plan --model open_clip:ViT-L-14 --gpus 8xA800-80GB"
+DESCRIPTION = """
+What fits, and how long does it take? A model's largest batch on given GPUs with four losses, its
+memory and the time of a step, before anything is run. The first line says whether it is the loss
+or the encoder that is in the way.
+
+  megabatch plan --model open_clip:ViT-L-14 --gpus 8xA800-80GB
+  megabatch plan --model open_clip:ViT-B-16 --gpus 8xH100 --nodes 4 --batch 1M --output plan
+  megabatch plan --model 304M:257x1024,124M:77x768 --gpus 8x80GB@312TFLOPS --sharding fsdp
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Those of `megabatch plan`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     names = ", ".join(gpu.name for gpu in gpus.CATALOGUE)
     add = parser.add_argument
     add("--model", required=True, help=f"small, open_clip:MODEL, hf:NAME, hf-config:FOLDER, or {STAND_IN}")
     add("--gpus", required=True, metavar="8xNAME", help=f"of a node: {names}; or memory and dense rate, 8x80GB@312TFLOPS")
-    add("--nodes", type=_whole, default=1, metavar="N", help="of so many GPUs each (1)")
+    add("--nodes", type=whole, default=1, metavar="N", help="of so many GPUs each (1)")
     add(
         "--batch",
         type=_count,
@@ -29,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--chunk",
-        type=_whole,
+        type=whole,
         metavar="C",
         help="samples encoded at once (the largest whose activations take a fifth of a GPU)",
     )
-    add("--image-size", type=_whole, metavar="PIXELS", help="of a side (the model's own)")
-    add("--length", type=_whole, metavar="TOKENS", help="of a text (the model's own)")
+    add("--image-size", type=whole, metavar="PIXELS", help="of a side (the model's own)")
+    add("--length", type=whole, metavar="TOKENS", help="of a text (the model's own)")
     add(
         "--precision",
         choices=list(step.PRECISIONS),
@@ -123,21 +133,11 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a number of 1 or more, such as 32768 or 1M, got {text!r}") from None
 
 
-def _whole(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
-    return value
-
-
 def _share(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and at most 1, got {text!r}")
     return value
-
-
-if __name__ == "__main__":
-    own = argparse.ArgumentParser(prog="megabatch plan", description=__doc__, epilog=f"Example: {EXAMPLE}")
-    add_arguments(own)
-    sys.exit(run(own.parse_args()))

@@ -4,7 +4,6 @@ import argparse
 
 from megabatch.report import write_report
 
-HELP = "a run on one HTML page: curves, what it finds, configuration"
 DESCRIPTION = """
 Writes report.html into a run's folder: curves, the last evaluation, a gallery of queries with what
 was found, the configuration and the command. The page is one file that needs nothing else; it

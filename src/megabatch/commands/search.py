@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megabatch.commands import model, terminal
+from megabatch.commands.options import whole
 from megabatch.data import images
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
 from megabatch.evaluation import embedded, encode, search, sheet
@@ -15,7 +16,6 @@ from megabatch.evaluation.sheet import Found, Shown
 from megabatch.towers import Pair, Tower
 from megabatch.training.world import joined
 
-HELP = "the best matches of a text or an image, as a contact sheet"
 DESCRIPTION = """
 Searches data with a model. A query is a text, or the path of an image; each has a row of the sheet.
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-k", type=int, default=8, help="matches of each query (default: %(default)s)")
     parser.add_argument("--among", choices=tuple(KINDS), help="what to search (default: images for texts, texts for images)")
     parser.add_argument("--sheet", metavar="PNG", default="found.png", help="where to draw (default: %(default)s)")
-    parser.add_argument("--chunk-size", type=int, default=256, help="samples encoded at once (default: %(default)s)")
+    parser.add_argument("--chunk-size", type=whole, default=256, help="samples encoded at once (default: %(default)s)")
     parser.add_argument(
         "--workers", type=int, default=0, help="threads that read data; 0 reads in between (default: %(default)s)"
     )

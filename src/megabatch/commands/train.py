@@ -5,6 +5,7 @@ import logging
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from megabatch.training.trainer import Trainer
 from megabatch.training.world import World, joined
 
 LOG = logging.getLogger("megabatch")
-HELP = "train a model on pairs, on one processor or many GPUs"
 RUNS = Path("runs")
 AUTO = "auto"
+PROBLEMS_NAMED = 5
 DESCRIPTION = f"""
 Trains two towers so that what belongs together is found among everything else.
 
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="MODEL", help="what to train (default: small)")
     add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 1024)")
     add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
-    add("--epochs", type=float, metavar="N", help="passes over the data (default: 80 for emoji, 4 for wordnet, else 32)")
+    add("--epochs", type=float, metavar="N", help="passes over the data (default: 64 for emoji, 4 for wordnet, else 32)")
     add("--lr", type=float, metavar="RATE", help="highest learning rate (default: 3e-3 for small, else 5e-4)")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="in which towers compute (default: fp32)")
     add("--seed", type=int, metavar="N", help="of weights, order and augmentation (default: 0)")
@@ -123,6 +124,8 @@ def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
         folder = args.output or runs.newest(RUNS, name) or runs.unused(RUNS, name)
         return folder, None
     folder = args.output or runs.unused(RUNS, name)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output must be a folder, got {folder}, which is a file")
     if (folder / runs.CHECKPOINTS).is_dir():
         raise ValueError(f"--output must be a folder without a run in it, got {folder}; --resume auto continues the run there")
     return folder, None
@@ -161,8 +164,8 @@ def _trainer(config: TrainConfig, folder: Path, world: World, args: argparse.Nam
     validation = _validation(config, size)
     pair = towers.load(config.model, dataset.sides, **config.model_options)
     if world.rank == 0:
-        for problem in getattr(dataset, "problems", [])[:5]:
-            LOG.warning("%s", problem)
+        both = (problem for read in (dataset, validation) for problem in getattr(read, "problems", ()))
+        _name_problems(list(dict.fromkeys(both)))  # one file may be both
     return Trainer(
         config,
         pair,
@@ -175,6 +178,14 @@ def _trainer(config: TrainConfig, folder: Path, world: World, args: argparse.Nam
     )
 
 
+def _name_problems(problems: Sequence[str]) -> None:
+    """What of a dataset is not there: the first few, and how many more."""
+    for problem in problems[:PROBLEMS_NAMED]:
+        LOG.warning("%s", problem)
+    if len(problems) > PROBLEMS_NAMED:
+        LOG.warning("and %d more like these", len(problems) - PROBLEMS_NAMED)
+
+
 def _validation(config: TrainConfig, size: int | None) -> Dataset | None:
     name = config.validation or (config.data if config.data in data.WITH_SPLITS else "")
     if not name:
@@ -185,7 +196,10 @@ def _validation(config: TrainConfig, size: int | None) -> Dataset | None:
 def _continue(trainer: Trainer, resume: str | None, checkpoint: Path | None) -> None:
     if resume is None:
         return
-    continued = trainer.resume(checkpoint)
+    try:
+        continued = trainer.resume(checkpoint)
+    except CheckpointError as error:
+        raise ValueError(f"--resume must name a checkpoint that is whole: {error}") from error
     if not continued and resume != AUTO:
         raise ValueError(f"--resume must name a run with a checkpoint that is whole, got {resume}, which has none")
     if trainer.world.rank == 0:
@@ -216,4 +230,7 @@ def _finish(folder: Path, args: argparse.Namespace) -> None:
 
 
 def _number_or_auto(text: str) -> int | str:
-    return text if text == AUTO else int(text)
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'must be a whole number or "{AUTO}", got {text!r}') from error

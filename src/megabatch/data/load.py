@@ -1,5 +1,6 @@
 """Datasets by name: "emoji", "wordnet", a table of pairs, or a pattern of shards."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,15 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, **opti
     """
     if spec == "emoji":
         given = {"size": size, **options} if size is not None else options
-        return emoji.Emoji(split or "train", **given)
+        return emoji.Emoji(split or "train", **_known(emoji.Emoji, given))
     if spec == "wordnet":
-        return wordnet.WordNet(split or "train", **options)
+        return wordnet.WordNet(split or "train", **_known(wordnet.WordNet, options))
     if split is not None:
         raise ValueError(
             f"split must be left out for files, got {split!r} for {spec!r}; {' and '.join(WITH_SPLITS)} have splits"
         )
     if spec.endswith(".tar"):
-        return Shards(spec, **options)
+        return Shards(spec, **_known(Shards, options))
     if Path(spec).exists() or spec.endswith(tables.ENDINGS):
         return _from_place(Path(spec), options)
     raise ValueError(f"data must be one of: {'; '.join(POSSIBLE)}. Got {spec!r}, which is none of them and no file")
@@ -46,10 +47,21 @@ def _from_place(path: Path, options: dict[str, Any]) -> Dataset:
     """A table, or all shards of a folder."""
     shards = sorted(path.glob("*.tar")) if path.is_dir() else []
     if shards:
-        return Shards(shards, **options)
+        return Shards(shards, **_known(Shards, options))
     if "columns" in options:  # a list, where they come from a file
         options = {**options, "columns": tuple(options["columns"])}
-    return Table(path, **options)
+    return Table(path, **_known(Table, options))
+
+
+def _known(kind: type[Dataset], options: dict[str, Any]) -> dict[str, Any]:
+    """The options, if a dataset of this kind has all of them."""
+    parameters = inspect.signature(kind).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for name in options:
+        if name not in names:
+            has = f"has {', '.join(names)}" if names else "has none"
+            raise ValueError(f"data_options must be options of {kind.__name__}, which {has}, got {name!r}")
+    return options
 
 
 def credits(spec: str) -> tuple[str, ...]:

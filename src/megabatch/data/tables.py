@@ -57,8 +57,10 @@ class Table(Dataset):
         self.root = self.path.parent if root is None else Path(root)
         self.problems: list[str] = []
         rows = _rows(self.path)
-        beginning = list(itertools.islice(rows, 1))
-        names = next((list(values) for _, values, _ in beginning if values is not None), [])
+        beginning, names = _up_to_the_first_whole(rows)
+        if names is None and beginning:
+            raise self._without_pairs([_told(self.path, number, problem) for number, _, problem in beginning])
+        names = names or []
         if columns is None:
             columns, found = _usual_columns(names, self.path)
             texts = found if texts is None else texts
@@ -70,9 +72,7 @@ class Table(Dataset):
         for number, values, problem in itertools.chain(beginning, rows):
             self._add(number, values, problem, columns)
         if not self._first:
-            raise ValueError(
-                f"{self.path} must have at least one pair, got none: {'; '.join(self.problems[:5]) or 'it is empty'}"
-            )
+            raise self._without_pairs(self.problems)
         self._items = _numbered(self._first)
         self._ids = connected(self._items, _numbered(self._second))
 
@@ -103,16 +103,19 @@ class Table(Dataset):
         """Rows with the same image, or the same first text, are one item with several captions."""
         return self._items
 
+    def _without_pairs(self, problems: list[str]) -> ValueError:
+        return ValueError(f"{self.path} must have at least one pair, got none: {'; '.join(problems[:5])}")
+
     def _add(self, number: int, values: dict[str, Any] | None, problem: str, columns: tuple[str, str]) -> None:
         if values is None:
-            self.problems.append(f"{self.path.name}, row {number}: {problem}")
+            self.problems.append(_told(self.path, number, problem))
             return
         pair = []
         for column in columns:
             value = values.get(column)
             if not isinstance(value, str) or not value.strip():
                 came = "nothing" if value is None or value == "" else repr(value)
-                self.problems.append(f"{self.path.name}, row {number}: {column} must be a text, got {came}")
+                self.problems.append(_told(self.path, number, f"{column} must be a text, got {came}"))
                 return
             pair.append(value.strip())
         self._first.append(pair[0])
@@ -174,6 +177,20 @@ def _usual_columns(names: Iterable[str], path: Path) -> tuple[tuple[str, str], b
     return (image, text), False
 
 
+def _told(path: Path, number: int, problem: str) -> str:
+    return f"{path.name}, row {number}: {problem}"
+
+
+def _up_to_the_first_whole(rows: Iterator[Row]) -> tuple[list[Row], list[str] | None]:
+    """The first rows, up to one that is not damaged, and the names of its columns."""
+    found: list[Row] = []
+    for row in rows:
+        found.append(row)
+        if row[1] is not None:
+            return found, list(row[1])
+    return found, None
+
+
 def _rows(path: Path) -> Iterator[Row]:
     if path.suffix == ".jsonl":
         return _json_rows(path)
@@ -182,9 +199,23 @@ def _rows(path: Path) -> Iterator[Row]:
 
 def _csv_rows(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.DictReader((line.replace("\0", "") for line in file), delimiter="\t" if path.suffix == ".tsv" else ",")
-        for number, values in enumerate(reader, 1):
-            yield number, dict(values), ""
+        separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
+        reader = csv.DictReader((line.replace("\0", "") for line in file), delimiter=separator)
+        for number in itertools.count(1):
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield number, None, f"cannot be read: {error}"
+                continue
+            if None in values:  # what is beyond the header: half a caption would be taken for the whole
+                expected = len(reader.fieldnames or ())
+                came = len(values) - 1 + len(values[None])
+                told = f"must have {expected} fields, got {came}; a {called} in a text needs quotes around the text"
+                yield number, None, told
+            else:
+                yield number, dict(values), ""
 
 
 def _json_rows(path: Path) -> Iterator[Row]:

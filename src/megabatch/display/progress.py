@@ -33,6 +33,7 @@ class ProgressDisplay:
         self._total = self._first = self._done = self._batch_size = 0
         self._began = self._last_line = 0.0
         self._recall = ""
+        self._record: Mapping[str, Any] = {}  # of the last step
 
     def start(self, run: Any) -> None:
         """The run begins, or continues."""
@@ -49,15 +50,15 @@ class ProgressDisplay:
     def step(self, record: Mapping[str, Any]) -> None:
         """A step is done."""
         done = self._done = int(record["step"])
-        left = self._time_left(done)
+        self._record = record
         if self._bar is not None:
-            self._bar.update(done, _shown(record, left, self._recall))
+            self._show_bar()
             return
         now = self._clock()
         if now - self._last_line >= self._line_seconds or done >= self._total:
             self._last_line = now
             width = len(f"{self._total:,}")
-            self._print("  ".join([f"step {done:>{width},}/{self._total:,}", *_shown(record, left, self._recall).values()]))
+            self._print("  ".join([f"step {done:>{width},}/{self._total:,}", *self._shown().values()]))
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """There is a new evaluation."""
@@ -68,6 +69,8 @@ class ProgressDisplay:
         shares = {name: value for name, value in record["evaluation"].items() if "R@" in name or "-top" in name}
         shown = "  ".join(f"{numbers.words(name)} {numbers.percent(value)}" for name, value in shares.items())
         self._print(f"step {record['step']:,}: {shown}")
+        if self._bar is not None and self._record:
+            self._show_bar()  # with the new recall, which after the last step no other step would show
 
     def saved(self, path: Path) -> None:
         """A checkpoint is written."""
@@ -85,6 +88,13 @@ class ProgressDisplay:
     @property
     def _output(self) -> TextIO:
         return self._stream or sys.stdout
+
+    def _show_bar(self) -> None:
+        assert self._bar is not None
+        self._bar.update(self._done, self._shown())
+
+    def _shown(self) -> dict[str, str]:
+        return _shown(self._record, self._time_left(self._done), self._recall)
 
     def _time_left(self, done: int) -> float:
         steps = done - self._first

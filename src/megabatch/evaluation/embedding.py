@@ -1,6 +1,6 @@
 """Samples to embeddings, for evaluation and search: chunk by chunk, without gradients, without augmentation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megabatch.data.dataset import Dataset
 from megabatch.tiles.block import windows
 from megabatch.towers.tower import Tower
+from megabatch.training.inputs import call, map_rows
 
 
 def embed(
@@ -46,8 +47,9 @@ def embedded(
     source = dataset.source(chosen, side, tower, augment=False, workers=workers)
     spans = [(part.start, part.stop) for part in windows(len(chosen), chunk_size)]
     for inputs in source.chunks(spans, device_of(tower.module)):
-        with evaluating(tower.module):  # not around the loop: whoever reads the chunks may train in between
-            yield called(tower.module, inputs)
+        with evaluating(tower.module):
+            found = call(tower.module, inputs)
+        yield found  # outside: whoever reads the chunks may train in between
 
 
 @torch.no_grad()
@@ -56,18 +58,8 @@ def encode(tower: Tower, samples: Sequence[Any]) -> Tensor:  # (n, D)
     inputs = tower.collate([tower.prepare(sample, None) for sample in samples])
     device = device_of(tower.module)
     with evaluating(tower.module):
-        return called(tower.module, _moved(inputs, device))
-
-
-def called(module: nn.Module, inputs: Any) -> Tensor:
-    """The module of its inputs, as the cached step calls it: mappings by keyword, tuples by position."""
-    if isinstance(inputs, Mapping):
-        result: Tensor = module(**inputs)
-    elif isinstance(inputs, tuple | list):
-        result = module(*inputs)
-    else:
-        result = module(inputs)
-    return result
+        found: Tensor = call(tower.module, map_rows(lambda tensor: tensor.to(device), inputs))
+        return found
 
 
 def device_of(module: nn.Module) -> torch.device | None:
@@ -86,11 +78,3 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in before:
             part.training = training
-
-
-def _moved(inputs: Any, device: torch.device | None) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs.to(device)
-    if isinstance(inputs, Mapping):
-        return {key: _moved(value, device) for key, value in inputs.items()}
-    return tuple(_moved(value, device) for value in inputs)

@@ -1,19 +1,27 @@
 """Results as JSON lines: one object a line, appended, so that a run's results can be read while it goes on."""
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
 def append(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Adds one line. NaN and infinities become null: they are no JSON."""
+    """Adds one line, or, where a disk is full, nothing. NaN and infinities become null: they are no JSON."""
     place = Path(path)
     place.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(_writable(result), ensure_ascii=False, allow_nan=False)
-    with place.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    line = f"{json.dumps(_writable(result), ensure_ascii=False, allow_nan=False)}\n".encode()
+    with place.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+        except OSError:
+            file.truncate(end)  # half a line would make the whole file unreadable as soon as there is room for another
+            raise
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:

@@ -53,8 +53,8 @@ def hcl(
         group: see `info_nce`.
         backend: see `info_nce`.
     """
-    _check_number("beta", beta, "of at least 0", beta >= 0)
-    _check_number("tau_plus", tau_plus, "from 0 to below 1", 0 <= tau_plus < 1)
+    _check_number("beta", beta, "of at least 0", math.inf)
+    _check_number("tau_plus", tau_plus, "from 0 to below 1", 1)
     batch, number = batch_of(
         query, key, scale, None, contrast, ids=ids, log_q=None, margin=None, guide=None, group=group, backend=backend
     )
@@ -105,6 +105,6 @@ def _finite(logarithm: Tensor) -> Tensor:
     return torch.where(logarithm == -torch.inf, 0.0, logarithm)
 
 
-def _check_number(name: str, value: Any, expected: str, is_right: bool) -> None:
-    if not is_right:
+def _check_number(name: str, value: Any, expected: str, below: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
         raise ValueError(f"{name} must be a number {expected}, got {value!r}")

@@ -25,7 +25,7 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
     """
     family, _, name = spec.partition(":")
     if options and spec != "small":
-        raise ValueError(f'options must be left out for models other than "small", got {", ".join(options)} for {spec!r}')
+        raise ValueError(f'model_options must be left out for models other than "small", got {", ".join(options)} for {spec!r}')
     if spec == "small":
         config = small.configured(options)
         text = small.text_tower(config)
@@ -38,10 +38,10 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
     elif family == "hf-config" and name:
         pair = huggingface.load_config(name)
     else:
-        raise ValueError(f"spec must be one of: {'; '.join(POSSIBLE)}. Got {spec!r}")
+        raise ValueError(f"model must be one of: {'; '.join(POSSIBLE)}. Got {spec!r}")
     if (pair.first.kind, pair.second.kind) != tuple(kinds):
         raise ValueError(
-            f"spec must name towers for {kinds[0]} and {kinds[1]}, got {spec!r}, which is for {pair.first.kind} and "
+            f"model must have towers for {kinds[0]} and {kinds[1]}, got {spec!r}, which is for {pair.first.kind} and "
             f"{pair.second.kind}; possible are: {'; '.join(POSSIBLE)}"
         )
     return pair

@@ -7,7 +7,7 @@ section "Emoji" chose.
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megabatch import settings
 from megabatch.data.augment import Augmentation, unchanged
 from megabatch.towers.tower import Tower
 
@@ -42,10 +43,8 @@ class SmallConfig:
 
 def configured(options: Mapping[str, Any]) -> SmallConfig:
     """The config with these fields, which may come from a file: lists for tuples, a table for the augmentation."""
-    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    if isinstance(given.get("augmentation"), Mapping):
-        given["augmentation"] = Augmentation(**given["augmentation"])
-    return SmallConfig(**given)
+    plain = {key: asdict(value) if isinstance(value, Augmentation) else value for key, value in options.items()}
+    return settings.build(SmallConfig, plain, "model_options")
 
 
 def image_tower(config: SmallConfig) -> Tower:

@@ -73,13 +73,10 @@ class Checkpoints:
         """
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".partial_{final.name}"
-        first = self._world.rank == 0
         self._together(lambda: _emptied(partial), "prepared", partial, only_first=True)
         self._together(lambda: _written(partial, write), "written", partial)
-        if first:
-            files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(partial.iterdir())}
-        self._together(lambda: _finished(partial, final, {**about, "files": files}), "finished", partial, only_first=True)
-        if first:
+        self._together(lambda: _finished(partial, final, about), "finished", partial, only_first=True)
+        if self._world.rank == 0:
             self._forget_old()
         return final
 
@@ -169,7 +166,8 @@ def _written(partial: Path, write: Callable[[Path], None]) -> None:
             os.fsync(file.fileno())
 
 
-def _finished(partial: Path, final: Path, table: dict[str, Any]) -> None:
+def _finished(partial: Path, final: Path, about: dict[str, Any]) -> None:
+    table = {**about, "files": {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(partial.iterdir())}}
     with (partial / CONTENTS).open("w", encoding="utf-8") as file:
         json.dump(table, file, indent=1)
         file.flush()

@@ -67,7 +67,19 @@ class TrainConfig:
 
 
 # What decides the course of a run: with another value a checkpoint would not be continued but misunderstood.
-FIXED = ("batch_size", "seed", "data", "augment", "model", "lock", "keep_locked", "loss", "optimizer.name", "ema")
+FIXED = (
+    "batch_size",
+    "seed",
+    "data",
+    "augment",
+    "model",
+    "model_options",
+    "lock",
+    "keep_locked",
+    "loss",
+    "optimizer.name",
+    "ema",
+)
 
 
 def resolved(*given: Mapping[str, Any]) -> TrainConfig:
@@ -84,7 +96,7 @@ def recipe(model: str, data: str) -> settings.Table:
         optimizer = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
         found = {"optimizer": optimizer, "schedule": {"warm_up": 20}}
     if data == "emoji":
-        found["epochs"] = 80.0
+        found["epochs"] = 64.0
     if data == "wordnet":
         found["epochs"] = 4.0
     return found

@@ -42,8 +42,8 @@ class Observers:
         self._observers = list(observers)
 
     def start(self, run: Run) -> None:
-        """To all."""
-        self._tell("start", run)
+        """To all. One that cannot begin has nowhere to write to and is told nothing more."""
+        self._observers = [observer for observer in self._observers if self._told(observer, "start", run)]
 
     def step(self, record: dict[str, Any]) -> None:
         """To all."""
@@ -63,10 +63,15 @@ class Observers:
 
     def _tell(self, method: str, what: Any) -> None:
         for observer in self._observers:
-            try:
-                getattr(observer, method)(what)
-            except OSError as error:
-                LOG.warning("%s could not write, and the run goes on: %s", type(observer).__name__, error)
+            self._told(observer, method, what)
+
+    def _told(self, observer: Observer, method: str, what: Any) -> bool:
+        try:
+            getattr(observer, method)(what)
+        except OSError as error:
+            LOG.warning("%s could not write, and the run goes on: %s", type(observer).__name__, error)
+            return False
+        return True
 
 
 class MetricsFile:

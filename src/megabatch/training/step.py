@@ -126,17 +126,15 @@ class Step:
                 torch.cuda.empty_cache()
 
     def _update(self, loss: float, step: int) -> float:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        elif not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss of step {step} is {loss}; the weights are as they were before it. A smaller learning rate, a longer "
-                "warm-up or optimizer.clip_norm may help"
-            )
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        norm = gradients.length(parameters, self.world)
+        length = gradients.length(parameters, self.world)
+        norm = length.item()
+        if self.scaler is None:  # which leaves out such steps by itself
+            _check_finite(step, {"loss": loss, "gradient norm": norm})
         if self.config.optimizer.clip_norm:
-            gradients.shorten(parameters, norm, self.config.optimizer.clip_norm)
+            gradients.shorten(parameters, length, self.config.optimizer.clip_norm)
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -144,4 +142,14 @@ class Step:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.objective.clamp()
-        return norm.item()
+        return norm
+
+
+def _check_finite(step: int, numbers: dict[str, float]) -> None:
+    """Before the optimizer: one step with NaN in it would be in the weights, and in every checkpoint after it."""
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the {name} of step {step} is {value}; the weights are as they were before it. A smaller learning rate, a "
+                "longer warm-up or optimizer.clip_norm may help"
+            )

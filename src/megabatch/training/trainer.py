@@ -35,6 +35,7 @@ from megabatch.training.run import CHECKPOINTS, LOCKED, Run
 from megabatch.training.state import State
 from megabatch.training.step import Outcome, Step
 from megabatch.training.stopping import Request, StoppedError, requests
+from megabatch.training.unreadable import Unreadable
 from megabatch.training.world import LARGEST, World
 
 LOG = logging.getLogger("megabatch")
@@ -71,6 +72,11 @@ class Trainer:
         self.world = world or World(torch.device("cpu"))
         if config.batch_size < self.world.size:
             raise ValueError(f"batch_size must be at least 1 for each of {self.world.size} ranks, got {config.batch_size}")
+        if validation is not None and tuple(validation.sides) != tuple(dataset.sides):
+            raise ValueError(
+                f"validation must have the sides of the training data, {' and '.join(dataset.sides)}, "
+                f"got {' and '.join(validation.sides)}"
+            )
         groups: Any = getattr(dataset, "groups", len(dataset))
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
         self.steps = config.total_steps(self.order.batches_per_epoch)
@@ -78,6 +84,7 @@ class Trainer:
         self.run = Run(folder, config, command, self.steps)
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep, self.world)
         self._observers = Observers(observers if self.world.rank == 0 else ())
+        self._unreadable = Unreadable(dataset)
         self._rate = optim.scaled_rate(config.optimizer, config.batch_size)
         self._build()
 
@@ -156,10 +163,11 @@ class Trainer:
         try:
             with self._workers() as workers, requests(impatient=self.world.size == 1) as request:
                 self._train(self._ready(workers), request)
+                self._save_model()  # first: what was learned does not depend on whether it can be evaluated
                 result = self._evaluate(workers) if self.validation is not None else None
-                self._save_model()
         finally:
             self._observers.finish(self.run)
+            self._unreadable.count()
         return result
 
     def _ready(self, workers: int | Executor) -> Step:
@@ -216,6 +224,7 @@ class Trainer:
                 self.average.update(self.step)
             stop = int(self.world.reduced([request.number], LARGEST)[0])
             self._record(outcome, batch.epoch, rate, time.perf_counter() - began)
+            self._unreadable.name_new()
             if self.config.checkpoint.due(self.step, self.steps) or stop:
                 self._save(must=bool(stop) or self.step == self.steps)
             if stop:

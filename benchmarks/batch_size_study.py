@@ -1,8 +1,8 @@
 """Does a larger batch help? Recall against batch size on WordNet, for three ways to scale the learning rate.
 
     pip install "megabatch[wordnet,bench]"
-    python examples/batch_size_study.py                                                             one GPU, minutes
-    python examples/batch_size_study.py --samples 24000 --batch-sizes 256 1024 4096 --lr 4e-3       two CPU cores, minutes
+    python benchmarks/batch_size_study.py                                                             one GPU, minutes
+    python benchmarks/batch_size_study.py --samples 24000 --batch-sizes 256 1024 4096 --lr 4e-3       two CPU cores, minutes
 
 A small text tower learns to match words with their definitions. Every run sees the same number of pairs, in batches of another
 size; the learning rate at 1,024 pairs is the same for all (the best of five, by a run each with a seed that is not used again),
