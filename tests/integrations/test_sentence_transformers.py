@@ -230,6 +230,29 @@ def test_what_is_refused(model):
         kind(model, scale=200.0, learn_temperature=True)
 
 
+def test_under_autocast(model):
+    """Similarities are then of rounded embeddings; each library rounds elsewhere, by 2⁻⁸ of a similarity of at most 20."""
+    inputs = features(model, 1)
+    values = []
+    for library in ("ours", "theirs"):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sentences.losses(library)["ranking"](model, **MINI)(inputs, None)
+        model.zero_grad()
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        values.append(loss.detach().double())
+    torch.testing.assert_close(*values, rtol=0, atol=2 * 20 * 2**-8)
+
+
+def test_a_missing_package_is_named_with_what_brings_it(monkeypatch):
+    for name in list(sys.modules):
+        if name.split(".")[0] == "sentence_transformers" or name == "megabatch.integrations.sentence_transformers":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "megabatch\[sentence_transformers\]" brings it'):
+        import megabatch.integrations.sentence_transformers  # noqa: F401
+
+
 def test_the_model_card_has_its_settings(model):
     settings = sentences.losses("ours")["ranking"](model, learn_temperature=True, matryoshka_dims=[16, 4]).get_config_dict()
     assert settings["scale"] == 20.0
