@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu check format bench bench-cpu clean
+.PHONY: help demo test test-slow test-gpu check format bench bench-cpu docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ bench: $(READY)  ## the losses beside others': values, time, memory, plots, one 
 
 bench-cpu: $(READY)  ## the CPU benchmark of the README (a quarter of an hour)
 	$(BIN)/python benchmarks/loss_cpu.py
+
+docs: $(READY)  ## the documentation site, in build/site; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:  ## remove what the targets made
 	rm -rf .venv demo megabatch-bench build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -74,3 +74,25 @@ def test_neighbours(capsys):
     z = neighbours.points(500, 8)
     neighbours.CHUNK = 64
     assert torch.equal(neighbours.nearest(z[:20], z, 5), (z[:20] @ z.T).topk(5).indices)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_sentence_pairs(tmp_path, monkeypatch, capsys):
+    for package in ("sentence_transformers", "datasets", "accelerate"):
+        pytest.importorskip(package)
+    import sentences
+
+    monkeypatch.chdir(tmp_path)
+    sentences.tiny_model(tmp_path / "encoder").float().save(str(tmp_path / "model"))
+    columns = sentences.columns(200)
+    (tmp_path / "pairs.csv").write_text("\n".join(",".join(row) for row in zip(*columns.values(), strict=True)))
+    arguments = "--model model --data pairs.csv --batch 64 --mini-batch 32 --epochs 5 --lr 1e-3"
+    load("sentence_pairs").main(arguments.split())
+    last = capsys.readouterr().out.splitlines()[-1]
+    before, after, scale = map(
+        float, re.fullmatch(r"recall@1 .*: ([\d.]+) before, ([\d.]+) after; scale ([\d.]+)", last).groups()
+    )
+    assert 0 <= before <= 1
+    assert 0 <= after <= 1
+    assert scale != 20
+    assert (tmp_path / "runs/sentences/model.safetensors").exists()

@@ -60,6 +60,19 @@ def test_one_width_is_clip_loss(dtype):
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
 
 
+def test_one_direction_is_info_nce_at_each_width():
+    x, y = aligned_pairs(23, 16, noise=0.7, seed=0)
+    inputs, widths, weights = leaves(x, y, number(20.0)), [16, 3], [1.0, 0.5]
+
+    def one_by_one(x, y, scale):
+        parts = [mb.info_nce(F.normalize(x[:, :d], dim=1), F.normalize(y[:, :d], dim=1), scale=scale) for d in widths]
+        return weights[0] * parts[0] + weights[1] * parts[1]
+
+    found = outcomes(lambda *a: mb.matryoshka_clip_loss(*a, widths=widths, weights=weights, both=False), inputs)
+    for actual, expected in zip(found, outcomes(one_by_one, inputs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("noise", "scale"), [(10.0, 14.0), (0.7, 50.0), (0.3, 100.0)])
 def test_error_is_at_most_twice_the_dense_one(noise, scale, dtype):

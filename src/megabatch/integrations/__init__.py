@@ -1,4 +1,5 @@
-"""At home in other people's trainers: open_clip, transformers' Trainer, Accelerate, Lightning. See docs/integrations.md.
+"""At home in other people's trainers: open_clip, transformers, Accelerate, Lightning, sentence-transformers.
 
-A module for each; none is imported before it is asked for, and none imports its package before it needs it.
+A module for each; none is imported before it is asked for, and none imports its package before it needs it. See
+docs/integrations.md and docs/sentence_transformers.md.
 """

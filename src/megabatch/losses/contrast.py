@@ -27,14 +27,22 @@ class Negatives(NamedTuple):
     """Keys that no query of the batch matches: hard negatives, or keys of earlier steps.
 
     Over a group, each rank passes its own, as many as it has.
+
+    Attributes:
+        keys: (M, D), or (N, K, D) for K of each query.
+        ids: (M,) or (N, K); not a negative of queries with the same id.
+        log_q: (M,) or (N, K); subtracted from their similarities.
+        owner: (M,) the query that each was found for, by its row on this rank; known for (N, K, D).
+        private: whether they are negatives of their owner alone.
+        guide: (M, E) or (N, K, E), the guide's embeddings of them.
     """
 
-    keys: Tensor  # (M, D), or (N, K, D): K of each query
-    ids: Tensor | None = None  # (M,) or (N, K): not a negative of queries with the same id
-    log_q: Tensor | None = None  # (M,) or (N, K): subtracted from their similarities
-    owner: Tensor | None = None  # (M,) the query that each was found for, by its row on this rank; known for (N, K, D)
-    private: bool = False  # whether they are negatives of their owner alone
-    guide: Tensor | None = None  # (M, E) or (N, K, E): the guide's embeddings of them
+    keys: Tensor
+    ids: Tensor | None = None
+    log_q: Tensor | None = None
+    owner: Tensor | None = None
+    private: bool = False
+    guide: Tensor | None = None
 
     def flat(self) -> "Negatives":
         """With one row for each key."""

@@ -1,0 +1,40 @@
+"""For the documentation site: pages of the repository that are not in docs/, and links between pages as a repository has them.
+
+On the site what is in docs/ lies at the root, and everything else where it lies in the repository. A link is written for the
+repository, `../benchmarks/results/ring.md`, and is turned here into one that is right on the site.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/*.md", "benchmarks/results/*.png", "examples/*.py")
+LINK = re.compile(r"(\]\()([^)#\s]+)")  # up to an anchor, which stays
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages and pictures from outside."""
+    for pattern in OUTSIDE:
+        for path in sorted(ROOT.glob(pattern)):
+            files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The page with links that are right on the site; what is not on it stays, and a strict build names it."""
+    here = page.file.src_uri
+    in_repository = here if page.file.generated_by else f"docs/{here}"
+
+    def on_site(match: re.Match[str]) -> str:
+        start, link = match.groups()
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(in_repository), link)).removeprefix("docs/")
+        if ":" in link or files.get_file_from_path(target) is None:
+            return match[0]
+        return start + posixpath.relpath(target, posixpath.dirname(here) or ".")
+
+    return LINK.sub(on_site, markdown)

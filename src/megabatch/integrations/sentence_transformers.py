@@ -1,0 +1,348 @@
+"""The cached losses of sentence-transformers with the loss itself replaced: no matrix of similarities, nothing gathered.
+
+Their classes cut a batch into mini-batches, encode them twice and hook into the trainer's backward pass; that stays theirs,
+with all that it knows of tokenizers, images, flattened inputs and DDP. What is replaced is the middle, the loss of all
+embeddings, which comes from `megabatch.info_nce`. Only the import changes:
+
+    from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import megabatch as mb
+from megabatch import extras
+from megabatch.integrations.learned_scale import LearnedScale, all_ranks, differentiated, joined
+
+extras.load("sentence_transformers", extra="sentence_transformers", purpose="megabatch.integrations.sentence_transformers")
+
+from sentence_transformers import SentenceTransformer  # noqa: E402
+from sentence_transformers.sentence_transformer import losses as originals  # noqa: E402
+from sentence_transformers.util import cos_sim, dot_score  # noqa: E402
+
+__all__ = ["CachedGISTEmbedLoss", "CachedMultipleNegativesRankingLoss"]
+
+Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
+QUERY_TO_DOC, DOC_TO_QUERY, DOC_TO_DOC = "query_to_doc", "doc_to_query", "doc_to_doc"
+_CONTRASTS = {
+    QUERY_TO_DOC: "query-key",
+    "query_to_query": "query-query",
+    DOC_TO_QUERY: "key-query",
+    DOC_TO_DOC: "key-key",
+}
+
+
+class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankingLoss):
+    """sentence-transformers' loss of this name in memory that is linear in the batch: same arguments, values and gradients.
+
+    With `gather_across_devices` embeddings go round in a ring (docs/ring.md) instead of being gathered, and ranks may have
+    different numbers of pairs. `mini_batch_size` is what the model encodes at once; the loss has no use for it.
+
+    Args:
+        model: a SentenceTransformer.
+        scale: 1 / temperature; if it is learned, at the beginning.
+        similarity_fct: `sentence_transformers.util.cos_sim` or `dot_score`.
+        mini_batch_size: texts that are encoded at once.
+        mini_batch_num_tokens: tokens that are encoded at once, instead.
+        gather_across_devices: whether negatives come from all ranks.
+        directions: what a query is compared with, as in the original; "query_to_doc" always.
+        partition_mode: "joint", one softmax, or "per_direction", one for each.
+        show_progress_bar: whether encoding shows one.
+        hardness_mode: which negatives count more the harder they are: None, "in_batch_negatives", "hard_negatives" or
+            "all_negatives". Doubles the width of the products.
+        hardness_strength: how much.
+        learn_temperature: whether the scale is a parameter, which the trainer's optimizer then has. It is not part of the
+            saved model.
+        largest_scale: of a learned scale.
+        labels_are_ids: whether the dataset's column "label" has an integer for each row, and rows with the same one are not
+            each other's negatives. A query with several positives is as many rows with one label.
+        matryoshka_dims: widths that embeddings are to be cut to later; all losses from the products of the largest. With
+            "query_to_doc", alone or "per_direction" with "doc_to_query", and without hard negatives.
+        matryoshka_weights: one for each width; all 1 if None.
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        scale: float = 20.0,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        directions: tuple[Direction, ...] = ("query_to_doc",),
+        partition_mode: Literal["joint", "per_direction"] = "joint",
+        show_progress_bar: bool = False,
+        hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None = None,
+        hardness_strength: float = 0.0,
+        *,
+        learn_temperature: bool = False,
+        largest_scale: float = 100.0,
+        labels_are_ids: bool = False,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            model,
+            scale=scale,
+            similarity_fct=similarity_fct,
+            mini_batch_size=mini_batch_size,
+            mini_batch_num_tokens=mini_batch_num_tokens,
+            gather_across_devices=gather_across_devices,
+            directions=directions,
+            partition_mode=partition_mode,
+            show_progress_bar=show_progress_bar,
+            hardness_mode=hardness_mode,
+            hardness_strength=hardness_strength,
+        )
+        if similarity_fct not in (cos_sim, dot_score):
+            name = getattr(similarity_fct, "__name__", type(similarity_fct).__name__)
+            raise ValueError(f"similarity_fct must be sentence_transformers.util.cos_sim or dot_score, got {name}")
+        self.learned_scale = LearnedScale(scale, largest_scale) if learn_temperature else None
+        self.labels_are_ids = labels_are_ids
+        self.matryoshka_dims, self.matryoshka_weights = matryoshka_dims, matryoshka_weights
+        self.backend = backend
+        if matryoshka_dims is not None:
+            self._check_widths()
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:  # ()
+        """The loss, from which backward goes through the model mini-batch by mini-batch."""
+        if self.learned_scale is not None and "calculate_loss" in vars(self):
+            raise ValueError(
+                "learn_temperature must be False inside MatryoshkaLoss, got True; give matryoshka_dims here instead"
+            )
+        return joined(super().forward(sentence_features, labels), self.learned_scale)
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:  # ()
+        """The loss of embeddings that come in mini-batches, a list for each column of the dataset."""
+        if self.labels_are_ids and labels is None:
+            raise ValueError('labels must be given where labels_are_ids is True: the dataset needs a column "label"')
+        columns = [torch.cat(parts) for parts in reps]
+        if self.similarity_fct is cos_sim:
+            columns = [F.normalize(column, dim=1) for column in columns]
+        ids = labels if self.labels_are_ids else None
+        return differentiated(
+            lambda scale: self._loss(columns, ids, scale), self.scale, self.learned_scale, with_backward=with_backward
+        )
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """What a model card says of it."""
+        further = ("labels_are_ids", "matryoshka_dims", "matryoshka_weights")
+        learned = {"learn_temperature": self.learned_scale is not None}
+        return {**super().get_config_dict(), **learned, **{name: getattr(self, name) for name in further}}
+
+    def _loss(self, columns: list[Tensor], ids: Tensor | None, scale: float | Tensor) -> Tensor:  # ()
+        query, key = columns[:2]
+        hard = torch.stack(columns[2:], dim=1) if len(columns) > 2 else None  # (N, K, D)
+        if self.matryoshka_dims is not None:
+            if hard is not None:
+                raise ValueError(
+                    f"matryoshka_dims must be None with hard negatives, got {self.matryoshka_dims} and {len(columns)} columns; "
+                    "MatryoshkaLoss around this loss takes them, one width after another"
+                )
+            return mb.matryoshka_clip_loss(
+                query,
+                key,
+                scale,
+                widths=self.matryoshka_dims,
+                weights=self.matryoshka_weights,
+                both=DOC_TO_QUERY in self.directions,
+                ids=ids,
+                group=self._group(),
+                backend=self.backend,
+            )
+        both = self.partition_mode == "per_direction" and DOC_TO_QUERY in self.directions
+        options: dict[str, Any] = {"scale": scale, "group": self._group(), "backend": self.backend}
+        if self.hardness_mode is None or self.hardness_strength == 0:
+            negatives = [] if hard is None else [mb.Negatives(hard)]
+            contrast = [_CONTRASTS[name] for name in self.directions]
+            if both:
+                return mb.info_nce(query, key, negatives=negatives, both=True, ids=ids, **options)
+            return mb.info_nce(
+                query, key, negatives=[*negatives, *self._match_again(key)], contrast=contrast, ids=ids, **options
+            )
+        forth = self._with_hardness(query, key, hard, ids, options)
+        return (forth + mb.info_nce(key, query, ids=ids, **options)) / 2 if both else forth
+
+    def _with_hardness(
+        self, query: Tensor, key: Tensor, hard: Tensor | None, ids: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:  # ()
+        """Similarities of some negatives are scale·⟨q, k⟩ + strength·⟨q, k⟩, the second without a gradient.
+
+        That is a product of twice the width, [q, q·strength / scale] and [k, k]; and with [k, 0] it is the plain one.
+        """
+        harder = query.detach() * (self.hardness_strength / options["scale"])  # the scale keeps its gradient: they cancel
+        wide, plain_key = torch.cat((query, harder), 1), _beside(key, harder=False)
+        own = _own_ids(query) if ids is None else ids
+        contrast = [_CONTRASTS[name] for name in self.directions]
+        if self.partition_mode == "per_direction":
+            contrast = [_CONTRASTS[QUERY_TO_DOC]]
+        negatives = self._match_again(plain_key)
+        if self.hardness_mode != "hard_negatives":
+            contrast.remove(_CONTRASTS[QUERY_TO_DOC])
+            negatives.append(mb.Negatives(_beside(key, harder=True), ids=own))
+        if "query-query" in contrast:
+            contrast.remove("query-query")
+            negatives.append(mb.Negatives(_beside(query, harder=False), ids=own))
+        if hard is not None:
+            negatives += self._hard_negatives(hard, own)
+        return mb.info_nce(wide, plain_key, negatives=negatives, contrast=contrast, ids=own, **options)
+
+    def _hard_negatives(self, hard: Tensor, own: Tensor) -> list[mb.Negatives]:
+        if self.hardness_mode == "all_negatives":
+            return [mb.Negatives(_beside(hard, harder=True))]
+        if DOC_TO_DOC in self.directions:
+            raise ValueError(
+                f'hardness_mode must be None or "all_negatives" with the direction "{DOC_TO_DOC}" and hard negatives, '
+                f"got {self.hardness_mode!r}"
+            )
+        others_are_harder = self.hardness_mode == "in_batch_negatives"
+        others = _beside(hard, harder=others_are_harder).flatten(0, 1)  # (N·K, 2·D)
+        return [
+            mb.Negatives(others, ids=own.repeat_interleave(hard.shape[1])),
+            mb.Negatives(_beside(hard, harder=not others_are_harder), private=True),
+        ]
+
+    def _match_again(self, key: Tensor) -> list[mb.Negatives]:
+        """The original's joint softmax has the matching pair a second time, as one of "doc_to_query"."""
+        doubled = self.partition_mode == "joint" and DOC_TO_QUERY in self.directions
+        return [mb.Negatives(key[:, None], private=True)] if doubled else []
+
+    def _check_widths(self) -> None:
+        allowed = set(self.directions) == {QUERY_TO_DOC} or (
+            set(self.directions) == {QUERY_TO_DOC, DOC_TO_QUERY} and self.partition_mode == "per_direction"
+        )
+        if not allowed:
+            raise ValueError(
+                'directions must be ("query_to_doc",), or with "doc_to_query" and partition_mode="per_direction", where '
+                f"matryoshka_dims are given, got {self.directions} and {self.partition_mode!r}"
+            )
+        if self.similarity_fct is not cos_sim:
+            raise ValueError("similarity_fct must be cos_sim where matryoshka_dims are given, got dot_score")
+        if self.hardness_mode is not None:
+            raise ValueError(f"hardness_mode must be None where matryoshka_dims are given, got {self.hardness_mode!r}")
+
+    def _group(self) -> Any:
+        return all_ranks() if self.gather_across_devices else None
+
+
+class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
+    """sentence-transformers' loss of this name in memory that is linear in the batch: same arguments, values and gradients.
+
+    Two things differ from the original. A query is never its own negative, also where the guide sees no difference between
+    query and positive. And with `gather_across_devices` anchors are contrasted with the anchors of all ranks, as one process
+    with the whole batch would do, not with those of their own rank alone.
+
+    Args:
+        model: a SentenceTransformer.
+        guide: another one, which decides what may be a negative.
+        temperature: of the softmax; if it is learned, at the beginning.
+        mini_batch_size: texts that are encoded at once.
+        mini_batch_num_tokens: tokens that are encoded at once, instead.
+        show_progress_bar: whether encoding shows one.
+        margin_strategy: "absolute", or "relative" to the guide's similarity of query and positive.
+        margin: what the guide finds more similar than the positive, less this, is no negative.
+        contrast_anchors: whether other anchors are negatives.
+        contrast_positives: whether a positive is contrasted with other positives.
+        gather_across_devices: whether negatives come from all ranks.
+        learn_temperature: whether 1 / temperature is a parameter, which the trainer's optimizer then has. It is not part of
+            the saved model.
+        largest_scale: of a learned 1 / temperature.
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        guide: SentenceTransformer,
+        temperature: float = 0.01,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        show_progress_bar: bool = False,
+        margin_strategy: Literal["absolute", "relative"] = "absolute",
+        margin: float = 0.0,
+        contrast_anchors: bool = True,
+        contrast_positives: bool = True,
+        gather_across_devices: bool = False,
+        *,
+        learn_temperature: bool = False,
+        largest_scale: float = 100.0,
+    ) -> None:
+        super().__init__(
+            model,
+            guide,
+            temperature=temperature,
+            mini_batch_size=mini_batch_size,
+            mini_batch_num_tokens=mini_batch_num_tokens,
+            show_progress_bar=show_progress_bar,
+            margin_strategy=margin_strategy,
+            margin=margin,
+            contrast_anchors=contrast_anchors,
+            contrast_positives=contrast_positives,
+            gather_across_devices=gather_across_devices,
+        )
+        self.learned_scale = LearnedScale(1 / temperature, largest_scale) if learn_temperature else None
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:  # ()
+        """The loss, from which backward goes through the model mini-batch by mini-batch."""
+        if self.learned_scale is not None and "calculate_loss" in vars(self):
+            raise ValueError("learn_temperature must be False inside MatryoshkaLoss, got True")
+        return joined(super().forward(sentence_features, labels), self.learned_scale)
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], reps_guided: list[list[Tensor]], *, with_backward: bool = False
+    ) -> Tensor:  # ()
+        """The loss of embeddings and of the guide's, which come in mini-batches, a list for each column of the dataset."""
+        columns = [F.normalize(torch.cat(parts), dim=1) for parts in reps]
+        seen = [F.normalize(torch.cat(parts), dim=1) for parts in reps_guided]
+        return differentiated(
+            lambda scale: self._loss(columns, seen, scale),
+            1 / self.temperature,
+            self.learned_scale,
+            with_backward=with_backward,
+        )
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """What a model card says of it."""
+        return {**super().get_config_dict(), "learn_temperature": self.learned_scale is not None}
+
+    def _loss(self, columns: list[Tensor], seen: list[Tensor], scale: float | Tensor) -> Tensor:  # ()
+        contrast = ["query-key"]
+        contrast += ["query-query"] if self.contrast_anchors else []
+        contrast += ["key-key"] if self.contrast_positives else []
+        # Hard negatives have no owners: the original does not compare positives with them.
+        hard = mb.Negatives(torch.cat(columns[2:]), guide=torch.cat(seen[2:])) if len(columns) > 2 else None
+        margin: float | Tensor = -self.margin
+        if self.margin_strategy == "relative":
+            margin = -self.margin * (seen[0] * seen[1]).sum(1).abs()  # (N,)
+        return mb.info_nce(
+            columns[0],
+            columns[1],
+            scale=scale,
+            negatives=hard,
+            contrast=contrast,
+            margin=margin,
+            guide=(seen[0], seen[1]),
+            group=all_ranks() if self.gather_across_devices else None,
+        )
+
+
+def _beside(embeddings: Tensor, *, harder: bool) -> Tensor:  # (..., D) → (..., 2·D)
+    """With themselves, without a gradient, or with zeros."""
+    second = embeddings.detach() if harder else torch.zeros_like(embeddings, requires_grad=False)
+    return torch.cat((embeddings, second), -1)
+
+
+def _own_ids(rows: Tensor) -> Tensor:  # (N,)
+    """Numbers that no other row has, on any rank."""
+    first = 0 if all_ranks() is None else dist.get_rank() << 40
+    return torch.arange(first, first + len(rows), device=rows.device)

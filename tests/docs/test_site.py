@@ -1,0 +1,85 @@
+"""The documentation site: a strict build passes, no link or anchor is dead, nothing is fetched, every public name is there."""
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import megabatch
+
+ROOT = Path(__file__).parents[2]
+
+
+class Page(HTMLParser):
+    """Its links, what it loads, and what can be linked to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.loaded, self.anchors = [], [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        if tag in ("img", "script", "iframe") and "src" in values:
+            self.loaded.append(values["src"])
+        if tag == "link" and values.get("rel") in ("stylesheet", "icon", "preconnect", "preload"):
+            self.loaded.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(package, reason='the site is built with the packages of the extra "docs"')
+    folder = tmp_path_factory.mktemp("site")
+    call = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path: Page(path.read_text()) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
+
+
+def test_no_link_is_dead(pages):
+    dead = []
+    for path, page in pages.items():
+        for link in (*page.links, *page.loaded):
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            lacks_anchor = parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors
+            if not target.exists() or (lacks_anchor and parts.fragment != "__top"):
+                dead.append(f"{path.name}: {link}")
+    assert not dead
+
+
+def test_nothing_is_fetched(site, pages):
+    outside = [link for page in pages.values() for link in page.loaded if urlsplit(link).netloc]
+    assert not outside
+    for path in site.rglob("*.css"):
+        assert not re.findall(r"url\(\"?https?:", path.read_text()), path.name
+
+
+def test_the_api_page_has_every_public_name(site, pages):
+    anchors = pages[site / "api.html"].anchors
+    # Some functions have a module of their own name, and are named by it.
+    places = {name: {f"megabatch.{name}", f"megabatch.losses.{name}.{name}"} for name in megabatch.__all__}
+    assert not [name for name, possible in places.items() if not possible & anchors]
+
+
+def test_every_page_is_in_the_navigation(site, pages):
+    linked = {(site / unquote(urlsplit(link).path)).resolve() for link in pages[site / "index.html"].links}
+    assert not [path.name for path in pages if path not in linked]
