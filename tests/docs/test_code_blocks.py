@@ -23,7 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import code_blocks
 
 ROWS = 64
-NEEDS = {"sentence_transformers": ("sentence_transformers", "datasets", "accelerate"), "runs": ("open_clip",)}
+NEEDS = {
+    "integrations": ("open_clip", "accelerate", "lightning", "transformers"),
+    "sentence_transformers": ("sentence_transformers", "datasets", "accelerate"),
+    "runs": ("open_clip",),
+}
 AROUND = {"README": "group", "cached": "group", "ring": "group", "many_gpus": "launched"}  # fixtures
 PYTHON = [path for path in code_blocks.FILES if any(block.language == "python" for block in code_blocks.blocks(path))]
 
@@ -97,7 +101,41 @@ def sentence_transformers(folder, monkeypatch):
     }
 
 
-PREPARED = {"runs": runs, "training": training, "sentence_transformers": sentence_transformers}
+def integrations(folder, monkeypatch):
+    """A tiny model of open_clip, whose trainer is not started, and one with two towers for Accelerate."""
+    from types import SimpleNamespace
+
+    import open_clip
+    from accelerate import Accelerator
+
+    import clips
+
+    for name in ("ClipLoss", "SigLipLoss", "DistillClipLoss"):  # which `install` replaces
+        monkeypatch.setattr(open_clip.factory, name, getattr(open_clip.factory, name))
+    monkeypatch.setitem(sys.modules, "open_clip_train.main", SimpleNamespace(main=lambda arguments: None))
+    model, (images, texts) = clips.model(), clips.batch(code_blocks.PAIRS, seed=0)
+    pairs = code_blocks.Towers()
+    pairs.log_scale = torch.nn.Parameter(torch.tensor(2.7))
+
+    class Prepares(Accelerator):
+        def prepare(self, *of_the_page):
+            data = [(torch.randn(code_blocks.PAIRS, 48), torch.randn(code_blocks.PAIRS, 24))]
+            return *super().prepare(pairs, torch.optim.AdamW(pairs.parameters())), data
+
+    return {
+        "rank": 0,
+        "world_size": 1,
+        "model": model,
+        "images": images,
+        "texts": texts,
+        "scaler": None,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "accelerator": Prepares(cpu=True),
+        "data": None,
+    }
+
+
+PREPARED = {"integrations": integrations, "runs": runs, "training": training, "sentence_transformers": sentence_transformers}
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=lambda path: path.stem)
