@@ -28,6 +28,7 @@ from megabatch.bench import machine
 from megabatch.bench.inputs import SCALE, is_right, pairs
 from megabatch.bench.loss_systems import CUT, DENSE, INF_CL, LIGER, MEGABATCH, loss_of
 from megabatch.bench.losses import bare_products
+from megabatch.bench.measure import milliseconds
 from megabatch.bench.truth import clip_truth
 
 SIZES = ["16384x512", "32768x512", "65536x512", "131072x512", "262144x512", "65536x768", "65536x1024"]
@@ -65,22 +66,6 @@ def siglip_systems(image: Tensor, text: Tensor) -> dict[str, Callable[[], Step]]
         return with_gradients(fused_siglip_loss, image, text, log_scale, numbers[1])
 
     return {"megabatch": megabatch, "siglip-kernel": siglip_kernel}
-
-
-def milliseconds(work: Callable[[], Any]) -> float:
-    """Of one call, with several in flight, as in training: what the host does meanwhile is hidden, as it is there."""
-    calls = 1
-    while True:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            work()
-        end.record()
-        end.synchronize()
-        elapsed = start.elapsed_time(end)
-        if elapsed >= 1000 * SECONDS_A_ROUND or calls >= 64:
-            return elapsed / calls
-        calls = min(64, math.ceil(calls * 1000 * SECONDS_A_ROUND / max(elapsed, 0.1)))
 
 
 def siglip_truth(image: Tensor, text: Tensor, sample: Tensor) -> tuple[float, Tensor, Tensor]:
@@ -150,7 +135,7 @@ def measure(B: int, D: int, rounds: int, kind: str) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(rounds):
         for name, work in timed.items():
-            times[name].append(milliseconds(work))
+            times[name].append(milliseconds(work, "cuda", SECONDS_A_ROUND))
     best = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
     for result in results:
         if result["status"] == "ok":
@@ -241,8 +226,9 @@ def main() -> int:
         print(f"[{time.perf_counter() - started:.0f} s] one step at {B}x512", flush=True)
         image, text, _ = pairs(65536, 512, "cuda")
         scale = torch.tensor(SCALE, device="cuda", requires_grad=True)
-        small = milliseconds(with_gradients(partial(mb.clip_loss, backend="triton"), image, text, scale))
-        small = milliseconds(with_gradients(partial(mb.clip_loss, backend="triton"), image, text, scale))
+        step = with_gradients(partial(mb.clip_loss, backend="triton"), image, text, scale)
+        step()  # compiles
+        small = milliseconds(step, "cuda", SECONDS_A_ROUND)
         record["large"].append(measure_large(B, 512, small))
         torch.cuda.empty_cache()
         save()

@@ -7,10 +7,12 @@ next one takes. A limit, because a loss that does not fit should fail by itself,
 import contextlib
 import ctypes
 import gc
+import math
 import multiprocessing
 import pickle
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -88,6 +90,34 @@ def peak_memory(work: Callable[[], T], device: torch.device | str = "cpu") -> tu
     before = _status("VmRSS")
     result = work()
     return result, max(0, _status("VmHWM") - before)
+
+
+def milliseconds(work: Callable[[], Any], device: str, seconds: float) -> float:
+    """Of one call, with several in flight, as in training: what the host does meanwhile is hidden, as it is there.
+
+    As many calls as take about `seconds` together, and at least one.
+    """
+    calls = 1
+    while True:
+        elapsed = _elapsed(work, calls, device)
+        if elapsed >= 1000 * seconds or calls >= 64:
+            return elapsed / calls
+        calls = min(64, max(calls + 1, math.ceil(calls * 1000 * seconds / max(elapsed, 0.1))))
+
+
+def _elapsed(work: Callable[[], Any], calls: int, device: str) -> float:
+    if torch.device(device).type != "cuda":
+        begun = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return 1000 * (time.perf_counter() - begun)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def available_memory() -> int | None:
