@@ -2,8 +2,8 @@
 
 Embeddings are bf16. Each loss is first compared with its dense formula in float64, at a smaller batch on the same device; then
 it takes turns with the library that it is known from (or the dense formula, where there is none) and with the matrix products
-that its formula needs at least, by PyTorch's library. A peer that does not fit at the large batch is tried at smaller ones until it
-does. Libraries that bring embeddings to unit length do that beside the rest; it is a thousandth of their time.
+that its formula needs at least, by PyTorch's library. A peer that does not fit at the large batch is tried at smaller ones
+until it does. Libraries that bring embeddings to unit length do that beside the rest; it is a thousandth of their time.
 
 Writes a JSON file after every loss; `family_gpu_report.py` makes the table and the plot of it, on any machine.
 """
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from family_cases import CASES, LARGE, Case, Loss, case
+from family_case import LARGE, Case, Loss
+from family_cases import CASES, case
 from family_gpu_report import report, table
 from record import Record, arguments, device_of
 from torch import Tensor
@@ -92,8 +93,7 @@ class Family:
             result = {"loss": name, "system": system, "rows": rows}
             try:
                 made = case(name, rows, self.width, self.device)
-                peer = made.peers.get(system)
-                loss = made.ours if peer is None else peer.build()
+                loss = made.ours if system == OURS else made.peers[system].loss(self.device)
                 result["loss_error"], result["gradient_error"] = errors(made, loss, made.meant(system))
                 result["status"] = verdict(result["loss_error"], result["gradient_error"], self.device)
             except Exception as error:  # whatever a library makes of it, the others are to be measured
@@ -114,7 +114,7 @@ class Family:
             if result["status"] not in (OK, ROUGH):
                 continue
             try:
-                loss = made.ours if system == OURS else made.peers[system].build()
+                loss = made.ours if system == OURS else made.peers[system].loss(self.device)
                 work = lambda loss=loss: with_gradients(loss, made.leaves)  # noqa: E731
                 work()
                 clear(self.device)

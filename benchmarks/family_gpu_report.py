@@ -45,8 +45,8 @@ def table(record: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     about = (
         f"Width {record['width']}. Products: how many of B × B × width the formula needs at least. Bare: these, by PyTorch's "
-        "library, in strips. Extra: peak beyond the inputs, gradients included. Errors: against float64, at a smaller batch; of "
-        "the value in units of itself or of 1, of the worst gradient by its length. Imprecise: further off than bf16 inputs "
+        "library, in strips. Extra: peak beyond the inputs, gradients included. Errors: against float64, at a smaller batch; "
+        "of the value in units of itself or of 1, of the worst gradient by its length. Imprecise: further off than bf16 inputs "
         "explain, by no more than logits rounded to bf16 do."
     )
     lines += ["", about, "", "| loss | S | dX | dY | what is counted |", "|---|---:|---:|---:|---|"]
@@ -107,7 +107,7 @@ def where_it_ends(record: dict[str, Any], name: str, rows: int) -> str:
     for system in COLOURS:
         tried = [r for r in record["results"] if r["loss"] == name and r["system"] == system]
         worked = [r["rows"] for r in tried if "ms" in r]
-        if worked and rows not in worked or any(r["status"] == "out of memory" for r in tried):
+        if (worked and rows not in worked) or any(r["status"] == "out of memory" for r in tried):
             parts.append(f"{system}: up to {max(worked):,}" if worked else f"{system}: {tried[-1]['status'].split(' (')[0]}")
     return "; ".join(parts)
 
