@@ -5,54 +5,68 @@ compared with those of the plain step, in float32 on a small batch; the gradient
 is one forward pass and one forward and backward pass of every chunk without any loss, the most that a step without kept graphs
 can reach.
 
-Writes a JSON file after every measurement, and at the end a table and a plot (`cached_step_report.py` makes them again).
+A step that would take longer than `--longest` is timed on its first 16 chunks, while the loss is that of the whole batch, and
+extended to all chunks; the result says so. Writes a JSON file after every measurement, and at the end a table, the ratios that
+matter and a plot (`cached_step_report.py` makes them again).
 """
 
 import argparse
 import gc
-import json
+import itertools
 import math
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from cached_step_report import report, table
+from cached_step_report import ratios, report, table
+from record import Record, arguments, device_of
 from torch import Tensor, nn
 
 import megabatch as mb
-from megabatch.bench import machine
 from megabatch.bench.measure import peak_memory
 from megabatch.bench.steps import SYSTEMS, Setting, cached
 from megabatch.bench.towers import SIZES, Normalised, SyntheticImages, replay, tokens, towers
 
-CHECK, CHECK_CHUNK = 64, 16
+CHECK, CHECK_CHUNK = 32, 8
 TOLERANCE = 1e-3  # of the length of a gradient, float32 against float32
 LARGEST = {"accum-freq": 65536}  # computes the loss once for every chunk: hours beyond this
+PLAIN, BUDGET_0, AUTO, ALONE, REPLAY = "plain step", "cached, budget 0", "cached, auto", "towers alone", "cached, replay"
+SHORT = {"plain": PLAIN, "cached": BUDGET_0, "auto": AUTO, "accum": "accum-freq", "gradcache": "GradCache"}
+SHORT |= {"towers": ALONE, "replay": REPLAY}
+CASES = [
+    "ViT-B/32:4096,16384:all",
+    "ViT-B/32:65536:cached,auto,towers",
+    "ViT-B/32:262144:cached,towers",
+    "ViT-L/14:4096,16384:cached,auto,towers",
+]
+TINY = ["tiny:64,256:all", "tiny:256:replay", "tiny:1024:cached,auto,towers"]
+CHUNKS_TIMED = 16  # of a step that takes too long; more than "auto" keeps graphs of
+ENOUGH = 3.0  # seconds of steps of one system at one batch
 
 
-class Bench:
-    """One run: what it has measured, and how much time is left."""
+class Job(NamedTuple):
+    """One measurement."""
 
-    def __init__(self, args: argparse.Namespace, command: str) -> None:
-        self.args, self.started = args, time.perf_counter()
-        self.path = args.output / f"{args.name}.json"
-        self.record: dict[str, Any] = {"command": command, "machine": machine.describe(), "checks": [], "results": []}
+    model: str
+    rows: int
+    system: str
 
-    def say(self, text: str) -> None:
-        """Progress, with the time."""
-        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", flush=True)
 
-    def save(self) -> None:
-        """What there is so far."""
-        self.args.output.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.record, indent=1) + "\n")
-
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return float(self.args.budget_seconds - (time.perf_counter() - self.started))
+def jobs(cases: list[str]) -> list[Job]:
+    """What the cases name, MODEL:BATCH,…:SYSTEM,…, in their order."""
+    found = []
+    for text in cases:
+        try:
+            model, batches, systems = text.split(":")
+            names = [*SYSTEMS] if systems == "all" else [SHORT[name] for name in systems.split(",")]
+            found += [Job(model, int(rows), name) for rows in batches.split(",") for name in names]
+            SIZES[model]
+        except (ValueError, KeyError):
+            known = f"models are {', '.join(SIZES)}; systems are all, {', '.join(SHORT)}"
+            sys.exit(f"--cases must be like ViT-B/32:4096,16384:cached,towers, got {text!r}; {known}")
+    return found
 
 
 def setting(model: str, rows: int, args: argparse.Namespace, made: tuple[nn.Module, nn.Module], chunk: int) -> Setting:
@@ -70,29 +84,27 @@ def clear(s: Setting) -> None:
         torch.cuda.empty_cache()
 
 
-def check(bench: Bench, model: str, made: tuple[nn.Module, nn.Module]) -> None:
-    """Gradients of every system against the plain step; float32, no autocast."""
-    s = setting(model, CHECK, bench.args, made, CHECK_CHUNK)
+def check(record: Record, args: argparse.Namespace, model: str, made: tuple[nn.Module, nn.Module], systems: set[str]) -> None:
+    """Gradients of the systems against the plain step; float32, no autocast."""
+    s = setting(model, CHECK, args, made, CHECK_CHUNK)
     s.autocast = False
     wanted: list[Tensor] = []
-    for name, step in SYSTEMS.items():
-        if name == "towers alone":
-            continue
-        clear(s)
-        value = step(s).item()
-        found = [p.grad.double().cpu() for p in s.parameters() if p.grad is not None]
+    for name in (PLAIN, *(name for name in SYSTEMS if name in systems - {PLAIN, ALONE})):
+        for p in s.parameters():
+            p.grad = None
+        value = SYSTEMS[name](s).item()
+        found = [p.grad for p in s.parameters() if p.grad is not None]
         wanted = wanted or found
-        error = max(((a - b).norm() / b.norm().clamp_min(1e-12)).item() for a, b in zip(found[:-1], wanted[:-1], strict=True))
-        of_all = (torch.cat([(a - b).flatten() for a, b in zip(found[:-1], wanted[:-1], strict=True)]).norm()).item()
-        of_all /= torch.cat([b.flatten() for b in wanted[:-1]]).norm().item()
+        pairs = list(zip(found[:-1], wanted[:-1], strict=True))
+        off, length = (torch.stack([part.norm() for part in parts]) for parts in ([a - b for a, b in pairs], wanted[:-1]))
+        worst, of_all = (off / length.clamp_min(1e-12)).max().item(), (off.norm() / length.norm()).item()
         scale = (found[-1] / wanted[-1]).item()
-        result = {"model": model, "system": name, "loss": value, "error": of_all, "worst": error, "scale": scale}
-        bench.record["checks"].append(result)
         verdict = "ok" if of_all <= TOLERANCE and abs(scale - 1) <= TOLERANCE else "WRONG"
-        result["status"] = verdict
-        bench.say(f"{model} {name}: gradient error {of_all:.1e}, scale's gradient × {scale:.4f} {verdict}")
+        result = {"model": model, "system": name, "loss": value, "error": of_all, "worst": worst, "scale": scale}
+        record["checks"].append(result | {"status": verdict})
+        record.say(f"{model} {name}: gradient error {of_all:.1e}, scale's gradient × {scale:.4f} {verdict}")
     clear(s)
-    bench.save()
+    record.save()
 
 
 def seconds(step: Callable[[], Any], device: str) -> float:
@@ -105,26 +117,22 @@ def seconds(step: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - begun
 
 
-def measure(bench: Bench, model: str, name: str, s: Setting, step: Callable[[Setting], Tensor], repeat: bool) -> dict[str, Any]:
-    """Time and peak of a step. The first one after a change of the batch warms up unless it takes long."""
-    rows = len(s.tokens)
-    result: dict[str, Any] = {"model": model, "B": rows, "chunk": s.chunk, "system": name, "status": "ok"}
+def measure(s: Setting, step: Callable[[Setting], Tensor], enough: float) -> dict[str, Any]:
+    """The fastest of up to three steps, as long as they have not taken `enough` seconds, and the peak."""
     clear(s)
     for p in s.parameters():
         p.grad = torch.zeros_like(p)  # as in every step but the first
     held = torch.cuda.memory_allocated() if s.device == "cuda" else 0
+    times: list[float] = []
     try:
-        times = []
-        for _ in range(3 if repeat else 1):
+        while not times or (len(times) < 3 and sum(times) < enough):
             took, peak = peak_memory(lambda: seconds(lambda: step(s), s.device), s.device)
             times.append(took)
-            if took > 15:
-                break
-        result |= {"seconds": min(times), "pairs_per_second": rows / min(times), "peak_bytes": peak, "held_bytes": held}
     except torch.OutOfMemoryError:
-        result["status"] = "out of memory"
-    clear(s)
-    return result
+        return {"status": "out of memory"}
+    finally:
+        clear(s)
+    return {"status": "ok", "seconds": min(times), "steps": len(times), "peak_bytes": peak, "held_bytes": held}
 
 
 def loss_seconds(rows: int, width: int, device: str, backend: str) -> float:
@@ -136,80 +144,117 @@ def loss_seconds(rows: int, width: int, device: str, backend: str) -> float:
     return min(seconds(work, device) for _ in range(2))
 
 
-def run_model(bench: Bench, model: str) -> None:
-    args, size = bench.args, SIZES[model]
-    image, text, library = towers(size, args.device)
-    bench.record.setdefault("towers", {})[model] = library
-    check(bench, model, (image, text))
-    chunk = args.chunk or size.chunk
-    pace: dict[str, float] = {}  # pairs a second of each system at the batch before
-    failed: set[str] = set()
-    jobs = [(rows, name) for rows in args.batches for name in SYSTEMS if name in args.systems]
-    jobs += [(rows, "cached, replay") for rows in args.replay]
-    warm = setting(model, 2 * chunk, args, (image, text), chunk)
-    cached(warm)
-    clear(warm)
-    for rows, name in jobs:
-        expected = rows / pace[name] if name in pace else rows / min(pace.values(), default=math.inf)
-        result = {"model": model, "B": rows, "chunk": chunk, "system": name}
-        if name in failed:
-            result["status"] = "out of memory"  # a smaller batch was
-        elif rows > LARGEST.get(name, rows) or 2 * expected > bench.left():
-            result["status"] = "too slow to try"
-        else:
-            bench.say(f"{model} B = {rows} {name}, about {expected:.0f} s a step, {bench.left():.0f} s left")
-            s = setting(model, rows, args, (image, text), chunk)
-            step = SYSTEMS.get(name, cached)
-            if name == "cached, replay":
-                s.image, s.images = Normalised(image), replay(rows, size, args.workers, seed=rows)
-            result = measure(bench, model, name, s, step, repeat=4 * expected < bench.left())
-            if "seconds" in result:
-                pace[name] = result["pairs_per_second"]
-                bench.say(f"    {result['pairs_per_second']:.0f} pairs/s, peak {result['peak_bytes'] / 2**30:.2f} GiB")
-            else:
-                failed.add(name)
-            if name == "cached, budget 0" and result["status"] == "ok":
-                result["loss_seconds"] = loss_seconds(rows, size.embedding, args.device, args.backend)
-            del s
-        bench.record["results"].append(result)
-        bench.save()
+class Model:
+    """One pair of towers, and what is known of its pace."""
+
+    def __init__(self, record: Record, args: argparse.Namespace, name: str) -> None:
+        self.record, self.args, self.name, self.size = record, args, name, SIZES[name]
+        self.chunk, self.enough = args.chunk or self.size.chunk, 0.0 if args.tiny else ENOUGH
+        image, text, library = towers(self.size, args.device)
+        self.made = image, text
+        record["towers"][name] = library
+        self.pace: dict[str, float] = {}  # pairs a second of each system at the batch before
+        self.marginal: dict[int, float] = {}  # seconds a pair more takes, where nothing of it is kept, by batch
+        self.failed: set[str] = set()
+
+    def warm_up(self) -> None:
+        """Compiles kernels and chooses those of libraries."""
+        warm = setting(self.name, 2 * self.chunk, self.args, self.made, self.chunk)
+        cached(warm)
+        clear(warm)
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """One measurement, or why there is none."""
+        _, rows, name = job
+        result = {"model": self.name, "B": rows, "chunk": self.chunk, "system": name}
+        if name in self.failed:
+            return result | {"status": "out of memory"}  # a smaller batch was
+        expected = rows / self.pace.get(name, min(self.pace.values(), default=math.inf))
+        encoded = rows
+        known = name in (BUDGET_0, ALONE) or (name == AUTO and rows in self.marginal)  # how long the other chunks would take
+        if expected > self.args.longest and known and rows > CHUNKS_TIMED * self.chunk:
+            encoded = CHUNKS_TIMED * self.chunk
+            expected *= encoded / rows
+        if rows > LARGEST.get(name, rows) or expected > self.record.left():
+            return result | {"status": "too slow to try"}
+        self.record.say(f"{self.name} B = {rows} {name}, about {expected:.0f} s a step, {self.record.left():.0f} s left")
+        if name == BUDGET_0:
+            result["loss_seconds"] = loss_seconds(rows, self.size.embedding, self.args.device, self.args.backend)
+        result |= self._measured(rows, encoded, name)
+        if result["status"] != "ok":
+            self.failed.add(name)
+            return result
+        self._extend(result, encoded)
+        self.pace[name] = result["pairs_per_second"] = rows / result["seconds"]
+        self.record.say(f"    {result['pairs_per_second']:.0f} pairs/s, peak {result['peak_bytes'] / 2**30:.2f} GiB")
+        return result
+
+    def _measured(self, rows: int, encoded: int, name: str) -> dict[str, Any]:
+        s = setting(self.name, encoded, self.args, self.made, self.chunk)
+        if name == REPLAY:
+            s.image, s.images = Normalised(self.made[0]), replay(rows, self.size, self.args.workers, seed=rows)
+        if encoded == rows or name == ALONE:
+            return measure(s, SYSTEMS.get(name, cached), self.enough)
+        rest = (torch.randn(rows - encoded, self.size.embedding, device=s.device) for _ in range(2))
+        first, second = (nn.functional.normalize(part, dim=1).requires_grad_() for part in rest)
+        s.beside = first, second
+        found = measure(s, SYSTEMS[name], self.enough)
+        if found["status"] == "ok":  # these embeddings are part of a step
+            size = 2 * first.numel() * first.element_size()
+            found |= {"peak_bytes": found["peak_bytes"] + size, "held_bytes": max(0, found["held_bytes"] - size)}
+        return found
+
+    def _extend(self, result: dict[str, Any], encoded: int) -> None:
+        """Seconds of a step of which some chunks have been timed, to those of all chunks."""
+        rows, took = result["B"], result["seconds"]
+        if result["system"] in (BUDGET_0, ALONE):  # every chunk takes as long, and the loss comes once
+            self.marginal.setdefault(rows, (took - result.get("loss_seconds", 0.0)) / encoded)
+        if encoded < rows:
+            result |= {"encoded": encoded, "timed_seconds": took}
+            result["seconds"] = took + (rows - encoded) * self.marginal[rows]
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", default=["ViT-B/32", "ViT-L/14"], choices=list(SIZES))
-    parser.add_argument("--batches", nargs="*", type=int, default=[4096, 16384, 65536, 262144], metavar="B")
-    parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=list(SYSTEMS))
-    parser.add_argument("--replay", nargs="*", type=int, default=[], metavar="B", help="batches to read and augment twice")
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        default=CASES,
+        metavar="MODEL:B,…:SYSTEM,…",
+        help=f"in the order of the models; systems are all, {', '.join(SHORT)} ({' '.join(CASES)})",
+    )
+    parser.add_argument("--longest", type=float, default=25.0, help="seconds of a step; of a longer one a part is timed (25)")
+    parser.add_argument("--no-check", action="store_true", help="do not compare gradients first; the result says so")
     parser.add_argument("--workers", type=int, default=12, help="threads that read for replay (12)")
     parser.add_argument("--chunk", type=int, default=0, help="samples encoded at once (by default what suits the model)")
     parser.add_argument("--backend", default=None, help="of the loss (triton on a GPU, eager elsewhere)")
-    parser.add_argument(
-        "--budget-seconds", type=float, default=540.0, help="steps that would take longer than what is left are skipped"
-    )
-    parser.add_argument("--tiny", action="store_true", help="a minute on a CPU: tiny towers, small batches")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).resolve().parent / "results", help="folder for the results"
-    )
-    parser.add_argument("--name", default="cached_step", help="of the files written there (cached_step)")
+    arguments(parser, "cached_step", 300)
     args = parser.parse_args()
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = device_of(args)
     args.backend = args.backend or ("triton" if args.device == "cuda" else "eager")
     if args.tiny:
-        args.models, args.batches, args.replay, args.workers = ["tiny"], [64, 256], [256], 2
-    elif args.device == "cpu":
-        sys.exit("This benchmark needs a CUDA device; --tiny runs anywhere.")
+        args.cases, args.workers, args.longest = TINY, 2, 0.3
     return args
 
 
 def main() -> int:
     args = parse()
-    bench = Bench(args, " ".join(["python", "benchmarks/cached_step.py", *sys.argv[1:]]))
-    for model in args.models:
-        run_model(bench, model)
-    bench.save()
-    report(bench.path)
-    print(table(bench.record))
+    record = Record("cached_step", args, args.seconds, checks=[], towers={}, checked=not args.no_check)
+    planned = jobs(args.cases)
+    for name, group in itertools.groupby(planned, key=lambda job: job.model):
+        mine = list(group)
+        model = Model(record, args, name)
+        if not args.no_check:
+            check(record, args, name, model.made, {job.system for job in mine})
+        model.warm_up()
+        for job in mine:
+            record["results"].append(model.run(job))
+            record.save()
+        del model
+    record.save()
+    report(record.path)
+    print(table(record.contents))
+    print(ratios(record.contents))
     return 0
 
 

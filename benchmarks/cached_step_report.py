@@ -34,7 +34,8 @@ def table(record: dict[str, Any]) -> str:
     for r in record["results"]:
         pace = r.get("pairs_per_second")
         of_bare = [v for (model, B), v in bare.items() if model == r["model"] and r["B"] >= B]
-        cells = [r["model"], f"{r['B']:,}", r["chunk"], r["system"], f"{pace:.0f}" if pace else r["status"]]
+        part = " †" if "encoded" in r else ""
+        cells = [r["model"], f"{r['B']:,}", r["chunk"], r["system"], f"{pace:.0f}{part}" if pace else r["status"]]
         cells.append(f"{pace / of_bare[-1]:.3f}" if pace and of_bare else "")
         if "peak_bytes" in r:
             cells += [f"{(r['peak_bytes'] + r['held_bytes']) / 2**30:.2f}", f"{r['peak_bytes'] / 2**30:.2f}"]
@@ -42,19 +43,48 @@ def table(record: dict[str, Any]) -> str:
             cells += ["", ""]
         cells.append(f"{100 * r['loss_seconds'] / r['seconds']:.1f} %" if "loss_seconds" in r else "")
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "Gradients against the plain step, float32, a small batch in chunks:", ""]
+    if any("encoded" in r for r in record["results"]):
+        lines += ["", "† Some chunks of the step were timed, with the loss of the whole batch, and extended to all chunks."]
+    lines += ["", *_checks(record)]
+    where = ", ".join(f"{model} from {library}" for model, library in record.get("towers", {}).items())
+    return "\n".join([*lines, "", f"Towers: {where}; random weights, synthetic images, bf16 autocast."])
+
+
+def _checks(record: dict[str, Any]) -> list[str]:
+    if not record["checks"]:
+        return ["Gradients were not compared in this run."]
+    lines = ["Gradients against the plain step, float32, a small batch in chunks:", ""]
     lines += [
         "| model | system | error of all towers' gradients | scale's gradient ÷ the right one | |",
         "|---|---|---:|---:|---|",
     ]
     for c in record["checks"]:
         lines.append(f"| {c['model']} | {c['system']} | {c['error']:.0e} | {c['scale']:.4f} | {c['status']} |")
-    where = ", ".join(f"{model} from {library}" for model, library in record.get("towers", {}).items())
-    return "\n".join([*lines, "", f"Towers: {where}; random weights, synthetic images, bf16 autocast."])
+    return lines
+
+
+def ratios(record: dict[str, Any]) -> str:
+    """Speed against that of the towers alone, and the part of a step that is the loss."""
+    lines = [
+        "| model | B | budget 0 ÷ towers alone | auto ÷ towers alone | loss, share of budget 0 |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for model, B in dict.fromkeys((r["model"], r["B"]) for r in record["results"]):
+        found = {r["system"]: r for r in record["results"] if (r["model"], r["B"]) == (model, B) and "seconds" in r}
+        alone = found.get("towers alone")
+        cells = [model, f"{B:,}"]
+        for name in ("cached, budget 0", "cached, auto"):
+            cells.append(f"{alone['seconds'] / found[name]['seconds']:.3f}" if alone and name in found else "")
+        whole = found.get("cached, budget 0", {})
+        cells.append(f"{100 * whole['loss_seconds'] / whole['seconds']:.1f} %" if "loss_seconds" in whole else "")
+        if any(cells[2:]):
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     models = list(dict.fromkeys(r["model"] for r in record["results"]))
     figure = Figure(figsize=(11, 4.4 * len(models)), layout="constrained")
@@ -68,7 +98,13 @@ def draw(record: dict[str, Any], path: Path) -> None:
                 if points and not (name == "towers alone" and key == "peak_bytes"):
                     dashed = "--" if name == "towers alone" else "-"
                     axes.plot(*zip(*sorted(points), strict=True), dashed, color=colour, marker="o", markersize=4, label=name)
-            axes.set(title=model, xscale="log", yscale="log", xlabel="batch, pairs", ylabel=label)
+            axes.set(title=model, xscale="log", xlabel="batch, pairs", ylabel=label)
+            if key == "peak_bytes":
+                axes.set(yscale="log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_major_formatter("{x:g}")
+            else:
+                axes.set_ylim(0, None)
             ticks = sorted({r["B"] for r in record["results"] if r["model"] == model})
             axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
             axes.minorticks_off()
@@ -82,7 +118,7 @@ def report(path: Path) -> None:
     """Writes both beside the JSON file; the plot where matplotlib is installed."""
     record = json.loads(path.read_text())
     about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    path.with_suffix(".md").write_text(table(record) + "\n\n" + about)
+    path.with_suffix(".md").write_text("\n\n".join((table(record), ratios(record), about)))
     try:
         draw(record, path.with_suffix(".png"))
     except ImportError:

@@ -111,13 +111,13 @@ def _elapsed(work: Callable[[], Any], calls: int, device: str) -> float:
         for _ in range(calls):
             work()
         return 1000 * (time.perf_counter() - begun)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(calls):
         work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return float(start.elapsed_time(end))
 
 
 def available_memory() -> int | None:

@@ -28,10 +28,20 @@ class Setting:
     device: str
     autocast: bool = True
     backend: str = "auto"
+    beside: tuple[Tensor, Tensor] | None = (
+        None  # embeddings of a larger batch, of which the rest is encoded: (n, D) of each side
+    )
 
     def parameters(self) -> list[nn.Parameter]:
         """All that is trained."""
         return [*self.image.parameters(), *self.text.parameters(), self.log_scale]
+
+    def of_batch(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        """All embeddings that the loss sees."""
+        if self.beside is None:
+            return image, text
+        first, second = (torch.cat((x, rest.to(x.dtype))) for x, rest in zip((image, text), self.beside, strict=True))
+        return first, second
 
     def cast(self) -> Any:
         """The autocast region of a step."""
@@ -64,7 +74,7 @@ def cached(s: Setting, budget: int | str | None = None) -> Tensor:
     """`cached_backward`."""
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        return mb.clip_loss(x, y, s.log_scale.exp(), backend=s.backend)
+        return mb.clip_loss(*s.of_batch(x, y), s.log_scale.exp(), backend=s.backend)
 
     with s.cast():
         return mb.cached_backward(loss, [(s.image, s.images), (s.text, s.tokens)], chunk_size=s.chunk, budget=budget)

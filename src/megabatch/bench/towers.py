@@ -72,8 +72,13 @@ class TransformersTower(nn.Module):
 def towers(size: Size, device: str) -> tuple[nn.Module, nn.Module, str]:
     """(image tower, text tower, where they are from)."""
     torch.manual_seed(0)
-    if importlib.util.find_spec("transformers") is None or size is SIZES["tiny"]:
-        return PlainTower(size, image=True).to(device), PlainTower(size, image=False).to(device), "plain PyTorch"
+    with torch.device(device):  # a GPU draws the weights of a large model at once
+        if importlib.util.find_spec("transformers") is None or size is SIZES["tiny"]:
+            return PlainTower(size, image=True), PlainTower(size, image=False), "plain PyTorch"
+        return *_transformers_towers(size), "transformers"
+
+
+def _transformers_towers(size: Size) -> tuple[nn.Module, nn.Module]:
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
     def config(kind: Any, shape: tuple[int, int, int], **more: Any) -> dict[str, Any]:
@@ -89,8 +94,7 @@ def towers(size: Size, device: str) -> tuple[nn.Module, nn.Module, str]:
         )
     )
     image = TransformersTower(model.vision_model, model.visual_projection)
-    text = TransformersTower(model.text_model, model.text_projection)
-    return image.to(device), text.to(device), "transformers"
+    return image, TransformersTower(model.text_model, model.text_projection)
 
 
 class SyntheticImages(mb.Source):
