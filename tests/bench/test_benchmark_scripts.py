@@ -1,0 +1,130 @@
+"""The scripts in benchmarks/: what they compare is comparable, and their tiny runs end well."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+
+
+def test_losses_of_the_family_are_their_formulas():
+    from family_cases import CASES, case
+    from family_gpu import OK, errors, verdict
+
+    for name in CASES:
+        made = case(name, 96, 24, "cpu")
+        assert verdict(*errors(made, made.ours, made.dense), "cpu") == OK, name
+        broken = errors(made, lambda *leaves, loss=made.ours: loss(*leaves) + 1e-3 * leaves[0].square().sum(), made.dense)
+        assert verdict(*broken, "cpu") != OK, name
+
+
+def test_products_of_losses():
+    from family_cases import case
+
+    counts = {
+        "info_nce": 4,
+        "info_nce, hard negatives": 8,
+        "info_nce, memory bank": 7,
+        "info_nce, GTE": 8,
+        "info_nce, guide": 5,
+    }
+    counts |= {"nt_xent, 2 × B/2 rows": 2, "nt_xent, 2 × B rows": 8, "sup_con, out": 2, "siglip, several positives": 3}
+    for name, count in counts.items():
+        assert sum(case(name, 64, 24, "cpu").products) == count, name
+
+
+def test_a_wrong_loss_is_called_wrong():
+    from family_gpu import OK, WRONG, verdict
+
+    assert verdict(0.0, 0.0, "cpu") == OK
+    for errors in ((float("nan"), 0.0), (0.0, float("nan")), (1.0, 0.0), (0.0, 1.0)):
+        assert verdict(*errors, "cpu") == verdict(*errors, "cuda") == WRONG
+
+
+def test_jobs_of_the_cached_step():
+    import cached_step
+
+    found = cached_step.jobs(["ViT-B/32:4096,16384:cached,towers", "tiny:8:all"])
+    assert found[:3] == [
+        ("ViT-B/32", 4096, "cached, budget 0"),
+        ("ViT-B/32", 4096, "towers alone"),
+        ("ViT-B/32", 16384, "cached, budget 0"),
+    ]
+    assert [job.system for job in found[4:]] == list(cached_step.SYSTEMS)
+    for wrong in ("ViT-B/32:4096", "ViT-B/32:4096:nothing", "ViT-X:4096:all", "tiny:many:all"):
+        with pytest.raises(SystemExit, match=wrong):
+            cached_step.jobs([wrong])
+
+
+def test_a_part_of_a_step_has_the_gradient_of_the_whole():
+    """Some chunks encoded, and the loss of all: what an extended time is made of."""
+    from megabatch.bench.steps import Setting, cached
+    from megabatch.bench.towers import SIZES, SyntheticImages, tokens, towers
+
+    size = SIZES["tiny"]
+    image, text, _ = towers(size, "cpu")
+    words, log_scale = tokens(12, "cpu"), torch.nn.Parameter(torch.tensor(2.0))
+    pictures = SyntheticImages(12, size, "cpu")
+    with torch.no_grad():
+        rest = image(pictures.all()[8:]), text(words[8:])
+    part = Setting(image, text, log_scale, SyntheticImages(8, size, "cpu"), words[:8], 4, "cpu", autocast=False, beside=rest)
+    value = cached(part)
+    whole = Setting(image, text, log_scale, pictures, words, 4, "cpu", autocast=False)
+    torch.testing.assert_close(value, cached(whole))
+
+
+def test_paths_stay_out_of_a_command(monkeypatch, tmp_path):
+    import argparse
+
+    from record import Record
+
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--data", "/here", "--tiny", "--output=/there", "--output", "/there", "--seconds", "5"]
+    )
+    record = Record("some", argparse.Namespace(output=tmp_path, name="some"), 5.0)
+    assert record["command"] == "python benchmarks/some.py --tiny --seconds 5"
+
+
+def test_images_are_those_of_their_captions():
+    from flickr8k_data import Data, Images, invented
+
+    pictures = invented(9)
+    numbers = {text: i for i, texts in enumerate(pictures.captions) for text in texts}
+    data = Data.of(pictures, lambda texts: torch.tensor([[numbers[text]] for text in texts]), "cpu", held_out=3)
+    assert data.trained == 30
+    assert (data.pixels[data.owners] == pictures.pixels[data.tokens[:, 0]]).all()
+    assert not set(data.owners[:30].tolist()) & set(data.owners[30:].tolist())
+    chosen = torch.tensor([4, 4, 1])
+    (found,) = Images(data, chosen, 128, torch.zeros(3, 1, 1), torch.ones(3, 1, 1)).chunks([(1, 3)], None)
+    torch.testing.assert_close(found["image"], data.pixels[[4, 1]] / 255)
+    (larger,) = Images(data, chosen, 200, torch.zeros(3, 1, 1), torch.ones(3, 1, 1)).chunks([(0, 3)], None)
+    assert larger["image"].shape == (3, 3, 200, 200)
+    assert (
+        F.avg_pool2d(larger["image"], 200).sub(data.pixels[chosen].float().mean((2, 3), keepdim=True) / 255).abs().max() < 0.01
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["family_gpu", "cached_step", "flickr8k", "sentence_transformers_gpu"])
+def test_tiny_runs(script, tmp_path):
+    packages = {"flickr8k": "open_clip", "sentence_transformers_gpu": "sentence_transformers"}
+    if script in packages:
+        pytest.importorskip(packages[script])
+    command = [sys.executable, str(FOLDER / f"{script}.py"), "--tiny", "--output", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    record = json.loads((tmp_path / f"{script}.json").read_text())
+    checks = {c.get("system"): c.get("status", "ok" if c.get("ok") else "WRONG") for c in record["checks"]}
+    assert checks.get("megabatch", "ok") == checks.get("cached, budget 0", "ok") == "ok"
+    assert record["results"] or record["runs"]
+    assert str(tmp_path) not in json.dumps(record)
+    assert (tmp_path / f"{script}.md").read_text()
