@@ -42,7 +42,8 @@ class Record:
         self.path = args.output / f"{args.name}.json"
         self.seconds, self.started = seconds, time.perf_counter()
         command = " ".join(["python", f"benchmarks/{script}.py", *_without_paths(sys.argv[1:])])
-        self.contents: dict[str, Any] = {"command": command, "machine": machine.describe(), "results": [], **beginning}
+        about = machine.describe(*machine.PEERS)
+        self.contents: dict[str, Any] = {"command": command, "machine": about, "results": [], **beginning}
 
     def __getitem__(self, key: str) -> Any:
         """A part of what has been written down."""

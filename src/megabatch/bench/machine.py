@@ -9,10 +9,15 @@ from pathlib import Path
 import torch
 
 VERSIONS_OF = ("megabatch", "torch", "triton", "open_clip_torch")
+PEERS = ("transformers", "sentence-transformers", "pytorch-metric-learning", "info-nce-pytorch", "lightly")
 
 
-def describe() -> dict[str, str | int | None]:
-    """Processor, GPU, memory and versions; None where there is no such thing. No names of hosts or users, and no paths."""
+def describe(*packages: str) -> dict[str, str | int | None]:
+    """Processor, GPU, memory and versions; None where there is no such thing. No names of hosts or users, and no paths.
+
+    Args:
+        packages: whose versions matter too.
+    """
     return {
         "cpu": _cpu_name(),
         "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
@@ -25,7 +30,7 @@ def describe() -> dict[str, str | int | None]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        **{name: _version(name) for name in VERSIONS_OF},
+        **{name: _version(name) for name in (*VERSIONS_OF, *packages)},
     }
 
 
@@ -40,7 +45,8 @@ def summary(machine: dict[str, str | int | None]) -> str:
     if machine["gpu"] is not None:
         parts.append(f"{machine['gpus']} × {machine['gpu']}, {gibibytes('gpu_memory_bytes')}")
     parts.append(f"{machine['platform']}, Python {machine['python']}")
-    parts += [f"{name} {machine[name]}" for name in VERSIONS_OF if machine[name] is not None]
+    known = (name for name in (*VERSIONS_OF, *PEERS) if machine.get(name) is not None)
+    parts += [f"{name} {machine[name]}" for name in known]
     return "; ".join(parts)
 
 
