@@ -116,9 +116,9 @@ def test_later_values_win_table_by_table():
 def test_a_training_config_survives_toml_and_its_recipe_yields(tmp_path):
     config = configs.resolved({})
     assert through_toml(config, tmp_path / "a.toml") == config
-    assert (config.data, config.model, config.batch_size, config.epochs) == ("emoji", "small", 1024, 80.0)
+    assert (config.data, config.model, config.batch_size, config.epochs) == ("emoji", "small", 1024, 72.0)
     assert (config.optimizer.lr, config.schedule.warm_up) == (3e-3, 20)
-    assert config.total_steps(2) == 160
+    assert config.total_steps(2) == 144
     other = configs.resolved({"model": "open_clip:ViT-B-32"}, {"data": "a.csv", "optimizer": {"lr": 1.0}})
     assert (other.optimizer.lr, other.optimizer.weight_decay, other.epochs) == (1.0, 0.2, 32.0)
     assert configs.resolved({"optimizer": {"lr": 1.0}}).optimizer.weight_decay == 0.1

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megabatch import arguments, validation
@@ -107,8 +108,7 @@ def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, contrast:
     validation.ids(flat.ids, f"{name}.ids", keys, name)
     validation.offsets(flat.log_q, f"{name}.log_q", keys, name)
     validation.ids(flat.owner, f"{name}.owner", keys, name)
-    if flat.owner is not None and not flat.owner.is_cuda and ((flat.owner < 0) | (flat.owner >= len(query))).any():
-        # On CUDA the host would have to wait to know.
+    if flat.owner is not None and _can_look_at(flat.owner) and ((flat.owner < 0) | (flat.owner >= len(query))).any():
         raise ValueError(f"{name}.owner must be numbers of queries, 0 to {len(query) - 1}, got {flat.owner.tolist()[:8]} …")
     if flat.private and flat.owner is None:
         raise ValueError(f"{name} must have shape (N, K, D) or owners to be private, got shape {tuple(keys.shape)}")
@@ -128,3 +128,8 @@ def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, contrast:
     owner = None if flat.owner is None else flat.owner.long()
     log_q = arguments.offsets(flat.log_q, query)
     return flat._replace(owner=owner, log_q=log_q)
+
+
+def _can_look_at(values: Tensor) -> bool:
+    """On CUDA the host would have to wait for them; while a graph is traced there are none."""
+    return not values.is_cuda and not torch.compiler.is_compiling()
