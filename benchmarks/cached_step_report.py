@@ -3,12 +3,10 @@
 python benchmarks/cached_step_report.py benchmarks/results/cached_step.json
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from megabatch.bench import machine
+import reports
 
 COLOURS = {
     "plain step": "#222222",
@@ -115,22 +113,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def report(path: Path) -> None:
-    """Writes both beside the JSON file; the plot where matplotlib is installed."""
-    record = json.loads(path.read_text())
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    path.with_suffix(".md").write_text("\n\n".join((table(record), ratios(record), about)))
-    try:
-        draw(record, path.with_suffix(".png"))
-    except ImportError:
-        print("No plot: matplotlib is not installed")
-
-
-def main() -> int:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    report(Path(sys.argv[1]))
-    return 0
+    """Writes both beside the JSON file."""
+    reports.write(path, lambda record: "\n\n".join((table(record), ratios(record))), draw)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    reports.main(__doc__, report)

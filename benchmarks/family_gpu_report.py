@@ -3,12 +3,10 @@
 python benchmarks/family_gpu_report.py benchmarks/results/family_gpu.json
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from megabatch.bench import machine
+import reports
 
 OURS, BARE = "megabatch", "bare products"
 COLOURS = {
@@ -113,22 +111,9 @@ def where_it_ends(record: dict[str, Any], name: str, rows: int) -> str:
 
 
 def report(path: Path) -> None:
-    """Writes both beside the JSON file; the plot where matplotlib is installed."""
-    record = json.loads(path.read_text())
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    path.with_suffix(".md").write_text(table(record) + "\n\n" + about)
-    try:
-        draw(record, path.with_suffix(".png"))
-    except ImportError:
-        print("No plot: matplotlib is not installed")
-
-
-def main() -> int:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    report(Path(sys.argv[1]))
-    return 0
+    """Writes both beside the JSON file."""
+    reports.write(path, table, draw)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    reports.main(__doc__, report)

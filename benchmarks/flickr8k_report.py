@@ -1,12 +1,10 @@
 """The table and the plot of a run of `flickr8k.py`: python benchmarks/flickr8k_report.py benchmarks/results/flickr8k.json."""
 
-import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-from megabatch.bench import machine
+import reports
 
 OURS, THEIRS, AGAIN = "megabatch", "open_clip", "open_clip, half chunks"
 COLOURS = {OURS: "#0b6e4f", THEIRS: "#c1440e"}
@@ -91,22 +89,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def report(path: Path) -> None:
-    """Writes both beside the JSON file; the plot where matplotlib is installed."""
-    record = json.loads(path.read_text())
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    path.with_suffix(".md").write_text(table(record) + "\n\n" + about)
-    try:
-        draw(record, path.with_suffix(".png"))
-    except ImportError:
-        print("No plot: matplotlib is not installed")
-
-
-def main() -> int:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    report(Path(sys.argv[1]))
-    return 0
+    """Writes both beside the JSON file."""
+    reports.write(path, table, draw)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    reports.main(__doc__, report)

@@ -1,11 +1,9 @@
 """The table and the plot of a run of `loss_gpu.py`: python benchmarks/loss_gpu_report.py benchmarks/results/loss_gpu.json."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from megabatch.bench import machine
+import reports
 
 
 def table(record: dict[str, Any]) -> str:
@@ -78,17 +76,10 @@ def draw(record: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main() -> int:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    path = Path(sys.argv[1])
-    record = json.loads(path.read_text())
-    draw(record, path.with_suffix(".png"))
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    path.with_suffix(".md").write_text(table(record) + "\n\n" + about)
-    print(f"Written: {path.with_suffix('.md').name}, {path.with_suffix('.png').name}")
-    return 0
+def report(path: Path) -> None:
+    """Writes both beside the JSON file."""
+    reports.write(path, table, draw)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    reports.main(__doc__, report)

@@ -3,12 +3,10 @@
 python benchmarks/plan_validation_report.py benchmarks/results/plan_validation.json
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from megabatch.bench import machine
+import reports
 
 COLOURS = {"ViT-B/32": "#0b6e4f", "ViT-B/16": "#5b6fb5", "ViT-L/14": "#c1440e"}
 GIB = 2**30
@@ -81,22 +79,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def report(path: Path) -> None:
-    """Writes both beside the JSON file; the plot where matplotlib is installed."""
-    record = json.loads(path.read_text())
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    path.with_suffix(".md").write_text("\n\n".join((summary(record), table(record), NOTES, about)))
-    try:
-        draw(record, path.with_suffix(".png"))
-    except ImportError:
-        print("No plot: matplotlib is not installed")
-
-
-def main() -> int:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    report(Path(sys.argv[1]))
-    return 0
+    """Writes both beside the JSON file."""
+    reports.write(path, lambda record: "\n\n".join((summary(record), table(record), NOTES)), draw)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    reports.main(__doc__, report)

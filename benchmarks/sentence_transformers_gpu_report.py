@@ -3,12 +3,10 @@
 python benchmarks/sentence_transformers_gpu_report.py benchmarks/results/sentence_transformers_gpu.json
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from megabatch.bench import machine
+import reports
 
 THEIRS, ALONE = "sentence-transformers", "towers alone"
 COLOURS = {
@@ -94,22 +92,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def report(path: Path) -> None:
-    """Writes both beside the JSON file; the plot where matplotlib is installed."""
-    record = json.loads(path.read_text())
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    path.with_suffix(".md").write_text(table(record) + "\n\n" + about)
-    try:
-        draw(record, path.with_suffix(".png"))
-    except ImportError:
-        print("No plot: matplotlib is not installed")
-
-
-def main() -> int:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    report(Path(sys.argv[1]))
-    return 0
+    """Writes both beside the JSON file."""
+    reports.write(path, table, draw)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    reports.main(__doc__, report)

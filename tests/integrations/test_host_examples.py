@@ -46,9 +46,15 @@ def test_open_clip_resumes_from_its_example(tmp_path, capsys):
     open_clip = pytest.importorskip("open_clip")
     example = runpy.run_path(str(FOLDER / "open_clip_loop.py"))
     example["main"](["--batch", "16", "--chunk", "8", "--steps", "1", "--checkpoint", str(tmp_path / "epoch_1.pt")])
+    saved = torch.load(tmp_path / "epoch_1.pt")["state_dict"]
     torch.manual_seed(1)
     model = example["tiny_model"]()
+    before = model.token_embedding.weight.clone()
     open_clip.load_checkpoint(model, str(tmp_path / "epoch_1.pt"))
+    assert not torch.equal(model.token_embedding.weight, before)
+    values = {name.removeprefix("module."): value for name, value in saved.items()}  # open_clip's trainer saves DDP's names
+    assert values.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
 
 def shares(group, rank, options):
