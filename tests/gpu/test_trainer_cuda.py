@@ -29,22 +29,21 @@ class Hungry(nn.Module):
         return F.normalize(self.narrow(self.dropout(F.relu(self.wide(x)))), dim=1)
 
 
-class Float32(runs.Numbers):
-    def read(self, index, side):
-        return super().read(index, side).float()
+def prepare(sample, generator):
+    return runs.prepare(sample, generator).float()
 
 
 def hungry():
     torch.manual_seed(0)
     nets = [Hungry() for _ in range(2)]
     sides = zip(nets, ("image", "text"), strict=True)
-    return Pair(*(Tower(net, kind, runs.prepare, runs.collate) for net, kind in sides), 5.0, name="hungry")
+    return Pair(*(Tower(net, kind, prepare, runs.collate) for net, kind in sides), 5.0, name="hungry")
 
 
 def trainer(folder, **changes):
     changes = {"batch_size": 512, "chunk_size": "auto", "steps": 4, "memory": {"chunk": 0.0001, "graphs": 0.0}, **changes}
     world = World(torch.device("cuda", torch.cuda.current_device()))
-    return runs.trainer(folder, changes, pair=hungry(), data=Float32(samples=600), world=world)
+    return runs.trainer(folder, changes, pair=hungry(), data=runs.Numbers(samples=600), world=world)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

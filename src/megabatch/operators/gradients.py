@@ -95,7 +95,7 @@ def finish(
     """Runs the walk and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, needs._replace(dy=False), dtype)
     factor, products = block.scale * unit, None
-    dscale.zero_()
+    for_scale = torch.zeros_like(dscale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
     for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
         if dscale_rows is not None and dmatch is not None:
             products = local.matching_products(block) if products is None else products
@@ -112,10 +112,10 @@ def finish(
             )
             dscale_rows = from_dx if dscale_rows is None else dscale_rows
         if dscale_rows is not None:
-            dscale += dscale_rows.sum()
+            for_scale += dscale_rows.sum(dtype=torch.float64)
         if drow_bias_rows is not None:
             drow_bias[rows] = drow_bias_rows
-    dscale *= unit
+    dscale.copy_(for_scale * unit)
     if sums.dy is not None:
         final = dtype or block.y.dtype
         dy = sums.dy if sums.dy.dtype == final else torch.empty_like(sums.dy, dtype=final)

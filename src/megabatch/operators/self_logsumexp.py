@@ -67,11 +67,11 @@ def self_logsumexp_backward(
         drow = drow if order is None else drow[order]
         unit = gradient_unit(block, drow, largest=team.largest)
         side = Side(LogSum.unpack(row), drow / unit, block.zeros(block.N, block.D))
-        dscale = torch.zeros_like(scale)
+        dscale = torch.zeros_like(scale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
         _half(team, backend, pairs).gradients(block, side, dscale if needs_scale else None)
         dz = torch.empty_like(block.x)
         team.local.finish_rows(side.dz, dz, scale * unit, own=None, partners=dz, dmatch=None, precision=block.precision)
-        return _in_order(dz, order), dscale * unit
+        return _in_order(dz, order), (dscale * unit).to(scale.dtype)
 
 
 @self_logsumexp_backward.register_fake

@@ -72,7 +72,7 @@ class Half:
             if dscale is not None:
                 if dscale_rows is None:
                     dscale_rows = (dx * rounded(part.x[rows], part.precision)).sum(1)
-                dscale.add_(dscale_rows.sum(), alpha=1.0 if needs.dy else 0.5)  # a whole square has every pair twice
+                dscale.add_(dscale_rows.sum(dtype=dscale.dtype), alpha=1.0 if needs.dy else 0.5)  # a whole square has every pair twice
 
     def upper_half(self, block: Block) -> Iterator[Rectangle]:
         """What is to be walked of a block whose columns are its rows."""
