@@ -18,21 +18,23 @@ def draw(axes: Any, kept: int, title: str) -> None:
         nonlocal now
         axes.broken_barh([(now + 0.04, width - 0.08)], (row, 0.8), color=colour)
         dark = colour != ENCODE
-        axes.text(now + width / 2, row + 0.4, text, ha="center", va="center", fontsize=7, color="white" if dark else "#222222")
+        axes.text(
+            now + width / 2, row + 0.4, text, ha="center", va="center", fontsize=7.5, color="white" if dark else "#222222"
+        )
         now += width
 
     for row in (2, 1):
         for i in range(CHUNKS):
             box(row, 1.0, KEEP if row == 2 and i < kept else ENCODE, str(i))
     box(0, 1.2, LOSS, "loss")
-    for i in range(kept):
-        box(2, 2.0, KEEP, f"{i} back")
+    for _ in range(kept):
+        box(2, 2.0, KEEP, "back")
     for row in (2, 1):
         for i in range(kept if row == 2 else 0, CHUNKS):
             box(row, 3.0, AGAIN, f"{i} again")
     for row, name in ((2, "image tower"), (1, "text tower"), (0, "all embeddings")):
         axes.text(-0.3, row + 0.4, name, ha="right", va="center", fontsize=9)
-    axes.set(title=title, xlim=(-5, 2 * CHUNKS + 1.2 + 6 * CHUNKS + 0.5), ylim=(-0.2, 3))
+    axes.set(title=title, xlim=(-6, 2 * CHUNKS + 1.2 + 6 * CHUNKS + 0.5), ylim=(-0.2, 3))
     axes.axis("off")
 
 
@@ -42,7 +44,7 @@ def main() -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "cached"  # the same bytes every time
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
     above, below = figure.subplots(2, 1)
     draw(above, 0, "no budget: every chunk is encoded twice, one graph at a time")
     draw(below, KEPT, "a budget for two graphs: those chunks are encoded once")

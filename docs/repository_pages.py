@@ -1,7 +1,8 @@
 """For the documentation site: pages of the repository that are not in docs/, and links between pages as a repository has them.
 
 On the site what is in docs/ lies at the root, and everything else where it lies in the repository. A link is written for the
-repository, `../benchmarks/results/ring.md`, and is turned here into one that is right on the site.
+repository, `../benchmarks/results/ring.md`, and is turned here into one that is right on the site. Docstrings name a page by
+its place, `docs/ring.md`; that becomes a link, too.
 """
 
 import posixpath
@@ -15,6 +16,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/*.md", "benchmarks/results/*.png", "examples/*.py")
 LINK = re.compile(r"(\]\()([^)#\s]+)")  # up to an anchor, which stays
+NAMED = re.compile(r"(?<![\w/>\"])docs/(\w+\.md)")  # in a sentence, not in code
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -37,4 +39,21 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
             return match[0]
         return start + posixpath.relpath(target, posixpath.dirname(here) or ".")
 
-    return LINK.sub(on_site, markdown)
+    if not page.file.generated_by or "results" not in here:
+        return LINK.sub(on_site, markdown)
+    page.meta["hide"] = ["toc"]  # a table without headings takes the whole width
+    plot = posixpath.basename(here).replace(".md", ".png")
+    drawn = files.get_file_from_path(posixpath.join(posixpath.dirname(here), plot)) is not None
+    return f"![{page.title}]({plot})\n\n{markdown}" if drawn else markdown
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The page with links to pages that sentences of it name."""
+
+    def linked(match: re.Match[str]) -> str:
+        file = files.get_file_from_path(match[1])
+        if file is None or file.page is None:
+            return match[0]
+        return f'<a href="{file.url_relative_to(page.file)}">{file.page.title}</a>'
+
+    return NAMED.sub(linked, html)

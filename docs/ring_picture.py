@@ -42,7 +42,7 @@ def main() -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "ring"  # the same bytes every time
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw(left, ring(((0, 1, 2, 3),)), "ring")
     draw(right, two_level(NODES), "two_level, nodes of two ranks")

@@ -51,9 +51,9 @@ def main() -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "tiles"  # the same bytes every time
-    figure = Figure(figsize=(11, 5.4), layout="constrained")
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    draw(left, "forward: a tile adds to the sums of its rows and columns", back=False)
+    draw(left, "forward: a tile adds to sums of rows and columns", back=False)
     draw(right, "backward: formed again, it adds to both gradients", back=True)
     figure.savefig(Path(__file__).with_name("tiles.svg"), metadata={"Date": None})
 

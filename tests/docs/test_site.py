@@ -83,3 +83,31 @@ def test_the_api_page_has_every_public_name(site, pages):
 def test_every_page_is_in_the_navigation(site, pages):
     linked = {(site / unquote(urlsplit(link).path)).resolve() for link in pages[site / "index.html"].links}
     assert not [path.name for path in pages if path not in linked]
+
+
+def test_formulas_are_set(site):
+    how, losses = ((site / name).read_text() for name in ("how.html", "losses.html"))
+    assert '<div class="formula"><i>L</i> = 1/(2<i>B</i>) · Σ<sub>i</sub> ( [row<sub>i</sub> − <i>s</i><sub>ii</sub>]' in how
+    assert "<i>e</i><sup>(1+<i>β</i>)·<i>s</i><sub>ij</sub></sup>" in losses
+    assert "<i>x̂</i><sub>d</sub>" in losses
+    for text in (how, losses):
+        in_sentences = re.sub(r"<(code|script)\b.*?</\1>|<[^>]*>", "", text, flags=re.DOTALL)
+        assert not re.findall(r"\w+_\{|\b(?:[a-z]|row|col)_[a-z]{1,2}\b", in_sentences)
+
+
+def test_what_is_no_formula_stays_as_typed(site):
+    comparison, ring = ((site / name).read_text() for name in ("comparison.html", "ring.html"))
+    assert "open_clip_torch 3.3.0, inf_cl 1.2.1" in comparison.replace("\n", " ")
+    assert "<code>ValueError: the ranks of the group disagree" in ring
+    assert not re.findall(r"<code>[^<]*<(?:sub|sup|i)>", comparison + ring)
+
+
+def test_a_page_that_a_docstring_names_is_linked(site):
+    api = (site / "api.html").read_text()
+    assert 'See <a href="ring.html">The ring</a>' in api
+    assert not re.findall(r"[^\w/>\"]docs/\w+\.md", api)
+
+
+def test_results_have_their_plot(site):
+    for name in ("loss_gpu", "loss_cpu", "ring"):
+        assert f'src="{name}.png"' in (site / f"benchmarks/results/{name}.html").read_text()
