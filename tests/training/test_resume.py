@@ -1,7 +1,9 @@
 """Runs that are killed, stopped or damaged: they continue, and end with the bits of a run that nothing happened to."""
 
+import dataclasses
 import json
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import runs
 from megabatch.evaluation import results
 from megabatch.training import checkpoint
 from megabatch.training.checkpoint import CheckpointError, contents
+from megabatch.training.config import FIXED, FREE, TrainConfig
 from megabatch.training.observers import MetricsFile
 from megabatch.training.stopping import StoppedError
 
@@ -212,7 +215,8 @@ def test_a_run_continues_only_with_what_it_began_with(tmp_path):
     for changes, problem in (
         ({"batch_size": 10}, "batch_size was 12 and is 10"),
         ({"seed": 1}, "seed was 0 and is 1"),
-        ({"loss": {"name": "siglip"}}, "loss was .* and is "),
+        ({"loss": {"name": "siglip"}}, "loss.name was 'clip' and is 'siglip'"),
+        ({"data_options": {"texts": True}}, "data_options.texts was left out and is True.* What may change: .*workers"),
     ):
         with pytest.raises(ValueError, match=problem):
             runs.trainer(tmp_path, changes).resume()
@@ -224,6 +228,22 @@ def test_a_run_continues_only_with_what_it_began_with(tmp_path):
     longer.fit()
     assert longer.step == 8
     assert not runs.trainer(tmp_path / "empty").resume()
+
+
+def test_options_of_the_data_are_those_the_run_began_with(tmp_path):
+    options = {"columns": ("image", "caption"), "root": Path("images")}
+    runs.trainer(tmp_path, {"data_options": options}).fit()
+    assert runs.trainer(tmp_path, {"data_options": options, "workers": 2}).resume()
+    from_toml = {"columns": ["image", "caption"], "root": "images"}
+    assert runs.trainer(tmp_path, {"data_options": from_toml}).resume()
+    columns = r"data_options.columns was \['image', 'caption'\] and is \['image', 'title'\]"
+    with pytest.raises(ValueError, match=f"{columns}; data_options.root was 'images' and is left out"):
+        runs.trainer(tmp_path, {"data_options": {"columns": ["image", "title"]}}).resume()
+
+
+def test_every_setting_may_change_or_may_not():
+    decided = [name.partition(".")[0] for name in FIXED] + list(FREE)
+    assert sorted(decided) == sorted([*(field.name for field in dataclasses.fields(TrainConfig)), "optimizer"])
 
 
 def test_another_number_of_ranks_continues(pool, tmp_path, caplog):

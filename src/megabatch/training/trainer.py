@@ -24,7 +24,7 @@ from megabatch.evaluation import evaluate
 from megabatch.towers.tower import Pair
 from megabatch.training import locked, optim, parallel, precision, randomness, schedule
 from megabatch.training.checkpoint import CheckpointError, Checkpoints, contents
-from megabatch.training.config import TrainConfig, differences
+from megabatch.training.config import FREE, TrainConfig, differences
 from megabatch.training.ema import Average
 from megabatch.training.fit import Fit, what_fits
 from megabatch.training.memory import peak_bytes
@@ -132,7 +132,10 @@ class Trainer:
         if about["samples"] != len(self.dataset):
             changed.append(f"the data had {about['samples']} samples and has {len(self.dataset)}")
         if changed:
-            raise ValueError(f"a run can only continue with what it began with, but in {path} {'; '.join(changed)}")
+            raise ValueError(
+                f"a run can only continue with what it began with, but in {path} {'; '.join(changed)}. "
+                f"What may change: {', '.join(FREE)}"
+            )
         same_generators = self._state.read(path)
         if not same_generators and self.world.rank == 0:
             LOG.warning("%s is of %d ranks; dropout and the like draw new numbers", path, about["world_size"])
