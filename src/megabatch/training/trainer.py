@@ -103,8 +103,7 @@ class Trainer:
         groups = optim.parameter_groups(self._modules, self.objective, config.optimizer.weight_decay)
         self.optimizer = optim.build(config.optimizer, groups)
         named = dict(zip(locked.SIDES, self._modules, strict=False)) | {"loss": self.objective}
-        parameters = {f"{name}.{key}": p for name, module in named.items() for key, p in module.named_parameters()}
-        self.average = Average(parameters, config.ema) if config.ema else None
+        self.average = Average(named, config.ema) if config.ema else None
         self._scaler = precision.scaler(config.precision, self.world.device)
         sharded = self.world.size > 1 and config.parallel == parallel.FSDP
         self._state = State(named, self.optimizer, self.average, self._scaler, self.world, sharded=sharded)
