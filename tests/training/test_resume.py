@@ -168,9 +168,28 @@ def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, ca
     with pytest.raises(CheckpointError, match=r"a checkpoint could not be written in .*: the disk is full"):
         made.fit()
     assert made.step == 7
-    assert caplog.text.count("the disk is full; training goes on, and the checkpoints before are as they were") == 2
+    assert caplog.text.count("the disk is full; training goes on, and the checkpoints before are as they were") == 1
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
     assert contents(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
+
+
+def test_checkpoints_that_cannot_be_written_are_named_once_until_they_can(tmp_path, caplog, monkeypatch):
+    made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 1, "keep": 9}})
+    write = made._state.write
+
+    def full(folder):
+        write(folder)
+        if made.step in (2, 3, 5):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(made._state, "write", full)
+    made.fit()
+    saved = sorted(int(path.name[-1]) for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == [1, 4, 6, 7]
+    told = [line.split(":")[0] for line in caplog.messages if "checkpoint" in line]
+    again = "checkpoints are written again"
+    failed = f"a checkpoint could not be written in {tmp_path / 'checkpoints'}"
+    assert told == [failed, again, failed, again]
 
 
 def test_a_disk_that_cannot_be_read_back_gives_up_the_checkpoint_on_all_ranks(tmp_path, caplog, monkeypatch):

@@ -85,6 +85,7 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep, self.world)
         self._observers = Observers(observers if self.world.rank == 0 else ())
         self._unreadable = Unreadable(dataset)
+        self._save_failed = False  # the last time
         self._rate = optim.scaled_rate(config.optimizer, config.batch_size)
         self._build()
 
@@ -266,7 +267,7 @@ class Trainer:
     # To disk
 
     def _save(self, *, must: bool) -> None:
-        """A checkpoint. One on the way that cannot be written is not the end: the next may."""
+        """A checkpoint. One on the way that cannot be written is not the end, and said once: the next may."""
         assert self._fit is not None
         about = {
             "step": self.step,
@@ -283,9 +284,13 @@ class Trainer:
         except CheckpointError as error:
             if must:
                 raise
-            if self.world.rank == 0:
+            if self.world.rank == 0 and not self._save_failed:
                 LOG.warning("%s; training goes on, and the checkpoints before are as they were", error)
+            self._save_failed = True
             return
+        if self.world.rank == 0 and self._save_failed:
+            LOG.warning("checkpoints are written again: %s", path)
+        self._save_failed = False
         self._observers.saved(path)
 
     def _save_model(self) -> None:
