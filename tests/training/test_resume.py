@@ -13,6 +13,7 @@ from megabatch.evaluation import results
 from megabatch.training import checkpoint
 from megabatch.training.checkpoint import CheckpointError, contents
 from megabatch.training.config import FIXED, FREE, TrainConfig
+from megabatch.training.fit import Fit
 from megabatch.training.observers import MetricsFile
 from megabatch.training.stopping import StoppedError
 
@@ -263,6 +264,41 @@ def test_options_of_the_data_are_those_the_run_began_with(tmp_path):
 def test_every_setting_may_change_or_may_not():
     decided = [name.partition(".")[0] for name in FIXED] + list(FREE)
     assert sorted(decided) == sorted([*(field.name for field in dataclasses.fields(TrainConfig)), "optimizer"])
+
+
+def test_memory_and_chunks_may_change(tmp_path):
+    runs.trainer(tmp_path, {"memory": {"graphs": 0.5}}).fit()
+
+    def fit_of(**changes):
+        made = runs.trainer(tmp_path, {"memory": {"graphs": 0.5}, **changes})
+        assert made.resume()
+        made.fit()
+        return made._fit
+
+    before = contents(tmp_path / "checkpoints" / "step_00000007")
+    assert before["graph_bytes"] > 0
+    assert fit_of() == Fit((4, 4), before["graph_bytes"])
+    assert fit_of(memory={"graphs": 0.0}) == Fit((4, 4), 0)
+    assert fit_of(chunk_size=3).chunk_sizes == (3, 3)
+
+
+def test_chunks_that_were_halved_stay_halved(tmp_path):
+    made = runs.trainer(tmp_path)
+    made._fit = Fit((2, 2), 0)  # as after memory ran out
+    made.fit()
+    again = runs.trainer(tmp_path, {"steps": 8})
+    assert again.resume()
+    again.fit()
+    assert again._fit == Fit((2, 2), 0)
+
+
+def test_a_checkpoint_named_by_a_relative_path_sets_later_ones_aside(tmp_path, monkeypatch):
+    runs.trainer(tmp_path / "run", {"checkpoint": {"every": 2, "keep": 9}}).fit()
+    monkeypatch.chdir(tmp_path)
+    made = runs.trainer(tmp_path / "run")
+    assert made.resume(Path("run/checkpoints/step_00000004"))
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["abandoned_step_00000006", "abandoned_step_00000007", "step_00000002", "step_00000004"]
 
 
 def test_another_number_of_ranks_continues(pool, tmp_path, caplog):

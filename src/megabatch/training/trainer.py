@@ -142,11 +142,17 @@ class Trainer:
         if not same_generators:
             self._seed(about["step"])
         self.step, self.pairs, self.seconds = about["step"], about["pairs"], about["seconds"]
-        if about["world_size"] == self.world.size:
+        if self._fits_as_before(about):
             self._fit = Fit(tuple(about["chunk_sizes"]), about["graph_bytes"])
-        if path.parent == self.checkpoints.folder:
+        if path.resolve().parent == self.checkpoints.folder.resolve():
             self.checkpoints.set_aside_after(self.step)
         return True
+
+    def _fits_as_before(self, about: dict[str, Any]) -> bool:
+        """Whether what was found for a checkpoint's run is what this one would look for."""
+        before, now = about["config"], settings.table(self.config)
+        same_place = (about["world_size"], about.get("device")) == (self.world.size, self.world.device.type)
+        return same_place and all(before[name] == now[name] for name in ("chunk_size", "memory"))
 
     # To the end
 
@@ -181,8 +187,6 @@ class Trainer:
             modules = [tower.module for tower in self.pair.towers]
             with precision.autocast(self.config.precision, self.world.device):
                 self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
-        elif isinstance(self.config.chunk_size, int):
-            self._fit = dataclasses.replace(self._fit, chunk_sizes=(self.config.chunk_size,) * 2)
         return Step(
             self.config,
             self.pair,
@@ -275,6 +279,7 @@ class Trainer:
             "seconds": self.seconds,
             "samples": len(self.dataset),
             "world_size": self.world.size,
+            "device": self.world.device.type,
             "chunk_sizes": list(self._fit.chunk_sizes),
             "graph_bytes": self._fit.graph_bytes,
             "config": settings.table(self.config),
