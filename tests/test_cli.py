@@ -114,7 +114,9 @@ def test_a_folder_that_cannot_be_written_to_is_noticed_before_anything_is_loaded
     assert call("--set", "steps=1", "--output", "mine") == 0
     monkeypatch.setattr(train, "_trainer", lambda *_: pytest.fail("something was loaded"))
     capsys.readouterr()
-    wanted = "megabatch train: --output must be a folder that can be written to, got {}, and {}; make room or allow writing there"
+    wanted = (
+        "megabatch train: --output must be a folder that can be written to, got {}, and {}; make room or allow writing there"
+    )
     assert call("--output", "pairs.jsonl/run") == 1
     assert capsys.readouterr().err.startswith(wanted.format("pairs.jsonl/run", "pairs.jsonl: Not a directory"))
     (pairs / "gone").symlink_to("nowhere")

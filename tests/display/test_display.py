@@ -151,7 +151,7 @@ def test_tensorboard_has_every_number_once_a_full_disk_has_room_again(tmp_path, 
     for step in (2, 3, 4):
         with contextlib.suppress(OSError):  # TensorBoard notices some time after the first
             log.step(record(step))
-    with pytest.raises(OSError, match="No space left|waits"):
+    with pytest.raises(OSError, match=r"No space left|waits"):
         log.evaluated({"step": 4, "evaluation": EVALUATION})
     full = False
     with pytest.raises(OSError, match="the log waits for the next checkpoint"):

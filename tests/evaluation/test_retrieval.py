@@ -201,7 +201,7 @@ def test_results_may_hold_any_character_and_be_cut_off_in_one(tmp_path):
     for name in ("a\u2028b\x85c", "Curaçao"):
         results.append(path, {"name": name})
     assert [line["name"] for line in results.read(path)] == ["a\u2028b\x85c", "Curaçao"]
-    path.write_bytes(path.read_bytes()[: -len("ao\"}\n".encode()) - 1])  # in the middle of the ç
+    path.write_bytes(path.read_bytes()[: -len(b'ao"}\n') - 1])  # in the middle of the ç
     assert len(results.read(path)) == 1
     path.write_bytes(b"")
     assert results.read(path) == []

@@ -88,7 +88,9 @@ def learned(group, rank, folder, changes):
     world = World(torch.device("cpu"), group)
     made = runs.trainer(folder, SETTINGS | changes, pair=normalised(), world=world, validation=runs.Numbers(samples=20))
     result = made.fit()
-    averages = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in made.average.values.items()}
+    averages = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in made.average.values.items()
+    }
     return runs.weights(made) | averages, result
 
 

@@ -102,11 +102,13 @@ class _Conv2d(nn.Conv2d):
     """A convolution whose weight gets a gradient with the strides of the weight.
 
     Of channels-last images it comes in channels-last order. PyTorch takes that for the weight's own order where they differ in
-    dimensions of length 1 alone, as in depthwise and 1×1 kernels; DDP does not, and warns. Through a flat view it has one order.
+    dimensions of length 1 alone, as in depthwise and 1×1 kernels; DDP does not, and warns. Through a flat view there
+    is one order.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.weight.flatten().view_as(self.weight), self.bias)
+        out: Tensor = self._conv_forward(x, self.weight.flatten().view_as(self.weight), self.bias)
+        return out
 
 
 def _norm(channels: int) -> nn.GroupNorm:

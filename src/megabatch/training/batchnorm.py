@@ -95,5 +95,6 @@ def averaged(statistics: Sequence[Tensor], world: World) -> None:
     flat = torch.cat([statistic.flatten() for statistic in statistics])
     dist.all_reduce(flat, group=world.group)
     flat /= world.size
-    for statistic, mean in zip(statistics, flat.split([statistic.numel() for statistic in statistics]), strict=True):
+    means = torch.split(flat, [statistic.numel() for statistic in statistics])
+    for statistic, mean in zip(statistics, means, strict=True):
         statistic.copy_(mean.view_as(statistic))

@@ -41,7 +41,8 @@ class Observers:
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = list(observers)
-        self._failed: dict[int, str] = {}  # by the observer's id: what it could not do; another method may have nothing to write
+        # By the observer's id, the method that failed: that another one works says nothing, it may have nothing to write.
+        self._failed: dict[int, str] = {}
 
     def start(self, run: Run) -> None:
         """To all. One that cannot begin has nowhere to write to and is told nothing more."""
