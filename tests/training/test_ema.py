@@ -84,6 +84,24 @@ def test_statistics_that_stand_still_keep_their_bits():
     assert torch.equal(average.values["a.running_mean"], before)
 
 
+@pytest.mark.filterwarnings(r"ignore:towers.[01]. has BatchNorm1d:UserWarning")
+def test_a_step_that_is_done_again_moves_the_statistics_once(tmp_path):
+    changes = {**SETTINGS, "steps": 1}
+    made = runs.trainer(tmp_path / "a", {**changes, "chunk_size": 8}, pair=normalised())
+    wanted = runs.trainer(tmp_path / "b", {**changes, "chunk_size": 4}, pair=normalised())
+
+    def limited(module, inputs):
+        if len(inputs[0]) > 4 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    made.pair.first.module.hidden.register_forward_pre_hook(limited)
+    for trainer in (made, wanted):
+        trainer.fit()
+    for side, other in zip(made.pair.towers, wanted.pair.towers, strict=True):
+        found, expected = (batchnorm.running_statistics(tower.module) for tower in (side, other))
+        assert runs.same_bits(found, expected) == []
+
+
 def learned(group, rank, folder, changes):
     world = World(torch.device("cpu"), group)
     made = runs.trainer(folder, SETTINGS | changes, pair=normalised(), world=world, validation=runs.Numbers(samples=20))

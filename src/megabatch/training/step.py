@@ -113,6 +113,7 @@ class Step:
         """Once more with half the memory, until it fits; for a process alone, whose state nobody else waits for."""
         while True:
             states = randomness.capture([self.world.device])
+            statistics = [statistic.clone() for statistic in self._statistics]
             try:
                 return work()
             except (RuntimeError, MemoryError) as error:
@@ -126,6 +127,8 @@ class Step:
             # Outside of the handler, whose traceback holds what has to be freed.
             self.optimizer.zero_grad()
             randomness.restore(states)
+            for statistic, before in zip(self._statistics, statistics, strict=True):
+                statistic.copy_(before)  # the chunks that did fit have moved it
             self.fit = self.fit.halved()
             LOG.warning("memory ran out; the step is done again with chunks of %s samples", self.fit.chunk_sizes)
             if self.world.device.type == "cuda":
