@@ -65,6 +65,7 @@ def test_the_averaged_model_is_saved_and_continued_with_its_statistics(tmp_path)
     made = runs.trainer(tmp_path, SETTINGS, pair=normalised())
     made.fit()
     saved = safetensors.load_file(tmp_path / "model.safetensors")
+    assert {"first.norm.running_mean", "second.norm.running_var"} <= made.average.values.keys()
     for name, value in made.average.values.items():
         if not name.startswith("loss."):
             assert torch.equal(saved[name], value), name
