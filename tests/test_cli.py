@@ -1,8 +1,10 @@
 """The command line: help that teaches, errors in a line, and a whole run of `megabatch train` on a table of pairs."""
 
+import errno
 import json
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -96,12 +98,47 @@ def test_mistakes_are_told_in_a_line(pairs, capsys, arguments, message):
 def test_what_a_checkpoint_cannot_continue_with_is_told_in_a_line(pairs, capsys):
     assert call("--set", "steps=2", "--output", "mine") == 0
     assert cli.main(["train", "--resume", "mine", "--set", "model_options.width=8", "--no-report"]) == 1
-    assert "model_options was {'width': 16, 'buckets': 256} and is {'width': 8, 'buckets': 256}" in capsys.readouterr().err
+    assert "model_options.width was 16 and is 8" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", "mine", "--set", 'data_options.columns=["document", "query"]', "--no-report"]) == 1
+    assert "data_options.columns was left out and is ['document', 'query']" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", "mine", "--set", "workers=2", "--no-report"]) == 0
+    capsys.readouterr()
     with (pairs / "mine" / "checkpoints" / "step_00000002" / "state.pt").open("ab") as file:
         file.write(b"x")
     assert cli.main(["train", "--resume", "mine/checkpoints/step_00000002", "--no-report"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("megabatch train: --resume must name a checkpoint that is whole: the checkpoint mine/")
+
+
+def test_a_folder_that_cannot_be_written_to_is_noticed_before_anything_is_loaded(pairs, capsys, monkeypatch):
+    assert call("--set", "steps=1", "--output", "mine") == 0
+    monkeypatch.setattr(train, "_trainer", lambda *_: pytest.fail("something was loaded"))
+    capsys.readouterr()
+    wanted = (
+        "megabatch train: --output must be a folder that can be written to, got {}, and {}; make room or allow writing there"
+    )
+    assert call("--output", "pairs.jsonl/run") == 1
+    assert capsys.readouterr().err.startswith(wanted.format("pairs.jsonl/run", "pairs.jsonl: Not a directory"))
+    (pairs / "gone").symlink_to("nowhere")
+    assert call("--output", "gone") == 1
+    assert capsys.readouterr().err.startswith(wanted.format("gone", "gone: No such file or directory"))
+    temporary_file = tempfile.TemporaryFile
+
+    def refused(dir):  # whoever runs the tests may be allowed everything
+        if dir.name == "checkpoints":
+            raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+        return temporary_file(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    assert cli.main(["train", "--resume", "mine", "--no-report"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(wanted.format("mine", "mine/checkpoints: Permission denied"))
+    assert "or use --resume mine/checkpoints/step_… --output OTHER_FOLDER" in told
+
+
+def test_a_run_that_does_not_begin_leaves_no_folder(pairs):
+    assert call("--data", "nothing.csv") == 1
+    assert not (pairs / "runs").exists()
 
 
 def test_problems_of_the_data_are_named_and_counted(pairs, caplog):

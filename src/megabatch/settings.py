@@ -40,14 +40,19 @@ def build(kind: type[T], values: Mapping[str, Any], name: str = "") -> T:
 
 def table(config: Any) -> Table:
     """The values as TOML can hold them; None, which it cannot, is left out."""
-    found: Table = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            found[field.name] = table(value)
-        elif value is not None:
-            found[field.name] = list(value) if isinstance(value, tuple) else value
-    return found
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {key: _plain(value) for key, value in values.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """As a file gives it back: what was saved is compared with what is given."""
+    if dataclasses.is_dataclass(value):
+        return table(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def merged(*tables: Mapping[str, Any]) -> Table:

@@ -1,5 +1,6 @@
 """Observers: what a terminal, a file and TensorBoard are told, without and with their packages."""
 
+import contextlib
 import io
 import sys
 import types
@@ -126,6 +127,42 @@ def test_tensorboard_has_every_number_and_a_continued_run_replaces_what_it_repea
     ]
     assert {"training/memory_bytes", "evaluation/text_to_image_R@1"} <= set(events.Tags()["scalars"])
     assert not {"training/step", "training/seconds", "training/bias"} & set(events.Tags()["scalars"])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_tensorboard_has_every_number_once_a_full_disk_has_room_again(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason='pip install "megabatch[train]"')
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    write, full = RecordWriter.write, False
+
+    def limited(self, data):
+        if full:
+            raise OSError(28, "No space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", limited)
+    log = TensorBoardLog()
+    log.start(Run(tmp_path))
+    log.step(record(1))
+    log.saved(tmp_path)
+    full = True
+    for step in (2, 3, 4):
+        with contextlib.suppress(OSError):  # TensorBoard notices some time after the first
+            log.step(record(step))
+    with pytest.raises(OSError, match=r"No space left|waits"):
+        log.evaluated({"step": 4, "evaluation": EVALUATION})
+    full = False
+    with pytest.raises(OSError, match="the log waits for the next checkpoint"):
+        log.step(record(5))
+    log.saved(tmp_path)
+    log.step(record(6))
+    log.finish(Run(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("training/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in events.Scalars("evaluation/text_to_image_R@1")] == [4]
 
 
 def test_a_missing_tensorboard_names_the_extra(monkeypatch):

@@ -85,6 +85,15 @@ def test_ranks_count_as_one(pool, damaged):
             assert found[name] == pytest.approx(value, rel=1e-12), name
 
 
+def _of_two_images(group, rank):
+    return evaluate(model(), Vectors(captions=(2, 1)), group=group)
+
+
+def test_fewer_images_than_ranks_are_refused_on_all_of_them(pool):
+    answers = pool.attempt(_of_two_images, 3)
+    assert all("dataset must have at least one item for each of 3 ranks, got 2" in told for _, told in answers), answers
+
+
 def test_one_caption_each_and_side_names():
     data = Vectors(captions=(1,) * 9)
     assert evaluate(model(), data) == {**by_hand(data), "num_failed": 0}

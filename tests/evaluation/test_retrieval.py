@@ -196,6 +196,17 @@ def test_templates_need_a_place_for_the_name():
         classifier(lambda texts: torch.zeros(len(texts), 2), ["cat"], ["a photo"])
 
 
+def test_results_may_hold_any_character_and_be_cut_off_in_one(tmp_path):
+    path = tmp_path / "results.jsonl"
+    for name in ("a\u2028b\x85c", "Curaçao"):
+        results.append(path, {"name": name})
+    assert [line["name"] for line in results.read(path)] == ["a\u2028b\x85c", "Curaçao"]
+    path.write_bytes(path.read_bytes()[: -len(b'ao"}\n') - 1])  # in the middle of the ç
+    assert len(results.read(path)) == 1
+    path.write_bytes(b"")
+    assert results.read(path) == []
+
+
 def test_results_are_json_lines(tmp_path):
     path = tmp_path / "new" / "results.jsonl"
     results.append(path, {"step": 1, "image_to_text_R@1": 0.5, "loss": math.nan})

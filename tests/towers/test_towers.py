@@ -150,6 +150,21 @@ def test_small_images_are_brought_to_size(shape):
     assert 0 <= crop.min() <= crop.max() <= 1
 
 
+def test_gradients_of_small_images_have_the_strides_of_their_weights():
+    """DDP warns of others, which a convolution makes of channels-last images where a kernel has dimensions of length 1."""
+    torch.manual_seed(0)
+    tower = small.SmallImageTower(SmallConfig(width=16, channels=(8, 16), blocks=1))
+    images = torch.randn(3, 3, 32, 32)
+    tower(images)[:, 0].sum().backward()
+    assert {name for name, p in tower.named_parameters() if p.grad.stride() != p.stride()} == set()
+    convolution, plain = tower.features[0], torch.nn.Conv2d(3, 8, 6, stride=4, padding=1)
+    plain.load_state_dict(convolution.state_dict())
+    for layer in (convolution, plain):
+        layer.zero_grad()
+        layer(images).square().sum().backward()
+    assert torch.equal(convolution.weight.grad, plain.weight.grad)
+
+
 def test_names_that_mean_nothing_list_what_is_possible():
     for spec in ("large", "open_clip:", "hf", ""):
         with pytest.raises(ValueError, match=r"model must be one of: small .*open_clip:MODEL.*hf:NAME.*hf-config:FOLDER"):

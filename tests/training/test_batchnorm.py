@@ -1,11 +1,15 @@
 """Batch normalisation in chunks: said once, and running statistics that move once."""
 
+import math
+import warnings
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import megabatch as mb
-from steps import Loss, N, assert_same, cached, data, in_chunks, plain, tower
+from steps import Loss, N, assert_same, cached, data, gradients, in_chunks, plain, tower
 
 
 class Normalised(nn.Module):
@@ -38,3 +42,28 @@ def test_batch_norm_says_nothing_where_it_does_not_matter():
     image, pairs = Normalised(), [(tower(6, 0), data(6, 0))]
     mb.cached_backward(lambda x, y: Loss()(x, y), [(image, data(6, 0)), *pairs], chunk_size=N)
     mb.cached_backward(lambda x, y: Loss()(x, y), [(image.eval(), data(6, 0)), *pairs], chunk_size=3)
+
+
+def _uneven(group, rank, budget):
+    """A rank of four chunks and one of two, which encodes placeholders beside them: one sample each, which has no variance."""
+    rows = (8, 4)[rank]
+    image, twin, text, loss = Normalised(), Normalised(), tower(5, 1), Loss()
+    x, y = data(6, rank, rows), data(5, 2 + rank, rows)
+    towers = [(DistributedDataParallel(module, process_group=group), inputs) for module, inputs in ((image, x), (text, y))]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"towers\[0\] has BatchNorm1d")
+        mb.cached_backward(loss, towers, chunk_size=2, budget=budget)
+    assert image.norm.training
+    assert image.norm.track_running_stats
+    found, text_too = gradients(image), tower(5, 1)
+    _, *own = plain(loss, [(lambda x: in_chunks(twin, x, 2), x), (text_too, y)], (twin,))
+    return found, own, list(image.norm.buffers()), list(twin.norm.buffers())
+
+
+@pytest.mark.parametrize("budget", [None, math.inf])
+def test_passes_that_keep_ranks_in_step_leave_no_trace_in_statistics(pool, budget):
+    answers = pool.run(_uneven, 2, budget)
+    for found, _, statistics, wanted in answers:
+        assert_same(found, [(first + second) / 2 for first, second in zip(answers[0][1], answers[1][1], strict=True)])
+        for one, other in zip(statistics, wanted, strict=True):
+            torch.testing.assert_close(one, other)

@@ -1,7 +1,9 @@
 """Runs that are killed, stopped or damaged: they continue, and end with the bits of a run that nothing happened to."""
 
+import dataclasses
 import json
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import runs
 from megabatch.evaluation import results
 from megabatch.training import checkpoint
 from megabatch.training.checkpoint import CheckpointError, contents
+from megabatch.training.config import FIXED, FREE, TrainConfig
+from megabatch.training.fit import Fit
 from megabatch.training.observers import MetricsFile
 from megabatch.training.stopping import StoppedError
 
@@ -165,9 +169,28 @@ def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, ca
     with pytest.raises(CheckpointError, match=r"a checkpoint could not be written in .*: the disk is full"):
         made.fit()
     assert made.step == 7
-    assert caplog.text.count("the disk is full; training goes on, and the checkpoints before are as they were") == 2
+    assert caplog.text.count("the disk is full; training goes on, and the checkpoints before are as they were") == 1
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
     assert contents(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
+
+
+def test_checkpoints_that_cannot_be_written_are_named_once_until_they_can(tmp_path, caplog, monkeypatch):
+    made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 1, "keep": 9}})
+    write = made._state.write
+
+    def full(folder):
+        write(folder)
+        if made.step in (2, 3, 5):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(made._state, "write", full)
+    made.fit()
+    saved = sorted(int(path.name[-1]) for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == [1, 4, 6, 7]
+    told = [line.split(":")[0] for line in caplog.messages if "checkpoint" in line]
+    again = "checkpoints are written again"
+    failed = f"a checkpoint could not be written in {tmp_path / 'checkpoints'}"
+    assert told == [failed, again, failed, again]
 
 
 def test_a_disk_that_cannot_be_read_back_gives_up_the_checkpoint_on_all_ranks(tmp_path, caplog, monkeypatch):
@@ -212,7 +235,8 @@ def test_a_run_continues_only_with_what_it_began_with(tmp_path):
     for changes, problem in (
         ({"batch_size": 10}, "batch_size was 12 and is 10"),
         ({"seed": 1}, "seed was 0 and is 1"),
-        ({"loss": {"name": "siglip"}}, "loss was .* and is "),
+        ({"loss": {"name": "siglip"}}, "loss.name was 'clip' and is 'siglip'"),
+        ({"data_options": {"texts": True}}, "data_options.texts was left out and is True.* What may change: .*workers"),
     ):
         with pytest.raises(ValueError, match=problem):
             runs.trainer(tmp_path, changes).resume()
@@ -224,6 +248,57 @@ def test_a_run_continues_only_with_what_it_began_with(tmp_path):
     longer.fit()
     assert longer.step == 8
     assert not runs.trainer(tmp_path / "empty").resume()
+
+
+def test_options_of_the_data_are_those_the_run_began_with(tmp_path):
+    options = {"columns": ("image", "caption"), "root": Path("images")}
+    runs.trainer(tmp_path, {"data_options": options}).fit()
+    assert runs.trainer(tmp_path, {"data_options": options, "workers": 2}).resume()
+    from_toml = {"columns": ["image", "caption"], "root": "images"}
+    assert runs.trainer(tmp_path, {"data_options": from_toml}).resume()
+    columns = r"data_options.columns was \['image', 'caption'\] and is \['image', 'title'\]"
+    with pytest.raises(ValueError, match=f"{columns}; data_options.root was 'images' and is left out"):
+        runs.trainer(tmp_path, {"data_options": {"columns": ["image", "title"]}}).resume()
+
+
+def test_every_setting_may_change_or_may_not():
+    decided = [name.partition(".")[0] for name in FIXED] + list(FREE)
+    assert sorted(decided) == sorted([*(field.name for field in dataclasses.fields(TrainConfig)), "optimizer"])
+
+
+def test_memory_and_chunks_may_change(tmp_path):
+    runs.trainer(tmp_path, {"memory": {"graphs": 0.5}}).fit()
+
+    def fit_of(**changes):
+        made = runs.trainer(tmp_path, {"memory": {"graphs": 0.5}, **changes})
+        assert made.resume()
+        made.fit()
+        return made._fit
+
+    before = contents(tmp_path / "checkpoints" / "step_00000007")
+    assert before["graph_bytes"] > 0
+    assert fit_of() == Fit((4, 4), before["graph_bytes"])
+    assert fit_of(memory={"graphs": 0.0}) == Fit((4, 4), 0)
+    assert fit_of(chunk_size=3).chunk_sizes == (3, 3)
+
+
+def test_chunks_that_were_halved_stay_halved(tmp_path):
+    made = runs.trainer(tmp_path)
+    made._fit = Fit((2, 2), 0)  # as after memory ran out
+    made.fit()
+    again = runs.trainer(tmp_path, {"steps": 8})
+    assert again.resume()
+    again.fit()
+    assert again._fit == Fit((2, 2), 0)
+
+
+def test_a_checkpoint_named_by_a_relative_path_sets_later_ones_aside(tmp_path, monkeypatch):
+    runs.trainer(tmp_path / "run", {"checkpoint": {"every": 2, "keep": 9}}).fit()
+    monkeypatch.chdir(tmp_path)
+    made = runs.trainer(tmp_path / "run")
+    assert made.resume(Path("run/checkpoints/step_00000004"))
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["abandoned_step_00000006", "abandoned_step_00000007", "step_00000002", "step_00000004"]
 
 
 def test_another_number_of_ranks_continues(pool, tmp_path, caplog):

@@ -9,9 +9,11 @@ import runs
 from helpers import dense_clip, dense_siglip
 from megabatch.data.order import Order
 from megabatch.display.tensorboard import TensorBoardLog
+from megabatch.evaluation import results
 from megabatch.training import schedule
 from megabatch.training.adafactor import AdaFactor
 from megabatch.training.objective import Objective
+from megabatch.training.observers import MetricsFile
 from megabatch.training.world import World
 
 TOLERANCE = 1e-9  # float64, a few steps of an optimizer that divides by roots of squares
@@ -328,15 +330,47 @@ def test_batches_that_cannot_be_shared_out_are_refused(tmp_path):
         runs.trainer(tmp_path, {"batch_size": 41})
 
 
-def test_an_observer_that_cannot_write_does_not_end_the_run(tmp_path, caplog):
-    class Full(runs.Memory):
-        def step(self, record):
+class Full(runs.Memory):
+    """On a disk that is full in some steps."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def step(self, record):
+        if record["step"] in self.steps:
             raise OSError(28, "No space left on device")
 
-    made = runs.trainer(tmp_path, observers=[Full()])
+
+def test_an_observer_that_cannot_write_does_not_end_the_run_and_is_named_once_until_it_can(tmp_path, caplog):
+    made = runs.trainer(tmp_path, observers=[Full((2, 3, 4, 6))])  # with checkpoints in between, of which it writes nothing
     made.fit()
     assert made.step == 7
-    assert "Full could not write, and the run goes on: [Errno 28] No space left on device" in caplog.text
+    told = [line for line in caplog.messages if line.startswith("Full")]
+    assert told[::2] == ["Full could not write, and the run goes on: [Errno 28] No space left on device"] * 2
+    assert told[1::2] == ["Full writes again"] * 2
+
+
+@pytest.mark.parametrize("until", [5, 8])
+def test_metrics_of_a_full_disk_wait_until_there_is_room(tmp_path, caplog, monkeypatch, until):
+    append = results.append
+
+    def full(path, record):
+        if 2 < made.step < until:
+            raise OSError(28, "No space left on device", str(path))
+        append(path, record)
+
+    made = runs.trainer(tmp_path, observers=[MetricsFile()])
+    monkeypatch.setattr(results, "append", full)
+    made.fit()
+    steps = [line["step"] for line in results.read(tmp_path / "metrics.jsonl")]
+    assert caplog.text.count("MetricsFile could not write, and the run goes on") == 1
+    if until == 5:
+        assert steps == [1, 2, 3, 4, 5, 6, 7]
+        assert caplog.messages[-1] == "MetricsFile writes again"
+    else:
+        assert steps == [1, 2]
+        assert "No space left on device; 5 lines are missing at the end" in caplog.messages[-1]
 
 
 def test_an_observer_that_cannot_begin_is_told_nothing_more(tmp_path, caplog):

@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         if world.rank != 0:
             LOG.setLevel(logging.WARNING)
         folder, checkpoint = world.from_first((folder, checkpoint))
+        _check_writable(folder, world, args.resume)
         trainer = _trainer(config, folder, world, args)
         _continue(trainer, args.resume, checkpoint)
         try:
@@ -155,6 +156,18 @@ def _before(folder: Path, checkpoint: Path | None) -> settings.Table:
     """The settings of the run that is continued; none for a new one."""
     place = (folder if checkpoint is None else checkpoint.resolve().parent.parent) / runs.CONFIG
     return settings.read(place) if place.exists() else {}
+
+
+def _check_writable(folder: Path, world: World, resume: str | None) -> None:
+    """Before anything is loaded, on every rank: each writes its part of a checkpoint."""
+    for rank, problem in enumerate(world.everyone(runs.unwritable(folder))):
+        if problem is not None:
+            where = f" on rank {rank}" if world.size > 1 else ""
+            elsewhere = f"--resume {folder / runs.CHECKPOINTS}/step_… --output" if resume not in (None, AUTO) else "--output"
+            raise ValueError(
+                f"--output must be a folder that can be written to, got {folder}, and{where} {problem}; make room or allow "
+                f"writing there, or use {elsewhere} OTHER_FOLDER"
+            )
 
 
 def _trainer(config: TrainConfig, folder: Path, world: World, args: argparse.Namespace) -> Trainer:

@@ -1,6 +1,6 @@
 """A run's numbers for TensorBoard, in the folder `tensorboard` of the run: `tensorboard --logdir RUNS`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,16 @@ _NOT_DRAWN = ("step", "epoch", "pairs", "seconds")  # they only grow
 
 
 class TensorBoardLog:
-    """An observer that writes every training number and every evaluation. Needs the package tensorboard."""
+    """An observer that writes every training number and every evaluation. Needs the package tensorboard.
+
+    TensorBoard's writer is of no use any more once a disk was full. Where a checkpoint could be written after that, there is
+    room again: another writer begins with what the first one may not have written.
+    """
 
     def __init__(self) -> None:
         self._writer: Any = None
+        self._folder = Path()
+        self._numbers: list[tuple[str, float, int]] = []  # name, value, step; that are not surely on the disk
         if not self.available():
             extras.load("tensorboard", extra="train", purpose="A log for TensorBoard")
 
@@ -25,30 +31,56 @@ class TensorBoardLog:
 
     def start(self, run: Any) -> None:
         """The run begins, or continues: what was written of steps that are done again is not shown."""
-        tensorboard = extras.load("torch.utils.tensorboard", extra="train", purpose="A log for TensorBoard")
-        continued = run.first_step + 1 if run.first_step else None
-        self._writer = tensorboard.SummaryWriter(str(run.folder / FOLDER), purge_step=continued)
+        self._folder, self._numbers = run.folder / FOLDER, []
+        self._open(purge_step=run.first_step + 1 if run.first_step else None)
         config = run.folder / "config.toml"
         if config.is_file():
             self._writer.add_text("config", "".join(f"    {line}\n" for line in config.read_text("utf-8").splitlines()))
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step is done."""
-        for name, value in record.items():
-            if name not in _NOT_DRAWN and isinstance(value, int | float):
-                self._writer.add_scalar(f"training/{name}", value, record["step"])
+        self._add("training", {name: value for name, value in record.items() if name not in _NOT_DRAWN}, record["step"])
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """There is a new evaluation."""
-        for name, value in record["evaluation"].items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(f"evaluation/{name}", value, record["step"])
-        self._writer.flush()
+        self._add("evaluation", record["evaluation"], record["step"])
+        self._flush()
 
     def saved(self, path: Path) -> None:
         """A checkpoint is written; so is what was logged up to it."""
-        self._writer.flush()
+        self._flush()
 
     def finish(self, run: Any) -> None:
         """The run is over, or was stopped."""
+        self._flush()
         self._writer.close()
+
+    def _open(self, purge_step: int | None = None) -> None:
+        tensorboard = extras.load("torch.utils.tensorboard", extra="train", purpose="A log for TensorBoard")
+        self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=purge_step)
+
+    def _add(self, group: str, values: Mapping[str, Any], step: int) -> None:
+        found = [(f"{group}/{name}", value, step) for name, value in values.items() if isinstance(value, int | float)]
+        self._numbers += found
+        self._write(found)
+
+    def _write(self, numbers: Sequence[tuple[str, float, int]]) -> None:
+        if self._writer is None:
+            raise OSError("the log waits for the next checkpoint")
+        try:
+            for name, value, step in numbers:
+                self._writer.add_scalar(name, value, step)
+        except OSError:
+            self._writer = None
+            raise
+
+    def _flush(self) -> None:
+        if self._writer is None:
+            self._open(purge_step=self._numbers[0][-1] if self._numbers else None)
+            self._write(self._numbers)
+        try:
+            self._writer.flush()
+        except OSError:
+            self._writer = None
+            raise
+        self._numbers = []

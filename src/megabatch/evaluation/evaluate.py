@@ -44,10 +44,10 @@ def _share(dataset: Dataset, rank: int, size: int) -> tuple[list[int], list[int]
     if items is None:
         items = torch.arange(len(dataset))
     known, of_item = torch.unique(items, return_inverse=True)
+    if len(known) < size:  # on all ranks: one that goes on would wait for the others
+        raise ValueError(f"dataset must have at least one item for each of {size} ranks, got {len(known)}")
     begin, end = rank * len(known) // size, (rank + 1) * len(known) // size
     ours = ((of_item >= begin) & (of_item < end)).nonzero().flatten()
-    if not len(ours):
-        raise ValueError(f"dataset must have at least one item for each of {size} ranks, got {len(known)}")
     ours = ours[of_item[ours].argsort(stable=True)]
     owners = of_item[ours] - begin
     starts = torch.cat([torch.ones(1, dtype=torch.bool), owners[1:] != owners[:-1]]).nonzero().flatten()

@@ -26,12 +26,12 @@ def append(path: str | Path, result: Mapping[str, Any]) -> None:
 
 def read(path: str | Path) -> list[dict[str, Any]]:
     """All lines. A last one that was cut off while it was written is left out."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n")  # a string may hold what else ends a line
     found: list[dict[str, Any]] = []
     for number, line in enumerate(lines):
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            found.append(json.loads(line.decode()))
+        except ValueError as error:  # JSON's, or that of half a character
             if number < len(lines) - 1:
                 raise ValueError(f"{path}, line {number + 1}, must be a JSON object: {error}") from error
     return found

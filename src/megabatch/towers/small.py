@@ -64,11 +64,11 @@ class SmallImageTower(nn.Module):
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(3, config.channels[0], config.patch + 2, stride=config.patch, padding=1)]
+        layers: list[nn.Module] = [_Conv2d(3, config.channels[0], config.patch + 2, stride=config.patch, padding=1)]
         before = config.channels[0]
         for stage, channels in enumerate(config.channels):
             if stage:
-                layers += [_norm(before), nn.Conv2d(before, channels, 2, stride=2)]
+                layers += [_norm(before), _Conv2d(before, channels, 2, stride=2)]
             layers += [_Block(channels, config.expansion * channels) for _ in range(config.blocks)]
             before = channels
         self.features = nn.Sequential(*layers, _norm(before))
@@ -86,15 +86,28 @@ class _Block(nn.Module):
     def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
         self.inner = nn.Sequential(
-            nn.Conv2d(channels, channels, 5, padding=2, groups=channels),
+            _Conv2d(channels, channels, 5, padding=2, groups=channels),
             _norm(channels),
-            nn.Conv2d(channels, hidden, 1),
+            _Conv2d(channels, hidden, 1),
             nn.ReLU(),
-            nn.Conv2d(hidden, channels, 1),
+            _Conv2d(hidden, channels, 1),
         )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.inner(x)
+        return out
+
+
+class _Conv2d(nn.Conv2d):
+    """A convolution whose weight gets a gradient with the strides of the weight.
+
+    Of channels-last images it comes in channels-last order. PyTorch takes that for the weight's own order where they differ in
+    dimensions of length 1 alone, as in depthwise and 1×1 kernels; DDP does not, and warns. Through a flat view there
+    is one order.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self._conv_forward(x, self.weight.flatten().view_as(self.weight), self.bias)
         return out
 
 

@@ -1,16 +1,20 @@
 """Batch normalisation in towers that see a chunk at a time: said aloud once, and running statistics counted once.
 
 Statistics over a chunk are not those over the batch, and no second pass can change that. What can be avoided is that the second
-pass moves the running statistics again.
+pass moves the running statistics again, or a pass that only keeps ranks in step, and that ranks have statistics of their own.
 """
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from megabatch.training.world import World
 
 _warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -54,3 +58,43 @@ def running_statistics_kept(found: list[tuple[str, _BatchNorm]]) -> Iterator[Non
     finally:
         for layer in tracking:
             layer.track_running_stats = True
+
+
+@contextmanager
+def at_rest(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
+    """For a pass whose result is not used: the layers normalise by what they know, and one sample is enough for that.
+
+    Those that all ranks normalise in together take part, because the others wait for them.
+    """
+    resting = [layer for _, layer in found if layer.training and not isinstance(layer, nn.SyncBatchNorm)]
+    for layer in resting:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in resting:
+            layer.training = True
+
+
+def running_statistics(module: nn.Module) -> dict[str, Tensor]:
+    """The running means and variances of all its layers, by name; not copied."""
+    return {
+        f"{name}.{kind}" if name else kind: statistic
+        for name, layer in module.named_modules()
+        if isinstance(layer, _NormBase)
+        for kind in ("running_mean", "running_var")
+        if (statistic := getattr(layer, kind)) is not None
+    }
+
+
+@torch.no_grad()
+def averaged(statistics: Sequence[Tensor], world: World) -> None:
+    """The mean over ranks, in one message: after a step each has those of its own pairs, and a model is to have one."""
+    if world.group is None or not statistics:
+        return
+    flat = torch.cat([statistic.flatten() for statistic in statistics])
+    dist.all_reduce(flat, group=world.group)
+    flat /= world.size
+    means = torch.split(flat, [statistic.numel() for statistic in statistics])
+    for statistic, mean in zip(statistics, means, strict=True):
+        statistic.copy_(mean.view_as(statistic))

@@ -149,7 +149,7 @@ class _Step:
         if role.trains:
             role.states[i] = randomness.capture(role.devices, role.states.get(i - 1))
         held = self.reductions.held_back(role.index) if with_graph else nullcontext()
-        aside = nullcontext() if rows else randomness.untouched(role.devices)  # a placeholder draws nothing
+        aside = nullcontext() if rows else _aside(role)
         noticing = role.noticing() if i == 0 and len(role.shared) > 1 else nullcontext()
         with held, aside, noticing, self._graph(with_graph):
             if not with_graph:
@@ -228,7 +228,8 @@ class _Step:
                 self._encode_again(role, progress, differences)
             for index in self.reductions.left_over([role.index for role in learning if role.trains]):
                 role = self.roles[index]
-                with self.reductions.last_pass(index) as reducing, self._graph(True):
+                kept = batchnorm.running_statistics_kept(role.batch_norms)
+                with self.reductions.last_pass(index) as reducing, kept, _aside(role), self._graph(True):
                     placeholder = role.encode(role.source.placeholder(role.device), 0)
                     self._backpropagate(role, role.passes, placeholder, reducing)
         finally:
@@ -246,7 +247,7 @@ class _Step:
                 randomness.restore(role.states.pop(i))
                 around = self.reductions.last_pass(role.index) if last else self.reductions.held_back(role.index)
                 with around as reducing, batchnorm.running_statistics_kept(role.batch_norms):
-                    with self._graph(True):
+                    with nullcontext() if role.rows(i) else _aside(role), self._graph(True):
                         encoded = role.encode(inputs, role.rows(i))
                     if not any(part is not None and part.requires_grad for part in encoded):
                         role.trains = False  # a frozen tower that could not be told from others before
@@ -300,6 +301,13 @@ _NOTHING_TO_TRAIN = (
     "towers or loss_fn must have a parameter that requires a gradient, got none that the loss depends on: all towers are "
     "frozen, or run under torch.no_grad()"
 )
+
+
+@contextmanager
+def _aside(role: Role) -> Iterator[None]:
+    """For a placeholder, which leaves no trace: it draws nothing, and no statistics move."""
+    with randomness.untouched(role.devices), batchnorm.at_rest(role.batch_norms):
+        yield
 
 
 @contextmanager

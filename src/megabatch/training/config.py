@@ -66,11 +66,13 @@ class TrainConfig:
         return self.steps or max(1, round(self.epochs * batches_per_epoch))
 
 
-# What decides the course of a run: with another value a checkpoint would not be continued but misunderstood.
+# What decides the course of a run: with another value a checkpoint would not be continued but misunderstood. Options of the
+# data decide which samples there are and what they are, and so what the saved position in their order means.
 FIXED = (
     "batch_size",
     "seed",
     "data",
+    "data_options",
     "augment",
     "model",
     "model_options",
@@ -79,6 +81,23 @@ FIXED = (
     "loss",
     "optimizer.name",
     "ema",
+)
+# How long, how fast, where and with which memory a run goes on, and what is looked at on the way.
+FREE = (
+    "epochs",
+    "steps",
+    "optimizer",  # but its name
+    "schedule",
+    "chunk_size",
+    "memory",
+    "workers",
+    "device",
+    "precision",
+    "parallel",
+    "checkpoint",
+    "evaluate_every",
+    "validation",
+    "validation_options",
 )
 
 
@@ -103,13 +122,21 @@ def recipe(model: str, data: str) -> settings.Table:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Which of the settings that may not change have changed, each with both values."""
-    found = []
+    """Which of the settings that may not change have changed, each with both values, as `settings.table` has them."""
+    found: list[str] = []
     for key in FIXED:
-        old, new = _at(before, key), _at(now, key)
-        if old != new:
-            found.append(f"{key} was {old!r} and is {new!r}")
+        _compare(key, _at(before, key), _at(now, key), found)
     return found
+
+
+def _compare(key: str, old: Any, new: Any, found: list[str]) -> None:
+    """Tables entry by entry, so that the setting is named as a user writes it."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in dict.fromkeys((*old, *new)):
+            _compare(f"{key}.{name}", old.get(name), new.get(name), found)
+    elif old != new:
+        was, is_now = ("left out" if value is None else repr(value) for value in (old, new))
+        found.append(f"{key} was {was} and is {is_now}")
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:

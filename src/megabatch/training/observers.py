@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,10 +37,12 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Several as one. One that cannot write, because a disk is full, is named and does not end the run."""
+    """Several as one. One that cannot write, because a disk is full, is named once until it can, and does not end the run."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = list(observers)
+        # By the observer's id, the method that failed: that another one works says nothing, it may have nothing to write.
+        self._failed: dict[int, str] = {}
 
     def start(self, run: Run) -> None:
         """To all. One that cannot begin has nowhere to write to and is told nothing more."""
@@ -66,16 +69,30 @@ class Observers:
             self._told(observer, method, what)
 
     def _told(self, observer: Observer, method: str, what: Any) -> bool:
+        name = type(observer).__name__
         try:
             getattr(observer, method)(what)
         except OSError as error:
-            LOG.warning("%s could not write, and the run goes on: %s", type(observer).__name__, error)
+            if id(observer) not in self._failed:
+                LOG.warning("%s could not write, and the run goes on: %s", name, error)
+                self._failed[id(observer)] = method
+            elif method == "finish":
+                LOG.warning("%s could not write to the end: %s", name, error)
             return False
+        if self._failed.get(id(observer)) == method:
+            LOG.warning("%s writes again", name)
+            del self._failed[id(observer)]
         return True
 
 
 class MetricsFile:
-    """Writes `metrics.jsonl`. A run that continues takes away what came after the step it continues from."""
+    """Writes `metrics.jsonl`. A run that continues takes away what came after the step it continues from.
+
+    Lines that cannot be written, because a disk is full, wait until they can.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[dict[str, Any]] = deque()
 
     def start(self, run: Run) -> None:
         """Keeps the lines of steps that are not done again."""
@@ -86,14 +103,25 @@ class MetricsFile:
 
     def step(self, record: dict[str, Any]) -> None:
         """One line."""
-        results.append(self._path, record)
+        self._write(record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """One line."""
-        results.append(self._path, record)
+        self._write(record)
 
     def saved(self, path: Path) -> None:
         """Nothing: files speak for themselves."""
 
     def finish(self, run: Run) -> None:
-        """Nothing: every line has been written."""
+        """The lines that still wait; says how many there are if they cannot be written now either."""
+        try:
+            self._write()
+        except OSError as error:
+            lost = f"{error.strerror}; {len(self._waiting)} lines are missing at the end"
+            raise OSError(error.errno, lost, str(self._path)) from error
+
+    def _write(self, *records: dict[str, Any]) -> None:
+        self._waiting.extend(records)
+        while self._waiting:
+            results.append(self._path, self._waiting[0])
+            self._waiting.popleft()

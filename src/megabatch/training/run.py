@@ -1,5 +1,7 @@
 """A run's folder: where it is, what is in it, and what a command line says about it."""
 
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +9,7 @@ from megabatch import settings
 from megabatch.data import cache
 from megabatch.training.config import TrainConfig
 
+PROBE = 1 << 16  # bytes: more than settings and the first lines of metrics take
 CONFIG, COMMAND, CHECKPOINTS, LOCKED = "config.toml", "command.txt", "checkpoints", "locked"
 
 
@@ -32,6 +35,20 @@ class Run:
         cache.write(self.folder / CONFIG, lambda file: file.write(text.encode()))
         if self.command:
             cache.write(self.folder / COMMAND, lambda file: file.write(f"{self.command}\n".encode()))
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why a run could not write into its folder, which need not be there yet; None if it can. Leaves nothing behind."""
+    for wanted in (folder, folder / CHECKPOINTS):  # the second may be another user's
+        place = next(part for part in (wanted, *wanted.parents) if os.path.lexists(part))
+        try:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(bytes(PROBE))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return f"{place}: {error.strerror or error}"
+    return None
 
 
 def unused(parent: Path, name: str) -> Path:

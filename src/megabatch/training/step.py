@@ -13,7 +13,7 @@ from torch import nn
 from megabatch.data.dataset import Dataset
 from megabatch.data.order import Batch
 from megabatch.towers.tower import Pair
-from megabatch.training import gradients, randomness
+from megabatch.training import batchnorm, gradients, randomness
 from megabatch.training.cached import cached_backward
 from megabatch.training.config import TrainConfig
 from megabatch.training.fit import Fit, ran_out
@@ -63,6 +63,11 @@ class Step:
     fit: Fit
     workers: int | Executor = 0
 
+    def __post_init__(self) -> None:
+        """Looks for what ranks share besides gradients."""
+        found = [batchnorm.running_statistics(tower.module) for tower in self.pair.towers]
+        self._statistics = list({id(value): value for side in found for value in side.values()}.values())
+
     def __call__(self, batch: Batch, rate: float) -> Outcome:
         """The step for this rank's part of a batch."""
         for group in self.optimizer.param_groups:
@@ -90,6 +95,7 @@ class Step:
                 scaler=self.scaler,
             )
         gradients.averaged(self.objective.parameters(), self.world)
+        batchnorm.averaged(self._statistics, self.world)
         return self.world.reduced([share.item()])[0] / self.world.size, loss_fn.pairs
 
     def _source(self, indices: list[int], side: int, epoch: int) -> Any:
@@ -107,6 +113,7 @@ class Step:
         """Once more with half the memory, until it fits; for a process alone, whose state nobody else waits for."""
         while True:
             states = randomness.capture([self.world.device])
+            statistics = [statistic.clone() for statistic in self._statistics]
             try:
                 return work()
             except (RuntimeError, MemoryError) as error:
@@ -120,6 +127,8 @@ class Step:
             # Outside of the handler, whose traceback holds what has to be freed.
             self.optimizer.zero_grad()
             randomness.restore(states)
+            for statistic, before in zip(self._statistics, statistics, strict=True):
+                statistic.copy_(before)  # the chunks that did fit have moved it
             self.fit = self.fit.halved()
             LOG.warning("memory ran out; the step is done again with chunks of %s samples", self.fit.chunk_sizes)
             if self.world.device.type == "cuda":

@@ -24,7 +24,7 @@ from megabatch.evaluation import evaluate
 from megabatch.towers.tower import Pair
 from megabatch.training import locked, optim, parallel, precision, randomness, schedule
 from megabatch.training.checkpoint import CheckpointError, Checkpoints, contents
-from megabatch.training.config import TrainConfig, differences
+from megabatch.training.config import FREE, TrainConfig, differences
 from megabatch.training.ema import Average
 from megabatch.training.fit import Fit, what_fits
 from megabatch.training.memory import peak_bytes
@@ -85,6 +85,7 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep, self.world)
         self._observers = Observers(observers if self.world.rank == 0 else ())
         self._unreadable = Unreadable(dataset)
+        self._save_failed = False  # the last time
         self._rate = optim.scaled_rate(config.optimizer, config.batch_size)
         self._build()
 
@@ -103,8 +104,7 @@ class Trainer:
         groups = optim.parameter_groups(self._modules, self.objective, config.optimizer.weight_decay)
         self.optimizer = optim.build(config.optimizer, groups)
         named = dict(zip(locked.SIDES, self._modules, strict=False)) | {"loss": self.objective}
-        parameters = {f"{name}.{key}": p for name, module in named.items() for key, p in module.named_parameters()}
-        self.average = Average(parameters, config.ema) if config.ema else None
+        self.average = Average(named, config.ema) if config.ema else None
         self._scaler = precision.scaler(config.precision, self.world.device)
         sharded = self.world.size > 1 and config.parallel == parallel.FSDP
         self._state = State(named, self.optimizer, self.average, self._scaler, self.world, sharded=sharded)
@@ -132,18 +132,27 @@ class Trainer:
         if about["samples"] != len(self.dataset):
             changed.append(f"the data had {about['samples']} samples and has {len(self.dataset)}")
         if changed:
-            raise ValueError(f"a run can only continue with what it began with, but in {path} {'; '.join(changed)}")
+            raise ValueError(
+                f"a run can only continue with what it began with, but in {path} {'; '.join(changed)}. "
+                f"What may change: {', '.join(FREE)}"
+            )
         same_generators = self._state.read(path)
         if not same_generators and self.world.rank == 0:
             LOG.warning("%s is of %d ranks; dropout and the like draw new numbers", path, about["world_size"])
         if not same_generators:
             self._seed(about["step"])
         self.step, self.pairs, self.seconds = about["step"], about["pairs"], about["seconds"]
-        if about["world_size"] == self.world.size:
+        if self._fits_as_before(about):
             self._fit = Fit(tuple(about["chunk_sizes"]), about["graph_bytes"])
-        if path.parent == self.checkpoints.folder:
+        if path.resolve().parent == self.checkpoints.folder.resolve():
             self.checkpoints.set_aside_after(self.step)
         return True
+
+    def _fits_as_before(self, about: dict[str, Any]) -> bool:
+        """Whether what was found for a checkpoint's run is what this one would look for."""
+        before, now = about["config"], settings.table(self.config)
+        same_place = (about["world_size"], about.get("device")) == (self.world.size, self.world.device.type)
+        return same_place and all(before[name] == now[name] for name in ("chunk_size", "memory"))
 
     # To the end
 
@@ -178,8 +187,6 @@ class Trainer:
             modules = [tower.module for tower in self.pair.towers]
             with precision.autocast(self.config.precision, self.world.device):
                 self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
-        elif isinstance(self.config.chunk_size, int):
-            self._fit = dataclasses.replace(self._fit, chunk_sizes=(self.config.chunk_size,) * 2)
         return Step(
             self.config,
             self.pair,
@@ -264,7 +271,7 @@ class Trainer:
     # To disk
 
     def _save(self, *, must: bool) -> None:
-        """A checkpoint. One on the way that cannot be written is not the end: the next may."""
+        """A checkpoint. One on the way that cannot be written is not the end, and said once: the next may."""
         assert self._fit is not None
         about = {
             "step": self.step,
@@ -272,6 +279,7 @@ class Trainer:
             "seconds": self.seconds,
             "samples": len(self.dataset),
             "world_size": self.world.size,
+            "device": self.world.device.type,
             "chunk_sizes": list(self._fit.chunk_sizes),
             "graph_bytes": self._fit.graph_bytes,
             "config": settings.table(self.config),
@@ -281,9 +289,13 @@ class Trainer:
         except CheckpointError as error:
             if must:
                 raise
-            if self.world.rank == 0:
+            if self.world.rank == 0 and not self._save_failed:
                 LOG.warning("%s; training goes on, and the checkpoints before are as they were", error)
+            self._save_failed = True
             return
+        if self.world.rank == 0 and self._save_failed:
+            LOG.warning("checkpoints are written again: %s", path)
+        self._save_failed = False
         self._observers.saved(path)
 
     def _save_model(self) -> None:
