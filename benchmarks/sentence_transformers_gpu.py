@@ -110,7 +110,7 @@ class Bench:
         self.record["results"].extend(results.values())
 
     def one(self, name: str, step: Any, s: Setting, result: dict[str, Any]) -> None:
-        """One step, and its peak beyond the weights and their gradients."""
+        """A step after one that is not timed, and its peak beyond the weights and their gradients."""
         clear(self.model, self.device)
         for p in self.model.parameters():
             p.grad = torch.zeros_like(p)  # as in every step but the first
@@ -124,6 +124,7 @@ class Bench:
             return time.perf_counter() - begun
 
         try:
+            step(s)  # asks the device for memory, which later steps have
             seconds, result["peak_bytes"] = peak_memory(work, self.device)
             result["times"].append(seconds)
             self.record.say(

@@ -46,7 +46,8 @@ def _about(record: dict[str, Any]) -> str:
     return (
         f"Chunks of {record['chunk']} texts of {record['tokens']} tokens, for all systems. × sentence-transformers: pairs a "
         "second in units of theirs. Peak: beyond weights and gradients. Gradient error: against a plain step in float32 on a "
-        "small batch, by length. Losses differ by dropout, which draws other numbers in every step."
+        "small batch, by length. Losses of one batch differ by dropout, in the fourth digit, and theirs by similarities and "
+        "logits that autocast rounds to bfloat16."
     )
 
 

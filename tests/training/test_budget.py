@@ -68,7 +68,7 @@ def test_a_share_of_the_free_memory(monkeypatch):
     wanted = plain(loss, pairs, (image, text, loss))
     parameters = sum(p.numel() * 8 for p in image.parameters())
     embeddings = budgets.COPIES_OF_EMBEDDINGS * 2 * N * 4 * 8
-    monkeypatch.setattr(budgets, "free_memory", lambda device: parameters + embeddings + 2 * CHUNK + 4 * CHUNK)
+    monkeypatch.setattr(budgets, "free_memory", lambda device: parameters + embeddings + CHUNK + 4 * CHUNK)
     for share, once in ((1.0, 4), (0.6, 2), (0.01, 0), ("auto", 3)):
         image.passes = 0
         assert_same(cached(loss, pairs, (image, text, loss), chunk_size=3, budget=share), wanted)

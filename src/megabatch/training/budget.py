@@ -65,8 +65,9 @@ class Keeper:
         """
         self._heaviest = max(self._heaviest, graph_bytes)
         if self._limit is None:
-            # Beside all that is kept, one chunk is at work: its activations, and their gradients.
-            free = self._free - other_bytes - 2 * graph_bytes
+            # Beside all that is kept, a chunk is at work on its way there, or one that is kept has gradients on its way back.
+            # Chunks that are encoded again come when nothing is kept any more.
+            free = self._free - other_bytes - graph_bytes
             self._limit = max(0.0, float(self._budget) * free) if self._is_share() else float(self._budget)
         fits = self._used + graph_bytes <= self._limit
         if self._tried == 0 and self._agree is not None:
