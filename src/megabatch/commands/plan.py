@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     names = ", ".join(gpu.name for gpu in gpus.CATALOGUE)
     add = parser.add_argument
-    add("--model", required=True, help=f"small, open_clip:MODEL, hf:NAME, hf-config:FOLDER, or {STAND_IN}")
+    add("--model", required=True, help=f"small, open_clip:MODEL, hf:NAME, hf:IMAGES+TEXTS, hf-config:FOLDER, or {STAND_IN}")
     add("--gpus", required=True, metavar="8xNAME", help=f"of a node: {names}; or memory and dense rate, 8x80GB@312TFLOPS")
     add("--nodes", type=whole, default=1, metavar="N", help="of so many GPUs each (1)")
     add(

@@ -134,13 +134,14 @@ class Plan:
     @cached_property
     def states(self) -> Memory:
         """What is there between steps, and the gradients."""
-        whole, ranks, sharding = self.model.parameters * FLOAT, self.setup.ranks, self.setup.sharding
-        optimizer = whole * OPTIMIZERS[self.setup.optimizer] / (ranks if sharding != "none" else 1)
+        whole, trained = self.model.parameters * FLOAT, self.model.trained * FLOAT
+        ranks, sharding = self.setup.ranks, self.setup.sharding
+        optimizer = trained * OPTIMIZERS[self.setup.optimizer] / (ranks if sharding != "none" else 1)
         if sharding == "fsdp":
             # One layer's weights are whole at a time, and the next is on its way; gradients stay whole until the last chunk.
-            return Memory(whole / ranks + 2 * self.largest_layer * FLOAT, whole, optimizer, 0, 0, 0, 0, 0)
-        buckets = whole if ranks > 1 else 0  # DDP's
-        return Memory(whole, whole + buckets, optimizer, 0, 0, 0, 0, 0)
+            return Memory(whole / ranks + 2 * self.largest_layer * FLOAT, trained, optimizer, 0, 0, 0, 0, 0)
+        buckets = trained if ranks > 1 else 0  # DDP's
+        return Memory(whole, trained + buckets, optimizer, 0, 0, 0, 0, 0)
 
     @cached_property
     def largest_layer(self) -> int:
@@ -252,23 +253,22 @@ class Plan:
         cluster = self.setup.cluster
         if system == MEGABATCH:
             return exchange.waiting_for_columns(cluster, shape.rows, shape.width, 2 if self.setup.half else FLOAT).seconds
-        if (
-            system == INF_CL
-        ):  # two rings, each with the columns and their gradient in float32, behind work that takes far longer
-            return 0.0
+        if system == INF_CL:
+            return 0.0  # two rings, each with the columns and their gradient in float32, behind work that takes far longer
         # Embeddings of both towers gathered, their gradients scattered back.
         return exchange.averaging_seconds(cluster, 2 * shape.batch * shape.width * FLOAT)
 
     def _gradients(self, rows: int, forward: float, backward: float, cached: bool) -> float:
         chunk = min(self.chunk, rows) if cached else rows
         chunks = -(-rows // chunk)
-        averaging = exchange.averaging_seconds(self.setup.cluster, self.model.parameters * FLOAT)
+        averaging = exchange.averaging_seconds(self.setup.cluster, self.model.trained * FLOAT)
         hidden_by = backward / chunks  # the last chunk's backward pass
         exposed = max(0.0, averaging - hidden_by)
         if self.setup.sharding == "fsdp":
             # Weights are gathered for each chunk in forward, in forward again and in backward: half an averaging each.
+            gathering = exchange.averaging_seconds(self.setup.cluster, self.model.parameters * FLOAT) / 2
             passes, work = (3, 2 * forward + backward) if cached else (2, forward + backward)
-            exposed += max(0.0, passes * chunks * averaging / 2 - work)
+            exposed += max(0.0, passes * chunks * gathering - work)
         return exposed
 
 
