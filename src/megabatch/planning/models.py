@@ -1,7 +1,7 @@
 """Towers by name, without weights: what a plan needs to know of a model is its shape.
 
-The names are those of `towers.load`, and nothing is allocated or downloaded: for "hf:NAME" a config.json is read that is on this
-machine. Where all that is known is a number of parameters, a transformer of that size stands in for the tower.
+The names are those of `towers.load`, and nothing is allocated or downloaded: for "hf:NAME" a config.json is read that is on
+this machine. Where all that is known is a number of parameters, a transformer of that size stands in for the tower.
 """
 
 import logging
