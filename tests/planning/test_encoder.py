@@ -98,6 +98,12 @@ def test_parameter_counts():
     assert [side.inputs(2)["tokens"].shape for side in model.sides] == [(2, 16, 256), (2, 8, 256)]
 
 
+def test_any_width_can_be_shared_out_among_heads():
+    for width, heads in ((200, 2), (768, 12), (67, 1), (10, 1)):
+        block = models.model(f"1M:4x{width}").sides[0].module.blocks[0]
+        assert block.attention.num_heads == heads
+
+
 def test_a_config_of_transformers(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, '
@@ -191,6 +197,8 @@ def test_an_encoder_of_both_is_none_of_texts(tmp_path):
         ("open_clip:ViT-B-33", "model must be one that open_clip knows, such as .*, got 'ViT-B-33'"),
         ("12M", "model must be PARAMETERS:TOKENSxWIDTH for each tower, .* got '12M'"),
         ("12M:3x4,5M:3x4,6M:3x4", "model must be PARAMETERS:TOKENSxWIDTH"),
+        ("12M:0x128", "model must be PARAMETERS:TOKENSxWIDTH"),
+        ("12M:16x0", "model must be PARAMETERS:TOKENSxWIDTH"),
         ("hf-config:/no/such/folder", "model must be a folder with a config.json, got '/no/such/folder'"),
     ],
 )

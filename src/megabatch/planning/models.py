@@ -175,7 +175,7 @@ class StandIn(nn.Module):
         layers = max(1, round(parameters / (12 * width**2)))
         if layers > MOST_LAYERS:
             raise ValueError(f"{parameters} parameters would be {layers} layers of width {width}")
-        heads = max(1, width // 64)
+        heads = next(heads for heads in range(max(1, width // 64), 0, -1) if width % heads == 0)
         self.position = nn.Parameter(torch.empty(tokens, width))
         self.blocks = nn.ModuleList([_Layer(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
@@ -215,6 +215,8 @@ def _stand_ins(spec: str) -> tuple[Side, Side]:
 def _stand_in(text: str, name: str) -> Side:
     count, _, shape = text.partition(":")
     tokens, width = map(int, shape.split("x"))
+    if tokens < 1 or width < 1:
+        raise ValueError(f"tokens and width must be 1 or more, got {shape!r}")
     module = StandIn(number(count), tokens, width)
     return Side(name, module, lambda n: {"tokens": torch.zeros(n, tokens, width)})
 
