@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -24,6 +26,7 @@ def record():
         "command": "megabatch bench",
         "machine": machine.describe(),
         "device": "cpu",
+        "others": 0.02,
         "dtype": "float32",
         "width": 64,
         "losses": [
@@ -79,6 +82,33 @@ def test_a_part_that_was_not_run_is_not_spoken_of(part):
     whole, without = record(), record() | {other: [] for other in bench.PARTS if other != part}
     assert verdict(without) == [verdict(whole)[bench.PARTS.index(part)]]
     assert len(tables(without)) == 1
+
+
+def test_a_machine_that_others_use():
+    quiet = verdict(record())
+    assert verdict(record() | {"others": 0.42}) == [
+        *quiet,
+        "Other programs used 42% of the cores meanwhile: memory and errors hold, times do not.",
+    ]
+    assert verdict(record() | {"others": None}) == quiet
+    assert verdict(record() | {"others": 0.42, "device": "cuda"}) == quiet
+
+
+def test_what_others_use(monkeypatch):
+    moments = iter([(100.0, 40.0, 5.0), (300.0, 140.0, 55.0), None])
+    monkeypatch.setattr(machine, "_processor_seconds", lambda: next(moments))
+    others = machine.Others()
+    assert others.share() == pytest.approx((100 - 50) / 200)
+    assert others.share() is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux says")
+def test_the_work_of_this_program_and_its_children_is_its_own():
+    before = machine._processor_seconds()
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    possible, used, own = (after - earlier for earlier, after in zip(before, machine._processor_seconds(), strict=True))
+    assert own > 0
+    assert 0 <= used <= possible
 
 
 def test_nothing_to_compare_with():

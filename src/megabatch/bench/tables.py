@@ -10,6 +10,7 @@ from megabatch.bench.losses import FAILED, LATE, MEMORY, MISSING, OK, WRONG
 
 MIB = 2**20
 OURS = (MEGABATCH, TILES, *CACHED)
+BUSY = 0.1  # of the cores, used by others: times are further off than the differences they are to show
 SHORT = {MEMORY: "no memory", LATE: "no time"}  # a table of 80 columns has no room for more
 
 
@@ -35,9 +36,13 @@ def tables(record: dict[str, Any]) -> list[Table]:
 
 
 def verdict(record: dict[str, Any]) -> list[str]:
-    """What was measured, a sentence for each part that was run."""
+    """What was measured, a sentence for each part that was run; and whether it was alone on the machine."""
     about = {"losses": _of_losses, "levels": _of_levels, "steps": _of_steps}
-    return [sentence(record) for part, sentence in about.items() if record[part]]
+    said = [sentence(record) for part, sentence in about.items() if record[part]]
+    others = record["others"] or 0.0
+    if record["device"] == "cpu" and others > BUSY:
+        said.append(f"Other programs used {others:.0%} of the cores meanwhile: memory and errors hold, times do not.")
+    return said
 
 
 def kind(cells: list[str]) -> str:

@@ -74,6 +74,7 @@ def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> dict[str,
     record |= {"dtype": "bfloat16" if device == "cuda" else "float32", "width": sizes.width}
     record |= {"losses": [], "products": [], "levels": [], "steps": []}
     work: dict[str, Callable[..., dict[str, Any]]] = {"losses": parts.losses, "levels": parts.levels, "steps": parts.steps}
+    others = machine.Others()
     shown = (TextColumn("{task.description}"), BarColumn(bar_width=None), TimeElapsedColumn())
     with Progress(*shown) as progress:
         task = progress.add_task("", total=len(args.parts))
@@ -85,7 +86,7 @@ def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> dict[str,
             say("starting", 0.0)
             record |= work[name](sizes, device, say)
         progress.update(task, description="done", completed=len(args.parts))
-    return record
+    return record | {"others": others.share()}
 
 
 def _said(args: argparse.Namespace) -> str:
