@@ -1,8 +1,8 @@
 """GPUs: what their vendors say of them, and what is assumed beyond that.
 
-Every figure in `CATALOGUE` is printed in the document that `source` names, for dense matrices; where a vendor prints the rate
-with 2:4 sparsity, it is halved. What is not a vendor's figure has a name of its own below, and is an assumption or a
-measurement.
+Every figure in `CATALOGUE` is printed in the document that `source` names, for dense matrices and one way of a link; where a
+vendor prints the rate with 2:4 sparsity, or both ways of a link together, it is halved. What is not a vendor's
+figure has a name of its own below, and is an assumption or a measurement.
 """
 
 import re
