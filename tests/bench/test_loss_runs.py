@@ -57,7 +57,20 @@ def test_a_wrong_result_has_no_speed(monkeypatch, wrong):
 def test_a_dense_loss_that_cannot_fit_is_not_tried():
     by, _ = measured(memory=16 * 100**2)
     assert [by[DENSE, batch].status for batch in (96, 200)] == [OK, MEMORY]
-    assert [by[MEGABATCH, batch].status for batch in (96, 200)] == [OK, OK]
+    assert [by[name, batch].status for name in (MEGABATCH, CHUNKS) for batch in (96, 200)] == [OK] * 4
+
+
+def test_gradients_of_the_last_system_are_gone_before_memory_is_measured(monkeypatch):
+    left = []
+
+    def peak_memory(work, device):
+        inputs = dict(zip(work.__code__.co_freevars, work.__closure__, strict=True))["inputs"].cell_contents
+        left.append([tensor.grad is not None for tensor in inputs])
+        return work(), 0
+
+    monkeypatch.setattr(losses, "peak_memory", peak_memory)
+    measured([96])
+    assert left == [[False] * 3] * 3
 
 
 def test_when_time_is_over():

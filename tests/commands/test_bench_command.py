@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
 
 from megabatch.bench import machine, parts
-from megabatch.bench.tables import tables, verdict
+from megabatch.bench.tables import kind, tables, verdict
 from megabatch.commands import bench
 
 
@@ -24,6 +26,7 @@ def record():
         "command": "megabatch bench",
         "machine": machine.describe(),
         "device": "cpu",
+        "others": 0.02,
         "dtype": "float32",
         "width": 64,
         "losses": [
@@ -64,12 +67,86 @@ def test_tables_give_errors_and_no_speed_to_wrong_results():
         assert {len(row) for row in table.rows} == {len(table.headings)}
 
 
-def test_one_sentence():
-    assert verdict(record()).startswith(
-        "At 512 pairs megabatch takes 0.2 s and 1 MiB; the fastest other, open_clip, 1.50 times as"
+def test_a_sentence_for_each_part():
+    of_losses, of_levels, of_steps = verdict(record())
+    assert of_losses == (
+        "Loss: at 512 pairs megabatch takes 0.2 s and 1 MiB; the fastest other, open_clip, 1.50 times as long, the leanest, "
+        "open_clip, 5.0 times as much."
     )
-    alone = record() | {"losses": [loss("megabatch", 512)]}
-    assert verdict(alone) == "No other loss could be compared."
+    assert of_levels == "Levels: at 512 pairs on 2 ranks megabatch takes 1 MiB of a rank, with all logits 9.0 times that."
+    assert of_steps == "Step: at 64 pairs a cached step takes 1 MiB and 0.7 s, a plain one 4 MiB and 0.5 s."
+
+
+@pytest.mark.parametrize("part", bench.PARTS)
+def test_a_part_that_was_not_run_is_not_spoken_of(part):
+    whole, without = record(), record() | {other: [] for other in bench.PARTS if other != part}
+    assert verdict(without) == [verdict(whole)[bench.PARTS.index(part)]]
+    assert len(tables(without)) == 1
+
+
+def test_a_machine_that_others_use():
+    quiet = verdict(record())
+    assert verdict(record() | {"others": 0.42}) == [
+        *quiet,
+        "Other programs used 42% of the cores meanwhile: memory and errors hold, times do not.",
+    ]
+    assert verdict(record() | {"others": None}) == quiet
+    assert verdict(record() | {"others": 0.42, "device": "cuda"}) == quiet
+
+
+def test_what_others_use(monkeypatch):
+    moments = iter([(100.0, 40.0, 5.0), (300.0, 140.0, 55.0), None])
+    monkeypatch.setattr(machine, "_processor_seconds", lambda: next(moments))
+    others = machine.Others()
+    assert others.share() == pytest.approx((100 - 50) / 200)
+    assert others.share() is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux says")
+def test_the_work_of_this_program_and_its_children_is_its_own():
+    before = machine._processor_seconds()
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    possible, used, own = (after - earlier for earlier, after in zip(before, machine._processor_seconds(), strict=True))
+    assert own > 0
+    assert 0 <= used <= possible
+
+
+def test_nothing_to_compare_with():
+    alone = record() | {"losses": [loss("megabatch", 512)], "levels": [], "steps": record()["steps"][1:]}
+    assert verdict(alone) == [
+        "Loss: at 512 pairs megabatch takes 0.2 s and 1 MiB; there was no other right loss to compare it with.",
+        "Step: at 64 pairs a cached step takes 1 MiB and 0.7 s; a plain one could not be measured.",
+    ]
+
+
+def nothing_right():
+    made = record()
+    losses = [loss("megabatch", 512, "WRONG"), loss("open_clip", 512)]
+    for row in made["steps"]:
+        row |= {"status": "WRONG", "seconds": None, "peak": None}
+    for row in made["levels"]:
+        row |= {"status": "failed: rank 1: Traceback\n  in line 3\nOSError: no [port] left", "seconds": None, "peak": None}
+    return made | {"losses": losses}
+
+
+def test_when_ours_is_not_right(tmp_path, capsys):
+    made = nothing_right()
+    assert verdict(made) == [
+        "There is no loss of megabatch's to compare: WRONG.",
+        "There is no ring of megabatch's to compare: failed.",
+        "There is no cached step to compare: WRONG.",
+    ]
+    bench._show(made)
+    assert "Failed, because: OSError: no [port] left" in " ".join(capsys.readouterr().out.split())
+    assert bench._write(made, tmp_path)[-1] == "4 plots as PNG and SVG"
+    made["losses"] = made["losses"][:1]
+    assert bench._write(made, tmp_path)[-1] == "0 plots as PNG and SVG"
+
+
+def test_rows_of_ours_and_wrong_ones_stand_out():
+    kinds = {cells[1 if len(cells) > 5 else 0]: kind(cells) for table in tables(record()) for cells in table.rows}
+    assert [name for name, what in kinds.items() if what == "ours"] == ["megabatch", "ring, tiles", "cached, budget 0"]
+    assert [name for name, what in kinds.items() if what == "wrong"] == ["checkpoint", "accum-freq"]
 
 
 class Links(HTMLParser):
@@ -106,9 +183,17 @@ def test_files(tmp_path, capsys):
 
 def test_the_exit_status_says_whether_ours_is_right():
     assert bench._ours_is_right(record())
-    wrong = record()
-    wrong["losses"][0]["status"] = "WRONG"
-    assert not bench._ours_is_right(wrong)
+    for part, row, status, right in (
+        ("losses", 0, "WRONG", False),
+        ("losses", 0, "no time left", True),
+        ("losses", 4, "out of memory", True),
+        ("losses", 1, "WRONG", True),  # somebody else's
+        ("levels", 1, "failed: rank 0", False),
+        ("steps", 1, "WRONG", False),
+    ):
+        changed = record()
+        changed[part][row]["status"] = status
+        assert bench._ours_is_right(changed) == right, (part, row, status)
 
 
 def run(*words):
@@ -133,7 +218,8 @@ def test_levels_over_ranks():
     found = parts.levels(sizes, "cpu", lambda text, share: None)
     assert [r["status"] for r in found["levels"]] == ["ok"] * 4
     peaks = [r["peak"] for r in found["levels"]]
-    assert peaks[0] > peaks[1] > max(peaks[2:])
+    assert peaks == sorted(peaks, reverse=True)  # each level takes something away
+    assert peaks[2] > 1.5 * peaks[3]  # tiles, too, which a block no larger than one would not show
 
 
 def test_missing_packages_are_named(monkeypatch, capsys):

@@ -45,6 +45,9 @@ def test_a_mistake_is_explained(capsys, words, message):
         (("--batch", "none"), "must be a number of 1 or more, such as 32768 or 1M, got 'none'"),
         (("--nodes", "0"), "must be a whole number of 1 or more, got '0'"),
         (("--loss-efficiency", "1.5"), "must be a number above 0 and at most 1, got '1.5'"),
+        (("--inside", "0"), "must be a number above 0, got '0'"),
+        (("--between", "fast"), "must be a number above 0, got 'fast'"),
+        (("--host-memory", "nan"), "must be a number above 0, got 'nan'"),
         (("--loss-efficiency", "half"), "must be a number above 0 and at most 1, got 'half'"),
     ],
 )
@@ -52,6 +55,22 @@ def test_a_wrong_number_is_explained(capsys, words, message):
     with pytest.raises(SystemExit):
         run("--model", "small", "--gpus", "H200", *words)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "pairs"), [("1M", 2**20), ("1.5M", 3 * 2**19), ("0.5k", 512), ("1,024k", 2**20), ("32768", 32768)]
+)
+def test_a_batch(text, pairs):
+    assert plan._count(text) == pairs
+
+
+def test_a_gpu_with_a_link_to_each_other_and_one_with_codes_in_its_memory(tmp_path, capsys):
+    assert run("--model", "small", "--gpus", "8xMI300X") == 0
+    assert "80% of 448 GB/s inside a node, 64 to one GPU, and of 50 GB/s for each GPU between nodes" in capsys.readouterr().out
+    assert run("--model", "small", "--gpus", "8xMI300X", "--inside", "300") == 0
+    assert "80% of 300 GB/s inside a node, and" in capsys.readouterr().out
+    assert run("--model", "small", "--gpus", "L40S") == 0
+    assert "94% of the memory that error correction leaves usable" in capsys.readouterr().out
 
 
 def test_links_and_rates_are_taken(tmp_path):

@@ -205,7 +205,7 @@ def test_a_wrong_command_is_found():
 
 
 def test_other_languages():
-    """Slurm's is a script that bash can read, Kubernetes' is YAML."""
+    """Slurm's is a script that bash can read, Kubernetes' is YAML, text is what a command prints."""
     seen = set()
     for path in code_blocks.FILES:
         for block in code_blocks.blocks(path):
@@ -215,4 +215,4 @@ def test_other_languages():
             if block.language == "yaml":
                 kinds = [document["kind"] for document in pytest.importorskip("yaml").safe_load_all(block.code)]
                 assert kinds == ["Service", "Job"]
-    assert seen == {"", "python", "bash", "yaml"}
+    assert seen == {"", "python", "bash", "yaml", "text"}

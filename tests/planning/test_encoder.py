@@ -1,11 +1,13 @@
 """What a tower takes: by hand, and as published for a model that everybody knows."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megabatch.planning import encoder, models
+from megabatch.planning import encoder, gpus, models, step
 from megabatch.planning.meter import nowhere, without_data
 from megabatch.planning.models import Side
 
@@ -96,6 +98,12 @@ def test_parameter_counts():
     assert [side.inputs(2)["tokens"].shape for side in model.sides] == [(2, 16, 256), (2, 8, 256)]
 
 
+def test_any_width_can_be_shared_out_among_heads():
+    for width, heads in ((200, 2), (768, 12), (67, 1), (10, 1)):
+        block = models.model(f"1M:4x{width}").sides[0].module.blocks[0]
+        assert block.attention.num_heads == heads
+
+
 def test_a_config_of_transformers(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, '
@@ -110,6 +118,78 @@ def test_a_config_of_transformers(tmp_path):
     assert found.forward_operations == 2 * layer + 2 * 64 * 64  # and the pooler
 
 
+@pytest.fixture
+def configs(tmp_path):
+    """Two folders with a config.json: an encoder of images, and one of texts, both with a pooler that nothing uses."""
+    pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    made = {
+        "images": shape | {"model_type": "vit", "image_size": 48, "patch_size": 16},
+        "texts": shape | {"model_type": "bert", "vocab_size": 500, "max_position_embeddings": 22},
+    }
+    for name, config in made.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return f"{tmp_path}/images+{tmp_path}/texts"
+
+
+@pytest.mark.parametrize("family", ["hf", "hf-config"])
+def test_two_encoders_of_transformers(configs, family):
+    model = models.model(f"{family}:{configs}")
+    assert not model.is_one_tower
+    image, text = (encoder.measure(side, 4, torch.bfloat16) for side in model.sides)
+    assert (image.name, text.name) == ("image", "text")
+    assert (image.width, text.width) == (512, 512)  # a linear layer brings both to CLIP's
+    assert (image.input_bytes, text.input_bytes) == (4 * 3 * 48**2, 2 * 8 * 20)
+    layers = 2 * 2 * (4 * 32 * 32 + 2 * 32 * 64)  # two of them, for each of ten places
+    attention = 2 * 2 * (2 * 10 * 10 * 32)
+    patches, pooler, head = 2 * 9 * 3 * 16**2 * 32, 2 * 32 * 32, 2 * 32 * 512
+    assert image.forward_operations == 10 * layers + attention + patches + pooler + head
+
+
+def test_two_encoders_are_trained_as_train_has_them(configs):
+    from megabatch import towers
+
+    model, loaded = models.model(f"hf:{configs}"), towers.load(f"hf-config:{configs}")
+    parameters = [p for tower in loaded.towers for p in tower.module.parameters()]
+    assert model.parameters == sum(p.numel() for p in parameters)
+    assert model.trained == sum(p.numel() for p in parameters if p.requires_grad)
+    assert model.parameters - model.trained == 2 * (32 * 32 + 32)  # the poolers
+    states = step.make(model, step.Setup(gpus.find("H200"), 1), chunk=2).states
+    assert (states.weights, states.gradients, states.optimizer) == (
+        4 * model.parameters,
+        4 * model.trained,
+        8 * model.trained,
+    )
+
+
+def test_image_size_and_length_of_two_encoders(configs):
+    model = models.model(f"hf:{configs}", image_size=64, length=7)
+    image, text = (side.inputs(2) for side in model.sides)
+    assert (image["pixel_values"].shape, text["input_ids"].shape) == ((2, 3, 64, 64), (2, 7))
+    assert encoder.measure(model.sides[0], 4, None).input_bytes == 4 * 3 * 64**2
+    with pytest.raises(ValueError, match=r"length must be at most 22 tokens for 'hf:.*', got 23"):
+        models.model(f"hf:{configs}", length=23)
+
+
+def test_two_encoders_that_are_none(configs):
+    images, texts = configs.split("+")
+    with pytest.raises(ValueError, match=r"model must have an encoder of images in this place .* got BertModel"):
+        models.model(f"hf:{texts}+{images}")
+    with pytest.raises(ValueError, match=r'model must be one name, or two with "\+" between them'):
+        models.model(f"hf:{images}+")
+    # As `towers.load` says it, and without asking anybody.
+    with pytest.raises(ValueError, match="model must be a name on the Hugging Face hub that can be reached, or a folder, got"):
+        models.model(f"hf:{images}+no-such-folder/no-such-name")
+
+
+def test_an_encoder_of_both_is_none_of_texts(tmp_path):
+    pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(ValueError, match=r"got CLIPModel in .*, which takes images and texts together"):
+        models.model(f"hf:{tmp_path}")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -117,7 +197,9 @@ def test_a_config_of_transformers(tmp_path):
         ("open_clip:ViT-B-33", "model must be one that open_clip knows, such as .*, got 'ViT-B-33'"),
         ("12M", "model must be PARAMETERS:TOKENSxWIDTH for each tower, .* got '12M'"),
         ("12M:3x4,5M:3x4,6M:3x4", "model must be PARAMETERS:TOKENSxWIDTH"),
-        ("hf-config:/no/such/folder", "model must name a config.json that can be read, got 'hf-config:/no/such/folder'"),
+        ("12M:0x128", "model must be PARAMETERS:TOKENSxWIDTH"),
+        ("12M:16x0", "model must be PARAMETERS:TOKENSxWIDTH"),
+        ("hf-config:/no/such/folder", "model must be a folder with a config.json, got '/no/such/folder'"),
     ],
 )
 def test_models_that_are_none(spec, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.planning import gpus, report, step
+from megabatch.planning import exchange, gpus, report, step
 from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, loss_bytes
 from megabatch.planning.meter import nowhere, without_data
 from megabatch.planning.models import Model, Side
@@ -88,6 +88,19 @@ def test_ranks_share_pairs_and_ddp_has_buckets():
     assert found.states.gradients == 8 * PARAMETERS
     assert found.while_encoding(8000, REPLAY).embeddings == 2 * 1000 * WIDTH * 4
     assert found.seconds(8000).waiting > 0
+
+
+def test_columns_go_to_one_gpu_and_gradients_to_all():
+    switched, mesh = (
+        step.make(model(), Setup(gpu, 8), 64) for gpu in (replace(GPU, inside=448), replace(GPU, inside=448, to_one=64))
+    )
+    # At a few pairs a GPU the columns' way is all that is waited for, beside the gradients, which use every link in both.
+    gradients = 2 * 7 / 8 * 4 * PARAMETERS / (448e9 * gpus.LINK_EFFICIENCY)
+    assert exchange.averaging_seconds(mesh.setup.all_links, 4 * PARAMETERS) == pytest.approx(gradients)
+    assert (switched.setup.cluster.inside.bandwidth, mesh.setup.cluster.inside.bandwidth) == pytest.approx((358.4e9, 51.2e9))
+    assert step.on(mesh, 1, 3).setup.all_links.inside.bandwidth == pytest.approx(2 * 51.2e9)  # two others, two links
+    assert mesh.seconds(2**15).waiting > switched.seconds(2**15).waiting
+    assert mesh.seconds(2**15, LOCAL).waiting == switched.seconds(2**15, LOCAL).waiting
 
 
 @pytest.mark.parametrize("sharding", step.SHARDINGS)

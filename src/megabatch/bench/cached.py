@@ -20,6 +20,7 @@ from megabatch.bench.towers import SIZES, SyntheticImages, tokens, towers
 CHECK, CHECK_CHUNK = 64, 16
 TOLERANCE = 1e-3  # of the length of a gradient, float32 against float32
 PLAIN, ALONE = "plain step", "towers alone"
+CACHED = ("cached, budget 0", "cached, auto")
 INITIAL = 2.66  # logarithm of CLIP's scale
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from megabatch.bench.inputs import is_right, pairs, sampled_rows
-from megabatch.bench.loss_systems import MEGABATCH, NAMES, Loss, loss_of
+from megabatch.bench.loss_systems import DENSE, NAMES, Loss, loss_of
 from megabatch.bench.measure import peak_memory
 from megabatch.bench.truth import ClipTruth, clip_truth
 from megabatch.tiles.plan import eager_tile, strip_size
 
 OK, WRONG, MEMORY, MISSING, LATE = "ok", "WRONG", "out of memory", "not installed", "no time left"
+FAILED = "failed"  # and, after a colon, why
 DENSE_BYTES = 16  # a pair of a dense loss; see planning/losses.py
 
 
@@ -96,11 +97,12 @@ def _one(
     except ImportError:
         result.status = MISSING
         return result
-    if memory is not None and name != MEGABATCH and DENSE_BYTES * batch**2 > memory:
+    if memory is not None and name == DENSE and DENSE_BYTES * batch**2 > memory:
         result.status = MEMORY
         return result
     try:
         _step(loss, *pairs(64, inputs[0].shape[1], device))  # starts threads and compiles, which is nobody's time or memory
+        _forget_gradients(*inputs)  # those of the system before: memory that would be there to use again, uncounted
         (value, *_), result.peak = peak_memory(lambda: _step(loss, *inputs), device)
     except (torch.OutOfMemoryError, MemoryError):
         result.status = MEMORY
@@ -128,13 +130,18 @@ def _best(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], seconds: float) -> 
 
 def _step(loss: Loss, image: Tensor, text: Tensor, log_scale: Tensor) -> tuple[float, float, float]:
     """(loss, seconds forward, seconds backward); gradients are left in the inputs."""
-    image.grad = text.grad = log_scale.grad = None
+    _forget_gradients(image, text, log_scale)
     moments = [_now(image)]
     value = loss(image, text, log_scale.exp())
     moments.append(_now(image))
     value.backward()  # type: ignore[no-untyped-call]
     moments.append(_now(image))
     return value.item(), moments[1] - moments[0], moments[2] - moments[1]
+
+
+def _forget_gradients(*inputs: Tensor) -> None:
+    for tensor in inputs:
+        tensor.grad = None
 
 
 def _now(tensor: Tensor) -> float:

@@ -50,6 +50,32 @@ def summary(machine: dict[str, str | int | None]) -> str:
     return "; ".join(parts)
 
 
+class Others:
+    """How much of the cores programs other than this one use, from when it is made; this one's children are not others."""
+
+    def __init__(self) -> None:
+        self._begun = _processor_seconds()
+
+    def share(self) -> float | None:
+        """Of all cores, so far; None where the system does not say."""
+        now = _processor_seconds()
+        if self._begun is None or now is None:
+            return None
+        possible, used, own = (after - before for before, after in zip(self._begun, now, strict=True))
+        return max(0.0, used - own) / possible if possible > 0 else 0.0
+
+
+def _processor_seconds() -> tuple[float, float, float] | None:
+    """Of all cores since the machine started: those that there were, those that were used, those of this program."""
+    try:
+        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return None
+    whole, idle = sum(fields), sum(fields[3:5])  # the fifth waits for disks
+    tick = os.sysconf("SC_CLK_TCK")
+    return whole / tick, (whole - idle) / tick, sum(os.times()[:4])
+
+
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)

@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from megabatch.bench import machine
-from megabatch.bench.tables import Table, tables, verdict
+from megabatch.bench.tables import Table, kind, tables, verdict
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -15,7 +15,7 @@ table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabu
 th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ddd } th { border-bottom: 2px solid #888 }
 .name { text-align: left } .ours { font-weight: 600; color: #0b6e4f } .wrong { color: #b3261e }
 .plots { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0; flex: 1 1 26rem } img { width: 100% }
-figcaption, .notes { color: #555; font-size: .85rem }
+.notes { color: #555; font-size: .85rem }
 """
 BESIDE = {  # which plots stand above which table
     "CLIP loss": ("loss_memory", "loss_time", "split", "products"),
@@ -26,7 +26,7 @@ BESIDE = {  # which plots stand above which table
 
 def page(record: dict[str, Any], figures: dict[str, tuple[str, Any]]) -> str:
     """The whole file."""
-    parts = [f"<h1>megabatch bench</h1>\n<p>{_safe(verdict(record))}</p>"]
+    parts = ["<h1>megabatch bench</h1>\n" + "".join(f"<p>{_safe(said)}</p>" for said in verdict(record))]
     for table in tables(record):
         names = next(names for start, names in BESIDE.items() if table.title.startswith(start))
         plots = "".join(_plot(*figures[name]) for name in names if name in figures)
@@ -46,16 +46,15 @@ def _plot(title: str, figure: Any) -> str:
     figure.savefig(buffer, format="svg")
     data = base64.b64encode(buffer.getvalue()).decode()
     image = f'<img alt="{_safe(title)}" src="data:image/svg+xml;base64,{data}">'
-    return f"<figure><figcaption>{_safe(title)}</figcaption>{image}</figure>"
+    return f"<figure>{image}</figure>"
 
 
 def _table(table: Table) -> str:
     named = {i for i, heading in enumerate(table.headings) if heading == "system"}
 
     def row(cells: list[str], tag: str) -> str:
-        kind = "wrong" if "WRONG" in cells else "ours" if "megabatch" in cells or "ring, tiles" in cells else ""
         inside = "".join(f"<{tag}{' class=name' if i in named else ''}>{_safe(cell)}</{tag}>" for i, cell in enumerate(cells))
-        return f'<tr class="{kind}">{inside}</tr>'
+        return f'<tr class="{kind(cells)}">{inside}</tr>'
 
     body = "".join(row(cells, "td") for cells in table.rows)
     return f'<table>{row(table.headings, "th")}{body}</table><p class="notes">{_safe(table.notes)}</p>'

@@ -12,7 +12,7 @@ from megabatch.bench import losses as alone
 from megabatch.bench.inputs import is_right, pairs, sampled_rows
 from megabatch.bench.levels import BLOCKS, LOCAL, TILES, VANILLA
 from megabatch.bench.loss_systems import NAMES
-from megabatch.bench.losses import OK, WRONG, LossResult
+from megabatch.bench.losses import FAILED, OK, WRONG, LossResult
 from megabatch.bench.measure import ProcessError, available_memory
 from megabatch.bench.ranks import on_ranks
 from megabatch.bench.steps import SYSTEMS
@@ -27,7 +27,7 @@ class Sizes:
     width: int
     seconds: float  # of timing one loss at one batch
     limit: float  # seconds for all losses, and for all steps; what does not fit is left out
-    level_batch: int
+    level_batch: int  # so that a rank's block is larger than a tile, which would not matter otherwise
     ranks: int
     model: str
     step_batches: list[int]
@@ -35,9 +35,9 @@ class Sizes:
 
 
 SIZES = {  # by device, and whether in a hurry
-    ("cpu", True): Sizes([512, 1024, 2048, 4096], 256, 0.3, 18.0, 2048, 2, "tiny", [32, 64, 128], 16),
+    ("cpu", True): Sizes([512, 1024, 2048, 4096], 256, 0.3, 18.0, 4096, 2, "tiny", [32, 64, 128], 16),
     ("cpu", False): Sizes([1024, 2048, 4096, 8192, 16384], 512, 3.0, math.inf, 8192, 4, "tiny", [128, 512, 2048], 16),
-    ("cuda", True): Sizes([8192, 16384, 32768, 65536], 512, 0.3, 60.0, 2048, 2, "ViT-B/32", [1024, 2048, 4096], 256),
+    ("cuda", True): Sizes([8192, 16384, 32768, 65536], 512, 0.3, 60.0, 4096, 2, "ViT-B/32", [1024, 2048, 4096], 256),
     ("cuda", False): Sizes(
         [16384, 32768, 65536, 131072, 262144], 512, 1.5, 600.0, 8192, 4, "ViT-B/32", [4096, 16384, 65536], 1024
     ),
@@ -75,7 +75,7 @@ def levels(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
     try:
         answers = on_ranks(tiling.measure, world, systems, batch, width, REPEATS)
     except ProcessError as error:
-        rows = [_level(name, f"failed: {error}") for name in systems]
+        rows = [_level(name, f"{FAILED}: {error}") for name in systems]
     else:
         for i, name in enumerate(systems):
             one = [of_rank[i] for of_rank in answers]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     names = ", ".join(gpu.name for gpu in gpus.CATALOGUE)
     add = parser.add_argument
-    add("--model", required=True, help=f"small, open_clip:MODEL, hf:NAME, hf-config:FOLDER, or {STAND_IN}")
+    add("--model", required=True, help=f"small, open_clip:MODEL, hf:NAME, hf:IMAGES+TEXTS, hf-config:FOLDER, or {STAND_IN}")
     add("--gpus", required=True, metavar="8xNAME", help=f"of a node: {names}; or memory and dense rate, 8x80GB@312TFLOPS")
     add("--nodes", type=whole, default=1, metavar="N", help="of so many GPUs each (1)")
     add(
@@ -58,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="none is DDP; optimizer is ZeRO 1; fsdp shards weights, too",
     )
-    add("--inside", type=float, metavar="GB/s", help="one way, of a GPU to others of its node (the GPU's own)")
-    add("--between", type=float, metavar="GB/s", help="one way, of a link between nodes (50, or 12.5 for PCIe cards)")
+    add("--inside", type=_positive, metavar="GB/s", help="one way, of a GPU to others of its node (the GPU's own)")
+    add("--between", type=_positive, metavar="GB/s", help="one way, of a link between nodes (50, or 12.5 for PCIe cards)")
     add("--one-link", action="store_true", help="a node has one link to the others, not one for each GPU")
-    add("--host-memory", type=float, metavar="GiB", help=f"of a node, for inputs kept there ({step.HOST_MEMORY / 2**30:.0f})")
+    add("--host-memory", type=_positive, metavar="GiB", help=f"of a node, for inputs there ({step.HOST_MEMORY / 2**30:.0f})")
     add(
         "--encoder-efficiency",
         type=_share,
@@ -107,7 +108,7 @@ def _plots(plan: step.Plan, args: argparse.Namespace) -> str:
 def _setup(args: argparse.Namespace) -> step.Setup:
     per_node, gpu = gpus.parse(args.gpus)
     if args.inside is not None:
-        gpu = replace(gpu, inside=args.inside)
+        gpu = replace(gpu, inside=args.inside, to_one=None)
     if args.between is not None:
         gpu = replace(gpu, between=args.between)
     if args.one_link:
@@ -128,9 +129,20 @@ def _setup(args: argparse.Namespace) -> step.Setup:
 def _count(text: str) -> int:
     units = {"k": 2**10, "M": 2**20}
     try:
-        return round(number(text[:-1]) * units[text[-1]]) if text[-1:] in units else number(text)
+        value = float(text[:-1].replace(",", "")) * units[text[-1]] if text[-1:] in units else number(text)
+        return number(str(value))
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number of 1 or more, such as 32768 or 1M, got {text!r}") from None
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
 
 
 def _share(text: str) -> float:

@@ -1,8 +1,8 @@
 """GPUs: what their vendors say of them, and what is assumed beyond that.
 
-Every figure in `CATALOGUE` is printed in the document that `source` names, for dense matrices; where a vendor prints the rate
-with 2:4 sparsity, it is halved. What is not a vendor's figure has a name of its own below, and is an assumption or a
-measurement.
+Every figure in `CATALOGUE` is printed in the document that `source` names, for dense matrices and one way of a link; where a
+vendor prints the rate with 2:4 sparsity, or both ways of a link together, it is halved. What is not a vendor's
+figure has a name of its own below, and is an assumption or a measurement.
 """
 
 import re
@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 GIB = 2**30
 
-# Of a datasheet's gigabytes, read as GiB, what PyTorch can allocate. An H200 reports 139.8 of 141
-# (benchmarks/results/loss_gpu.json); contexts, libraries, error correction on some cards and fragmentation take the rest.
-# Assumed for all.
+# Of a datasheet's gigabytes, read as GiB and less those that error correction takes, what PyTorch can allocate. An H200 reports
+# 139.8 of 141 (benchmarks/results/loss_gpu.json); contexts, libraries and fragmentation take the rest. Assumed for all.
 USABLE = 0.94
 
 # Of a link's bandwidth, what a message of megabytes gets. Assumed.
@@ -46,15 +45,17 @@ class Gpu:
     tf32: float
     single: float  # float32 without the matrix engine
     bandwidth: float  # GB/s of its memory
-    inside: float  # GB/s in one direction to the other GPUs of its node
+    inside: float  # GB/s in one direction to the other GPUs of its node, all together
     between: float  # GB/s in one direction of a link to other nodes; assumed, it is not a GPU's
     rail_each: bool  # whether each GPU of a node is assumed to have such a link, or all share one
     source: str
+    to_one: float | None = None  # of `inside`, what goes to any one of the others; None for all of it
+    correction_gb: float = 0  # of the memory, what error correction keeps for itself
 
     @property
     def usable(self) -> float:
         """Bytes that PyTorch can allocate."""
-        return self.memory_gb * GIB * USABLE
+        return (self.memory_gb - self.correction_gb) * GIB * USABLE
 
     def rate(self, precision: str) -> float:
         """Operations a second at most: "bf16", "fp16", "tf32" or "fp32"."""
@@ -62,25 +63,31 @@ class Gpu:
 
 
 _AMPERE = "NVIDIA A100 Tensor Core GPU datasheet"
-_HOPPER = "NVIDIA H100 Tensor Core GPU datasheet (SXM)"
-_BLACKWELL = "NVIDIA Blackwell Architecture Technical Brief, HGX B200; memory: DGX B200 datasheet"
 _NIC_400, _NIC_100 = 50.0, 12.5  # GB/s: 400 and 100 Gbit/s
 
 CATALOGUE = [
     Gpu("A100-40GB", 40, 312, 156, 19.5, 1555, 300, _NIC_400, True, f"{_AMPERE}, SXM 40 GB"),
     Gpu("A100-80GB", 80, 312, 156, 19.5, 2039, 300, _NIC_400, True, f"{_AMPERE}, SXM 80 GB"),
-    Gpu("A800-80GB", 80, 312, 156, 19.5, 2039, 200, _NIC_400, True, f"{_AMPERE}, SXM 80 GB; NVIDIA A800: NVLink of 400 GB/s"),
-    Gpu("H100-80GB", 80, 989.5, 494.5, 67, 3350, 450, _NIC_400, True, _HOPPER),
-    Gpu("H200-141GB", 141, 989.5, 494.5, 67, 4800, 450, _NIC_400, True, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
-    Gpu("B200-180GB", 180, 2250, 1100, 80, 8000, 900, _NIC_400, True, _BLACKWELL),
-    Gpu("L40S-48GB", 48, 362.05, 183, 91.6, 864, 32, _NIC_100, False, "NVIDIA L40S datasheet (PCIe Gen4 x16)"),
     Gpu(
-        "RTX4090-24GB", 24, 165.2, 82.6, 82.6, 1008, 32, _NIC_100, False,
-        "NVIDIA Ada GPU Architecture whitepaper, GeForce RTX 4090 (PCIe Gen4 x16)",
+        "A800-80GB", 80, 312, 156, 19.5, 2039, 200, _NIC_400, True,
+        f"{_AMPERE}, SXM 80 GB; NVIDIA A800 datasheet: NVLink of 400 GB/s, both ways together",
+    ),
+    Gpu("H100-80GB", 80, 989.5, 494.5, 67, 3350, 450, _NIC_400, True, "NVIDIA H100 Tensor Core GPU datasheet, SXM"),
+    Gpu("H200-141GB", 141, 989.5, 494.5, 67, 4800, 450, _NIC_400, True, "NVIDIA H200 Tensor Core GPU datasheet, SXM"),
+    Gpu("B200-180GB", 180, 2250, 1100, 75, 7700, 900, _NIC_400, True, "NVIDIA Blackwell datasheet, HGX B200"),
+    # 46,068 MiB are what its driver reports: the codes lie in the same memory, one sixteenth of it.
+    Gpu(
+        "L40S-48GB", 48, 362.05, 183, 91.6, 864, 32, _NIC_100, False,
+        "NVIDIA L40S datasheet, PCIe Gen4 x16", correction_gb=3,
     ),
     Gpu(
+        "RTX4090-24GB", 24, 165.2, 82.6, 82.6, 1008, 32, _NIC_100, False,
+        "NVIDIA Ada GPU Architecture whitepaper, GeForce RTX 4090, PCIe Gen4 x16",
+    ),
+    # No switch: a link of its own to each of seven others.
+    Gpu(
         "MI300X-192GB", 192, 1307.4, 653.7, 163.4, 5300, 448, _NIC_400, True,
-        "AMD Instinct MI300X accelerator data sheet (seven Infinity Fabric links of 128 GB/s)",
+        "AMD Instinct MI300X accelerator data sheet, seven Infinity Fabric links of 128 GB/s, both ways together", to_one=64,
     ),
 ]  # fmt: skip
 
@@ -99,7 +106,7 @@ def find(name: str) -> Gpu:
     )
 
 
-_OWN = re.compile(r"(?P<memory>[\d.]+)GB@(?P<rate>[\d.]+)TFLOPS", re.IGNORECASE)
+_OWN = re.compile(r"(?P<memory>\d+(\.\d*)?)GB@(?P<rate>\d+(\.\d*)?)TFLOPS", re.IGNORECASE)
 
 
 def parse(text: str) -> tuple[int, Gpu]:
@@ -116,12 +123,14 @@ def parse(text: str) -> tuple[int, Gpu]:
     own = _OWN.fullmatch(name)
     if own is None:
         return count, find(name)
-    base, rate = find("A100-80GB"), float(own["rate"])
+    base, memory, rate = find("A100-80GB"), float(own["memory"]), float(own["rate"])
+    if not (memory > 0 and rate > 0):
+        raise ValueError(f"gpus must have memory and a rate above 0, got {text!r}")
     ratio = rate / base.half
     made = replace(
         base,
         name=name,
-        memory_gb=float(own["memory"]),
+        memory_gb=memory,
         half=rate,
         tf32=base.tf32 * ratio,
         single=base.single * ratio,

@@ -1,12 +1,12 @@
 """Towers by name, without weights: what a plan needs to know of a model is its shape.
 
-The names are those of `towers.load`, and nothing is allocated or downloaded except, for "hf:NAME", a config.json. Where all
-that is known is a number of parameters, a transformer of that size stands in for the tower.
+The names are those of `towers.load`, and nothing is allocated or downloaded: for "hf:NAME" a config.json is read that is on
+this machine. Where all that is known is a number of parameters, a transformer of that size stands in for the tower.
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch import extras
 from megabatch.planning.meter import nowhere, without_data
 from megabatch.towers.load import POSSIBLE
 from megabatch.towers.small import SmallConfig, SmallImageTower, SmallTextTower
@@ -50,7 +49,15 @@ class Model:
     @property
     def parameters(self) -> int:
         """Of both, each once."""
-        return sum(p.numel() for p in {id(p): p for side in self.sides for p in side.module.parameters()}.values())
+        return sum(p.numel() for p in self._each_once())
+
+    @property
+    def trained(self) -> int:
+        """Those of them that have a gradient."""
+        return sum(p.numel() for p in self._each_once() if p.requires_grad)
+
+    def _each_once(self) -> Iterable[nn.Parameter]:
+        return {id(p): p for side in self.sides for p in side.module.parameters()}.values()
 
 
 def model(spec: str, *, image_size: int | None = None, length: int | None = None) -> Model:
@@ -68,7 +75,7 @@ def model(spec: str, *, image_size: int | None = None, length: int | None = None
         elif family == "open_clip" and name:
             made = _open_clip(name.partition("@")[0], image_size, length)
         elif family in ("hf", "hf-config") and name:
-            made = _huggingface(name, spec, length)
+            made = _huggingface(spec, image_size, length)
         elif spec[:1].isdigit():
             made = _stand_ins(spec)
         else:
@@ -76,6 +83,8 @@ def model(spec: str, *, image_size: int | None = None, length: int | None = None
     with nowhere():
         for module in {id(side.module): side.module for side in made}.values():
             without_data(module)
+        if family in ("hf", "hf-config"):
+            _freeze_unused(made)
     return Model(spec, made)
 
 
@@ -124,22 +133,38 @@ def _no_word_of_missing_weights() -> Iterator[None]:
         logging.disable(before)
 
 
-def _huggingface(name: str, spec: str, length: int | None) -> tuple[Side, Side]:
-    from megabatch.towers.huggingface import PURPOSE, TextEncoder
-    from megabatch.towers.huggingface_inputs import longest
+def _huggingface(spec: str, image_size: int | None, length: int | None) -> tuple[Side, Side]:
+    from megabatch.towers.huggingface import random_encoders, read_configs
+    from megabatch.towers.huggingface_inputs import height_and_width, longest
 
-    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, local_files_only=spec.startswith("hf-config:"))
-    except OSError as error:
-        raise ValueError(f"model must name a config.json that can be read, got {spec!r}: {error}") from error
-    module = TextEncoder(transformers.AutoModel.from_config(config, attn_implementation="sdpa"))
-    tokens = length or longest(config)
+    configs = read_configs(spec)
+    if len(configs) == 2 and image_size is not None:
+        configs[0].image_size = image_size
+    most = getattr(configs[-1], "max_position_embeddings", None)
+    if length is not None and most is not None and length > most:
+        raise ValueError(f"length must be at most {most} tokens for {spec!r}, got {length}")
+    encoders = random_encoders(configs, spec)
+    tokens = length or longest(configs[-1])
 
     def texts(n: int) -> dict[str, Tensor]:
         return {"input_ids": _ids(n, tokens), "attention_mask": torch.ones(n, tokens, dtype=torch.int64)}
 
-    return Side("first", module, texts), Side("second", module, texts)
+    if len(encoders) == 1:
+        return Side("first", encoders[0], texts), Side("second", encoders[0], texts)
+    height, width = height_and_width(configs[0])
+    images, words = encoders
+    return (
+        Side("image", images, lambda n: {"pixel_values": torch.zeros(n, 3, height, width)}),
+        Side("text", words, texts),
+    )
+
+
+def _freeze_unused(sides: tuple[Side, Side]) -> None:
+    """As these towers are when they are loaded; inside `nowhere`."""
+    from megabatch.towers.huggingface import freeze_unused
+
+    for side in {id(side.module): side for side in sides}.values():
+        freeze_unused(side.module, side.inputs(2))
 
 
 class StandIn(nn.Module):
@@ -150,7 +175,7 @@ class StandIn(nn.Module):
         layers = max(1, round(parameters / (12 * width**2)))
         if layers > MOST_LAYERS:
             raise ValueError(f"{parameters} parameters would be {layers} layers of width {width}")
-        heads = max(1, width // 64)
+        heads = next(heads for heads in range(max(1, width // 64), 0, -1) if width % heads == 0)
         self.position = nn.Parameter(torch.empty(tokens, width))
         self.blocks = nn.ModuleList([_Layer(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
@@ -190,6 +215,8 @@ def _stand_ins(spec: str) -> tuple[Side, Side]:
 def _stand_in(text: str, name: str) -> Side:
     count, _, shape = text.partition(":")
     tokens, width = map(int, shape.split("x"))
+    if tokens < 1 or width < 1:
+        raise ValueError(f"tokens and width must be 1 or more, got {shape!r}")
     module = StandIn(number(count), tokens, width)
     return Side(name, module, lambda n: {"tokens": torch.zeros(n, tokens, width)})
 

@@ -147,12 +147,14 @@ def _notes(plan: Plan) -> str:
     between = f"{setup.gpu.between:g} GB/s for each {'GPU' if setup.gpu.rail_each else 'node'}"
     shares = f"{setup.encoder_efficiency:.0%} of the rate in encoders, {setup.loss_efficiency:.0%} in the loss"
     host = f"{setup.host_memory / 2**40:g} TiB"
+    memory = f"{gpus.USABLE:.0%} of the memory" + (" that error correction leaves" if setup.gpu.correction_gb else "")
+    inside = f"{setup.gpu.inside:g} GB/s inside a node" + (f", {setup.gpu.to_one:g} to one GPU" if setup.gpu.to_one else "")
     lines = [
         f"{VANILLA}: all logits on every GPU. {LOCAL}: those of its own rows. Host memory of a node: {host}.",
         "Counted: activations and operations, by running the towers on tensors without data.",
         f"The vendor's: rates and memory ({setup.gpu.source}).",
-        f"Assumed: {gpus.USABLE:.0%} of the memory usable; {shares};",
-        f"{gpus.LINK_EFFICIENCY:.0%} of {setup.gpu.inside:g} GB/s inside a node, and of {between} between nodes.",
+        f"Assumed: {memory} usable; {shares};",
+        f"{gpus.LINK_EFFICIENCY:.0%} of {inside}, and of {between} between nodes.",
     ]
     return "\n".join(lines)
 

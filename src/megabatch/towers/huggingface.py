@@ -6,7 +6,8 @@ places, to unit length. With "hf-config:" nothing is downloaded: a folder's conf
 tokenizer, words are hashed into the vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,18 +56,36 @@ class ImageEncoder(nn.Module):
 
 def load(name: str) -> Pair:
     """Encoders with their weights, tokenizer and image processor, from the hub's names or folders."""
-    try:
+    with _within_reach(name):
         return _pair(f"hf:{name}", [_downloaded(part) for part in _parts(name)])
-    except OSError as error:
-        raise ValueError(
-            f"model must be a name on the Hugging Face hub that can be reached, or a folder, got {name!r}: {error}; "
-            '"hf-config:FOLDER" builds an encoder with random weights from a config.json and downloads nothing'
-        ) from error
 
 
 def load_config(folder: str) -> Pair:
     """Encoders with random weights, as a config.json says. Nothing is downloaded."""
     return _pair(f"hf-config:{folder}", [_configured(Path(part)) for part in _parts(folder)])
+
+
+def read_configs(spec: str) -> list[Any]:
+    """The configs of the encoders that `load` ("hf:…") or `load_config` ("hf-config:…") would make.
+
+    Only what is on this machine is read: a folder, or a name that was downloaded before.
+    """
+    family, _, name = spec.partition(":")
+    if family == "hf-config":
+        return [_config(Path(part)) for part in _parts(name)]
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    with _within_reach(name):
+        return [transformers.AutoConfig.from_pretrained(part, local_files_only=True) for part in _parts(name)]
+
+
+def random_encoders(configs: Sequence[Any], name: str) -> list[TextEncoder | ImageEncoder]:
+    """An encoder of texts, or one of images and one of texts, with random weights; all parameters are trained."""
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    models = [transformers.AutoModel.from_config(config) for config in configs]
+    if len(models) == 1:
+        return [_text_encoder(models[0], None, name)]
+    images, texts = models
+    return [_image_encoder(images, name), _text_encoder(texts, WIDTH, name)]
 
 
 def load_folders(name: str, folders: Sequence[Path]) -> Pair:
@@ -102,11 +121,28 @@ def _downloaded(name: str) -> _Parts:
 
 def _configured(folder: Path) -> _Parts:
     transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model must be a folder with a config.json, got {str(folder)!r}")
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = _config(folder)
     model = transformers.AutoModel.from_config(config)
     return _Parts(model, lambda: texts_of(config, folder), lambda: images_of(config, folder))
+
+
+def _config(folder: Path) -> Any:
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model must be a folder with a config.json, got {str(folder)!r}")
+    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+@contextmanager
+def _within_reach(name: str) -> Iterator[None]:
+    """Says what a name has to be when its files are not found."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"model must be a name on the Hugging Face hub that can be reached, or a folder, got {name!r}: {error}; "
+            '"hf-config:FOLDER" builds an encoder with random weights from a config.json and downloads nothing'
+        ) from error
 
 
 def _pair(name: str, encoders: list[_Parts]) -> Pair:
@@ -117,19 +153,27 @@ def _pair(name: str, encoders: list[_Parts]) -> Pair:
     return Pair(_image_tower(images, name), _text_tower(texts, WIDTH, name), name=name)
 
 
+def _text_encoder(model: Any, width: int | None, name: str) -> TextEncoder:
+    _check(model, "input_ids", "texts", name)
+    return TextEncoder(model, width)
+
+
+def _image_encoder(model: Any, name: str) -> ImageEncoder:
+    _check(model, "pixel_values", "images", name)
+    return ImageEncoder(model, WIDTH)
+
+
 def _text_tower(parts: _Parts, width: int | None, name: str) -> Tower:
-    _check(parts.model, "input_ids", "texts", name)
+    encoder = _text_encoder(parts.model, width, name)
     texts = parts.texts()
-    encoder = TextEncoder(parts.model, width)
-    _freeze_unused(encoder, {key: torch.ones(1, 2, dtype=torch.int64) for key in ("input_ids", "attention_mask")})
+    freeze_unused(encoder, {key: torch.ones(1, 2, dtype=torch.int64) for key in ("input_ids", "attention_mask")})
     return Tower(encoder, "text", texts.prepare, texts.collate, _Files(parts.model, texts).write)
 
 
 def _image_tower(parts: _Parts, name: str) -> Tower:
-    _check(parts.model, "pixel_values", "images", name)
+    encoder = _image_encoder(parts.model, name)
     images = parts.images()
-    encoder = ImageEncoder(parts.model, WIDTH)
-    _freeze_unused(encoder, {"pixel_values": torch.zeros(1, 3, *images.size)})
+    freeze_unused(encoder, {"pixel_values": torch.zeros(1, 3, *images.size)})
     return Tower(encoder, "image", images.prepare, images.collate, _Files(parts.model, images).write)
 
 
@@ -146,10 +190,11 @@ class _Files:
 
 
 def _check(model: Any, expected: str, what: str, name: str) -> None:
-    if model.main_input_name != expected:
+    takes = "images and texts together" if hasattr(model.config, "vision_config") else model.main_input_name
+    if takes != expected:
         raise ValueError(
             f'model must have an encoder of {what} in this place ("hf:TEXTS" for text–text data, "hf:IMAGES+TEXTS" for '
-            f"image–text data), got {type(model).__name__} in {name!r}, which takes {model.main_input_name}"
+            f"image–text data), got {type(model).__name__} in {name!r}, which takes {takes}"
         )
 
 
@@ -162,7 +207,7 @@ def _head(model: nn.Module, width: int | None) -> nn.Module:
     return nn.Linear(inner, width, bias=False)
 
 
-def _freeze_unused(encoder: nn.Module, inputs: dict[str, Tensor]) -> None:
+def freeze_unused(encoder: nn.Module, inputs: dict[str, Tensor]) -> None:
     """Parameters that embeddings do not depend on, such as a pooler's; DDP would wait for their gradients for ever."""
     training = encoder.training
     encoder.eval()  # no random number is drawn

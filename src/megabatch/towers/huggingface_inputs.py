@@ -43,6 +43,12 @@ def longest(config: Any) -> int:
     return min(LONGEST, most - 2) if isinstance(most, int) and most > 2 else LONGEST
 
 
+def height_and_width(config: Any) -> tuple[int, int]:
+    """Pixels of the images that an encoder takes."""
+    size = getattr(config, "image_size", None) or IMAGE_SIZE
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
 class Tokens:
     """A tokenizer of transformers, a chunk at a time."""
 
@@ -93,8 +99,7 @@ class Images:
     """Images of the encoder's size: random crops for training, what its image processor makes of them otherwise."""
 
     def __init__(self, config: Any, processor: Any | None) -> None:
-        size = getattr(config, "image_size", None) or IMAGE_SIZE
-        self.size: tuple[int, int] = (size, size) if isinstance(size, int) else tuple(size)
+        self.size = height_and_width(config)
         self._crop, self._processor = RandomCrop(self.size), processor
         mean, deviation = (getattr(processor, name, None) or [0.5] * 3 for name in ("image_mean", "image_std"))
         self._mean, self._deviation = (torch.tensor(value)[:, None, None] for value in (mean, deviation))
