@@ -68,14 +68,14 @@ def load_config(folder: str) -> Pair:
 def read_configs(spec: str) -> list[Any]:
     """The configs of the encoders that `load` ("hf:…") or `load_config` ("hf-config:…") would make.
 
-    Only what is on this machine is read: a folder, or a name that was downloaded before.
+    A config.json that is not on this machine is fetched, as `load` would; weights are not.
     """
     family, _, name = spec.partition(":")
     if family == "hf-config":
         return [_config(Path(part)) for part in _parts(name)]
     transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
     with _within_reach(name):
-        return [transformers.AutoConfig.from_pretrained(part, local_files_only=True) for part in _parts(name)]
+        return [transformers.AutoConfig.from_pretrained(part) for part in _parts(name)]
 
 
 def random_encoders(configs: Sequence[Any], name: str) -> list[TextEncoder | ImageEncoder]:
