@@ -134,19 +134,54 @@ def test_error_is_at_most_twice_the_dense_one(loss, regime, dtype):
 @pytest.mark.parametrize("loss", ["nt_xent", "sup_con out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no bfloat16 products
 def test_error_of_kernels(loss, dtype):
-    with mock.patch.object(plan, "SYMMETRIC_SQUARE", 64):
+    with mock.patch.object(plan, "SYMMETRIC_SQUARE", 256):
         # The scale's gradient is one number: of fewer seeds its error may be next to nothing by chance.
-        found, bar = errors(loss, *REGIMES["training"], dtype, seeds=2 if loss == "nt_xent" else 8, backend="triton")
+        seeds = 2 if loss == "nt_xent" else 8
+        found, bar = errors(loss, *REGIMES["training"], dtype, seeds, backend="triton", pairs=150)
     assert (found <= 2 * bar).all(), (found, bar)
 
 
-def errors(loss, noise, scale, dtype, seeds, backend):
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("rows", [1, 255, 513, 850])
+@pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
+@pytest.mark.parametrize("hostile", [False, True])
+def test_kernels_over_several_squares(rows, exclude, hostile):
+    """Against the dense form in float64: ragged squares and rectangles, and rows far from what one shift for all can hold."""
+    z = unit(rows, 24, seed=1, dtype=torch.float32)
+    if hostile:
+        z = z * torch.logspace(-1, 1, rows)[:, None]
+    weights = unit(rows, seed=2, dtype=torch.float32)
+    ids = torch.arange(rows) % 7
+    excluded = ids if exclude == "ids" else exclude
+    inputs = leaves(z, torch.tensor(12.0))
+
+    def mine(z, scale):
+        return (mb.pairwise_self_logsumexp(z, scale, exclude=excluded, backend="triton") * weights).nan_to_num(neginf=0.0).sum()
+
+    def dense(z, scale):
+        logits = scale * z @ z.T
+        if exclude == "diagonal":
+            logits = logits.masked_fill(torch.eye(rows, dtype=torch.bool), -torch.inf)
+        elif exclude == "ids":
+            logits = logits.masked_fill(ids[:, None] == ids, -torch.inf)
+        return (logits.logsumexp(1) * weights.to(z.dtype)).nan_to_num(neginf=0.0).sum()
+
+    with mock.patch.object(plan, "SYMMETRIC_SQUARE", 256):
+        found = outcomes(mine, inputs)
+    wanted = outcomes(dense, leaves(*(t.double() for t in inputs)))
+    for actual, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(
+            actual.double(), expected.nan_to_num(), rtol=2e-5, atol=2e-5 * expected.nan_to_num().abs().max().item()
+        )
+
+
+def errors(loss, noise, scale, dtype, seeds, backend, pairs=96):
     """Root mean squares over seeds, of the value and each gradient: ours, and those of the dense loss in the same type."""
     mine, dense = LOSSES[loss]
-    labels = torch.arange(96).remainder(40).repeat(2)
+    labels = torch.arange(pairs).remainder(40).repeat(2)
     squares = []
     for seed in range(0, 2 * seeds, 2):
-        inputs = [torch.cat(aligned_pairs(96, 48, noise=noise, seed=seed)).to(dtype), torch.tensor(scale, dtype=dtype)]
+        inputs = [torch.cat(aligned_pairs(pairs, 48, noise=noise, seed=seed)).to(dtype), torch.tensor(scale, dtype=dtype)]
         exact = outcomes(lambda z, s: dense(z, labels, s), leaves(*(t.double() for t in inputs)))
         found = outcomes(lambda z, s: mine(z, labels, s, backend=backend), leaves(*inputs))
         bar = outcomes(lambda z, s: dense(z, labels, s), leaves(*inputs))

@@ -127,14 +127,14 @@ def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
     from megabatch.tiles import triton_forward
 
     recomputed = []
-    original = triton_forward._recompute_lost
+    original = triton_forward.recompute_lost
 
     def watched(given, block, total, *, transposed):
         shift = original(given, block, total, transposed=transposed)
         recomputed.append((shift != given.shift).sum().item())
         return shift
 
-    monkeypatch.setattr(triton_forward, "_recompute_lost", watched)
+    monkeypatch.setattr(triton_forward, "recompute_lost", watched)
     x, y = (unit(80, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
     for odd in (False, True):
         if odd:

@@ -9,7 +9,7 @@ from megabatch.operators.gradients import gradient_unit, on_its_device, refuse_s
 from megabatch.operators.team import Team, assemble
 from megabatch.ring.symmetric import RingHalf
 from megabatch.ring.walks import RingWalks
-from megabatch.tiles.backends import sums_dtype
+from megabatch.tiles.backends import EAGER, sums_dtype
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
@@ -99,8 +99,16 @@ def _in_order(values: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _half(team: Team, backend: str, pairs: str) -> Half | RingHalf:
-    half = SameLabel() if pairs == EQUAL_IDS else Half(backend)
+    half = SameLabel() if pairs == EQUAL_IDS else _half_of(backend)
     return RingHalf(half, team.walks) if isinstance(team.walks, RingWalks) else half
+
+
+def _half_of(backend: str) -> Half:
+    if backend == EAGER:
+        return Half(EAGER)
+    from megabatch.tiles.triton_symmetric import KernelHalf
+
+    return KernelHalf()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

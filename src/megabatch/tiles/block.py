@@ -102,4 +102,9 @@ class Pairs(NamedTuple):
 
 def windows(length: int, size: int) -> Iterator[slice]:
     """[0, length) cut into pieces of `size`; the last may be shorter."""
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+    return pieces(slice(0, length), size)
+
+
+def pieces(window: slice, size: int) -> Iterator[slice]:
+    """The same of rows or columns that begin elsewhere."""
+    return (slice(start, min(start + size, window.stop)) for start in range(window.start, window.stop, size))

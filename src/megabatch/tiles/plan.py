@@ -45,9 +45,11 @@ def eager_tile(device: torch.device, dtype: torch.dtype) -> TileSize:
     return ACCELERATOR_FLOAT64 if dtype == torch.float64 else ACCELERATOR
 
 
-# Squares on the diagonal of a symmetric block, which are walked whole: T/N more products than the upper half needs, 6 % at 64k
-# rows. Smaller ones need more launches. Reasoned, not measured.
-SYMMETRIC_SQUARE = 4096
+# Squares on the diagonal of a symmetric block, which are walked whole: T/N more products than the upper half needs, 12 % at 64k
+# rows. A multiple of 256, which every kernel's tile divides. Smaller ones need more launches, of which the host makes few in a
+# millisecond: H200, 64k × 768, squares of 4096, each with all the work around a launch: 159 ms, where the whole square takes
+# 39. With that work done once (`triton_symmetric`) not yet measured.
+SYMMETRIC_SQUARE = 8192
 
 
 def symmetric_square(device: torch.device, dtype: torch.dtype, eager: bool) -> int:

@@ -3,7 +3,8 @@
 The walks of a backend already give both directions of a rectangle from one pass; cut along the diagonal, they need no kernel
 of their own. In backward one recomputed rectangle of g_ij = drow_i·exp(s_ij)/row_i + drow_j·exp(s_ij)/row_j gives both
 dz_i += Σ_j g_ij·z_j and dz_j += Σ_i g_ij·z_i. Squares on the diagonal are walked whole; g is symmetric there too, and the
-first of the two products is all they need. docs/losses.md counts the operations.
+first of the two products is all they need. docs/losses.md counts the operations. `triton_symmetric` does the same with less
+around every launch.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megabatch.tiles import plan
 from megabatch.tiles.backends import EAGER, sums_dtype, walks
-from megabatch.tiles.block import Block, ColumnGradients, Needs, windows
+from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import rounded
 
@@ -66,13 +67,17 @@ class Half:
         needs = Needs(dx=True, dy=others is not None, dscale=dscale is not None)
         columns = ColumnGradients(dy if needs.dy else None, None)
         strips = walks(self.backend, part).logsumexp_gradients(part, own.sums, col, own.dsums, dcol, columns, needs)
+        self.take(strips, part, own.dz, dscale, share=1.0 if needs.dy else 0.5)
+
+    def take(self, strips: Iterator[RowGradients], part: Block, dz: Tensor, dscale: Tensor | None, *, share: float) -> None:
+        """Adds what a walk has finished; `share` is half for a whole square, which has every pair twice."""
         for rows, dx, dscale_rows, _ in strips:
             assert dx is not None
-            own.dz[rows] += dx
+            dz[rows] += dx
             if dscale is not None:
                 if dscale_rows is None:
                     dscale_rows = (dx * rounded(part.x[rows], part.precision)).sum(1)
-                dscale.add_(dscale_rows.sum(dtype=dscale.dtype), alpha=1.0 if needs.dy else 0.5)  # a whole square has every pair twice
+                dscale.add_(dscale_rows.sum(dtype=dscale.dtype), alpha=share)
 
     def upper_half(self, block: Block) -> Iterator[Rectangle]:
         """What is to be walked of a block whose columns are its rows."""

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles import plan, tuning
-from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
+from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, pieces
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import FLOAT32, TF32, add_product, multiply_into
 from megabatch.tiles.triton_forward import dot_precision, equal_ids, exact, exponents, offsets
@@ -154,7 +154,7 @@ def _strip(
 
 
 @dataclass(frozen=True)
-class _Weights:
+class Weights:
     """Of a softmax drow_i / row_i and dcol_j / col_j, relative to the shift of the block or, where `odd`, to one of their own;
     of a sigmoid dtotal_i alone, or 1.
     """
@@ -179,12 +179,12 @@ def logsumexp_gradients(
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     given = exponent_operands(block)
-    size = _strip_tile(given, block, SOFTMAX)
-    row_weight, row_shift, row_odd = _relative(row, drow, given.shift, block.N, size.rows)
-    col_weight, col_shift, col_odd = _relative(col, dcol, given.shift, block.M, size.columns)
+    size = strip_tile(given, block, SOFTMAX)
+    row_weight, row_shift, row_odd = relative(row, drow, given.shift, block.N, size.rows)
+    col_weight, col_shift, col_odd = relative(col, dcol, given.shift, block.M, size.columns)
     odd = row_odd.amax() + col_odd.amax()
-    weights = _Weights(row_weight, col_weight, row_shift, col_shift, odd, row_odd, col_odd)
-    return _walk(given, block, size, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
+    weights = Weights(row_weight, col_weight, row_shift, col_shift, odd, row_odd, col_odd)
+    return walk(given, block, size, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
 
 
 def softplus_gradients(
@@ -197,8 +197,8 @@ def softplus_gradients(
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
     given = similarity_operands(block)
-    size = _strip_tile(given, block, SIGMOID)
-    return _walk(given, block, size, (SIGMOID,), _Weights(None if dtotal is None else dtotal.contiguous()), sums, needs, total)
+    size = strip_tile(given, block, SIGMOID)
+    return walk(given, block, size, (SIGMOID,), Weights(None if dtotal is None else dtotal.contiguous()), sums, needs, total)
 
 
 def softplus_sums(block: Block) -> Tensor:  # (N,)
@@ -210,7 +210,7 @@ def softplus_sums(block: Block) -> Tensor:  # (N,)
     return total
 
 
-def _strip_tile(given: Operands, block: Block, kind: tl.constexpr) -> plan.KernelTile:
+def strip_tile(given: Operands, block: Block, kind: tl.constexpr) -> plan.KernelTile:
     """The tile of `_strip` here, measured if the user asked for it."""
     default = plan.strip_tile(block.precision, block.x.device)
     if _panel(block, kind) is not None:
@@ -218,7 +218,7 @@ def _strip_tile(given: Operands, block: Block, kind: tl.constexpr) -> plan.Kerne
     rows, columns = slice(0, min(block.N, 8192)), slice(0, min(block.M, 8192))
 
     def trial(size: plan.KernelTile) -> None:
-        weights = _Weights(block.zeros(block.N), block.zeros(block.M))
+        weights = Weights(block.zeros(block.N), block.zeros(block.M))
         _form((kind,), size, given, block, weights, rows, columns, g, (None, None, None), None)
 
     g = whole_rows(given.x, rows.stop, columns.stop) if tuning.ENABLED else None
@@ -230,7 +230,7 @@ def _panel(block: Block, kind: tl.constexpr) -> plan.Panel | None:
     return plan.panel(block, "sigmoid" if kind == SIGMOID else "softmax")
 
 
-def _relative(
+def relative(
     sums: LogSum | None,  # float64
     gradient: Tensor | None,
     shift: Tensor,  # () C
@@ -240,7 +240,7 @@ def _relative(
     """gradient / sum at the shift C, or where that leaves fp32's range at a shift of its own; −inf stands for C."""
     if gradient is None or sums is None:
         nothing = torch.zeros(length, dtype=torch.float32, device=shift.device)
-        return nothing, nothing - torch.inf, _any_in_tile(nothing - torch.inf, tile)
+        return nothing, nothing - torch.inf, any_in_tile(nothing - torch.inf, tile)
     exponent = finite_or_zero(sums.shift) * LOG2E
     above = shift - exponent
     # What counts is how far C is from the sum itself. From the sum's shift it may be near where C is not that of this block:
@@ -250,44 +250,49 @@ def _relative(
     own = exponent.float()
     weight = sums.per_unit(gradient) * torch.where(at_block_shift, above, own - exponent).exp2()
     own = torch.where(at_block_shift, -torch.inf, own)
-    return weight.float(), own, _any_in_tile(own, tile)
+    return weight.float(), own, any_in_tile(own, tile)
 
 
-def _any_in_tile(own: Tensor, tile: int) -> Tensor:  # (tiles,) int32
+def any_in_tile(own: Tensor, tile: int) -> Tensor:  # (tiles,) int32
+    """Which tiles have a shift of their own, somewhere."""
     padding = -len(own) % tile
     return torch.nn.functional.pad(own != -torch.inf, (0, padding)).view(-1, tile).any(1).int()
 
 
-def _walk(
+def walk(
     given: Operands,
     block: Block,
     size: plan.KernelTile,
     kinds: tuple[tl.constexpr, ...],  # one launch each
-    weights: _Weights,
+    weights: Weights,
     sums: ColumnGradients,
     needs: Needs,
     total: Tensor | None = None,  # (N,)
+    within: tuple[slice, slice] | None = None,
 ) -> Iterator[RowGradients]:
-    strip = plan.strip_size(block.N, block.M, block.D, given.x.element_size())
+    """Over all of the block, or over rows and columns of it that begin and end with tiles or at its edges."""
+    all_rows, all_columns = within or (slice(0, block.N), slice(0, block.M))
+    height, width = (window.stop - window.start for window in (all_rows, all_columns))
+    strip = plan.strip_size(height, width, block.D, given.x.element_size())
     # Summing the scale's gradient in the kernel costs a tenth of it. Half precision takes it from dx instead, where the
     # roundings of g enter but the dense computation's are larger still; unless they nearly cancel against what is added later.
     scale_in_kernel = needs.dscale and (block.positives_within or block.precision in (FLOAT32, TF32))
     want_dx = needs.dx or (needs.dscale and not scale_in_kernel)
     workspace = None
     if want_dx or needs.dy:
-        workspace = whole_rows(given.x, min(strip.rows, block.N), min(strip.columns, block.M))
-    for rows in windows(block.N, strip.rows):
+        workspace = whole_rows(given.x, min(strip.rows, height), min(strip.columns, width))
+    for rows in pieces(all_rows, strip.rows):
         n = rows.stop - rows.start
         dx = torch.empty(n, block.D, dtype=block.dtype, device=block.x.device) if want_dx else None
         dscale = block.zeros(n) if scale_in_kernel else None
         drow_bias = block.zeros(n) if needs.drow_bias else None
         by_row = (None if total is None else total[rows], drow_bias, dscale)
-        for columns in windows(block.M, strip.columns):
+        for columns in pieces(all_columns, strip.columns):
             g = None if workspace is None else workspace[:n, : columns.stop - columns.start]
             by_column = None if sums.dcol_bias is None else sums.dcol_bias[columns]
             _form(kinds, size, given, block, weights, rows, columns, g, by_row, by_column)
             if g is not None and dx is not None:
-                if columns.start == 0:
+                if columns.start == all_columns.start:
                     multiply_into(dx, g, given.y[columns])
                 else:
                     add_product(dx, g, given.y[columns])
@@ -301,7 +306,7 @@ def _form(
     size: plan.KernelTile,
     given: Operands,
     block: Block,
-    weights: _Weights,
+    weights: Weights,
     rows: slice,
     columns: slice,
     g: Tensor | None,  # (n, m) written

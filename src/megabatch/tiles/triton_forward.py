@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles import plan, tuning
-from megabatch.tiles.block import Block, windows
+from megabatch.tiles.block import Block, pieces
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT32, TF32
 from megabatch.tiles.triton_operands import Operands, descriptor, exponent_operands
@@ -206,43 +206,55 @@ def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
     given = exponent_operands(block)
     col_total = block.zeros(block.M)
     row_total = _totals(given, block, col_total)
-    row_shift = _recompute_lost(given, block, row_total, transposed=False)
-    col_shift = _recompute_lost(given, block, col_total, transposed=True)
-    return _log_sum(row_total, row_shift), _log_sum(col_total, col_shift)
+    row_shift = recompute_lost(given, block, row_total, transposed=False)
+    col_shift = recompute_lost(given, block, col_total, transposed=True)
+    return log_sum(row_total, row_shift), log_sum(col_total, col_shift)
 
 
 def row_statistics(block: Block) -> LogSum:
     """Row sums (N,) of exp(s)."""
     given = exponent_operands(block)
     row_total = _totals(given, block, None)
-    return _log_sum(row_total, _recompute_lost(given, block, row_total, transposed=False))
+    return log_sum(row_total, recompute_lost(given, block, row_total, transposed=False))
 
 
-def _log_sum(total: Tensor, shift: Tensor) -> LogSum:
+def log_sum(total: Tensor, shift: Tensor) -> LogSum:
     """2^shift · total in natural units, float64; nothing summed is −inf and 0."""
     return LogSum(torch.where(total == 0, -torch.inf, shift * math.log(2)), total.double())
 
 
 def _totals(given: Operands, block: Block, col_total: Tensor | None) -> Tensor:  # (N,)
     """Row sums; column sums (M,) are added to `col_total` if given."""
+    row_total = block.zeros(block.N)
+    add_totals(given, block, slice(0, block.N), slice(0, block.M), row_total, col_total)
+    return row_total
+
+
+def add_totals(
+    given: Operands,
+    block: Block,
+    rows: slice,
+    columns: slice,
+    row_total: Tensor,  # (N,) added to
+    col_total: Tensor | None,  # (M,) added to
+) -> None:
+    """Adds the sums of a rectangle, which begins and ends with tiles, or at the edges of the block."""
     panel = plan.panel(block, "sums")
     size = plan.march_tile(block.precision, block.x.device) if panel is not None else _march_tile(given, block)
-    row_total = block.zeros(block.N)
     width = size.columns if panel is None else panel.columns
-    for rows in _row_ranges(block, size, panel):
-        for columns in windows(block.M, plan.MARCH_PANELS * width):
-            panels = triton.cdiv(columns.stop - columns.start, width)
-            row_part = torch.empty(panels, rows.stop - rows.start, dtype=block.dtype, device=block.x.device)
+    for these in _row_ranges(rows, size, panel):
+        for those in pieces(columns, plan.MARCH_PANELS * width):
+            panels = triton.cdiv(those.stop - those.start, width)
+            row_part = torch.empty(panels, these.stop - these.start, dtype=block.dtype, device=block.x.device)
             if panel is None:
-                col_part = _march_down(given, block, size, rows, columns, row_part, by_column=col_total is not None)
+                col_part = _march_down(given, block, size, these, those, row_part, by_column=col_total is not None)
             else:
                 from megabatch.tiles import gluon_panels
 
-                col_part = gluon_panels.sums(panel, given, rows, columns, row_part, block.skip_diagonal)
-            row_total[rows] += row_part.sum(0)
+                col_part = gluon_panels.sums(panel, given, these, those, row_part, block.skip_diagonal)
+            row_total[these] += row_part.sum(0)
             if col_total is not None and col_part is not None:
-                col_total[columns] += col_part.sum(0)
-    return row_total
+                col_total[those] += col_part.sum(0)
 
 
 def _march_tile(given: Operands, block: Block) -> plan.KernelTile:
@@ -257,12 +269,12 @@ def _march_tile(given: Operands, block: Block) -> plan.KernelTile:
     return tuning.tile("march", block, plan.march_tile(block.precision, block.x.device), trial)
 
 
-def _row_ranges(block: Block, size: plan.KernelTile, panel: plan.Panel | None) -> Iterator[slice]:
+def _row_ranges(rows: slice, size: plan.KernelTile, panel: plan.Panel | None) -> Iterator[slice]:
     """Rows of one launch each. Ragged rows at the end cost `_march` an offset in every row, and get a launch of their own."""
-    whole = block.N if panel is not None else block.N - block.N % size.rows
-    yield from windows(whole, plan.MARCH_ROWS)
-    if whole < block.N:
-        yield slice(whole, block.N)
+    whole = rows.stop if panel is not None else rows.stop - (rows.stop - rows.start) % size.rows
+    yield from pieces(slice(rows.start, whole), plan.MARCH_ROWS)
+    if whole < rows.stop:
+        yield slice(whole, rows.stop)
 
 
 def _march_down(
@@ -310,7 +322,7 @@ def _march_down(
     return col_part
 
 
-def _recompute_lost(given: Operands, block: Block, total: Tensor, *, transposed: bool) -> Tensor:  # (N,) or (M,) float64
+def recompute_lost(given: Operands, block: Block, total: Tensor, *, transposed: bool) -> Tensor:  # (N,) or (M,) float64
     """Row sums, or column sums, that are out of range, computed again without C; returns the shifts of all."""
     size = plan.ONLINE
     sides = [(given.x, given.row_ids), (given.y, given.col_ids)]

@@ -44,7 +44,8 @@ class Operands:
 
 def exponent_operands(block: Block) -> Operands:
     """For softmax: exponents of 2, relative to C."""
-    x, y = _operand(block.x, block.precision), _operand(block.y, block.precision)
+    x = _operand(block.x, block.precision)
+    y = x if block.y is block.x else _operand(block.y, block.precision)
     constants, shift = exponent_scale(x, y, block.scale, HEADROOM)
     row = col = row_offset = col_offset = None
     if block.row_bias is not None:

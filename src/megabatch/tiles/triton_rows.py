@@ -186,14 +186,15 @@ def exponent_scale(x: Tensor, y: Tensor, scale: Tensor, headroom: float) -> tupl
 
     |⟨x_i, y_j⟩| ≤ ‖x_i‖·‖y_j‖. Norms that are not finite are passed over: their rows are found by their sums.
     """
-    largest = []
-    for side in (x, y):
+    largest: list[Tensor] = []
+    for side in (x,) if y is x else (x, y):
         part = torch.empty(triton.cdiv(len(side), _BLOCK_N), dtype=torch.float32, device=x.device)
         _largest_norms[(len(part),)](side, part, *side.shape, *side.stride(), BLOCK_N=_BLOCK_N, BLOCK_D=_BLOCK_D)
         largest.append(part)
     constants = torch.empty(3, dtype=torch.float32, device=x.device)
     shift = torch.empty((), dtype=torch.float64, device=x.device)
-    _exponent_scale[(1,)](*largest, scale, constants, shift, *map(len, largest), HEADROOM=headroom, BLOCK=1024)
+    of_x, of_y = largest[0], largest[-1]
+    _exponent_scale[(1,)](of_x, of_y, scale, constants, shift, len(of_x), len(of_y), HEADROOM=headroom, BLOCK=1024)
     return constants, shift
 
 
