@@ -151,11 +151,11 @@ def matryoshka(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.matryoshka_clip_loss(q, k, SCALE, widths=widths),
+        lambda q, k: mb.matryoshka_clip_loss(q, k, SCALE, widths=widths, backend=given.backend),
         dense,
         TWO_SIDES,
         {"sentence-transformers": Peer(build)},
-        f"PyTorch operations; widths {', '.join(map(str, widths))} for the products of the largest",
+        f"widths {', '.join(map(str, widths))}; kernels form {sum(widths) / given.width:.3g} × these products",
     )
 
 

@@ -1,4 +1,4 @@
-"""Similarities at several widths of the embeddings: all of them from the products of the largest.
+"""Similarities at several widths of the embeddings.
 
 As in `pairwise`, which says how precise everything is: check the arguments, settle the precision, hand over to an operator.
 """
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megabatch import operators, validation
+from megabatch import operators
 from megabatch.arguments import number
 from megabatch.pairwise import matched
 
@@ -33,9 +33,10 @@ def matched_prefix_logsumexp(
         names: of x, y and scale, for messages.
         ids: pairs with equal ids are left out of the sums.
         group: the processes that share the batch.
-        backend: "auto" or "eager".
+        backend: "auto", "eager" or "triton".
     """
-    validation.no_kernels(backend, "several widths at once")
-    precision, _, route = matched(x, y, ids, names, group, backend)
-    row, col, match, share, *_ = operators.prefix_logsumexp(x, y, number(scale, names[2], x), ids, widths, precision, route)
+    precision, backend, route = matched(x, y, ids, names, group, backend)
+    row, col, match, share, *_ = operators.prefix_logsumexp(
+        x, y, number(scale, names[2], x), ids, widths, precision, backend, route
+    )
     return row, col, match, share

@@ -11,7 +11,7 @@ from megabatch import reference
 
 pytestmark = pytest.mark.gpu
 
-WIDTHS, LABELS = [32, 64, 200], torch.arange(1000) % 300
+WIDTHS, LABELS = [33, 64, 200], torch.arange(1000) % 300
 LOSSES = {
     "nt_xent": (mb.nt_xent, reference.nt_xent),
     "sup_con out": (

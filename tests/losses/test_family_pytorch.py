@@ -76,9 +76,11 @@ def test_operators_keep_their_promises_to_pytorch():
         torch.library.opcheck(self_logsumexp_backward, arguments)
     torch.library.opcheck(operators.positives, (z, scale, ids, "float32", ""))
     torch.library.opcheck(positives_backward, (plain[0], plain[2], ids, "float32", "", ids, ones))
-    torch.library.opcheck(operators.prefix_logsumexp, (z, y, scale, ids, [2, 4], "float32", ""))
+    torch.library.opcheck(operators.prefix_logsumexp, (z, y, scale, ids, [2, 4], "float32", "eager", ""))
     sums, weights = [torch.ones(2, 6, 2) for _ in range(2)], [torch.ones(6, 2) for _ in range(3)]
-    torch.library.opcheck(prefix_logsumexp_backward, (*plain, ids, [2, 4], "float32", "", *sums, *weights))
+    options = (ids, [2, 4], "float32", "eager", "")
+    for needs in ([True, True, True], [False, True, True]):
+        torch.library.opcheck(prefix_logsumexp_backward, (*plain, *options, *sums, *weights, needs))
 
 
 def step(loss, rows, D):

@@ -63,7 +63,7 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
         largest_scale: of a learned scale.
         labels_are_ids: whether the dataset's column "label" has an integer for each row, and rows with the same one are not
             each other's negatives. A query with several positives is as many rows with one label.
-        matryoshka_dims: widths that embeddings are to be cut to later; all losses from the products of the largest. With
+        matryoshka_dims: widths that embeddings are to be cut to later; the sum of the losses at all of them. With
             "query_to_doc", alone or "per_direction" with "doc_to_query", and without hard negatives.
         matryoshka_weights: one for each width; all 1 if None.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.

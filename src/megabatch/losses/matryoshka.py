@@ -23,7 +23,7 @@ def matryoshka_clip_loss(
     group: Any = None,
     backend: str = "auto",
 ) -> Tensor:  # ()
-    """The weighted sum of CLIP's losses at several widths, for the matrix products of the largest one.
+    """The weighted sum of CLIP's losses at several widths.
 
     Same value and gradients as
 
@@ -35,6 +35,13 @@ def matryoshka_clip_loss(
 
     Never negative (if the weights are not), differentiable once, float32 (float64 for float64 inputs).
 
+    PyTorch operations ("eager") find all widths in one pass, for the matrix products of the largest. Kernels ("triton", which
+    "auto" is on GPUs they run on) walk once for each width: more products, Σ widths over the largest, and far less time,
+    because they finish a tile where they form it.
+
+    Prefixes are brought to unit length in float32. What the products see of half precision, inputs or autocast, is the inputs
+    as they are in PyTorch operations, and unit prefixes rounded once in kernels.
+
     Args:
         image: (N, D) embeddings, of any length: every prefix is brought to unit length.
         text: (N, D) embeddings; row i belongs to row i of `image`.
@@ -44,7 +51,7 @@ def matryoshka_clip_loss(
         both: the mean of both directions, as in `clip_loss`; False for images that find their texts alone, as in `info_nce`.
         ids: one integer for each pair; pairs with the same id are not each other's negatives.
         group: the processes that share the batch, as in `clip_loss`.
-        backend: "auto" or "eager"; there are no kernels for it.
+        backend: "auto", "eager" or "triton".
     """
     validation.embeddings(image, text, ("image", "text"))
     weighted = validation.widths(widths, weights, image)
