@@ -5,8 +5,8 @@
     python benchmarks/batch_size_study.py --samples 24000 --batch-sizes 256 1024 4096 --lr 4e-3       two CPU cores, minutes
 
 A small text tower learns to match words with their definitions. Every run sees the same number of pairs, in batches of another
-size; the learning rate at 1,024 pairs is the same for all (the smallest of five that is nearly as good as the best, by a run each
-with a seed that is not used again), and elsewhere follows a rule: none, the square root of the batch, or the batch itself.
+size; the learning rate at 1,024 pairs is the same for all (the smallest of five that is nearly as good as the best, by a run
+each with a seed that is not used again), and elsewhere follows a rule: none, the square root of the batch, or the batch itself.
 Tested is on 5,000 definitions that are not in training, with all their words: a reverse dictionary. Words of one meaning share
 its definition, and are not each other's negatives (`ids`).
 

@@ -31,11 +31,9 @@ def planned_again(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    lines = [
-        "| model | chunk | B | images | peak GiB | planned | error | loss ms | planned | error "
-        "| encoders s | planned | of the rate |",
-        "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    headings = ["model", "chunk", "B", "images", "peak GiB", "planned", "error", "loss ms", "planned", "error"]
+    headings += ["encoders s", "planned", "of the rate"]
+    lines = ["| " + " | ".join(headings) + " |", "|---|---:|---:|---|" + "---:|" * (len(headings) - 4)]
     for r in record["results"]:
         cells = [r["model"], r["chunk"], f"{r['B']:,}", r["source"]]
         if r["status"] != "ok":
@@ -58,17 +56,17 @@ def summary(record: dict[str, Any]) -> str:
     timed = f", time of the loss within {max(off):.0%} from {LARGE:,} pairs on" if off else ""
     rates = [r["encoder_efficiency"] for r in done]
     return (
-        f"Memory within {memory:.1%} of what was measured{timed}. Encoders ran at {min(rates):.2f} to {max(rates):.2f} of the rate "
-        f"in the datasheet; a plan assumes {gpus.ENCODER_EFFICIENCY:.2f} unless told otherwise."
+        f"Memory within {memory:.1%} of what was measured{timed}. Encoders ran at {min(rates):.2f} to {max(rates):.2f} of the "
+        f"rate in the datasheet; a plan assumes {gpus.ENCODER_EFFICIENCY:.2f} unless told otherwise."
     )
 
 
 NOTES = (
     "Peak: of allocated memory in a step with AdamW, weights and all. All embeddings and the whole loss are in place; of the "
     "chunks the first and last two are encoded, and the others return made-up embeddings. Encoders s: of all chunks, from the "
-    "time of one. Of the rate: share of the dense bf16 rate in the datasheet. Measured once; memory was planned before the run, "
-    "times are planned with the constants that the library has as this table is made, which this run and loss_gpu.md were used "
-    "to choose. Small losses are not claimed to a per cent: a step of 4,096 pairs takes seconds, and its loss a millisecond."
+    "time of one. Of the rate: share of the dense bf16 rate in the datasheet. Measured once; memory was planned before the "
+    "run, times are planned with the constants that the library has as this table is made, which this run and loss_gpu.md were "
+    "used to choose. Small losses are not claimed to a per cent: a step of 4,096 pairs takes seconds, and its loss a millisecond."
 )
 
 

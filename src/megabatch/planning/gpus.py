@@ -19,9 +19,9 @@ LINK_EFFICIENCY = 0.8
 
 LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 25e-6  # seconds of a message; assumed
 
-# Of the rate for dense bfloat16, what encoders reach under autocast. An assumption, between two measurements of ViT-L/14: 0.32 to
-# 0.33 on an H200 (benchmarks/results/plan_validation.md), 0.37 to 0.39 by the paper's times on eight A800. Smaller towers reach
-# less: ViT-B/16 0.25 to 0.26 there, ViT-B/32 0.20 to 0.22.
+# Of the rate for dense bfloat16, what encoders reach under autocast. An assumption, between two measurements of ViT-L/14: 0.32
+# to 0.33 on an H200 (benchmarks/results/plan_validation.md), 0.37 to 0.39 by the paper's times on eight A800. Smaller towers
+# reach less: ViT-B/16 0.25 to 0.26 there, ViT-B/32 0.20 to 0.22.
 ENCODER_EFFICIENCY = 0.35
 
 # Of the same rate, what this library's loss reaches, counting 8·B²·D operations, on an H200 from 64k pairs on: alone, again and
