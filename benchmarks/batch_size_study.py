@@ -210,26 +210,31 @@ def _setting(line: dict[str, Any]) -> Setting:
 
 def report(lines: Sequence[dict[str, Any]], options: argparse.Namespace, place: Path) -> None:
     """The table, printed and as Markdown, and the plot."""
+    text = table(lines, options.lr, options.samples)
+    print(text)
+    (place / "study.md").write_text(text + "\n", "utf-8")
+    draw(lines, options.lr, options.samples, place / "study.png")
+    print(f"wrote {place / 'study.md'} and {place / 'study.png'}")
+
+
+def table(lines: Sequence[dict[str, Any]], base_lr: float, samples: int) -> str:
+    """Markdown; what was not run is left empty."""
     sizes = sorted({line["batch_size"] for line in lines})
     written = ["| pairs in a batch | steps | " + " | ".join(f"{rule}: rate, R@1, R@10" for rule in RULES) + " |"]
     written.append("|---:|---:|" + "---|" * len(RULES))
     for size in sizes:
-        cells = [f"{size:,}", f"{max(1, options.samples // size):,}"]
+        cells = [f"{size:,}", f"{max(1, samples // size):,}"]
         for rule in RULES:
-            lr = options.lr * (size / BASE) ** RULES[rule]
+            lr = base_lr * (size / BASE) ** RULES[rule]
             one, ten = (summary(lines, size, lr, f"word_to_definition_R@{k}") for k in (1, 10))
             cells.append("" if one is None or ten is None else f"{lr:.1e}, {_plus_minus(one)}, {_plus_minus(ten)}")
         written.append("| " + " | ".join(cells) + " |")
     seeds = len({line["seed"] for line in lines})
     written += [
         "",
-        f"Words find definitions among 5,000; {options.samples:,} pairs seen by every run; {seeds} seeds, mean ± deviation.",
+        f"Words find definitions among 5,000; {samples:,} pairs seen by every run; {seeds} seeds, mean ± deviation.",
     ]
-    text = "\n".join(written)
-    print(text)
-    (place / "study.md").write_text(text + "\n", "utf-8")
-    draw(lines, options, place / "study.png")
-    print(f"wrote {place / 'study.md'} and {place / 'study.png'}")
+    return "\n".join(written)
 
 
 def summary(lines: Sequence[dict[str, Any]], size: int, lr: float, metric: str) -> tuple[float, float, int] | None:
@@ -245,7 +250,7 @@ def _plus_minus(value: tuple[float, float, int]) -> str:
     return f"{100 * value[0]:.1f} ± {100 * value[1]:.1f} %"
 
 
-def draw(lines: Sequence[dict[str, Any]], options: argparse.Namespace, path: Path) -> None:
+def draw(lines: Sequence[dict[str, Any]], base_lr: float, samples: int, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7.6), layout="constrained")
@@ -254,7 +259,7 @@ def draw(lines: Sequence[dict[str, Any]], options: argparse.Namespace, path: Pat
     panels = [(f"{title}, R@{k}", f"{way}_R@{k}") for k in (1, 10) for title, way in ways.items()]
     for axes, (title, metric) in zip(figure.subplots(2, 2, sharex=True).flat, panels, strict=True):
         for number, (rule, power) in enumerate(RULES.items()):
-            known = [(size, summary(lines, size, options.lr * (size / BASE) ** power, metric)) for size in sizes]
+            known = [(size, summary(lines, size, base_lr * (size / BASE) ** power, metric)) for size in sizes]
             # A little apart, so that no bar hides another.
             points = [(size * 1.04 ** (number - 1), *found[:2]) for size, found in known if found is not None]
             x, mean, deviation = zip(*points, strict=True) if points else ((), (), ())
@@ -272,7 +277,7 @@ def draw(lines: Sequence[dict[str, Any]], options: argparse.Namespace, path: Pat
         axes.set_ylabel("recall, %")
     figure.axes[0].legend(title="learning rate grows with the batch", ncols=3, fontsize=9, frameon=False, title_fontsize=9)
     seeds = len({line["seed"] for line in lines})
-    figure.suptitle(f"WordNet: {options.samples:,} pairs seen by every run, mean ± deviation over {seeds} seeds", fontsize=12.5)
+    figure.suptitle(f"WordNet: {samples:,} pairs seen by every run, rate {base_lr:g} at {BASE:,}; {seeds} seeds", fontsize=12.5)
     figure.savefig(path, dpi=130)
 
 

@@ -43,6 +43,8 @@ def table(record: dict[str, Any]) -> str:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     if any("encoded" in r for r in record["results"]):
         lines += ["", "† Some chunks of the step were timed, with the loss of the whole batch, and extended to all chunks."]
+    if "note" in record:
+        lines += ["", record["note"]]
     lines += ["", *_checks(record)]
     where = ", ".join(f"{model} from {library}" for model, library in record.get("towers", {}).items())
     return "\n".join([*lines, "", f"Towers: {where}; random weights, synthetic images, bf16 autocast."])
@@ -82,7 +84,6 @@ def ratios(record: dict[str, Any]) -> str:
 
 def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
 
     models = list(dict.fromkeys(r["model"] for r in record["results"]))
     figure = Figure(figsize=(11, 4.4 * len(models)), layout="constrained")
@@ -97,12 +98,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
                     dashed = "--" if name == "towers alone" else "-"
                     axes.plot(*zip(*sorted(points), strict=True), dashed, color=colour, marker="o", markersize=4, label=name)
             axes.set(title=model, xscale="log", xlabel="batch, pairs", ylabel=label)
-            if key == "peak_bytes":
-                axes.set(yscale="log")
-                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                axes.yaxis.set_major_formatter("{x:g}")
-            else:
-                axes.set_ylim(0, None)
+            axes.set_ylim(0, 1.1 * max((y for line in axes.lines for y in line.get_ydata()), default=1.0))
             ticks = sorted({r["B"] for r in record["results"] if r["model"] == model})
             axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
             axes.minorticks_off()

@@ -84,6 +84,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3, axis="x")
         axes.set_axisbelow(True)
         axes.set(xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.spines[["top", "right"]].set_visible(False)
     bare = [(r["ms"], places[r["loss"]]) for r in large if r["system"] == BARE]
     left.plot(*zip(*bare, strict=True), "|", color="black", markersize=16, markeredgewidth=2, label="products it needs")

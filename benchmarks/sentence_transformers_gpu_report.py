@@ -36,7 +36,7 @@ def table(record: dict[str, Any]) -> str:
             cells += [f"{r['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in r else ""]
             cells += [f"{r['loss']:.4f}" if took and r["system"] != ALONE else "", f"{error:.0e}" if error is not None else ""]
             lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", _about(record)]
+    lines += ["", " ".join((_about(record), record.get("note", ""))).strip()]
     if record.get("exchange"):
         lines += ["", *_exchange(record["exchange"])]
     return "\n".join(lines)

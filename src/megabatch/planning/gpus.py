@@ -19,13 +19,15 @@ LINK_EFFICIENCY = 0.8
 
 LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 25e-6  # seconds of a message; assumed
 
-# Of the rate for dense bfloat16, what encoders reach under autocast. Assumed; the paper's 25.0 s for 32k pairs of ViT-L/14 on
-# eight A800 are 0.37 of it.
-ENCODER_EFFICIENCY = 0.40
+# Of the rate for dense bfloat16, what encoders reach under autocast. An assumption, between two measurements of ViT-L/14: 0.32
+# to 0.33 on an H200 (benchmarks/results/plan_validation.md), 0.37 to 0.39 by the paper's times on eight A800. Smaller towers
+# reach less: ViT-B/16 0.25 to 0.26 there, ViT-B/32 0.20 to 0.22.
+ENCODER_EFFICIENCY = 0.35
 
-# Of the same rate, what this library's loss reaches, counting 8·B²·D operations: 0.642 to 0.661 measured on an H200 from 64k
-# pairs on (benchmarks/results/loss_gpu.md). Assumed elsewhere.
-LOSS_EFFICIENCY = 0.65
+# Of the same rate, what this library's loss reaches, counting 8·B²·D operations, on an H200 from 64k pairs on: alone, again and
+# again, 0.642 to 0.661 (benchmarks/results/loss_gpu.md); in a step, after encoders, 0.660 to 0.730 (plan_validation.md there).
+# This is within 5 % of the first and 10 % of the second. Assumed elsewhere.
+LOSS_EFFICIENCY = 0.67
 
 # And what inf_cl reaches: 16 to 19 TFLOP/s measured on an H200 (the same file), where 8·B²·D operations are counted though it
 # does 20.

@@ -21,9 +21,11 @@ DENSE_BYTES = 16  # a pair at the peak, in float32 and under autocast alike: fou
 # more: the block that is here and the one coming, the gradient going round and the one coming, and that of this visit.
 INF_CL_BLOCKS, INF_CL_RING_BLOCKS = 10, 5
 
-# Seconds that the host takes to launch a loss, which work on the device hides in part: as the third root of the sum of cubes,
-# fitted to the same table.
-LAUNCHING = 5e-3
+# Seconds that a loss takes in a step however small it is: 0.8 to 1.2 ms measured at 4k pairs on an H200
+# (benchmarks/results/plan_validation.md). Its launches, 5 ms of the host's time, are made while the device still encodes; a
+# loss that runs alone waits for them below 64k pairs (loss_gpu.md there). Work hides some of it: the third root of the sum of
+# cubes.
+LAUNCHING = 0.9e-3
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def loss_bytes(system: str, shape: Shape) -> float:
 
 
 def loss_seconds(system: str, shape: Shape, gpu: Gpu, precision: str, efficiency: float = gpus.LOSS_EFFICIENCY) -> float:
-    """Seconds of one rank's work, the exchange with others aside."""
+    """Seconds of one rank's work in a training step, the exchange with others aside."""
     pairs = shape.batch * (shape.batch if system == VANILLA else shape.rows)  # vanilla: all logits on every rank
     operations, rate = 8.0 * pairs * shape.width, gpu.rate(precision)
     if system == INF_CL:
