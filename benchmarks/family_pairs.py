@@ -125,11 +125,11 @@ def distilled(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.soft_clip_loss(q, k, SCALE, teacher[0], teacher[1], SCALE),
+        lambda q, k: mb.soft_clip_loss(q, k, SCALE, teacher[0], teacher[1], SCALE, backend=given.backend),
         dense,
         (4, 1, 1),
         {"open_clip": Peer(build, normalises=False)},
-        "PyTorch operations; similarities of the teacher too, forward and backward",
+        "similarities of the teacher too, forward and backward; both formed in memory, tile by tile",
     )
 
 

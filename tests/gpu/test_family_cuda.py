@@ -1,9 +1,10 @@
-"""nt_xent, sup_con and matryoshka_clip_loss on a CUDA device: errors in every type, and no waiting."""
+"""nt_xent, sup_con, soft_clip_loss and matryoshka_clip_loss on a CUDA device: errors in every type, and no waiting."""
 
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import megabatch as mb
 from helpers import aligned_pairs, leaves, outcomes
@@ -12,6 +13,20 @@ from megabatch import reference
 pytestmark = pytest.mark.gpu
 
 WIDTHS, LABELS = [33, 64, 200], torch.arange(1000) % 300
+
+
+def teacher(like):
+    """Another model's embeddings of the same samples, the same numbers in every type."""
+    return [t.bfloat16().to(like.device, like.dtype) for t in aligned_pairs(1000, 48, noise=1.0, seed=99)]
+
+
+def soft(x, y, scale):
+    logits, targets = scale * x @ y.T, 30.0 * teacher(x)[0] @ teacher(x)[1].T
+    if x.dtype != torch.float64:
+        logits, targets = logits.float(), targets.float()
+    return (F.cross_entropy(logits, targets.softmax(1)) + F.cross_entropy(logits.T, targets.T.softmax(1))) / 2
+
+
 LOSSES = {
     "nt_xent": (mb.nt_xent, reference.nt_xent),
     "sup_con out": (
@@ -21,6 +36,10 @@ LOSSES = {
     "sup_con in": (
         lambda x, y, scale, **o: mb.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, form="in", **o),
         lambda x, y, scale: reference.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, form="in"),
+    ),
+    "soft_clip_loss": (
+        lambda x, y, scale, **o: mb.soft_clip_loss(x, y, scale, *teacher(x), 30.0, **o),
+        soft,
     ),
     "matryoshka": (
         partial(mb.matryoshka_clip_loss, widths=WIDTHS),

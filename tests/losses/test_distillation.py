@@ -1,6 +1,7 @@
 """soft_clip_loss against the dense loss and open_clip's DistillClipLoss: values, gradients, hostile scales."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -42,15 +43,18 @@ def test_value_and_gradients(N, D, E, tile, log_scale, log_teacher_scale, seed):
         assert_equal_to_rounding(actual, expected, exponent)
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("teacher_dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
-def test_other_types(dtype, teacher_dtype, scale):
+def test_other_types(dtype, teacher_dtype, scale, backend):
     """Errors of the size of one rounding of the similarities, in a loss that may be as large as they are."""
+    if backend == "triton" and teacher_dtype == torch.float64:
+        pytest.skip("the kernels have no float64")
     image, text = (t.to(dtype).requires_grad_() for t in aligned_pairs(40, 12, noise=0.3, seed=0))
     teacher = [t.to(teacher_dtype) for t in aligned_pairs(40, 9, noise=0.3, seed=5)]
     with tile_size(16, 24):
-        found = mb.soft_clip_loss(image, text, scale, *teacher, 20.0)
+        found = mb.soft_clip_loss(image, text, scale, *teacher, 20.0, backend=backend)
     gradients = torch.autograd.grad(found, (image, text))
     wide = leaves(*(t.double() for t in (image, text)))
     wanted = dense(*wide, scale, *(t.double() for t in teacher), 20.0)
@@ -63,6 +67,37 @@ def test_other_types(dtype, teacher_dtype, scale):
         torch.testing.assert_close(
             actual.double(), expected, rtol=rounding, atol=(rounding / 4 + 30 * eps * (20 + scale)) * size
         )
+
+
+SCALES = [(20.0, 5.0), (1e4, 1e-3), (1e-3, 1e4)]
+
+
+@pytest.mark.parametrize(
+    ("N", "tile", "scale", "teacher_scale"),
+    [(N, tile, *scales) for N in (1, 37, 90) for tile in ((16, 50), (70, 40)) for scales in SCALES]
+    + [(530, (530, 530), 20.0, 5.0)],
+)
+def test_kernels(N, tile, scale, teacher_scale):
+    """Tiles that are narrower and wider than what a program has at once, against float64."""
+    inputs = leaves(*(t.float() for t in aligned_pairs(N, 20, noise=1.0, seed=0)), torch.tensor(scale))
+    teacher = (*(t.float() for t in aligned_pairs(N, 7, noise=0.5, seed=5)), teacher_scale)
+    with tile_size(*tile):
+        found = outcomes(partial(mb.soft_clip_loss, backend="triton"), inputs, *teacher)
+    exact = leaves(*(t.double() for t in inputs))
+    wanted = outcomes(dense, exact, *(t.double() for t in teacher[:2]), teacher_scale)
+    eps = torch.finfo(torch.float32).eps
+    for actual, expected in zip(found, wanted, strict=True):
+        bound = 20 * eps * (1 + scale + teacher_scale) * expected.abs().max().item()
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound + eps)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on NaN
+@pytest.mark.parametrize("side", ["image", "teacher"])
+def test_nan_comes_out_of_kernels(side):
+    pairs = {name: unit(40, 3, seed=seed, dtype=torch.float32) for seed, name in enumerate(("image", "text", "teacher"))}
+    pairs[side][2, 1] = torch.nan
+    image, text, teacher = pairs.values()
+    assert mb.soft_clip_loss(image, text, 1.0, teacher, text, 1.0, backend="triton").isnan()
 
 
 def test_its_own_teacher_is_its_minimum():
@@ -117,8 +152,8 @@ def test_distill_clip_loss_of_open_clip(output_dict):
 
 def test_messages():
     image, text = unit(5, 3, seed=0, dtype=torch.float32), unit(5, 3, seed=1, dtype=torch.float32)
-    with pytest.raises(ValueError, match="no kernel forms the similarities of a teacher"):
-        mb.soft_clip_loss(image, text, 1.0, image, text, 1.0, backend="triton")
+    with pytest.raises(ValueError, match="the inputs are float64"):
+        mb.soft_clip_loss(image, text, 1.0, image.double(), text.double(), 1.0, backend="triton")
     with pytest.raises(ValueError, match="backend must be one of"):
         mb.soft_clip_loss(image, text, 1.0, image, text, 1.0, backend="cuda")
     with pytest.raises(ValueError, match="teacher_image must have 5 rows, one for each row of image"):

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megabatch.tiles import gluon_panels, plan, triton_backward, triton_forward, triton_rank, triton_rows
+from megabatch.tiles import gluon_panels, plan, triton_backward, triton_forward, triton_rank, triton_rows, triton_soft
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
 
@@ -92,6 +92,8 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_rows, "_dots"),
         (triton_rows, "_finish"),
         (triton_rows, "_add_parts"),
+        (triton_soft, "_sums"),
+        (triton_soft, "_weights"),
         (gluon_panels, "_panels"),
     )
     for module, name in kernels:
@@ -129,6 +131,11 @@ def walk(D: int, precision: str, features: bool, N: int = 300) -> None:
     if features:
         positives = Block(x, y, torch.tensor(1.0), precision, bias, None, ids, ids, ids_are_positives=True)
         for _ in triton_backward.softplus_gradients(positives, one, sums, Needs(True, True, True, True), total=one):
+            pass
+    if features:
+        plain = Block(x, y, torch.tensor(1.0), precision)
+        row, col = triton_soft.soft_statistics(replace(plain, companion=plain))
+        for _ in triton_soft.soft_gradients(replace(plain, companion=plain), row, col, one, one, sums, Needs(True, True, True)):
             pass
     if not features:
         triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))

@@ -7,6 +7,7 @@ from torch import Tensor
 from megabatch import operators, validation
 from megabatch.arguments import number
 from megabatch.losses.clip import ClipLoss, clip_loss
+from megabatch.tiles.backends import EAGER, TRITON
 
 
 def soft_clip_loss(
@@ -31,7 +32,7 @@ def soft_clip_loss(
         return (rows + columns) / 2
 
     Never below the entropy of the targets, differentiable once, float32 (float64 for float64 inputs). The teacher gets no
-    gradient. PyTorch operations serve it (backend "eager", which "auto" then is): no kernel forms two similarities at once.
+    gradient. On a GPU kernels finish the tiles that libraries form: none forms two similarities at once.
 
     Args:
         image: (N, D) embeddings, usually of unit length.
@@ -43,21 +44,21 @@ def soft_clip_loss(
         group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
             passes its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after
             DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
-        backend: "auto" or "eager".
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(image, text, ("image", "text"), same_rows=True)
     names = ("teacher_image", "teacher_text")
     teacher_precision = validation.embeddings(teacher_image, teacher_text, names, same_rows=True)
     validation.same_rows(teacher_image, names[0], image, "image")
     validation.without_gradient((teacher_image, teacher_text), names)
-    validation.only_eager(backend, "no kernel forms the similarities of a teacher beside those of the student")
+    settled = {validation.backend(backend, each, image.device) for each in (precision, teacher_precision)}
     route = validation.group(group)
     if not route:  # over a group one rank may have none; that all have none is found out together
         validation.at_least_one_pair(image, "image")
     scale, target_scale = number(logit_scale, "logit_scale", image), number(teacher_scale, "teacher_scale", image)
-    row, col, share, *_ = operators.soft_cross_entropy(
-        image, text, scale, teacher_image, teacher_text, target_scale.detach(), precision, teacher_precision, route
-    )
+    teacher = teacher_image, teacher_text, target_scale.detach()
+    how = precision, teacher_precision, TRITON if settled == {TRITON} else EAGER, route
+    row, col, share, *_ = operators.soft_cross_entropy(image, text, scale, *teacher, *how)
     loss: Tensor = (row.sum() + col.sum()) * (share / 2)
     return loss
 

@@ -17,7 +17,6 @@ from megabatch.operators.gradients import (
     statistic,
 )
 from megabatch.operators.team import assemble
-from megabatch.tiles.backends import EAGER
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 from megabatch.tiles.softsum import SoftSum
@@ -33,15 +32,16 @@ def soft_cross_entropy(
     teacher_scale: Tensor,  # ()
     precision: str,
     teacher_precision: str,
+    backend: str,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(−Σ_j p_ij log softmax_j(s)_ij, −Σ_i q_ij log softmax_i(s)_ij, share, and for backward the sums, packed).
 
-    p and q are the teacher's softmaxes over columns and over rows. PyTorch operations alone walk two blocks at once.
+    p and q are the teacher's softmaxes over columns and over rows.
     """
     block = _block(x, y, scale, teacher_x, teacher_y, teacher_scale, precision, teacher_precision)
     with on_its_device(x):
-        team = assemble(group, EAGER, block, "soft cross-entropy", mean=True)
+        team = assemble(group, backend, block, "soft cross-entropy", mean=True)
         row, col = team.walks.soft_statistics(block)
         return row.value(), col.value(), torch.full_like(scale, team.share), row.pack(), col.pack()
 
@@ -62,6 +62,7 @@ def soft_cross_entropy_backward(
     teacher_scale: Tensor,
     precision: str,
     teacher_precision: str,
+    backend: str,
     group: str,
     row: Tensor,  # (N, 5)
     col: Tensor,  # (M, 5)
@@ -73,7 +74,7 @@ def soft_cross_entropy_backward(
     block = _block(x, y, scale, teacher_x, teacher_y, teacher_scale, precision, teacher_precision)
     wanted = Needs(*needs)
     with on_its_device(x):
-        team = assemble(group, EAGER, block, "soft cross-entropy backward", needs=wanted)
+        team = assemble(group, backend, block, "soft cross-entropy backward", needs=wanted)
         unit = gradient_unit(block, drow, dcol, largest=team.largest)
         sums = column_sums(block, wanted)
         strips = team.walks.soft_gradients(
@@ -112,7 +113,7 @@ def _backward(ctx: Any, drow: Tensor, dcol: Tensor, *dothers: Tensor) -> tuple[A
     *tensors, row, col = ctx.saved_tensors
     needs = Needs(*ctx.needs_input_grad[:3])
     gradients = soft_cross_entropy_backward(*tensors, *ctx.options, row, col, drow, dcol, list(needs))
-    return *asked_for(gradients, needs)[:3], None, None, None, None, None, None
+    return *asked_for(gradients, needs)[:3], None, None, None, None, None, None, None
 
 
 soft_cross_entropy.register_autograd(_backward, setup_context=_save)

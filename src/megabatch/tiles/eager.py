@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-class _Tiles:
+class Tiles:
     """The tiles of one block, formed one after another in the same buffers."""
 
     def __init__(self, block: Block, *, keep_products: bool = False) -> None:
@@ -127,7 +127,7 @@ class _Tiles:
 class _Companion:
     """The tiles of a block's companion, cut as the block's own."""
 
-    def __init__(self, block: Block, tiles: _Tiles) -> None:
+    def __init__(self, block: Block, tiles: Tiles) -> None:
         self.block = block
         self._buffer = tiles.buffer(block.dtype)
 
@@ -150,7 +150,7 @@ def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
 
 def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
     """Row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles."""
-    tiles = _Tiles(block)
+    tiles = Tiles(block)
     spare = tiles.buffer()
     row = LogSum.empty(block.N, dtype=block.dtype, device=block.x.device)
     col = LogSum.empty(block.M, dtype=block.dtype, device=block.x.device)
@@ -165,7 +165,7 @@ def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
 
 def row_statistics(block: Block) -> LogSum:
     """Row sums (N,) of exp(s)."""
-    tiles = _Tiles(block)
+    tiles = Tiles(block)
     row = LogSum.empty(block.N, dtype=block.dtype, device=block.x.device)
     for rows in tiles.rows:
         x = tiles.x(rows)
@@ -177,7 +177,7 @@ def row_statistics(block: Block) -> LogSum:
 
 def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:
     """Sums for the cross-entropies of rows (N,) and columns (M,) under the companion's softmax, from one pass."""
-    tiles = _Tiles(block)
+    tiles = Tiles(block)
     buffers = tiles.buffer(), tiles.buffer()
     row, col = (SoftSum.empty(size, dtype=block.dtype, device=block.x.device) for size in (block.N, block.M))
     for rows in tiles.rows:
@@ -193,7 +193,7 @@ def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:
 
 def softplus_sums(block: Block) -> Tensor:  # (N,)
     """Row sums of softplus(s) = log(1 + exp(s))."""
-    tiles = _Tiles(block)
+    tiles = Tiles(block)
     total = block.zeros(block.N)
     for rows in tiles.rows:
         x = tiles.x(rows)
@@ -213,7 +213,7 @@ def logsumexp_gradients(
     needs: Needs,
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
-    tiles = _gradient_tiles(block)
+    tiles = gradient_tiles(block)
     by_row = None if drow is None else (finite_or_zero(row.shift), row.per_unit(drow))
     by_column = None if dcol is None or col is None else (finite_or_zero(col.shift), col.per_unit(dcol))
 
@@ -231,7 +231,7 @@ def logsumexp_gradients(
             g.add_(_weighted(s, shift[columns], weight[columns], out=s))
         return g
 
-    return _gradients(tiles, weigh, sums, needs)
+    return tile_gradients(tiles, weigh, sums, needs)
 
 
 def _weighted(s: Tensor, shift: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ def soft_gradients(
     needs: Needs,
 ) -> Iterator[RowGradients]:
     """Gradients of the cross-entropies: g_ij = drow_i·(softmax(s) − softmax(t))_ij + dcol_j·(the same over columns)_ij."""
-    tiles = _gradient_tiles(block)
+    tiles = gradient_tiles(block)
     buffers = tiles.buffer(), tiles.buffer()
     parts = [
         (finite_or_zero(by_row.shift), by_row.per_unit(drow), finite_or_zero(by_column.shift), by_column.per_unit(dcol))
@@ -264,7 +264,7 @@ def soft_gradients(
             g.add_(_weighted(values, col_shift[columns], col_weight[columns], out=spare), alpha=sign)
         return g
 
-    return _gradients(tiles, weigh, sums, needs)
+    return tile_gradients(tiles, weigh, sums, needs)
 
 
 def softplus_gradients(
@@ -279,7 +279,7 @@ def softplus_gradients(
 
     Where equal ids are positives, s_ij is −s_ij and so is g_ij.
     """
-    tiles = _gradient_tiles(block)
+    tiles = gradient_tiles(block)
     spare = tiles.buffer() if total is not None else None
 
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -289,11 +289,12 @@ def softplus_gradients(
         signs = tiles.signs(rows, columns)
         return g if signs is None else g.mul_(signs)
 
-    return _gradients(tiles, weigh, sums, needs)
+    return tile_gradients(tiles, weigh, sums, needs)
 
 
-def _gradient_tiles(block: Block) -> _Tiles:
-    return _Tiles(block, keep_products=_rounds_gradients(block))
+def gradient_tiles(block: Block) -> Tiles:
+    """For `tile_gradients`."""
+    return Tiles(block, keep_products=_rounds_gradients(block))
 
 
 def _rounds_gradients(block: Block) -> bool:
@@ -301,12 +302,13 @@ def _rounds_gradients(block: Block) -> bool:
     return block.x.device.type == "cuda" and block.precision in (TF32, BFLOAT16, FLOAT16)
 
 
-def _gradients(
-    tiles: _Tiles,
+def tile_gradients(
+    tiles: Tiles,
     weigh: Callable[[Tensor, slice, slice], Tensor],  # turns a tile of s into a tile of g, in place
     sums: ColumnGradients,
     needs: Needs,
 ) -> Iterator[RowGradients]:
+    """Weighs tile after tile, and multiplies with both sides."""
     # The gradient of the scale is small against its terms. Σ_i ⟨x_i, dx_i⟩ is good enough while g is exact; once it is
     # rounded, the roundings do not cancel as the terms do, and the sum is taken over g and the products themselves.
     block, rounds = tiles.block, _rounds_gradients(tiles.block)
@@ -335,7 +337,7 @@ def _gradients(
         yield RowGradients(rows, dx, dscale, drow_bias)
 
 
-def _product_factor(tiles: _Tiles) -> Callable[[Tensor], Tensor]:
+def _product_factor(tiles: Tiles) -> Callable[[Tensor], Tensor]:
     """How a gradient tile enters a product with rounded inputs: itself, or rounded to their type."""
     block = tiles.block
     if not _rounds_gradients(block):
@@ -352,7 +354,7 @@ def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tenso
     Larger comes first. Entries that rounding cannot tell from s_ii count as equal to it, and of equal ones the smaller index
     comes first: the same product, formed in two places, need not have the same last bit. What NaN touches ranks last.
     """
-    tiles = _Tiles(block)
+    tiles = Tiles(block)
     row_match, col_match, row_index, col_index = (
         pairs_on_the_diagonal(block, matching_products(block)) if pairs is None else pairs
     )
