@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from megabatch.bench import cached, loss_systems, losses
 from megabatch.bench.inputs import is_right, pairs
 from megabatch.bench.loss_systems import CHUNKS, CUDA_ONLY, DENSE, MEGABATCH, NAMES, loss_of
 from megabatch.bench.losses import LATE, MEMORY, MISSING, OK, WRONG, LossResult, Products
+from megabatch.bench.tables import tables
 
 
 def measured(batches=(96, 200), memory=None, until=math.inf):
@@ -52,6 +54,20 @@ def test_a_wrong_result_has_no_speed(monkeypatch, wrong):
     assert by[MEGABATCH, 96].status == OK
     if wrong == "loss":
         assert result.loss_error == pytest.approx(1e-3, rel=0.01)
+
+
+def test_a_peer_that_fails_is_named_and_the_others_are_measured(monkeypatch):
+    def loss(x, y, k):
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setitem(loss_systems._BUILDERS, DENSE, lambda device: loss)
+    by, products = measured()
+    assert [by[DENSE, batch].status for batch in (96, 200)] == ["failed: RuntimeError: no such instruction"] * 2
+    assert by[CHUNKS, 200].status == OK
+    record = {"losses": [asdict(r) for r in by.values()], "products": [asdict(p) for p in products]}
+    (table, *_) = tables({**record, "levels": [], "steps": [], "dtype": "float32", "width": 24})
+    assert [cells[2] for cells in table.rows if cells[:2] == ["96", DENSE]] == ["failed"]
+    assert "open_clip failed: RuntimeError: no such instruction." in table.notes
 
 
 def test_a_dense_loss_that_cannot_fit_is_not_tried():

@@ -75,7 +75,7 @@ def measure(
                 yield LossResult(name, batch, stopped[name])
                 continue
             result = _one(name, batch, (image, text, log_scale), right, device, seconds, memory)
-            if result.status in (MEMORY, MISSING):
+            if result.status in (MEMORY, MISSING) or result.status.startswith(FAILED):
                 stopped[name] = result.status
             pace[name] = 2 * (result.seconds or 0.0) * (following[batch] / batch) ** 2
             yield result
@@ -106,6 +106,9 @@ def _one(
         (value, *_), result.peak = peak_memory(lambda: _step(loss, *inputs), device)
     except (torch.OutOfMemoryError, MemoryError):
         result.status = MEMORY
+        return result
+    except Exception as error:  # whatever a version of a peer makes of this machine, the others are to be measured
+        result.status = f"{FAILED}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
         return result
     rows = sampled_rows(batch)
     gradients = [t.grad[rows] for t in inputs[:2] if t.grad is not None]

@@ -128,7 +128,7 @@ def _losses(record: dict[str, Any]) -> Table:
             cells += [f"{seconds / _seconds(base):.2f}" if base else "", f"{r['peak'] / MIB:.0f}"]
             cells.append(f"{r['peak'] / base['peak']:.1f}" if base and base["peak"] else "")
         else:
-            cells += [SHORT.get(r["status"], r["status"]), "", "", "", "", "", ""]
+            cells += [SHORT.get(r["status"], _first_line(r["status"])), "", "", "", "", "", ""]
         cells += [_error(r["loss_error"]), _error(r["gradient_error"])]
         rows.append(cells)
     missing = ", ".join(dict.fromkeys(r["system"] for r in record["losses"] if r["status"] == MISSING))
@@ -142,6 +142,8 @@ def _losses(record: dict[str, Any]) -> Table:
         "gradients on sampled rows; what is further off than its precision explains is WRONG and has no speed."
         + (f" Not installed, or not for this device: {missing}." if missing else "")
     )
+    failed = {r["system"]: r["status"] for r in record["losses"] if r["status"].startswith(FAILED)}
+    notes += "".join(f" {name} {status}." for name, status in failed.items())
     return Table(f"CLIP loss, forward and backward, {record['dtype']}, D = {record['width']}", headings, rows, notes)
 
 
