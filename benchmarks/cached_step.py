@@ -36,7 +36,9 @@ PLAIN, BUDGET_0, AUTO, ALONE, REPLAY = "plain step", "cached, budget 0", "cached
 SHORT = {"plain": PLAIN, "cached": BUDGET_0, "auto": AUTO, "accum": "accum-freq", "gradcache": "GradCache"}
 SHORT |= {"towers": ALONE, "replay": REPLAY}
 CASES = [
+    "ViT-B/32:1024,2048:plain,cached,auto,towers",
     "ViT-B/32:4096,16384:all",
+    "ViT-B/32:16384:replay",
     "ViT-B/32:65536:cached,auto,towers",
     "ViT-B/32:262144:cached,towers",
     "ViT-L/14:4096,16384:cached,auto,towers",
