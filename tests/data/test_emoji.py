@@ -61,7 +61,7 @@ def test_two_drawings_of_one_concept_share_name_and_id_but_nothing_else(rendered
 
 @needs_drawings
 def test_a_second_start_draws_nothing_and_a_damaged_cache_is_made_again(rendered, monkeypatch, tmp_path):
-    before = Emoji("test", size=16, cache_folder=rendered)
+    before = Emoji("test", size=16, cache_folder=str(rendered))  # as a config says it
     monkeypatch.setattr(emoji, "_render_all", lambda size: pytest.fail("drawn again"))
     assert torch.equal(Emoji("test", size=16, cache_folder=rendered).read(0, 0), before.read(0, 0))
     (path,) = rendered.iterdir()

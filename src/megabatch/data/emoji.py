@@ -50,14 +50,14 @@ class Emoji(Dataset):
 
     credits = CREDITS
 
-    def __init__(self, split: str = "train", *, size: int = 48, cache_folder: Path | None = None) -> None:
+    def __init__(self, split: str = "train", *, size: int = 48, cache_folder: str | Path | None = None) -> None:
         super().__init__()
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(map(repr, SPLITS))}, got {split!r}")
         if isinstance(size, bool) or not isinstance(size, int) or size < 8:
             raise ValueError(f"size must be a number of pixels of at least 8, got {size!r}")
         versions = [metadata.version(package) for package in _packages()]
-        path = (cache_folder or cache.folder()) / f"emoji-{_FORMAT}-{size}-{'-'.join(versions)}.pt"
+        path = Path(cache_folder or cache.folder()) / f"emoji-{_FORMAT}-{size}-{'-'.join(versions)}.pt"
         stored = cache.kept(path, lambda: _render_all(size))
         self.names: list[str] = stored["names"]
         self._drawings: Tensor = stored["drawings"]  # (concepts, 2, 3, size, size) uint8

@@ -41,7 +41,7 @@ class Shards(Dataset):
     """
 
     def __init__(
-        self, shards: str | Path | Sequence[str | Path], *, caption_ids: bool = False, cache_folder: Path | None = None
+        self, shards: str | Path | Sequence[str | Path], *, caption_ids: bool = False, cache_folder: str | Path | None = None
     ) -> None:
         super().__init__()
         self.problems: list[str] = []  # of shards and samples that are not there; each with its name
@@ -50,7 +50,7 @@ class Shards(Dataset):
         self._keys: list[list[str]] = []
         self._places: list[Tensor] = []  # (samples, 2 sides, (offset, size, member kind)) int64
         for path in expanded(shards):
-            contents = _contents(path, (cache_folder or cache.folder()) / "shards")
+            contents = _contents(path, Path(cache_folder or cache.folder()) / "shards")
             self.problems += contents["problems"]
             if contents["keys"]:
                 self.paths.append(path)
