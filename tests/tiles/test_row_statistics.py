@@ -102,6 +102,22 @@ def test_rows_match_the_reference(backend, N, M, D, log_scale, spread, left_out,
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("scale", [10.0, 1e3, 1e5])
+def test_a_row_with_nothing_in_it_has_no_gradient(backend, scale):
+    """However large the shift of the block is: the kernels' weights are relative to it."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    inputs = leaves(torch.ones(3, 2, device=DEVICE), torch.ones(1, 2, device=DEVICE), torch.tensor(scale, device=DEVICE))
+    row, *_ = row_logsumexp(*inputs, diagonal=SKIPPED, backend=backend)
+    assert row[0] == -torch.inf
+    found = torch.autograd.grad(torch.where(row.isinf(), 0.0, row).sum(), inputs)
+    for actual, expected in zip(found, ([[0, 0], [1, 1], [1, 1]], [[2, 2]], 4 / scale), strict=True):
+        torch.testing.assert_close(
+            actual / scale, torch.tensor(expected, dtype=torch.float32, device=DEVICE), rtol=1e-6, atol=0
+        )
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_the_matching_pair_apart(backend):
     if backend == "triton":
         pytest.importorskip("triton")

@@ -248,7 +248,9 @@ def relative(
     from_sum = above - sums.total.log2()
     at_block_shift = (sums.total == 0) | ((from_sum <= LARGEST_DELTA) & (from_sum >= SMALLEST_DELTA))
     own = exponent.float()
-    weight = sums.per_unit(gradient) * torch.where(at_block_shift, above, own - exponent).exp2()
+    difference = torch.where(at_block_shift, above, own - exponent)
+    # A sum of nothing has weight 0, which C alone, where it is large, would make 0 times infinity.
+    weight = sums.per_unit(gradient) * torch.where(sums.total == 0, 0.0, difference).exp2()
     own = torch.where(at_block_shift, -torch.inf, own)
     return weight.float(), own, any_in_tile(own, tile)
 
