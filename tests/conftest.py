@@ -27,6 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none here"))
 
 
+@pytest.fixture
+def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches and strips of kernels so small that little inputs have several."""
+    from megabatch.tiles import plan
+
+    monkeypatch.setattr(plan, "MARCH_ROWS", 256)
+    monkeypatch.setattr(plan, "MARCH_PANELS", 1)
+    monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator["Pool"]:
     """Eight ranks, started when the first test asks for them."""

@@ -139,7 +139,7 @@ def form(value: Any, backend: Any) -> None:
     if value not in ("out", "in"):
         raise ValueError(f"form must be 'out' or 'in', got {value!r}")
     if value == "in":
-        no_kernels(backend, 'the positives of form="in"')
+        only_eager(backend, 'there are no kernels for the positives of form="in"')
 
 
 def widths(value: Any, weights: Any, x: Tensor) -> dict[int, float]:
@@ -156,12 +156,6 @@ def widths(value: Any, weights: Any, x: Tensor) -> dict[int, float]:
     if len(weights) != len(value):
         raise ValueError(f"weights must be {len(value)} numbers, one for each width, got {len(weights)}")
     return dict(sorted(zip(value, weights, strict=True)))
-
-
-def no_kernels(value: Any, what: str) -> None:
-    """For what PyTorch operations alone serve."""
-    if value == backends.TRITON:
-        raise ValueError(f'backend="triton" cannot serve this call: there are no kernels for {what}. Use backend="auto"')
 
 
 def backend(value: Any, precision: str, device: torch.device) -> str:

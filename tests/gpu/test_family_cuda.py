@@ -80,9 +80,11 @@ def test_the_host_never_waits(loss):
         value.backward()
 
     step()  # compiles
+    before = given[0].grad.clone()
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(given[0].grad, 2 * before)  # the same gradient, added once more

@@ -13,20 +13,15 @@ from helpers import aligned_pairs, leaves, outcomes, tile_size, unit
 from megabatch import operators, reference, ring
 from megabatch.operators import team
 from megabatch.operators.prefixes import prefix_logsumexp_backward
-from megabatch.tiles import eager, plan
+from megabatch.tiles import eager
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf and NaN, which are meant
+pytestmark = [
+    pytest.mark.usefixtures("small_launches"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy on inf and NaN, which are meant
+]
 
 EPS = torch.finfo(torch.float32).eps
-
-
-@pytest.fixture(autouse=True)
-def small_launches(monkeypatch):
-    """Launches and strips so small that little inputs have several."""
-    monkeypatch.setattr(plan, "MARCH_ROWS", 256)
-    monkeypatch.setattr(plan, "MARCH_PANELS", 1)
-    monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
 
 
 @pytest.fixture

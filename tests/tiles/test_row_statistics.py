@@ -8,18 +8,14 @@ from hypothesis import strategies as st
 from helpers import leaves, tile_size, unit
 from megabatch import operators, reference, rowwise
 from megabatch.rowwise import APART, KEPT, SKIPPED, Ceiling, row_logsumexp
-from megabatch.tiles import eager, plan
+from megabatch.tiles import eager
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf and NaN, which are meant
+pytestmark = [
+    pytest.mark.usefixtures("small_launches"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy on inf and NaN, which are meant
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def small_launches(monkeypatch):
-    monkeypatch.setattr(plan, "MARCH_ROWS", 256)
-    monkeypatch.setattr(plan, "MARCH_PANELS", 1)
-    monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
 
 
 def close(actual, expected, exponent, eps, what):

@@ -14,18 +14,13 @@ from megabatch import reference
 from megabatch.tiles import plan
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf and NaN, which are meant
+pytestmark = [
+    pytest.mark.usefixtures("small_launches"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy on inf and NaN, which are meant
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps
-
-
-@pytest.fixture(autouse=True)
-def small_launches(monkeypatch):
-    """Launches and strips so small that little inputs have several."""
-    monkeypatch.setattr(plan, "MARCH_ROWS", 256)
-    monkeypatch.setattr(plan, "MARCH_PANELS", 1)
-    monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
 
 
 def to_device(*tensors, dtype=torch.float32):

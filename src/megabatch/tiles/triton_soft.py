@@ -136,8 +136,8 @@ def soft_gradients(
 ) -> Iterator[RowGradients]:
     """Gradients of the cross-entropies: g_ij = drow_i·(softmax(s) − softmax(t))_ij + dcol_j·(the same over columns)_ij."""
     tiles = gradient_tiles(block)
-    by_row = [t for sums in row[:2] for t in (finite_or_zero(sums.shift).contiguous(), sums.per_unit(drow))]
-    by_column = [t for sums in col[:2] for t in (finite_or_zero(sums.shift).contiguous(), sums.per_unit(dcol))]
+    by_row = [part for log_sum in row[:2] for part in (finite_or_zero(log_sum.shift), log_sum.per_unit(drow))]
+    by_column = [part for log_sum in col[:2] for part in (finite_or_zero(log_sum.shift), log_sum.per_unit(dcol))]
 
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
         t = tiles.teacher(rows, columns)
