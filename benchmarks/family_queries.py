@@ -146,11 +146,11 @@ def guided(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce(q, k, scale=SCALE, guide=(seen[0], seen[1]), margin=GUIDE_MARGIN),
+        lambda q, k: mb.info_nce(q, k, scale=SCALE, guide=(seen[0], seen[1]), margin=GUIDE_MARGIN, backend=given.backend),
         dense,
         (3, 1, 1),
         {"sentence-transformers": Peer(build, (16384, 4096, 2048, 1024)), DENSE: formula(dense)},
-        "PyTorch operations; a guide of half the width has its own similarities, forward and backward",
+        "a guide of half the width has its own similarities, forward and backward; both formed in memory, tile by tile",
     )
 
 

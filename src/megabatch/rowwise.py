@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megabatch import arguments, operators, validation
 from megabatch.operators.logsumexp import APART, KEPT, SKIPPED
-from megabatch.tiles.backends import EAGER
 from megabatch.tiles.precision import FLOAT32
 
 __all__ = ["APART", "KEPT", "SKIPPED", "Ceiling", "ceiling_above", "matching_products", "row_logsumexp"]
@@ -38,7 +37,7 @@ def row_logsumexp(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (N,), (N,) or (0,), ()
     """(log Σ_j exp s_ij, s_ii, share): the rows of `pairwise_logsumexp` without the columns, which nothing is spent on.
 
-    s_ii is there if the diagonal is APART. Only PyTorch operations ("eager") serve a guide: "auto" then means them.
+    s_ii is there if the diagonal is APART.
     """
     precision = validation.embeddings(x, y)
     limit = guide_x = guide_y = None
@@ -60,16 +59,10 @@ def row_logsumexp(
         diagonal,
         precision,
         guide_precision,
-        _settled(backend, precision, x.device, guided=guide_x is not None),
+        validation.backend(backend, precision, x.device),
         validation.group(group),
     )
     return row, match, share
-
-
-def _settled(backend: str, precision: str, device: torch.device, *, guided: bool) -> str:
-    """What serves the call; a guide is looked at by PyTorch operations alone."""
-    settled = validation.backend(backend, precision, device)
-    return EAGER if guided and backend == "auto" else settled
 
 
 def matching_products(

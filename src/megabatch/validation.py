@@ -138,8 +138,12 @@ def form(value: Any, backend: Any) -> None:
     """Of the supervised contrastive loss; half of one of them has no kernels."""
     if value not in ("out", "in"):
         raise ValueError(f"form must be 'out' or 'in', got {value!r}")
-    if value == "in":
-        only_eager(backend, 'there are no kernels for the positives of form="in"')
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if value == "in" and backend == backends.TRITON:
+        raise ValueError(
+            'backend="triton" cannot serve this call: there are no kernels for the positives of form="in". Use backend="auto"'
+        )
 
 
 def widths(value: Any, weights: Any, x: Tensor) -> dict[int, float]:
@@ -168,14 +172,6 @@ def backend(value: Any, precision: str, device: torch.device) -> str:
     if reason is not None:
         raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')
     return str(value)
-
-
-def only_eager(value: Any, reason: str) -> None:
-    """For what has no kernel: PyTorch operations serve it, and "auto" means them."""
-    if value not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
-    if value == backends.TRITON:
-        raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')
 
 
 def group(value: Any) -> str:

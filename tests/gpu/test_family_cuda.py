@@ -1,4 +1,4 @@
-"""nt_xent, sup_con, soft_clip_loss and matryoshka_clip_loss on a CUDA device: errors in every type, and no waiting."""
+"""nt_xent, sup_con, a guide, soft_clip_loss and matryoshka_clip_loss on a CUDA device: errors in every type, and no waiting."""
 
 from functools import partial
 
@@ -13,6 +13,7 @@ from megabatch import reference
 pytestmark = pytest.mark.gpu
 
 WIDTHS, LABELS = [33, 64, 200], torch.arange(1000) % 300
+MARGIN = 1 / 128 - 5 / 8  # of a guide, whose limit is then among the products of other pairs
 
 
 def teacher(like):
@@ -27,7 +28,23 @@ def soft(x, y, scale):
     return (F.cross_entropy(logits, targets.softmax(1)) + F.cross_entropy(logits.T, targets.T.softmax(1))) / 2
 
 
+def guide(like):
+    """A guide whose products are multiples of 1/64, so that every type and order of summation leaves out the same pairs."""
+    return tuple((t * 8).round() / 8 for t in teacher(like))
+
+
+def guided(x, y, scale):
+    seen = guide(x)[0].double() @ guide(x)[1].double().T
+    left_out = (seen > seen.diagonal()[:, None] + MARGIN).fill_diagonal_(False)
+    logits = (scale * x @ y.T).masked_fill(left_out, -torch.inf)
+    return F.cross_entropy(logits if x.dtype == torch.float64 else logits.float(), torch.arange(len(x), device=x.device))
+
+
 LOSSES = {
+    "guide": (
+        lambda x, y, scale, **o: mb.info_nce(x, y, scale=scale, guide=guide(x), margin=MARGIN, **o),
+        guided,
+    ),
     "nt_xent": (mb.nt_xent, reference.nt_xent),
     "sup_con out": (
         lambda x, y, scale, **o: mb.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, **o),
@@ -70,7 +87,7 @@ def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype, backend
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("loss", ["nt_xent", "sup_con out", "matryoshka"])
+@pytest.mark.parametrize("loss", ["nt_xent", "sup_con out", "guide", "matryoshka"])
 def test_the_host_never_waits(loss):
     given = inputs(1.0, 20.0, torch.bfloat16, 0)
     labels = LABELS.repeat(2).cuda()

@@ -92,13 +92,23 @@ def run(name, given, **options):
     return value.detach(), {key: given[key].grad for key in LEARNED}
 
 
-def on_a_rank(group, rank, name, counts, schedule):
+def part(given, rank, counts):
     start = sum(counts[:rank])
-    mine = {
-        key: value if key in PARAMETERS else value[start : start + counts[rank]] for key, value in batch(sum(counts)).items()
-    }
+    return {key: value if key in PARAMETERS else value[start : start + counts[rank]] for key, value in given.items()}
+
+
+def on_a_rank(group, rank, name, counts, schedule):
     with ring.using(schedule), tile_size(3, 2):
-        return run(name, mine, group=group)
+        return run(name, part(batch(sum(counts)), rank, counts), group=group)
+
+
+def together(answers, key):
+    """A gradient as DDP averages it, and those of rows one after another; None if there is none."""
+    found = [gradients[key] for _, gradients in answers]
+    if found[0] is None:
+        assert all(gradient is None for gradient in found)
+        return None
+    return (sum(found) if key in PARAMETERS else torch.cat(found)) / len(answers)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "gather"])
@@ -109,12 +119,34 @@ def test_ranks_together_are_one_process(pool, name, world, counts, schedule):
     answers = pool.run(on_a_rank, world, name, counts, schedule)
     close(sum(a[0] for a in answers) / world, value)
     for key, expected in gradients.items():
-        found = [a[1][key] for a in answers]
-        if expected is None:
-            assert all(part is None for part in found)
-            continue
-        together = sum(found) / world if key in PARAMETERS else torch.cat(found) / world
-        close(together, expected)
+        found = together(answers, key)
+        assert (found is None) == (expected is None)
+        if expected is not None:
+            close(found, expected)
+
+
+def single(given):
+    return {key: value.float() if value.is_floating_point() else value for key, value in given.items()}
+
+
+def on_a_rank_by_kernels(group, rank, name, counts):
+    with ring.using("ring"), tile_size(8, 6):
+        return run(name, single(part(batch(sum(counts)), rank, counts)), group=group, backend="triton")
+
+
+@pytest.mark.parametrize("name", ["guide", "soft clip", "margin"])
+def test_kernels_of_ranks_together_are_one_process(pool, name):
+    """Sums of a guide's and a teacher's tiles are float32, those of other kernels float64: all of them go around."""
+    pytest.importorskip("triton")
+    counts = [9, 12]
+    value, gradients = run(name, {key: t.double() if t.is_floating_point() else t for key, t in single(batch(21)).items()})
+    answers = pool.run(on_a_rank_by_kernels, 2, name, counts)
+    torch.testing.assert_close((sum(a[0] for a in answers) / 2).double(), value, rtol=1e-6, atol=0)
+    for key, expected in gradients.items():
+        found = together(answers, key)
+        assert (found is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
 
 def margins_on_a_rank(group, rank):

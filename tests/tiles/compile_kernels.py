@@ -16,7 +16,16 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megabatch.tiles import gluon_panels, plan, triton_backward, triton_forward, triton_rank, triton_rows, triton_soft
+from megabatch.tiles import (
+    gluon_panels,
+    plan,
+    triton_backward,
+    triton_forward,
+    triton_guided,
+    triton_rank,
+    triton_rows,
+    triton_soft,
+)
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
 
@@ -94,6 +103,8 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_rows, "_add_parts"),
         (triton_soft, "_sums"),
         (triton_soft, "_weights"),
+        (triton_guided, "_sums"),
+        (triton_guided, "_weights"),
         (gluon_panels, "_panels"),
     )
     for module, name in kernels:
@@ -136,6 +147,9 @@ def walk(D: int, precision: str, features: bool, N: int = 300) -> None:
         plain = Block(x, y, torch.tensor(1.0), precision)
         row, col = triton_soft.soft_statistics(replace(plain, companion=plain))
         for _ in triton_soft.soft_gradients(replace(plain, companion=plain), row, col, one, one, sums, Needs(True, True, True)):
+            pass
+        guided = replace(alone, companion=plain)
+        for _ in triton_guided.row_gradients(guided, triton_guided.row_statistics(guided), one, sums, needs):
             pass
     if not features:
         triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))

@@ -45,11 +45,12 @@ def limits_between(products, generator):
     log_scale=st.floats(-2, 3),
     spread=st.sampled_from([1.0, 30.0]),
     left_out=st.sampled_from([None, "diagonal", "ids"]),
-    limited=st.booleans(),
+    limited_by=st.sampled_from([None, "products", "guide"]),
+    tile=st.sampled_from([(16, 24), (7, 200), (1024, 1024)]),
     with_bias=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_rows_match_the_reference(backend, N, M, D, log_scale, spread, left_out, limited, with_bias, seed):
+def test_rows_match_the_reference(backend, N, M, D, log_scale, spread, left_out, limited_by, tile, with_bias, seed):
     if backend == "triton":
         pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(seed)
@@ -68,10 +69,12 @@ def test_rows_match_the_reference(backend, N, M, D, log_scale, spread, left_out,
         ids = torch.arange(N, device=DEVICE) % 5, torch.arange(M, device=DEVICE) % 3
         mask = ids[0][:, None] == ids[1]
     ceiling = None
-    if limited and N and M:
-        limit = limits_between(products, generator)
-        mask = mask | (products > limit[:, None])
-        ceiling = Ceiling(limit.float())
+    if limited_by is not None and N and M:
+        guide = [unit(size, 6, seed=seed + k, dtype=torch.float32, device=DEVICE) for k, size in ((5, N), (6, M))]
+        compared = products if limited_by == "products" else guide[0].double() @ guide[1].double().T
+        limit = limits_between(compared, generator)
+        mask = mask | (compared > limit[:, None])
+        ceiling = Ceiling(limit.float(), *(guide if limited_by == "guide" else ()))
     weight = torch.randn(N, generator=generator).to(DEVICE)
 
     def gradients_of(row, arguments):
@@ -79,20 +82,22 @@ def test_rows_match_the_reference(backend, N, M, D, log_scale, spread, left_out,
         found = torch.autograd.grad(total, arguments, allow_unused=True)
         return [torch.zeros_like(a) if g is None else g for g, a in zip(found, arguments, strict=True)]
 
-    row, match, _ = row_logsumexp(
-        *inputs[:3],
-        col_bias=inputs[3] if with_bias else None,
-        ids=ids,
-        diagonal=SKIPPED if left_out == "diagonal" else KEPT,
-        ceiling=ceiling,
-        backend=backend,
-    )
+    with tile_size(*tile):
+        row, match, _ = row_logsumexp(
+            *inputs[:3],
+            col_bias=inputs[3] if with_bias else None,
+            ids=ids,
+            diagonal=SKIPPED if left_out == "diagonal" else KEPT,
+            ceiling=ceiling,
+            backend=backend,
+        )
+        found = gradients_of(row, inputs)
     assert match.numel() == 0
     wanted, _ = reference.pairwise_logsumexp(*wide[:3], None, wide[3] if with_bias else None, mask)
     exponent = 10**log_scale + (8 * spread if with_bias else 0)
     eps = torch.finfo(torch.float32).eps
     close(row.detach(), wanted.detach(), exponent, eps, "row")
-    pairs = zip(gradients_of(row, inputs), gradients_of(wanted, wide), strict=True)
+    pairs = zip(found, gradients_of(wanted, wide), strict=True)
     for what, (actual, expected) in zip(("dx", "dy", "dscale", "dcol_bias"), pairs, strict=False):
         close(actual, expected, exponent, eps, what)
 
@@ -180,27 +185,32 @@ def test_what_a_limit_leaves_out_has_no_gradient(backend):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_a_limit_below_everything_leaves_nothing(backend):
+def test_a_limit_below_everything_leaves_nothing(backend, guided):
     if backend == "triton":
         pytest.importorskip("triton")
     x, y = (unit(9, 4, seed=s, dtype=torch.float32, device=DEVICE).requires_grad_() for s in (0, 1))
     limit = torch.full((9,), -2.0, device=DEVICE)
     limit[3] = torch.inf
-    row, *_ = row_logsumexp(x, y, 3.0, ceiling=Ceiling(limit), backend=backend)
+    seen = (x.detach(), y.detach()) if guided else ()
+    row, *_ = row_logsumexp(x, y, 3.0, ceiling=Ceiling(limit, *seen), backend=backend)
     assert row.isfinite().tolist() == [i == 3 for i in range(9)]
     gradient, _ = torch.autograd.grad(torch.where(row.isinf(), 0.0, row).sum(), (x, y))
     assert gradient.isfinite().all()
     assert (gradient.abs().sum(1) > 0).tolist() == [i == 3 for i in range(9)]
 
 
+@pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_nan_is_not_left_out(backend):
+def test_nan_is_not_left_out(backend, guided):
     if backend == "triton":
         pytest.importorskip("triton")
     x, y = (unit(9, 4, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
     x[2] = torch.nan
-    row, *_ = row_logsumexp(x, y, 3.0, ceiling=Ceiling(torch.zeros(9, device=DEVICE)), backend=backend)
+    seen = (unit(9, 4, seed=2, dtype=torch.float32, device=DEVICE), y) if guided else ()
+    limit = torch.full((9,), 0.9 if guided else 0.0, device=DEVICE)
+    row, *_ = row_logsumexp(x, y, 3.0, ceiling=Ceiling(limit, *seen), backend=backend)
     assert row.isnan().tolist() == [i == 2 for i in range(9)]
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megabatch.bench.parts import Sizes
 
 PARTS = ("losses", "levels", "steps")
+LINE_SECONDS = 5.0  # between lines where output is no terminal
 DESCRIPTION = """
 Is it really better than what you have? Losses, levels of tiling and training steps on this
 machine, beside whichever peers are installed. A result is compared with float64 before it is
@@ -76,12 +77,18 @@ def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> dict[str,
     work: dict[str, Callable[..., dict[str, Any]]] = {"losses": parts.losses, "levels": parts.levels, "steps": parts.steps}
     others = machine.Others()
     shown = (TextColumn("{task.description}"), BarColumn(bar_width=None), TimeElapsedColumn())
-    with Progress(*shown) as progress:
+    begun = last_line = time.perf_counter()
+    with Progress(*shown, disable=not sys.stdout.isatty()) as progress:
         task = progress.add_task("", total=len(args.parts))
         for name in args.parts:
 
             def say(text: str, share: float, name: str = name) -> None:
+                nonlocal last_line
                 progress.update(task, description=f"{name}: {text}", completed=args.parts.index(name) + share)
+                now = time.perf_counter()
+                if progress.disable and (share == 0.0 or now - last_line >= LINE_SECONDS):
+                    last_line = now
+                    print(f"{now - begun:4.0f} s  {name}: {text}", flush=True)
 
             say("starting", 0.0)
             record |= work[name](sizes, device, say)

@@ -60,18 +60,17 @@ def _limit(
         validation.number(margin, "margin", query)
     if guide is None:
         return ceiling_above(query.detach(), key.detach(), margin, backend)
-    _check_guide(guide, query, backend)
+    _check_guide(guide, query)
     return ceiling_above(guide[0], guide[1], margin)
 
 
-def _check_guide(guide: Any, query: Tensor, backend: str) -> None:
+def _check_guide(guide: Any, query: Tensor) -> None:
     if not isinstance(guide, Sequence) or len(guide) != 2:
         raise TypeError(f"guide must be a pair of embeddings, those of query and of key, got {type(guide).__name__}")
     names = ("guide[0]", "guide[1]")
     validation.embeddings(guide[0], guide[1], names, same_rows=True)
     validation.same_rows(guide[0], names[0], query, "query")
     validation.without_gradient(guide, names)
-    validation.only_eager(backend, "no kernel forms the similarities of a guide beside those of the embeddings")
 
 
 def _checked_negatives(

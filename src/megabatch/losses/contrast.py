@@ -192,7 +192,7 @@ class Batch:
         if self.limit is not None:
             compared = products.detach()
             if self.guide is not None and negatives.guide is not None:
-                compared, *_ = matching_products(self.guide[0][owner], negatives.guide, backend=self.backend)
+                compared, *_ = matching_products(self.guide[0][owner], negatives.guide)
             s = s.masked_fill(compared > self.limit[owner], -torch.inf)
         return _segment_logsumexp(s, owner, len(self.query))
 

@@ -91,11 +91,12 @@ def finish(
     unit: Tensor,  # ()
     dmatch: Tensor | None = None,  # (N,) gradient of s_ii where the diagonal is kept apart, in units
     dtype: torch.dtype | None = None,
+    for_scale: Tensor | None = None,  # () float64, to which the gradient of the scale is added before it is rounded
 ) -> Gradients:
     """Runs the walk and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, needs._replace(dy=False), dtype)
     factor, products = block.scale * unit, None
-    for_scale = torch.zeros_like(dscale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
+    of_rows = torch.zeros_like(dscale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
     for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
         if dscale_rows is not None and dmatch is not None:
             products = local.matching_products(block) if products is None else products
@@ -112,10 +113,11 @@ def finish(
             )
             dscale_rows = from_dx if dscale_rows is None else dscale_rows
         if dscale_rows is not None:
-            for_scale += dscale_rows.sum(dtype=torch.float64)
+            of_rows += dscale_rows.sum(dtype=torch.float64)
         if drow_bias_rows is not None:
             drow_bias[rows] = drow_bias_rows
-    dscale.copy_(for_scale * unit)
+    of_rows *= unit
+    dscale.copy_(of_rows if for_scale is None else for_scale.add_(of_rows))
     if sums.dy is not None:
         final = dtype or block.y.dtype
         dy = sums.dy if sums.dy.dtype == final else torch.empty_like(sums.dy, dtype=final)

@@ -46,18 +46,17 @@ def gradients(
     block = given.block
     sides = [(block.x, given.row_factor, needs.dx), (block.y, given.col_factor, needs.dy)]
     sums = [PrefixSums.zeros(block, len(side), len(given.widths)) if asked else None for side, _, asked in sides]
-    dscale = torch.zeros_like(block.scale)
+    dscale = torch.zeros_like(block.scale, dtype=torch.float64)
     for k in range(len(given.widths)):
-        dunit = _gradients_at_one_width(team, given, k, precision, row, col, upstream, needs)
-        dscale += dunit[2]
-        for total, d, (side, factor, _) in zip(sums, dunit, sides, strict=False):
+        dunit = _gradients_at_one_width(team, given, k, precision, row, col, upstream, needs, dscale)
+        for total, d, (side, factor, _) in zip(sums, dunit, sides, strict=True):
             if total is not None:
                 _add(total, k, d, side, factor)
     for total, (side, factor, _) in zip(sums, sides, strict=True):
         if total is not None:
             subtract_along(given, total, side, factor)
     dx, dy = (None if total is None else total.d for total in sums)
-    return dx, dy, dscale
+    return dx, dy, dscale.to(block.scale.dtype)
 
 
 def _gradients_at_one_width(
@@ -69,15 +68,20 @@ def _gradients_at_one_width(
     col: LogSum,
     upstream: Sequence[Tensor | None],
     needs: Needs,
-) -> tuple[Tensor, ...]:  # (N, d), (N, d), (), …
-    """With respect to unit prefixes and the scale."""
+    dscale: Tensor,  # () added to
+) -> tuple[Tensor, Tensor]:  # (N, d), (N, d)
+    """With respect to unit prefixes; that of the scale is added to `dscale`."""
     block = _unit_block(given, k, precision)
     drow, dcol, dmatch = (None if d is None else d[:, k].contiguous() for d in upstream)
     row, col = (LogSum(*(part[:, k].contiguous() for part in sums)) for sums in (row, col))
     unit = gradient_unit(block, drow, dcol, largest=team.largest)
     columns = column_sums(block, needs)
     strips = team.walks.logsumexp_gradients(block, row, col, in_units(drow, unit), in_units(dcol, unit), columns, needs)
-    return finish(team.local, block, strips, columns, needs, unit=unit, dmatch=in_units(dmatch, unit), dtype=block.dtype)
+    dmatch = in_units(dmatch, unit)
+    dx, dy, *_ = finish(
+        team.local, block, strips, columns, needs, unit=unit, dmatch=dmatch, dtype=block.dtype, for_scale=dscale
+    )
+    return dx, dy
 
 
 def _unit_block(given: Prefixes, k: int, precision: str) -> Block:

@@ -63,8 +63,8 @@ class Tiles:
         self.rows = list(windows(block.N, size.rows))
         self.columns = list(windows(block.M, size.columns))
         self._elements = size.rows * size.columns
-        self._similarities = self.buffer()
-        self.products = self.buffer() if keep_products else self._similarities
+        self.room = self.buffer()  # where similarities are formed
+        self.products = self.buffer() if keep_products else self.room
         self._above = None if block.limit is None else self.buffer(torch.bool)
         self._signs = self.buffer() if block.ids_are_positives else None
         self.companion = None if block.companion is None else _Companion(block.companion, self)
@@ -82,11 +82,16 @@ class Tiles:
         """Some rows of y, as the products see them."""
         return rounded(self.block.y[columns], self.block.precision)
 
+    def form_products(self, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
+        """⟨x_i, y_j⟩ of some rows and columns. Overwrites the previous ones."""
+        products = self.products(len(x), len(y))
+        multiply_into(products, x, y.T)
+        return products
+
     def similarities(self, rows: slice, columns: slice, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
         """The tile at (rows, columns); −inf where the pair is left out. Overwrites the previous one."""
         block = self.block
-        products, s = self.products(len(x), len(y)), self._similarities(len(x), len(y))
-        multiply_into(products, x, y.T)
+        products, s = self.form_products(x, y), self.room(len(x), len(y))
         above = self._above_limit(products, rows, columns)
         torch.mul(products, block.scale, out=s)
         if block.row_bias is not None:
@@ -131,13 +136,17 @@ class _Companion:
         self.block = block
         self._buffer = tiles.buffer(block.dtype)
 
-    def similarities(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
-        """The tile at (rows, columns), in the companion's own type. Overwrites the previous one."""
+    def products(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
+        """Those at (rows, columns), in the companion's own type. Overwrites the previous ones."""
         block = self.block
         x, y = rounded(block.x[rows], block.precision), rounded(block.y[columns], block.precision)
         out = self._buffer(len(x), len(y))
         multiply_into(out, x, y.T)
-        return out.mul_(block.scale)
+        return out
+
+    def similarities(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
+        """The same times the companion's scale."""
+        return self.products(rows, columns).mul_(self.block.scale)
 
 
 def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -309,43 +318,75 @@ def tile_gradients(
     needs: Needs,
 ) -> Iterator[RowGradients]:
     """Weighs tile after tile, and multiplies with both sides."""
+    as_factor = product_factor(tiles)
+
+    def gradient_tile(
+        rows: slice, columns: slice, x: Tensor, y: Tensor, dscale: Tensor | None, drow_bias: Tensor | None
+    ) -> Tensor:
+        g = weigh(tiles.similarities(rows, columns, x, y), rows, columns)
+        if drow_bias is not None:
+            drow_bias += g.sum(1)
+        if sums.dcol_bias is not None:
+            sums.dcol_bias[columns] += g.sum(0)
+        if dscale is not None:
+            dscale += tiles.products(*g.shape).mul_(g).sum(1)
+        return as_factor(g)
+
     # The gradient of the scale is small against its terms. Σ_i ⟨x_i, dx_i⟩ is good enough while g is exact; once it is
     # rounded, the roundings do not cancel as the terms do, and the sum is taken over g and the products themselves.
-    block, rounds = tiles.block, _rounds_gradients(tiles.block)
-    as_factor = _product_factor(tiles)
+    return multiplied(tiles, gradient_tile, sums, needs, scale_from_dx=not _rounds_gradients(tiles.block))
+
+
+def multiplied(
+    tiles: Tiles,
+    gradient_tile: Callable[[slice, slice, Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
+    sums: ColumnGradients,
+    needs: Needs,
+    *,
+    scale_from_dx: bool = False,
+) -> Iterator[RowGradients]:
+    """Multiplies gradient tiles with both sides.
+
+    Args:
+        tiles: which there are.
+        gradient_tile: given rows, columns, x and y of them, makes the tile of g as products take it; and adds its row sums to
+            the gradients of scale (times products) and row offsets where it is given these, and to column offsets itself.
+        sums: over rows, added to.
+        needs: which gradients are asked for.
+        scale_from_dx: whether the gradient of the scale is Σ_i ⟨x_i, dx_i⟩; it is then not asked of `gradient_tile`.
+    """
+    block = tiles.block
     for rows in tiles.rows:
         x = tiles.x(rows)
-        dx = block.zeros(len(x), block.D) if needs.dx or (needs.dscale and not rounds) else None
-        dscale = block.zeros(len(x)) if needs.dscale else None
+        dx = block.zeros(len(x), block.D) if needs.dx or (needs.dscale and scale_from_dx) else None
+        dscale = block.zeros(len(x)) if needs.dscale and not scale_from_dx else None
         drow_bias = block.zeros(len(x)) if needs.drow_bias else None
         for columns in tiles.columns:
             y = tiles.y(columns)
-            g = weigh(tiles.similarities(rows, columns, x, y), rows, columns)
-            if drow_bias is not None:
-                drow_bias += g.sum(1)
-            if sums.dcol_bias is not None:
-                sums.dcol_bias[columns] += g.sum(0)
-            if dscale is not None and rounds:
-                dscale += tiles.products(*g.shape).mul_(g).sum(1)
-            g = as_factor(g)
+            g = gradient_tile(rows, columns, x, y, dscale, drow_bias)
             if dx is not None:
                 add_product(dx, g, y)
             if sums.dy is not None:
                 add_product(sums.dy[columns], g.T, x)
-        if dscale is not None and dx is not None and not rounds:
-            dscale += (dx * x).sum(1)
+        if needs.dscale and scale_from_dx and dx is not None:
+            dscale = (dx * x).sum(1)
         yield RowGradients(rows, dx, dscale, drow_bias)
 
 
-def _product_factor(tiles: Tiles) -> Callable[[Tensor], Tensor]:
+def product_factor(tiles: Tiles) -> Callable[[Tensor], Tensor]:
     """How a gradient tile enters a product with rounded inputs: itself, or rounded to their type."""
     block = tiles.block
     if not _rounds_gradients(block):
         return lambda g: g
     if block.precision == TF32:
         return lambda g: round_to_tf32_(g, tiles.products(*g.shape))
-    half = tiles.buffer(product_dtype(block.precision, block.x.device.type))
+    half = half_buffer(tiles)
     return lambda g: half(*g.shape).copy_(g)
+
+
+def half_buffer(tiles: Tiles) -> Callable[[int, int], Tensor]:
+    """Room for a gradient tile in the type of the inputs."""
+    return tiles.buffer(product_dtype(tiles.block.precision, tiles.block.x.device.type))
 
 
 def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:  # (N,), (M,) int64

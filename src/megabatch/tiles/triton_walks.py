@@ -1,11 +1,18 @@
 """The Triton backend: the same functions as `eager`.
 
-No kernel forms two tiles of similarities at once. Those of a guide are eager's, and whoever asks for them with
-`backend="triton"` is told before it comes to that; of a student's and a teacher's, `triton_soft` takes what libraries formed.
+No kernel forms two tiles of similarities at once. Of a student's and a teacher's, and of those that a guide looks at too,
+`triton_soft` and `triton_guided` take what libraries formed.
 """
 
-from megabatch.tiles.triton_backward import logsumexp_gradients, softplus_gradients, softplus_sums
-from megabatch.tiles.triton_forward import logsumexp_statistics, row_statistics
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from megabatch.tiles import triton_backward, triton_forward, triton_guided
+from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
+from megabatch.tiles.logsum import LogSum
+from megabatch.tiles.triton_backward import softplus_gradients, softplus_sums
+from megabatch.tiles.triton_forward import logsumexp_statistics
 from megabatch.tiles.triton_rank import rank_counts
 from megabatch.tiles.triton_rows import finish_rows, matching_products
 from megabatch.tiles.triton_soft import soft_gradients, soft_statistics
@@ -22,3 +29,24 @@ __all__ = [
     "softplus_gradients",
     "softplus_sums",
 ]
+
+
+def row_statistics(block: Block) -> LogSum:
+    """Row sums (N,) of exp(s)."""
+    return triton_forward.row_statistics(block) if block.companion is None else triton_guided.row_statistics(block)
+
+
+def logsumexp_gradients(
+    block: Block,
+    row: LogSum,
+    col: LogSum | None,
+    drow: Tensor | None,
+    dcol: Tensor | None,
+    sums: ColumnGradients,
+    needs: Needs,
+) -> Iterator[RowGradients]:
+    """As in `triton_backward`; a guide knows rows alone."""
+    if block.companion is not None:
+        assert dcol is None
+        return triton_guided.row_gradients(block, row, drow, sums, needs)
+    return triton_backward.logsumexp_gradients(block, row, col, drow, dcol, sums, needs)
