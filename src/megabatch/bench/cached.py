@@ -22,6 +22,7 @@ TOLERANCE = 1e-3  # of the length of a gradient, float32 against float32
 PLAIN, ALONE = "plain step", "towers alone"
 CACHED = ("cached, budget 0", "cached, auto")
 INITIAL = 2.66  # logarithm of CLIP's scale
+LATER_STEPS = {"cpu": 1, "cuda": 2}  # after one that allocates; the fastest counts
 
 
 @dataclass
@@ -92,6 +93,8 @@ def _time(result: StepResult, s: Setting, failed: set[str]) -> None:
     for p in s.parameters():
         p.grad = torch.zeros_like(p)  # as in every step but the first
     gc.collect()
+    if s.device == "cuda":
+        torch.cuda.empty_cache()  # or the step would have to give back first what the one before kept
 
     def step() -> float:
         begun = time.perf_counter()
@@ -102,7 +105,7 @@ def _time(result: StepResult, s: Setting, failed: set[str]) -> None:
 
     try:
         first, result.peak = peak_memory(step, s.device)
-        result.seconds = min(first, step())
+        result.seconds = min(first, *(step() for _ in range(LATER_STEPS[s.device])))
     except (torch.OutOfMemoryError, MemoryError):
         result.status = MEMORY
         failed.add(result.system)

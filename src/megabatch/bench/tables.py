@@ -11,7 +11,7 @@ from megabatch.bench.losses import FAILED, LATE, MEMORY, MISSING, OK, WRONG
 MIB = 2**20
 OURS = (MEGABATCH, TILES, *CACHED)
 BUSY = 0.1  # of the cores, used by others: times are further off than the differences they are to show
-SHORT = {MEMORY: "no memory", LATE: "no time"}  # a table of 80 columns has no room for more
+SHORT = {MEMORY: "no memory", LATE: "no time"}  # a table has no room for more
 
 
 class Table(NamedTuple):
@@ -117,6 +117,11 @@ def _seconds(r: dict[str, Any]) -> float:
 def _losses(record: dict[str, Any]) -> Table:
     bare = {p["batch"]: p["seconds"] for p in record["products"]}
     ours = {r["batch"]: r for r in record["losses"] if r["system"] == MEGABATCH and r["status"] == OK}
+    unit = "ms" if record["device"] == "cuda" else "s"
+
+    def shown(seconds: float) -> str:
+        return f"{1000 * seconds:.1f}" if unit == "ms" else f"{seconds:.3f}"
+
     rows = []
     for r in record["losses"]:
         if r["status"] == MISSING:
@@ -124,7 +129,7 @@ def _losses(record: dict[str, Any]) -> Table:
         cells = [f"{r['batch']:,}", r["system"]]
         if r["status"] == OK:
             base, seconds = ours.get(r["batch"]), _seconds(r)
-            cells += [f"{r['forward']:.3f}", f"{r['backward']:.3f}", f"{seconds:.3f}", f"{bare[r['batch']] / seconds:.2f}"]
+            cells += [shown(r["forward"]), shown(r["backward"]), shown(seconds), f"{bare[r['batch']] / seconds:.2f}"]
             cells += [f"{seconds / _seconds(base):.2f}" if base else "", f"{r['peak'] / MIB:.0f}"]
             cells.append(f"{r['peak'] / base['peak']:.1f}" if base and base["peak"] else "")
         else:
@@ -132,8 +137,8 @@ def _losses(record: dict[str, Any]) -> Table:
         cells += [_error(r["loss_error"]), _error(r["gradient_error"])]
         rows.append(cells)
     missing = ", ".join(dict.fromkeys(r["system"] for r in record["losses"] if r["status"] == MISSING))
-    headings = ["batch", "system", "forward s", "backward s", "total s", "bare ÷ total", "× time", "peak MiB", "× memory"]
-    headings += ["loss error", "grad. error"]
+    headings = ["batch", "system", f"forward {unit}", f"backward {unit}", f"total {unit}", "bare ÷ total"]
+    headings += ["× time", "peak MiB", "× memory", "loss error", "grad. error"]
     compared = dict.fromkeys(r["system"] for r in record["losses"] if r["status"] != MISSING)
     which = "; ".join(f"{name}: {ABOUT[name]}" for name in compared)
     notes = (

@@ -21,7 +21,7 @@ Is it really better than what you have? Losses, levels of tiling and training st
 machine, beside whichever peers are installed. A result is compared with float64 before it is
 timed; a wrong one gets no speed.
 
-  megabatch bench --quick                       small sizes, under a minute on a CPU
+  megabatch bench --quick                       small sizes: under a minute on a CPU, two on a GPU
   megabatch bench --parts losses --batches 4096 16384 --width 512
 """
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of `megabatch bench`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--quick", action="store_true", help="small sizes: under a minute on a CPU")
+    add("--quick", action="store_true", help="small sizes: under a minute on a CPU, two on a GPU")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these (all)")
     add("--batches", nargs="+", type=whole, metavar="B", help="pairs, for the losses")
     add("--width", type=whole, metavar="D", help="of the embeddings, for losses and levels")
@@ -116,16 +116,21 @@ def _show(record: dict[str, Any]) -> None:
     from megabatch.bench.tables import kind, tables, verdict
 
     console = Console(highlight=False, markup=False)
+    wide = console if sys.stdout.isatty() else Console(highlight=False, markup=False, width=1000)  # a file has room
     styles = {"wrong": "red", "ours": "bold", "": None}
     for table in tables(record):
         console.print(f"\n{table.title}", style="bold")
-        shown = Table(box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
+        shown = Table(box=box.SIMPLE_HEAD, padding=0)
         for heading in table.headings:
-            name = heading == "system"
-            shown.add_column(heading.replace(" ", "\n", 1), justify="left" if name else "right", no_wrap=True)
+            if heading == "system":  # in a narrow terminal this column gives way; a number is never cut
+                shown.add_column(heading, overflow="fold")
+                continue
+            column = table.headings.index(heading)
+            longest = max(len(text) for text in (*heading.split(" ", 1), *(cells[column] for cells in table.rows)))
+            shown.add_column(heading.replace(" ", "\n", 1), justify="right", no_wrap=True, min_width=longest)
         for cells in table.rows:
             shown.add_row(*cells, style=styles[kind(cells)])
-        console.print(shown)
+        wide.print(shown)
         console.print(table.notes)
     console.print("", *verdict(record), sep="\n")
 
