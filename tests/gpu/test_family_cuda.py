@@ -1,6 +1,6 @@
 """nt_xent, sup_con, a guide, soft_clip_loss and matryoshka_clip_loss on a CUDA device: errors in every type, and no waiting."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -18,7 +18,12 @@ MARGIN = 1 / 128 - 5 / 8  # of a guide, whose limit is then among the products o
 
 def teacher(like):
     """Another model's embeddings of the same samples, the same numbers in every type."""
-    return [t.bfloat16().to(like.device, like.dtype) for t in aligned_pairs(1000, 48, noise=1.0, seed=99)]
+    return on_device(like.device, like.dtype)
+
+
+@cache  # copied once, because copying waits
+def on_device(device, dtype):
+    return [t.bfloat16().to(device, dtype) for t in aligned_pairs(1000, 48, noise=1.0, seed=99)]
 
 
 def soft(x, y, scale):
