@@ -47,7 +47,13 @@ def table(record: dict[str, Any]) -> str:
         "of the value in units of itself or of 1, of the worst gradient by its length. Imprecise: further off than bf16 inputs "
         "explain, by no more than logits rounded to bf16 do."
     )
-    lines += ["", about, "", "| loss | S | dX | dY | what is counted |", "|---|---:|---:|---:|---|"]
+    lines += [
+        "",
+        " ".join((about, record.get("note", ""))).strip(),
+        "",
+        "| loss | S | dX | dY | what is counted |",
+        "|---|---:|---:|---:|---|",
+    ]
     counted = {r["loss"]: r for r in record["results"] if r["system"] == BARE}
     for name, r in counted.items():
         lines.append(f"| {name} | {' | '.join(f'{count:g}' for count in r['products'])} | {r['note']} |")

@@ -80,11 +80,13 @@ def draw(record: dict[str, Any], path: Path) -> None:
             errors = [abs(step["error"]) for step in run["systems"][system]][: len(theirs)]
             right.plot(numbers, errors, ":", color=COLOURS[system], marker=".", label=f"{system} against float64")
         right.set(title="difference", xlabel="step", yscale="log")
-        for axes in (left, right):
+        bottom, top = right.get_ylim()
+        right.set_ylim(bottom, top * (top / bottom) ** 0.3)  # room for the legend
+        for axes, where in ((left, "upper right"), (right, "upper center")):
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
             axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.legend(frameon=False, fontsize=8)
+            axes.legend(frameon=False, fontsize=8, loc=where, ncols=1 if axes is left else 2)
     figure.savefig(path, dpi=150)
 
 
