@@ -54,7 +54,10 @@ def table(record: dict[str, Any]) -> str:
         "| loss | S | dX | dY | what is counted |",
         "|---|---:|---:|---:|---|",
     ]
-    counted = {r["loss"]: r for r in record["results"] if r["system"] == BARE}
+    counted: dict[str, dict[str, Any]] = {}
+    for r in record["results"]:
+        if r["system"] == BARE:
+            counted.setdefault(r["loss"], r)  # the large batch comes first
     for name, r in counted.items():
         lines.append(f"| {name} | {' | '.join(f'{count:g}' for count in r['products'])} | {r['note']} |")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 PyTorch's compile cache does not notice a changed operator, so a run has one of its own.
 """
 
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -35,6 +36,10 @@ def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MARCH_ROWS", 256)
     monkeypatch.setattr(plan, "MARCH_PANELS", 1)
     monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
+    if importlib.util.find_spec("triton") is not None:
+        from megabatch.tiles import triton_guided
+
+        monkeypatch.setattr(triton_guided, "_COLUMNS", 16)
 
 
 @pytest.fixture(scope="session")

@@ -67,6 +67,36 @@ def test_tables_give_errors_and_no_speed_to_wrong_results():
         assert {len(row) for row in table.rows} == {len(table.headings)}
 
 
+def test_a_gpu_is_timed_in_milliseconds():
+    (of_losses, *_) = tables(record() | {"device": "cuda"})
+    assert of_losses.headings[2:5] == ["forward ms", "backward ms", "total ms"]
+    assert of_losses.rows[0][2:5] == ["50.0", "150.0", "200.0"]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_terminal_is_too_narrow_for_a_number(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    bench._show(record())
+    shown = capsys.readouterr().out
+    for number in ("0.050", "0.150", "0.200", "2e-01", "4.0000"):
+        assert number in shown
+    assert "…" not in shown
+
+
+def test_where_it_is_without_a_terminal(capsys, monkeypatch):
+    def losses(sizes, device, say):
+        say("512 pairs", 0.5)
+        return {"losses": [], "products": []}
+
+    monkeypatch.setattr(parts, "losses", losses)
+    monkeypatch.setattr(bench, "LINE_SECONDS", 0.0)
+    args = argparse.Namespace(parts=["losses"], quick=True, cpu=True, batches=None, width=None)
+    bench._measure(args, parts.SIZES["cpu", True], "cpu")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[-1] for line in lines] == ["losses: starting", "losses: 512 pairs"]
+
+
 def test_a_sentence_for_each_part():
     of_losses, of_levels, of_steps = verdict(record())
     assert of_losses == (

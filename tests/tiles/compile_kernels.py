@@ -17,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.tiles import (
+    eager,
     gluon_panels,
     plan,
     triton_backward,
@@ -28,6 +29,7 @@ from megabatch.tiles import (
 )
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
+from megabatch.tiles.precision import HALF_DTYPE
 
 SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}
 
@@ -148,9 +150,16 @@ def walk(D: int, precision: str, features: bool, N: int = 300) -> None:
         row, col = triton_soft.soft_statistics(replace(plain, companion=plain))
         for _ in triton_soft.soft_gradients(replace(plain, companion=plain), row, col, one, one, sums, Needs(True, True, True)):
             pass
-        guided = replace(alone, companion=plain)
-        for _ in triton_guided.row_gradients(guided, triton_guided.row_statistics(guided), one, sums, needs):
-            pass
+        for guided in (replace(alone, companion=plain), replace(plain, limit=bias, companion=plain)):
+            row = triton_guided.row_statistics(guided)
+            for _ in triton_guided.row_gradients(guided, row, one, sums, needs):
+                pass
+        if precision in HALF_DTYPE:  # weights in half precision, as on a device
+            eager.rounds_gradients = triton_guided.rounds_gradients = lambda block: True
+            eager.product_dtype = lambda precision, device: HALF_DTYPE[precision]
+            without = ColumnGradients(sums.dy, None)
+            for _ in triton_guided.row_gradients(guided, row, one, without, Needs(True, True, True)):
+                pass
     if not features:
         triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))
 

@@ -185,6 +185,32 @@ def test_what_a_limit_leaves_out_has_no_gradient(backend):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+STRANGE = {
+    "strided": lambda vector: torch.stack((vector, vector + 1), 1)[:, 0],
+    "expanded": lambda vector: vector[:1].expand(len(vector)),
+}
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("strange", STRANGE)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_vectors_of_any_stride_and_ids_of_any_type(backend, strange, guided):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    x, y = (unit(40, 5, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
+    seen = [unit(40, 3, seed=s, dtype=torch.float32, device=DEVICE) for s in (2, 3)] if guided else []
+    compared = (seen[0] @ seen[1].T if guided else x @ y.T).double()
+    made = STRANGE[strange]
+    limit, bias = made(torch.linspace(0.2, 0.6, 40, device=DEVICE)), made(torch.linspace(-1, 1, 40, device=DEVICE))
+    # As bytes 200 and −56 are the same.
+    row_ids = made((torch.arange(40, device=DEVICE) % 3 * 100).to(torch.uint8))
+    col_ids = made((torch.arange(40, device=DEVICE) % 2 * -56).to(torch.int8))
+    row, *_ = row_logsumexp(x, y, 3.0, col_bias=bias, ids=(row_ids, col_ids), ceiling=Ceiling(limit, *seen), backend=backend)
+    left_out = (compared > limit.double()[:, None]) | (row_ids.long()[:, None] == col_ids.long())
+    wanted = (3 * x.double() @ y.double().T + bias.double()).masked_fill(left_out, -torch.inf).logsumexp(1)
+    torch.testing.assert_close(row.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_limit_below_everything_leaves_nothing(backend, guided):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PARTS = ("losses", "levels", "steps")
 LINE_SECONDS = 5.0  # between lines where output is no terminal
+SYSTEM_WIDTH = 9  # of a column that a narrow terminal may fold
 DESCRIPTION = """
 Is it really better than what you have? Losses, levels of tiling and training steps on this
 machine, beside whichever peers are installed. A result is compared with float64 before it is
@@ -116,21 +117,24 @@ def _show(record: dict[str, Any]) -> None:
     from megabatch.bench.tables import kind, tables, verdict
 
     console = Console(highlight=False, markup=False)
-    wide = console if sys.stdout.isatty() else Console(highlight=False, markup=False, width=1000)  # a file has room
+    wide = Console(highlight=False, markup=False, width=1000)  # a file has room; and a number is rather wrapped than cut
     styles = {"wrong": "red", "ours": "bold", "": None}
     for table in tables(record):
         console.print(f"\n{table.title}", style="bold")
         shown = Table(box=box.SIMPLE_HEAD, padding=0)
-        for heading in table.headings:
-            if heading == "system":  # in a narrow terminal this column gives way; a number is never cut
-                shown.add_column(heading, overflow="fold")
-                continue
-            column = table.headings.index(heading)
-            longest = max(len(text) for text in (*heading.split(" ", 1), *(cells[column] for cells in table.rows)))
-            shown.add_column(heading.replace(" ", "\n", 1), justify="right", no_wrap=True, min_width=longest)
+        least = 1  # columns of a terminal
+        for column, heading in enumerate(table.headings):
+            words = heading.split(" ", 1)
+            longest = max(len(text) for text in (*words, *(cells[column] for cells in table.rows)))
+            if heading == "system":  # gives way
+                longest = min(longest, SYSTEM_WIDTH)
+                shown.add_column(heading, overflow="fold", min_width=longest)
+            else:
+                shown.add_column("\n".join(words), justify="right", no_wrap=True, min_width=longest)
+            least += longest + 1
         for cells in table.rows:
             shown.add_row(*cells, style=styles[kind(cells)])
-        wide.print(shown)
+        (console if sys.stdout.isatty() and least <= console.width else wide).print(shown)
         console.print(table.notes)
     console.print("", *verdict(record), sep="\n")
 

@@ -55,7 +55,7 @@ def info_nce(
         margin: what is more similar than a query's own key by more than this is left out, as it may be a match that nobody
             knows of. In units of the products, before the scale; a number, or (N,). The decision has no gradient.
         guide: embeddings of queries and keys by another model, whose products decide instead; the margin is then 0 if it is
-            not given. Needs PyTorch operations (backend "eager", which "auto" then is).
+            not given.
         label_smoothing: the part of the target that is spread evenly over all that a query is compared with, as in
             `F.cross_entropy`. With the contrast "query-key" alone, and nothing that leaves pairs out.
         group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each

@@ -65,7 +65,7 @@ class Tiles:
         self._elements = size.rows * size.columns
         self.room = self.buffer()  # where similarities are formed
         self.products = self.buffer() if keep_products else self.room
-        self._above = None if block.limit is None else self.buffer(torch.bool)
+        self._above: Callable[[int, int], Tensor] | None = None  # made when it is asked for: kernels have no use for it
         self._signs = self.buffer() if block.ids_are_positives else None
         self.companion = None if block.companion is None else _Companion(block.companion, self)
 
@@ -123,8 +123,9 @@ class Tiles:
 
     def _above_limit(self, products: Tensor, rows: slice, columns: slice) -> Tensor | None:  # (n, m) bool
         limit = self.block.limit
-        if limit is None or self._above is None:
+        if limit is None:
             return None
+        self._above = self._above or self.buffer(torch.bool)
         compared = products if self.companion is None else self.companion.similarities(rows, columns)
         return torch.gt(compared, limit[rows, None], out=self._above(*products.shape))
 
@@ -303,10 +304,10 @@ def softplus_gradients(
 
 def gradient_tiles(block: Block) -> Tiles:
     """For `tile_gradients`."""
-    return Tiles(block, keep_products=_rounds_gradients(block))
+    return Tiles(block, keep_products=rounds_gradients(block))
 
 
-def _rounds_gradients(block: Block) -> bool:
+def rounds_gradients(block: Block) -> bool:
     """Whether a gradient tile is rounded to the inputs' type before it is multiplied with them."""
     return block.x.device.type == "cuda" and block.precision in (TF32, BFLOAT16, FLOAT16)
 
@@ -334,7 +335,7 @@ def tile_gradients(
 
     # The gradient of the scale is small against its terms. Σ_i ⟨x_i, dx_i⟩ is good enough while g is exact; once it is
     # rounded, the roundings do not cancel as the terms do, and the sum is taken over g and the products themselves.
-    return multiplied(tiles, gradient_tile, sums, needs, scale_from_dx=not _rounds_gradients(tiles.block))
+    return multiplied(tiles, gradient_tile, sums, needs, scale_from_dx=not rounds_gradients(tiles.block))
 
 
 def multiplied(
@@ -376,7 +377,7 @@ def multiplied(
 def product_factor(tiles: Tiles) -> Callable[[Tensor], Tensor]:
     """How a gradient tile enters a product with rounded inputs: itself, or rounded to their type."""
     block = tiles.block
-    if not _rounds_gradients(block):
+    if not rounds_gradients(block):
         return lambda g: g
     if block.precision == TF32:
         return lambda g: round_to_tf32_(g, tiles.products(*g.shape))

@@ -5,15 +5,17 @@ sums over them need no second pass; a gradient tile is written in the type in wh
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
-from megabatch.tiles.eager import Tiles, gradient_tiles, half_buffer, multiplied, product_factor
+from megabatch.tiles.eager import Tiles, gradient_tiles, half_buffer, multiplied, product_factor, rounds_gradients
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import HALF_DTYPE
+from megabatch.tiles.triton_operands import packed
 
 _ROWS, _COLUMNS = 4, 1024  # that a program has at once
 
@@ -147,6 +149,7 @@ def _weights(
 
 def row_statistics(block: Block) -> LogSum:
     """Row sums (N,) of exp(s)."""
+    block = _packed(block)
     tiles = Tiles(block)
     row = LogSum.empty(block.N, dtype=block.dtype, device=block.x.device)
     for rows in tiles.rows:
@@ -165,7 +168,8 @@ def row_gradients(
     needs: Needs,
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨drow, log row⟩: g_ij = drow_i·exp(s_ij)/row_i."""
-    half = block.precision in HALF_DTYPE and sums.dcol_bias is None and block.x.is_cuda  # sums want weights unrounded
+    block = _packed(block)
+    half = rounds_gradients(block) and block.precision in HALF_DTYPE and sums.dcol_bias is None  # which wants them unrounded
     tiles = Tiles(block) if half else gradient_tiles(block)
     room = half_buffer(tiles) if half else tiles.room
     as_factor = None if half else product_factor(tiles)
@@ -195,6 +199,13 @@ def row_gradients(
         return g if as_factor is None else as_factor(g)
 
     return multiplied(tiles, gradient_tile, sums, needs)
+
+
+def _packed(block: Block) -> Block:
+    """With vectors of rows and columns that a kernel can read: one entry after another, ids of one type."""
+    vectors = {name: getattr(block, name) for name in ("limit", "row_bias", "col_bias")}
+    vectors = {name: None if vector is None else vector.contiguous() for name, vector in vectors.items()}
+    return replace(block, **vectors, row_ids=packed(block.row_ids), col_ids=packed(block.col_ids))
 
 
 def _grid(x: Tensor) -> tuple[int]:

@@ -65,8 +65,8 @@ def exponent_operands(block: Block) -> Operands:
         col_offset=col_offset,
         row_plain=None if row is None else row.float(),
         col_plain=None if col is None else col.float(),
-        row_ids=_packed(block.row_ids),
-        col_ids=_packed(block.col_ids),
+        row_ids=packed(block.row_ids),
+        col_ids=packed(block.col_ids),
         limit=None if block.limit is None else block.limit.contiguous(),
     )
 
@@ -84,8 +84,8 @@ def similarity_operands(block: Block) -> Operands:
         col_offset=None if block.col_bias is None else block.col_bias.contiguous(),
         row_plain=None,
         col_plain=None,
-        row_ids=_packed(block.row_ids),
-        col_ids=_packed(block.col_ids),
+        row_ids=packed(block.row_ids),
+        col_ids=packed(block.col_ids),
     )
 
 
@@ -100,7 +100,7 @@ def whole_rows(like: Tensor, rows: int, columns: int) -> Tensor:  # (rows, colum
     return like.new_empty(rows, -(-columns // step) * step)[:, :columns]
 
 
-def _packed(ids: Tensor | None) -> Tensor | None:
+def packed(ids: Tensor | None) -> Tensor | None:
     """As wide as any: kernels would compare int8 with uint8 by their bits."""
     return None if ids is None else ids.long().contiguous()
 
