@@ -138,8 +138,6 @@ def form(value: Any, backend: Any) -> None:
     """Of the supervised contrastive loss; half of one of them has no kernels."""
     if value not in ("out", "in"):
         raise ValueError(f"form must be 'out' or 'in', got {value!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if value == "in" and backend == backends.TRITON:
         raise ValueError(
             'backend="triton" cannot serve this call: there are no kernels for the positives of form="in". Use backend="auto"'

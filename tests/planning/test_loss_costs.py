@@ -12,7 +12,6 @@ from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, Shape, 
 from megabatch.planning.meter import Meter, metered, nowhere
 
 GIB = 2**30
-OURS_ALONE = 0.07  # a plan is of steps; two runs of the loss alone differ by 4 %, as the clock of the chip does
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RECORD = json.loads((RESULTS / "loss_gpu.json").read_text())
 STEPS = json.loads((RESULTS / "plan_validation.json").read_text())
@@ -41,10 +40,10 @@ def test_millions_of_pairs():
     for large in RECORD["large"]:
         shape = alone(large["B"], large["D"])
         assert loss_bytes(MEGABATCH, shape) == pytest.approx(large["peak_bytes"], rel=0.005)
-        assert loss_seconds(MEGABATCH, shape, gpus.find("H200"), "bf16") == pytest.approx(large["seconds"], rel=OURS_ALONE)
+        assert loss_seconds(MEGABATCH, shape, gpus.find("H200"), "bf16") == pytest.approx(large["seconds"], rel=0.05)
 
 
-@pytest.mark.parametrize(("system", "tolerance"), [("megabatch", OURS_ALONE), ("open_clip", 0.1), ("inf_cl", 0.1)])
+@pytest.mark.parametrize(("system", "tolerance"), [("megabatch", 0.05), ("open_clip", 0.1), ("inf_cl", 0.1)])
 def test_time_is_that_measured_on_an_h200(system, tolerance):
     # Ours alone waits for the host below 64k pairs, which a step does not; the dense formula is for more than a cache holds.
     large = 65536 if system == "megabatch" else 32768

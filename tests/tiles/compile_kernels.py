@@ -17,8 +17,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.tiles import (
-    eager,
     gluon_panels,
+    in_memory,
     plan,
     triton_backward,
     triton_forward,
@@ -155,8 +155,8 @@ def walk(D: int, precision: str, features: bool, N: int = 300) -> None:
             for _ in triton_guided.row_gradients(guided, row, one, sums, needs):
                 pass
         if precision in HALF_DTYPE:  # weights in half precision, as on a device
-            eager.rounds_gradients = triton_guided.rounds_gradients = lambda block: True
-            eager.product_dtype = lambda precision, device: HALF_DTYPE[precision]
+            in_memory.rounds_gradients = triton_guided.rounds_gradients = lambda block: True
+            in_memory.product_dtype = lambda precision, device: HALF_DTYPE[precision]
             without = ColumnGradients(sums.dy, None)
             for _ in triton_guided.row_gradients(guided, row, one, without, Needs(True, True, True)):
                 pass

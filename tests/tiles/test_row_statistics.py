@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from helpers import leaves, tile_size, unit
 from megabatch import operators, reference, rowwise
 from megabatch.rowwise import APART, KEPT, SKIPPED, Ceiling, row_logsumexp
-from megabatch.tiles import eager
+from megabatch.tiles.in_memory import Tiles
+from megabatch.tiles.logsum import LogSum
 
 pytestmark = [
     pytest.mark.usefixtures("small_launches"),
@@ -138,14 +139,14 @@ def test_the_matching_pair_apart(backend):
 def test_nothing_is_spent_on_columns(monkeypatch):
     """One exponential a similarity, and no tile beside the one of similarities."""
     exponentials, tiles = [], []
-    original = eager.LogSum.add_exponentials_
+    original = LogSum.add_exponentials_
     monkeypatch.setattr(
-        eager.LogSum,
+        LogSum,
         "add_exponentials_",
         lambda self, s, dim, out: (exponentials.append(s.numel()), original(self, s, dim, out)),
     )
-    buffer = eager.Tiles.buffer
-    monkeypatch.setattr(eager.Tiles, "buffer", lambda self, *a: (tiles.append(1), buffer(self, *a))[1])
+    buffer = Tiles.buffer
+    monkeypatch.setattr(Tiles, "buffer", lambda self, *a: (tiles.append(1), buffer(self, *a))[1])
     x, y = unit(30, 4, seed=0).requires_grad_(), unit(20, 4, seed=1).requires_grad_()
     with tile_size(8, 8):
         row, *_ = row_logsumexp(x, y, 1.0)

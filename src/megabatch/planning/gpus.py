@@ -33,8 +33,8 @@ LOSS_EFFICIENCY = 0.67
 # does 20.
 INF_CL_EFFICIENCY = 0.0175
 
-# Bytes of memory traffic for each pair of a dense loss under autocast, beside the products: 92 to 111 measured there.
-DENSE_TRAFFIC = 98
+# Bytes of memory traffic for each pair of a dense loss under autocast, beside the products: 92 to 107 measured there.
+DENSE_TRAFFIC = 95
 
 
 @dataclass(frozen=True)

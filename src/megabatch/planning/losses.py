@@ -22,9 +22,9 @@ DENSE_BYTES = 16  # a pair at the peak, in float32 and under autocast alike: fou
 INF_CL_BLOCKS, INF_CL_RING_BLOCKS = 10, 5
 
 # Seconds that a loss takes in a step however small it is: 0.8 to 1.2 ms measured at 4k pairs on an H200
-# (benchmarks/results/plan_validation.md). Its launches, 4 to 7 ms of the host's time, are made while the device still encodes;
-# a loss that runs alone waits for them below 64k pairs (loss_gpu.md there). Work hides some of it: the third root of the sum
-# of cubes.
+# (benchmarks/results/plan_validation.md). Its launches, 5 ms of the host's time, are made while the device still encodes; a
+# loss that runs alone waits for them below 64k pairs (loss_gpu.md there). Work hides some of it: the third root of the sum of
+# cubes.
 LAUNCHING = 0.9e-3
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block, windows
-from megabatch.tiles.eager import diagonal_of
+from megabatch.tiles.in_memory import diagonal_of
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import BFLOAT16, TF32, add_product, multiply_into, round_to_tf32, rounded
 

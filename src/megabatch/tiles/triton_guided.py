@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
-from megabatch.tiles.eager import Tiles, gradient_tiles, half_buffer, multiplied, product_factor, rounds_gradients
+from megabatch.tiles.in_memory import Tiles, gradient_tiles, half_buffer, multiplied, product_factor, rounds_gradients
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import HALF_DTYPE
 from megabatch.tiles.triton_operands import packed

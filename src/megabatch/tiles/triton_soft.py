@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
-from megabatch.tiles.eager import Tiles, gradient_tiles, tile_gradients
+from megabatch.tiles.in_memory import Tiles, gradient_tiles, tile_gradients
 from megabatch.tiles.logsum import finite_or_zero
 from megabatch.tiles.softsum import SoftSum
 
