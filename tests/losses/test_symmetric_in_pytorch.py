@@ -1,4 +1,4 @@
-"""nt_xent, sup_con and matryoshka_clip_loss in PyTorch's company: torch.compile, autocast, operators, memory."""
+"""nt_xent, sup_con and matryoshka_clip_loss inside PyTorch: compile, autocast, operators, memory, where others stop."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The family inside PyTorch: rounding errors against dense losses, compile, autocast, memory, kernels, what is refused."""
+"""Losses of pairs (info_nce, dcl, distillation …) inside PyTorch: errors, kernels, compile, autocast, memory, refusals."""
 
 import sys
 
