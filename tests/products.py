@@ -7,7 +7,7 @@ from unittest import mock
 
 
 def operations(walks: ModuleType, work: Callable[[], Any]) -> int:
-    """Multiplications and additions of all products that `work` has formed in the walks of a module."""
+    """Multiplications and additions of all products that `work` has formed by those of a module."""
     counted = 0
 
     def counting(function: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import megabatch as mb
 from helpers import aligned_pairs, assert_equal_to_rounding, gradients, leaves, outcomes, tile_size, unit
 from megabatch import reference, ring
-from megabatch.tiles import eager, plan
+from megabatch.tiles import in_memory, plan
 from products import operations
 
 
@@ -212,9 +212,9 @@ def test_products_of_similarities_are_formed_once():
     N, D, T = 320, 16, 20
     z = unit(N, D, seed=0).requires_grad_()
     with tile_size(T, 50):
-        forward = operations(eager, lambda: mb.pairwise_self_logsumexp(z.detach(), 5.0))
-        both = operations(eager, lambda: mb.pairwise_self_logsumexp(z, 5.0).sum().backward())
-        general = operations(eager, lambda: mb.pairwise_logsumexp(z, z, 5.0)[0].sum().backward())
+        forward = operations(in_memory, lambda: mb.pairwise_self_logsumexp(z.detach(), 5.0))
+        both = operations(in_memory, lambda: mb.pairwise_self_logsumexp(z, 5.0).sum().backward())
+        general = operations(in_memory, lambda: mb.pairwise_logsumexp(z, z, 5.0)[0].sum().backward())
     assert forward == N * D * (N + T)
     # Backward: the similarities again, g·z for all pairs, once as rows and once as columns.
     assert both == 2 * forward + 2 * N * N * D
@@ -225,11 +225,11 @@ def test_losses_form_half_the_products():
     N, D, T = 160, 16, 20
     z1, z2 = unit(N, D, seed=0), unit(N, D, seed=1)
     with tile_size(T, T):
-        assert operations(eager, lambda: mb.nt_xent(z1, z2)) == 2 * N * N * D + 2 * N * D * (N + T)  # a dense one: 8·N²·D
+        assert operations(in_memory, lambda: mb.nt_xent(z1, z2)) == 2 * N * N * D + 2 * N * D * (N + T)  # a dense one: 8·N²·D
         labels = torch.arange(N) % 8
-        assert operations(eager, lambda: mb.sup_con(z1, labels)) == N * D * (N + T)
+        assert operations(in_memory, lambda: mb.sup_con(z1, labels)) == N * D * (N + T)
         # "in": labels of one tile each, so that the squares on the diagonal are all there is of positives.
-        assert operations(eager, lambda: mb.sup_con(z1, labels, form="in")) == N * D * (N + T) + 2 * N * D * T
+        assert operations(in_memory, lambda: mb.sup_con(z1, labels, form="in")) == N * D * (N + T) + 2 * N * D * T
 
 
 def as_pml(z, labels, scale, name, reducer=None):
@@ -337,7 +337,7 @@ def test_ranks_equal_one_process(pool, loss, world, schedule):
 def products_on_a_rank(group, rank, counts):
     z = unit(sum(counts), 8, seed=0).split(counts)[rank]
     with ring.using("ring"), tile_size(5, 5):
-        return operations(eager, lambda: mb.pairwise_self_logsumexp(z, 5.0, group=group))
+        return operations(in_memory, lambda: mb.pairwise_self_logsumexp(z, 5.0, group=group))
 
 
 def test_ranks_share_the_half(pool):
