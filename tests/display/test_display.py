@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+import threading
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,6 +128,28 @@ def test_tensorboard_has_every_number_and_a_continued_run_replaces_what_it_repea
     ]
     assert {"training/memory_bytes", "evaluation/text_to_image_R@1"} <= set(events.Tags()["scalars"])
     assert not {"training/step", "training/seconds", "training/bias"} & set(events.Tags()["scalars"])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+@pytest.mark.parametrize("fails", ["write", "flush"])
+def test_a_full_disk_leaves_no_thread_of_tensorboard_behind(tmp_path, monkeypatch, fails):
+    """A failed write ends the writer's thread, a failed flush does not."""
+    pytest.importorskip("tensorboard", reason='pip install "megabatch[train]"')
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(self, *data):
+        raise OSError(28, "No space left on device")
+
+    before = set(threading.enumerate())
+    log = TensorBoardLog()
+    log.start(Run(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordWriter, fails, full)
+        with pytest.raises(OSError, match="No space left on device"):
+            log.evaluated({"step": 1, "evaluation": EVALUATION})
+        assert set(threading.enumerate()) == before
+    log.finish(Run(tmp_path))
+    assert set(threading.enumerate()) == before
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread

@@ -1,5 +1,6 @@
 """A run's numbers for TensorBoard, in the folder `tensorboard` of the run: `tensorboard --logdir RUNS`."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class TensorBoardLog:
             for name, value, step in numbers:
                 self._writer.add_scalar(name, value, step)
         except OSError:
-            self._writer = None
+            self._give_up()
             raise
 
     def _flush(self) -> None:
@@ -81,6 +82,12 @@ class TensorBoardLog:
         try:
             self._writer.flush()
         except OSError:
-            self._writer = None
+            self._give_up()
             raise
         self._numbers = []
+
+    def _give_up(self) -> None:
+        """Ends the writer and its thread. `SummaryWriter.close` does not: it flushes first, and that raises again."""
+        writer, self._writer = self._writer, None
+        with contextlib.suppress(OSError):  # the last flush finds the disk full, too
+            writer.file_writer.close()
