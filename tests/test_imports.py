@@ -53,6 +53,7 @@ def test_public_names():
     assert sorted(megabatch.__all__) == [
         "ClipLoss",
         "DistillClipLoss",
+        "Encoded",
         "HostSource",
         "Negatives",
         "ReplaySource",

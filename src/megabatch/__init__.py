@@ -17,13 +17,14 @@ from megabatch.losses import (
 )
 from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
 from megabatch.pairwise_self import pairwise_self_logsumexp
-from megabatch.training import HostSource, ReplaySource, Source, cached_backward
+from megabatch.training import Encoded, HostSource, ReplaySource, Source, cached_backward
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ClipLoss",
     "DistillClipLoss",
+    "Encoded",
     "HostSource",
     "Negatives",
     "ReplaySource",

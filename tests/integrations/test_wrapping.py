@@ -94,6 +94,10 @@ def test_one_process_needs_no_way_round():
     for found, (tower, _) in zip(encoded(towers, 2), towers, strict=True):
         torch.testing.assert_close(found, tower(rows))
         assert not found.requires_grad
+    (found,) = encoded([(lambda x: mb.Encoded(x, x.mean()), rows)], 2)
+    assert torch.equal(found, rows)
+    with pytest.raises(TypeError, match=r"towers\[0\] must return embeddings.*got a tuple of 2"):
+        encoded([(lambda x: (x, x.mean()), rows)], 2)
     with pytest.raises(
         TypeError, match=r"model must be a module, wrapped in DDP, sharded by FSDP2 or neither, got DataParallel"
     ):

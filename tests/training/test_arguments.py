@@ -80,12 +80,15 @@ def one(tower):
     [
         (lambda x: None, TypeError, r"towers\[0\] must return embeddings, a tensor of shape \(n, D\).*got NoneType"),
         (lambda x: {"embeddings": x}, TypeError, r"towers\[0\] must return embeddings.*got dict; wrap the tower"),
-        (lambda x: (x, x, x), TypeError, r"towers\[0\] must return embeddings.*got tuple"),
+        (lambda x: (x, x, x), TypeError, r"towers\[0\] must return embeddings.*or megabatch.Encoded\(.*got a tuple of 3"),
+        (lambda x: (x, x.new_tensor(14.0)), TypeError, r"or megabatch.Encoded\(embeddings, auxiliary_loss\), got a tuple of 2"),
+        (lambda x: [x, x.mean()], TypeError, r"or megabatch.Encoded\(embeddings, auxiliary_loss\), got a list of 2"),
+        (lambda x: mb.Encoded((x, x)), TypeError, r"towers\[0\] must return embeddings.*got a tuple of 2 in megabatch.Encoded"),
         (lambda x: x[0], ValueError, r"towers\[0\] must return embeddings of shape \(4, D\).*got shape \(4,\) of float32"),
         (lambda x: x[:1], ValueError, r"of shape \(4, D\) for a chunk of 4 samples, got shape \(1, 4\)"),
         (lambda x: x.long(), ValueError, r"got shape \(4, 4\) of int64"),
-        (lambda x: (x, x), ValueError, r"towers\[0\] must return as its auxiliary loss a scalar.*got shape \(4, 4\)"),
-        (lambda x: (x, 1.0), ValueError, r"towers\[0\] must return as its auxiliary loss a scalar.*got float"),
+        (lambda x: mb.Encoded(x, x), ValueError, r"towers\[0\] must return as its auxiliary loss a scalar.*got shape \(4, 4\)"),
+        (lambda x: mb.Encoded(x, 1.0), ValueError, r"towers\[0\] must return as its auxiliary loss a scalar.*got float"),
         (lambda x: x[:, : len(x)], ValueError, r"towers\[0\] must return embeddings of one width.*\(4, .*first and \(2, "),
     ],
 )

@@ -248,7 +248,7 @@ class WithAuxiliary(nn.Module):
     def forward(self, x):
         embeddings = self.inner(x)
         auxiliary = self.inner[0](x).square().mean(1)
-        return embeddings, auxiliary if self.per_sample else auxiliary.mean()
+        return mb.Encoded(embeddings, auxiliary if self.per_sample else auxiliary.mean())
 
 
 @pytest.mark.parametrize("per_sample", [False, True])

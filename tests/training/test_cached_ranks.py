@@ -33,7 +33,7 @@ class Model(nn.Module):
 
     def forward(self, image=None, text=None):
         embeddings = self.image(image) if text is None else self.text(text)
-        return (embeddings, embeddings.square().mean(1)) if self.auxiliary else embeddings
+        return mb.Encoded(embeddings, embeddings.square().mean(1)) if self.auxiliary else embeddings
 
 
 def loss_with(scale, group):
@@ -253,7 +253,7 @@ class Picked(nn.Module):
 
     def forward(self, x):
         embeddings = self.inner(x)
-        return (embeddings, embeddings.square().mean(1)) if self.auxiliary else embeddings
+        return mb.Encoded(embeddings, embeddings.square().mean(1)) if self.auxiliary else embeddings
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.training.inputs import call, is_sharded
+from megabatch.training.outputs import opened
 from megabatch.training.roles import modules_of
 from megabatch.training.sharding import is_fully_sharded, shared_between_ranks
 from megabatch.training.sources import as_source
@@ -143,5 +144,5 @@ def encoded(towers: Towers, chunk_size: int | Sequence[int]) -> list[Tensor]:  #
         source = as_source(inputs, f"towers[{i}][1]", device)
         spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
         answers = (call(tower, chunk) for chunk in source.chunks(spans, device))
-        found.append(torch.cat([answer[0] if isinstance(answer, tuple) else answer for answer in answers]))
+        found.append(torch.cat([opened(answer, f"towers[{i}]").embeddings for answer in answers]))
     return found

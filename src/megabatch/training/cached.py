@@ -19,7 +19,8 @@ from megabatch.training import batchnorm, randomness, validation
 from megabatch.training.budget import COPIES_OF_EMBEDDINGS, Keeper
 from megabatch.training.graphs import parameters_in, stored, weighed
 from megabatch.training.inputs import map_rows
-from megabatch.training.roles import DEVICE, Encoded, Role
+from megabatch.training.outputs import Encoded
+from megabatch.training.roles import DEVICE, Role
 from megabatch.training.sharding import Ranks, Reductions, not_reached
 from megabatch.training.sources import TensorSource
 
@@ -58,9 +59,9 @@ def cached_backward(
 
     Args:
         loss_fn: called once, with the (N, D) embeddings of each tower; returns a scalar.
-        towers: pairs (tower, inputs). A tower is a module or another callable that returns (n, D) embeddings of n samples, or a
-            pair (embeddings, auxiliary loss); one module may occur several times. Inputs are a tensor, a mapping of
-            tensors (keyword arguments), a tuple or list of them (positional arguments), or a `Source`; all with the same
+        towers: pairs (tower, inputs). A tower is a module or another callable that returns (n, D) embeddings of n samples, or
+            `megabatch.Encoded(embeddings, auxiliary_loss)`; one module may occur several times. Inputs are a tensor, a mapping
+            of tensors (keyword arguments), a tuple or list of them (positional arguments), or a `Source`; all with the same
             number of samples. An auxiliary loss is a mean over its chunk, or one number for each sample; its mean over all
             samples is added to the loss.
         chunk_size: samples a tower encodes at once; one number, or one for each tower.
@@ -167,8 +168,8 @@ class _Step:
                 if role.trains and keeper.weighed(weight.bytes, role.passes, self._other_bytes(encoded.embeddings)):
                     role.kept[i] = encoded
         role.store(i, encoded.embeddings, self.where)
-        if encoded.auxiliary is not None and rows:
-            part = rows * encoded.auxiliary.detach()
+        if encoded.auxiliary_loss is not None and rows:
+            part = rows * encoded.auxiliary_loss.detach()
             role.auxiliary = part if role.auxiliary is None else role.auxiliary + part
 
     def _other_bytes(self, embeddings: Tensor) -> int:
@@ -265,9 +266,9 @@ class _Step:
         if encoded.embeddings.requires_grad:
             outputs.append(encoded.embeddings)
             gradients.append(role.gradient_of(i, encoded))
-        if encoded.auxiliary is not None and encoded.auxiliary.requires_grad:
-            weight = torch.full_like(encoded.auxiliary, role.rows(i) * self.share, requires_grad=False)
-            outputs.append(encoded.auxiliary)
+        if encoded.auxiliary_loss is not None and encoded.auxiliary_loss.requires_grad:
+            weight = torch.full_like(encoded.auxiliary_loss, role.rows(i) * self.share, requires_grad=False)
+            outputs.append(encoded.auxiliary_loss)
             gradients.append(weight if self.scaler is None else self.scaler.scale(weight))
         for parameter in not_reached(reducing, outputs):
             outputs.append(parameter.view_as(parameter))

@@ -19,6 +19,7 @@ from megabatch.evaluation.embedding import evaluating
 from megabatch.training import batchnorm, randomness
 from megabatch.training.budget import COPIES_OF_EMBEDDINGS, free_memory
 from megabatch.training.inputs import call, count_rows, local, map_rows
+from megabatch.training.outputs import opened
 from megabatch.training.world import LARGEST, SMALLEST, World
 
 ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
@@ -141,8 +142,7 @@ class _Peak:
 
     def _encode(self, inputs: Any) -> None:
         with batchnorm.running_statistics_kept(batchnorm.layers([self._module])):
-            output = call(self._module, inputs)
-            output = output[0] if isinstance(output, tuple) else output
+            output: Any = opened(call(self._module, inputs), type(self._module).__name__).embeddings
             if output.requires_grad:
                 output.float().sum().backward()
 
@@ -153,5 +153,5 @@ def _coming(modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pa
     learned = sum(p.numel() * p.element_size() for p in parameters.values())
     with torch.no_grad(), evaluating(modules[0]):
         output = call(modules[0], map_rows(lambda tensor: tensor.to(device), samples(0, 1)))
-    width: int = (output[0] if isinstance(output, tuple) else output).shape[1]
+    width = opened(output, type(modules[0]).__name__).embeddings.shape[1]
     return OPTIMIZER_COPIES * learned + COPIES_OF_EMBEDDINGS * len(modules) * pairs * width * 4

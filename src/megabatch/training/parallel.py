@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.training import batchnorm
 from megabatch.training.graphs import parameters_in
 from megabatch.training.inputs import call, map_rows
+from megabatch.training.outputs import opened
 from megabatch.training.sharding import shared_between_ranks
 from megabatch.training.world import World
 
@@ -68,7 +69,7 @@ def _has_unused(module: nn.Module, inputs: Sequence[Any], device: torch.device) 
     """Whether some parameter never gets a gradient, which DDP would wait for; transformers' poolers are such."""
     with torch.enable_grad(), batchnorm.running_statistics_kept(batchnorm.layers([module])):
         outputs = [call(module, map_rows(lambda tensor: tensor.to(device), chunk)) for chunk in inputs]
-    reached = parameters_in([output[0] if isinstance(output, tuple) else output for output in outputs])
+    reached = parameters_in([opened(output, type(module).__name__).embeddings for output in outputs])
     return reached is None or any(p.requires_grad and id(p) not in reached for p in module.parameters())
 
 

@@ -3,26 +3,20 @@
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megabatch.training import batchnorm
 from megabatch.training.inputs import call, is_sharded
+from megabatch.training.outputs import Encoded, opened
 from megabatch.training.randomness import States
 from megabatch.training.sharding import shared_between_ranks
 from megabatch.training.sources import Source, Span, TensorSource, as_source
 from megabatch.training.streaming import closed_at_the_end
 
 DEVICE, HOST = "device", "host"
-
-
-class Encoded(NamedTuple):
-    """What a tower makes of a chunk."""
-
-    embeddings: Tensor  # (n, D)
-    auxiliary: Tensor | None  # (), a mean over the chunk's samples
 
 
 class Role:
@@ -88,16 +82,8 @@ class Role:
                 del chunk
 
     def encode(self, inputs: Any, rows: int) -> Encoded:
-        """The tower's answer, checked. `rows` is 0 for a placeholder, which may have any number."""
-        answer = call(self.tower, inputs)
-        auxiliary = None
-        if isinstance(answer, tuple) and len(answer) == 2:
-            answer, auxiliary = answer
-        if not isinstance(answer, Tensor):
-            raise TypeError(
-                f"{self.name} must return embeddings, a tensor of shape (n, D), or a pair (embeddings, auxiliary loss), "
-                f"got {type(answer).__name__}; wrap the tower in a module that picks them"
-            )
+        """The tower's answer, checked, with the mean of its auxiliary loss; `rows` is 0 for a placeholder of any size."""
+        answer, auxiliary = opened(call(self.tower, inputs), self.name)
         if is_sharded(answer):
             answer = answer.full_tensor()  # type: ignore[attr-defined]
         if answer.dim() != 2 or (rows and len(answer) != rows) or not answer.dtype.is_floating_point:
