@@ -60,7 +60,8 @@ def pairwise_logsumexp(
     route = validation.group(group)
     backend = validation.backend(backend, precision, x.device)
     row_ids, col_ids = (None, None) if exclude is None or isinstance(exclude, str) else exclude
-    row, col, *_ = operators.logsumexp(
+    row, col, *_ = operators.apply(
+        operators.logsumexp,
         x,
         y,
         number(scale, "scale", x),
@@ -102,7 +103,7 @@ def pairwise_softplus(
     route = validation.group(group)
     backend = validation.backend(backend, precision, x.device)
     row_bias = number(bias, "bias", x).expand(x.shape[0])
-    total: Tensor = operators.softplus(x, y, number(scale, "scale", x), row_bias, precision, backend, route)
+    total: Tensor = operators.apply(operators.softplus, x, y, number(scale, "scale", x), row_bias, precision, backend, route)
     return total
 
 
@@ -151,8 +152,8 @@ def matched_logsumexp(
     mean over the batch: the mean over ranks is the mean over pairs, however many of them each rank has.
     """
     precision, backend, route = matched(x, y, ids, names, group, backend)
-    row, col, match, share, *_ = operators.logsumexp(
-        x, y, number(scale, names[2], x), None, None, ids, ids, APART, precision, backend, route
+    row, col, match, share, *_ = operators.apply(
+        operators.logsumexp, x, y, number(scale, names[2], x), None, None, ids, ids, APART, precision, backend, route
     )
     return row, col, match, share
 
@@ -176,8 +177,11 @@ def matched_sigmoid(
     """
     precision, backend, route = matched(x, y, ids, names[:3], group, backend)
     scale, row_bias = number(scale, names[2], x), number(bias, names[3], x).expand(x.shape[0])
-    needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, y, scale, row_bias)]
-    loss: Tensor = operators.sigmoid_mean(x, y, scale, row_bias, ids, ids_are_positives, precision, backend, route, needs)[0]
+    unseen = operators.transforms_are_active()  # under a transform, who will ask for a gradient cannot be seen
+    needs = [torch.is_grad_enabled() and (unseen or tensor.requires_grad) for tensor in (x, y, scale, row_bias)]
+    loss: Tensor = operators.apply(
+        operators.sigmoid_mean, x, y, scale, row_bias, ids, ids_are_positives, precision, backend, route, needs
+    )[0]
     return loss
 
 

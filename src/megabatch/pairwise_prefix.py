@@ -36,7 +36,7 @@ def matched_prefix_logsumexp(
         backend: "auto", "eager" or "triton".
     """
     precision, backend, route = matched(x, y, ids, names, group, backend)
-    row, col, match, share, *_ = operators.prefix_logsumexp(
-        x, y, number(scale, names[2], x), ids, widths, precision, backend, route
+    row, col, match, share, *_ = operators.apply(
+        operators.prefix_logsumexp, x, y, number(scale, names[2], x), ids, widths, precision, backend, route
     )
     return row, col, match, share

@@ -46,7 +46,9 @@ def pairwise_self_logsumexp(
     backend = validation.backend(backend, precision, z.device)
     ids = exclude if isinstance(exclude, Tensor) else None
     pairs = ALL if exclude is None or ids is not None else OTHERS
-    row: Tensor = operators.self_logsumexp(z, number(scale, "scale", z), ids, pairs, precision, backend, route)[0]
+    row: Tensor = operators.apply(
+        operators.self_logsumexp, z, number(scale, "scale", z), ids, pairs, precision, backend, route
+    )[0]
     return row
 
 
@@ -64,7 +66,7 @@ def positive_similarities(
     """
     precision = validation.embeddings(z, z, ("z", "z"))
     route = validation.group(group)
-    mean, count, ids, share = operators.positives(z, number(scale, "scale", z), labels, precision, route)
+    mean, count, ids, share = operators.apply(operators.positives, z, number(scale, "scale", z), labels, precision, route)
     return mean, count, ids, share
 
 
@@ -82,5 +84,7 @@ def positives_logsumexp(
     """
     precision = validation.embeddings(z, z, ("z", "z"))
     route = validation.group(group)
-    row: Tensor = operators.self_logsumexp(z, number(scale, "scale", z), labels, EQUAL_IDS, precision, EAGER, route)[0]
+    row: Tensor = operators.apply(
+        operators.self_logsumexp, z, number(scale, "scale", z), labels, EQUAL_IDS, precision, EAGER, route
+    )[0]
     return row

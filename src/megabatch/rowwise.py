@@ -46,7 +46,8 @@ def row_logsumexp(
         limit, guide_x, guide_y = ceiling
         if guide_x is not None:
             guide_precision = validation.embeddings(guide_x, guide_y)
-    row, match, share, _ = operators.row_logsumexp(
+    row, match, share, _ = operators.apply(
+        operators.row_logsumexp,
         x,
         y,
         arguments.number(scale, "scale", x),
@@ -75,7 +76,7 @@ def matching_products(
     """(⟨x_i, y_i⟩, how far rounding may have moved it, share), from the same rounded inputs as all other products."""
     precision = validation.embeddings(x, y, same_rows=True)
     settled = validation.backend(backend, precision, x.device)
-    products, noise, share = operators.matching(x, y, precision, settled, validation.group(group))
+    products, noise, share = operators.apply(operators.matching, x, y, precision, settled, validation.group(group))
     return products, noise, share
 
 

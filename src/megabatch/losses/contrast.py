@@ -116,8 +116,19 @@ class Batch:
         precision = validation.embeddings(query, key)
         backend, route = validation.backend(self.backend, precision, query.device), validation.group(self.group)
         correction = None if self.log_q is None else -self.log_q
-        row, col, match, share, *_ = operators.logsumexp(
-            query, key, scale, None, offsets(correction, query), self.ids, self.ids, APART, precision, backend, route
+        row, col, match, share, *_ = operators.apply(
+            operators.logsumexp,
+            query,
+            key,
+            scale,
+            None,
+            offsets(correction, query),
+            self.ids,
+            self.ids,
+            APART,
+            precision,
+            backend,
+            route,
         )
         if self.log_q is not None:
             col, match = col + self.log_q, match + self.log_q

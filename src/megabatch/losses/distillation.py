@@ -58,7 +58,7 @@ def soft_clip_loss(
     scale, target_scale = number(logit_scale, "logit_scale", image), number(teacher_scale, "teacher_scale", image)
     teacher = teacher_image, teacher_text, target_scale.detach()
     how = precision, teacher_precision, TRITON if settled == {TRITON} else EAGER, route
-    row, col, share, *_ = operators.soft_cross_entropy(image, text, scale, *teacher, *how)
+    row, col, share, *_ = operators.apply(operators.soft_cross_entropy, image, text, scale, *teacher, *how)
     loss: Tensor = (row.sum() + col.sum()) * (share / 2)
     return loss
 

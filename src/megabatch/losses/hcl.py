@@ -95,7 +95,7 @@ def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[str], *, both: b
     if batch.ids is not None:
         with torch.no_grad():
             return [counted.negatives for counted in batch.sums(torch.zeros_like(scale), contrast, both=both).directions]
-    pairs = operators.total(torch.full_like(scale, len(batch.query)).reshape(1), validation.group(batch.group))
+    pairs = operators.apply(operators.total, torch.full_like(scale, len(batch.query)).reshape(1), validation.group(batch.group))
     same = ((pairs - 1) * len(contrast)).log().expand(len(batch.query))
     return [same, same] if both else [same]
 

@@ -36,7 +36,7 @@ def mean_similarity(
         subtracted = [torch.zeros_like(scale) if log_q is None else log_q.sum() for _, log_q in others]
         count = torch.full_like(scale, sum(map(len, columns)))
         packed = torch.cat((sums, torch.stack((torch.stack(subtracted).sum(), count))))
-        whole = operators.total(packed, validation.group(group))
+        whole = operators.apply(operators.total, packed, validation.group(group))
         mean: Tensor = (rows @ (whole[:-2] * scale) - whole[-2]) / whole[-1]
         return mean
 

@@ -1,7 +1,7 @@
 """The pairwise operations as PyTorch operators: forward, backward, and the shapes that torch.compile needs.
 
 An operator describes a block, lets a backend walk its tiles, and finishes what the walk leaves (`gradients.py`). Arguments
-are tensors, strings and booleans that were checked before they come here.
+are tensors, strings and booleans that were checked before they come here. Operators with a derivative are called by `apply`.
 """
 
 from megabatch.operators.logsumexp import logsumexp
@@ -15,8 +15,10 @@ from megabatch.operators.sigmoid import sigmoid_mean
 from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
 from megabatch.operators.total import total
+from megabatch.operators.transforms import apply, transforms_are_active
 
 __all__ = [
+    "apply",
     "logsumexp",
     "matching",
     "positives",
@@ -28,4 +30,5 @@ __all__ = [
     "soft_cross_entropy",
     "softplus",
     "total",
+    "transforms_are_active",
 ]

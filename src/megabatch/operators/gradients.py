@@ -18,7 +18,7 @@ from megabatch.tiles.precision import FLOAT16, accumulator_dtype
 
 TWICE = (
     "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, of which no graph is "
-    "recorded. Call backward() or torch.autograd.grad() without create_graph=True."
+    "recorded. Call backward() or torch.autograd.grad() without create_graph=True, or torch.func.grad() once."
 )
 
 

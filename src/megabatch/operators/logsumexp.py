@@ -18,6 +18,7 @@ from megabatch.operators.gradients import (
     statistic,
 )
 from megabatch.operators.team import assemble
+from megabatch.operators.transforms import apply, differentiable
 from megabatch.tiles.backends import sums_dtype
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.logsum import LogSum
@@ -145,9 +146,9 @@ def _backward(
     *tensors, row, col = ctx.saved_tensors
     needs = Needs(*ctx.needs_input_grad[:5])
     dmatch = dmatch if ctx.diagonal == APART else None
-    gradients = logsumexp_backward(*tensors, ctx.diagonal, *ctx.options, row, col, drow, dcol, dmatch, list(needs))
+    gradients = apply(logsumexp_backward, *tensors, ctx.diagonal, *ctx.options, row, col, drow, dcol, dmatch, list(needs))
     return *asked_for(gradients, needs), None, None, None, None, None, None
 
 
-logsumexp.register_autograd(_backward, setup_context=_save)
-logsumexp_backward.register_autograd(refuse_second_derivative)
+differentiable(logsumexp, _backward, _save)
+differentiable(logsumexp_backward, refuse_second_derivative)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megabatch.operators.gradients import on_its_device, refuse_second_derivative, statistic
 from megabatch.operators.team import assemble
+from megabatch.operators.transforms import apply, differentiable
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block, windows
 from megabatch.tiles.matching import rank_noise
@@ -56,10 +57,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dproducts: Tensor | None, *dothers: Tensor | None) -> tuple[Any, ...]:
     if dproducts is None:
         return None, None, None, None, None
-    gradients = matching_backward(*ctx.saved_tensors, ctx.precision, dproducts)
+    gradients = apply(matching_backward, *ctx.saved_tensors, ctx.precision, dproducts)
     asked = zip(gradients, ctx.needs_input_grad, strict=False)
     return *(gradient if need else None for gradient, need in asked), None, None, None
 
 
-matching.register_autograd(_backward, setup_context=_save)
-matching_backward.register_autograd(refuse_second_derivative)
+differentiable(matching, _backward, _save)
+differentiable(matching_backward, refuse_second_derivative)

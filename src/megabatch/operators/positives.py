@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megabatch.operators.gradients import on_its_device, refuse_second_derivative, statistic
 from megabatch.operators.team import assemble
+from megabatch.operators.transforms import apply, differentiable
 from megabatch.ring.lap import Tensors
 from megabatch.ring.visits import place_in_group, sum_over_ranks, visit_all
 from megabatch.tiles.backends import EAGER
@@ -113,10 +114,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, dmean: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     z, scale, labels, count = ctx.saved_tensors
-    dz, dscale = positives_backward(z, scale, labels, *ctx.options, count, dmean)
+    dz, dscale = apply(positives_backward, z, scale, labels, *ctx.options, count, dmean)
     needs_z, needs_scale = ctx.needs_input_grad[:2]
     return dz if needs_z else None, dscale if needs_scale else None, None, None, None
 
 
-positives.register_autograd(_backward, setup_context=_save)
-positives_backward.register_autograd(refuse_second_derivative)
+differentiable(positives, _backward, _save)
+differentiable(positives_backward, refuse_second_derivative)

@@ -19,6 +19,7 @@ from megabatch.operators.gradients import (
     statistic,
 )
 from megabatch.operators.team import Team, assemble
+from megabatch.operators.transforms import apply, differentiable
 from megabatch.ring import prefixes as around
 from megabatch.ring.walks import RingWalks
 from megabatch.tiles import prefixes as here
@@ -150,10 +151,10 @@ def _backward(
 ) -> tuple[Any, ...]:
     *tensors, row, col = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
-    gradients = prefix_logsumexp_backward(*tensors, *ctx.options, row, col, drow, dcol, dmatch, needs)
+    gradients = apply(prefix_logsumexp_backward, *tensors, *ctx.options, row, col, drow, dcol, dmatch, needs)
     asked = zip(gradients, needs, strict=True)
     return *(gradient if need else None for gradient, need in asked), None, *(None for _ in ctx.options)
 
 
-prefix_logsumexp.register_autograd(_backward, setup_context=_save)
-prefix_logsumexp_backward.register_autograd(refuse_second_derivative)
+differentiable(prefix_logsumexp, _backward, _save)
+differentiable(prefix_logsumexp_backward, refuse_second_derivative)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megabatch.operators.gradients import on_its_device
 from megabatch.operators.team import assemble
+from megabatch.operators.transforms import loop_under_vmap
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 
@@ -23,3 +24,6 @@ def rank(x: Tensor, y: Tensor, precision: str, backend: str, group: str) -> tupl
 @rank.register_fake
 def _(x: Tensor, y: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], dtype=torch.int64), x.new_empty(y.shape[0], dtype=torch.int64)
+
+
+loop_under_vmap(rank)

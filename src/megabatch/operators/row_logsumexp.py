@@ -19,6 +19,7 @@ from megabatch.operators.gradients import (
 )
 from megabatch.operators.logsumexp import APART, KEPT
 from megabatch.operators.team import assemble
+from megabatch.operators.transforms import apply, differentiable
 from megabatch.tiles.backends import sums_dtype
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.logsum import LogSum
@@ -159,9 +160,9 @@ def _backward(ctx: Any, drow: Tensor | None, dmatch: Tensor | None, *dothers: Te
     needs = Needs(*ctx.needs_input_grad[:5])
     diagonal, *_ = ctx.options
     dmatch = dmatch if diagonal == APART else None
-    gradients = row_logsumexp_backward(*tensors, *ctx.options, row, drow, dmatch, list(needs))
+    gradients = apply(row_logsumexp_backward, *tensors, *ctx.options, row, drow, dmatch, list(needs))
     return *asked_for(gradients, needs), *(None,) * (_TENSORS - 5 + len(ctx.options))
 
 
-row_logsumexp.register_autograd(_backward, setup_context=_save)
-row_logsumexp_backward.register_autograd(refuse_second_derivative)
+differentiable(row_logsumexp, _backward, _save)
+differentiable(row_logsumexp_backward, refuse_second_derivative)

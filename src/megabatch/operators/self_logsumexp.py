@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megabatch.operators.gradients import gradient_unit, on_its_device, refuse_second_derivative, statistic
 from megabatch.operators.team import Team, assemble
+from megabatch.operators.transforms import apply, differentiable
 from megabatch.ring.symmetric import RingHalf
 from megabatch.ring.walks import RingWalks
 from megabatch.tiles.backends import EAGER, sums_dtype
@@ -119,9 +120,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, drow: Tensor, dsums: Tensor) -> tuple[Any, ...]:
     z, scale, ids, row = ctx.saved_tensors
     needs_z, needs_scale = ctx.needs_input_grad[:2]
-    dz, dscale = self_logsumexp_backward(z, scale, ids, *ctx.options, row, drow, needs_scale)
+    dz, dscale = apply(self_logsumexp_backward, z, scale, ids, *ctx.options, row, drow, needs_scale)
     return dz if needs_z else None, dscale if needs_scale else None, None, None, None, None, None
 
 
-self_logsumexp.register_autograd(_backward, setup_context=_save)
-self_logsumexp_backward.register_autograd(refuse_second_derivative)
+differentiable(self_logsumexp, _backward, _save)
+differentiable(self_logsumexp_backward, refuse_second_derivative)

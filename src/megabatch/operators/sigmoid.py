@@ -22,6 +22,7 @@ from megabatch.operators.gradients import (
     on_its_device,
 )
 from megabatch.operators.team import assemble
+from megabatch.operators.transforms import differentiable
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.matching import matching_similarities
 from megabatch.tiles.precision import FLOAT16, by_matmul_setting
@@ -110,4 +111,4 @@ def _backward(ctx: Any, dloss: Tensor | None, *dgradients: Tensor | None) -> tup
     return *((dloss * gradient).to(dtype) if need else None for gradient, dtype, need in asked), *nothing
 
 
-sigmoid_mean.register_autograd(_backward, setup_context=_save)
+differentiable(sigmoid_mean, _backward, _save)

@@ -17,6 +17,7 @@ from megabatch.operators.gradients import (
     statistic,
 )
 from megabatch.operators.team import assemble
+from megabatch.operators.transforms import apply, differentiable
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 from megabatch.tiles.softsum import SoftSum
@@ -112,9 +113,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, drow: Tensor, dcol: Tensor, *dothers: Tensor) -> tuple[Any, ...]:
     *tensors, row, col = ctx.saved_tensors
     needs = Needs(*ctx.needs_input_grad[:3])
-    gradients = soft_cross_entropy_backward(*tensors, *ctx.options, row, col, drow, dcol, list(needs))
+    gradients = apply(soft_cross_entropy_backward, *tensors, *ctx.options, row, col, drow, dcol, list(needs))
     return *asked_for(gradients, needs)[:3], None, None, None, None, None, None, None
 
 
-soft_cross_entropy.register_autograd(_backward, setup_context=_save)
-soft_cross_entropy_backward.register_autograd(refuse_second_derivative)
+differentiable(soft_cross_entropy, _backward, _save)
+differentiable(soft_cross_entropy_backward, refuse_second_derivative)

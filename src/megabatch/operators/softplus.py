@@ -17,6 +17,7 @@ from megabatch.operators.gradients import (
     statistic,
 )
 from megabatch.operators.team import assemble
+from megabatch.operators.transforms import apply, differentiable
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.precision import by_matmul_setting
 
@@ -77,9 +78,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dtotal: Tensor) -> tuple[Any, ...]:
     needs = Needs(*ctx.needs_input_grad[:4])
-    gradients = softplus_backward(*ctx.saved_tensors, *ctx.options, dtotal, list(needs))
+    gradients = apply(softplus_backward, *ctx.saved_tensors, *ctx.options, dtotal, list(needs))
     return *asked_for(gradients, needs)[:4], None, None, None
 
 
-softplus.register_autograd(_backward, setup_context=_save)
-softplus_backward.register_autograd(refuse_second_derivative)
+differentiable(softplus, _backward, _save)
+differentiable(softplus_backward, refuse_second_derivative)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch.operators.transforms import apply, differentiable
 from megabatch.ring.agreement import agree
 from megabatch.ring.exchange import Exchange
 from megabatch.ring.topology import Members
@@ -31,7 +32,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
-    return total(dtotal, ctx.group), None
+    return apply(total, dtotal, ctx.group), None
 
 
-total.register_autograd(_backward, setup_context=_save)
+differentiable(total, _backward, _save)
