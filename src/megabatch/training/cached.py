@@ -85,6 +85,8 @@ def cached_backward(
         batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
     try:
         step.encode(budget)
+        for role in roles:  # what only calls have shown
+            batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
         loss = step.differentiate(loss_fn)
         step.go_back()
     finally:
@@ -140,7 +142,8 @@ class _Step:
         progress = self._progress(ENCODE, sum(role.passes for role in self.roles))
         for role in self.roles:
             keeper.begin(role.device)
-            with closing(role.chunks(range(role.passes))) as chunks:
+            finding = role.finding_batch_norms(in_step=self.ranks is not None)
+            with closing(role.chunks(range(role.passes))) as chunks, finding:
                 for i, inputs in chunks:
                     self._encode_chunk(role, i, inputs, keeper)
                     progress(role)

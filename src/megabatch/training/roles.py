@@ -1,8 +1,10 @@
 """A tower in one of its roles: what it encodes, in which chunks, and what has been found about each chunk so far."""
 
+import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ class Role:
         self.passes = len(self.spans)  # more where other ranks have more
         self.chunk_size = chunk_size
         self.shared = shared_between_ranks(self.modules)
-        self.batch_norms = batchnorm.layers(self.modules)
+        self.batch_norms = batchnorm.layers([*self.modules, *_named_in(tower)])  # and what `finding_batch_norms` finds
         inputs_train = isinstance(self.source, TensorSource) and self.source.requires_grad
         # A function of which nothing is known is taken to train, until it is found out.
         self.trains = not self.modules or inputs_train or any(p.requires_grad for p in parameters)
@@ -58,6 +60,32 @@ class Role:
                 hook.remove()
         if called:  # nothing, where a wrapper is reached in a way of its own
             self.shared[:] = [module for module in self.shared if any(module is other for other in called)]
+
+    @contextmanager
+    def finding_batch_norms(self, *, in_step: bool) -> Iterator[None]:
+        """Around the first pass: adds the layers behind a function, which nobody can know before it calls them.
+
+        Args:
+            in_step: whether ranks are known to encode equally often, as SyncBatchNorm needs it.
+        """
+
+        def see(module: nn.Module) -> None:
+            known = {id(layer) for _, layer in self.batch_norms}
+            new = [(name, layer) for name, layer in batchnorm.layers([module]) if id(layer) not in known]
+            for name, layer in new:
+                if not in_step and batchnorm.waits_for_ranks(layer):
+                    raise ValueError(
+                        f"{self.name}[0] must be a module where it has SyncBatchNorm, because ranks have to encode equally "
+                        f"often and a function does not show it before; got {type(self.tower).__name__} that calls "
+                        f"{type(module).__name__} with SyncBatchNorm {name!r}"
+                    )
+            self.batch_norms += new
+
+        if isinstance(self.tower, nn.Module):
+            yield
+        else:
+            with batchnorm.watched(see):
+                yield
 
     def rows(self, i: int) -> int:
         """Samples in pass i; 0 in one that only keeps ranks in step."""
@@ -162,3 +190,17 @@ def modules_of(tower: Any) -> list[nn.Module]:
         return [module for part in parts for module in modules_of(part)]
     owner = getattr(tower, "__self__", None)
     return [owner] if isinstance(owner, nn.Module) else []
+
+
+def _named_in(tower: Any) -> list[nn.Module]:
+    """Modules that the code of a function names, from around it or from its file: known before it runs, compiled or not."""
+    while isinstance(tower, partial):
+        tower = tower.func
+    function = inspect.unwrap(tower)
+    if not isinstance(function, FunctionType):
+        return []
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a name that has no value yet
+            named.append(cell.cell_contents)
+    return [value for value in named if isinstance(value, nn.Module)]
