@@ -230,6 +230,20 @@ def test_what_is_refused(model):
         kind(model, scale=200.0, learn_temperature=True)
 
 
+def test_a_model_with_a_vector_for_each_token_is_refused(model):
+    from sentence_transformers import MultiVectorEncoder
+
+    many = MultiVectorEncoder(modules=[model[0]], device="cpu")
+    losses = sentences.losses("ours")
+    message = r"must give one vector for each text, because this loss compares one vector with one vector, got MultiVectorEncoder"
+    with pytest.raises(TypeError, match=rf"^model {message}"):
+        losses["ranking"](many)
+    with pytest.raises(TypeError, match=rf"^model {message}"):
+        losses["gist"](many, model)
+    with pytest.raises(TypeError, match=rf"^guide {message}"):
+        losses["gist"](model, many)
+
+
 def test_under_autocast(model):
     """Similarities are then of rounded embeddings; each library rounds elsewhere, by 2⁻⁸ of a similarity of at most 20."""
     inputs = features(model, 1)

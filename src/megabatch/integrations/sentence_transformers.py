@@ -23,7 +23,7 @@ from megabatch.integrations.learned_scale import LearnedScale, all_ranks, differ
 
 extras.load("sentence_transformers", extra="sentence_transformers", purpose="megabatch.integrations.sentence_transformers")
 
-from sentence_transformers import SentenceTransformer  # noqa: E402
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer  # noqa: E402
 from sentence_transformers.sentence_transformer import losses as originals  # noqa: E402
 from sentence_transformers.util import cos_sim, dot_score  # noqa: E402
 
@@ -90,6 +90,7 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
         matryoshka_weights: Sequence[float] | None = None,
         backend: str = "auto",
     ) -> None:
+        _one_vector("model", model)
         super().__init__(
             model,
             scale=scale,
@@ -277,6 +278,8 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
         learn_temperature: bool = False,
         largest_scale: float = 100.0,
     ) -> None:
+        _one_vector("model", model)
+        _one_vector("guide", guide)
         super().__init__(
             model,
             guide,
@@ -333,6 +336,16 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
             margin=margin,
             guide=(seen[0], seen[1]),
             group=all_ranks() if self.gather_across_devices else None,
+        )
+
+
+def _one_vector(name: str, model: Any) -> None:
+    """Refuses a model of late interaction: its texts have many vectors, and as a guide it would be given the model's own."""
+    if isinstance(model, MultiVectorEncoder):
+        raise TypeError(
+            f"{name} must give one vector for each text, because this loss compares one vector with one vector, got "
+            f"{type(model).__name__}, which gives one for each token; sentence-transformers has losses for it in "
+            "sentence_transformers.multi_vector_encoder.losses"
         )
 
 
