@@ -39,9 +39,9 @@ class Batches:
             yield images[part], texts[part]
 
 
-def arguments(rank=0, world=1, siglip=False, distill=False):
+def arguments(rank=0, world=1, siglip=False, distill=False, parts=1):
     return argparse.Namespace(
-        device="cpu", precision="fp32", accum_freq=1, skip_scheduler=False, distill=distill, siglip=siglip, model="tiny",
+        device="cpu", precision="fp32", accum_freq=parts, skip_scheduler=False, distill=distill, siglip=siglip, model="tiny",
         horovod=False, local_loss=True, gather_with_grad=True, rank=rank, world_size=world, local_rank=rank,
         loss_dist_impl="gather", grad_clip_norm=None, log_every_n_steps=100, log_local=False, batch_size=ROWS, wandb=False,
     )  # fmt: skip
@@ -98,8 +98,8 @@ def test_its_loop_trains_to_the_same_weights_on_two_ranks(two, siglip):
     assert_close(found[1], found[0])
 
 
-def plain(model, loss, rows=7, teacher=None):
-    images, texts = clips.batch(rows)
+def plain(model, loss, rows=7, teacher=None, inputs=None):
+    images, texts = clips.batch(rows) if inputs is None else inputs
     output = model(images, texts)
     if teacher is not None:
         with torch.no_grad():
@@ -107,6 +107,59 @@ def plain(model, loss, rows=7, teacher=None):
     losses = loss(**output, output_dict=True)
     sum(losses.values()).backward()
     return {name: value.detach() for name, value in losses.items()}, clips.gradients(model)
+
+
+def accumulated(rank, world, siglip, parts, locked=None):
+    """The gradients after one step of open_clip's own loop with `--accum-freq`, the loss it was given, and its data."""
+    from open_clip_train.train import train_one_epoch
+
+    inner = model = clips.model(bias=-3.0 if siglip else None)
+    if locked:
+        for name, parameter in inner.named_parameters():
+            parameter.requires_grad_(name.startswith("logit_") or name.startswith("visual.") == (locked == "text"))
+    if world > 1:
+        model = DistributedDataParallel(inner)
+    args, data = arguments(rank, world, siglip, parts=parts), Batches(parts, rank, world)
+    loss, optimizer = ours(args), torch.optim.SGD(model.parameters(), lr=1e-3)
+    train_one_epoch(model, {"train": data}, loss, 0, optimizer, None, lambda step: None, None, args)
+    return clips.gradients(inner), loss
+
+
+def accumulated_on_a_rank(group, rank, siglip):
+    logging.disable(logging.INFO)
+    return accumulated(rank, group.size(), siglip, 2)[0]
+
+
+def in_one_step(world, siglip, parts):
+    batches = zip(*(clips.batch(ROWS * world, seed=step) for step in range(parts)), strict=True)
+    loss = mb.SigLipLoss() if siglip else mb.ClipLoss()
+    return plain(clips.model(bias=-3.0 if siglip else None), loss, inputs=[torch.cat(part) for part in batches])[1]
+
+
+@pytest.mark.parametrize("siglip", [False, True], ids=["clip", "siglip"])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_its_accumulation_has_the_gradients_of_one_step(siglip, parts):
+    """Those of scale and bias too, which its loop adds once for every part."""
+    found, loss = accumulated(0, 1, siglip, parts)
+    wanted = in_one_step(1, siglip, parts)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+    for locked in ("image", "text"):
+        found, _ = accumulated(0, 1, siglip, parts, locked)
+        torch.testing.assert_close(found, {name: wanted[name] for name in found}, rtol=1e-9, atol=1e-11)
+    # The same loss in another loop, which adds nothing twice.
+    model, images, texts = clips.model(bias=-3.0 if siglip else None), *clips.batch(7)
+    wanted = plain(clips.model(bias=-3.0 if siglip else None), mb.SigLipLoss() if siglip else mb.ClipLoss())[1]
+    torch.testing.assert_close(plain(model, loss)[1], wanted, rtol=1e-9, atol=1e-11)
+    model.zero_grad()
+    host.cached_backward(model, images, texts, loss, chunk_size=3)
+    torch.testing.assert_close(clips.gradients(model), wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("siglip", [False, True], ids=["clip", "siglip"])
+def test_its_accumulation_has_the_gradients_of_one_step_on_two_ranks(two, siglip):
+    wanted = in_one_step(2, siglip, 2)
+    for found in two.run(accumulated_on_a_rank, 2, siglip):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["CLIP", "CustomTextCLIP"])
@@ -210,7 +263,7 @@ def test_install_says_what_it_does_and_undoes_it():
             assert type(create_loss(arguments(rank=1, world=2, **case))) is ours_there
         with host.install() as again:  # one inside the other changes nothing
             assert again.replaced == {}
-        assert factory.ClipLoss is mb.ClipLoss
+        assert type(create_loss(arguments())) is mb.ClipLoss
     finally:
         installed.uninstall()
     assert (factory.ClipLoss, factory.SigLipLoss, factory.DistillClipLoss) == before

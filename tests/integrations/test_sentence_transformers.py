@@ -235,7 +235,9 @@ def test_a_model_with_a_vector_for_each_token_is_refused(model):
 
     many = MultiVectorEncoder(modules=[model[0]], device="cpu")
     losses = sentences.losses("ours")
-    message = r"must give one vector for each text, because this loss compares one vector with one vector, got MultiVectorEncoder"
+    message = (
+        r"must give one vector for each text, because this loss compares one vector with one vector, got MultiVectorEncoder"
+    )
     with pytest.raises(TypeError, match=rf"^model {message}"):
         losses["ranking"](many)
     with pytest.raises(TypeError, match=rf"^model {message}"):

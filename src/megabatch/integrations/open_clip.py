@@ -4,10 +4,11 @@
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ def install() -> Installed:
     whether a script has imported `create_loss` before. `CoCaLoss` stays open_clip's. A version of open_clip whose losses take
     arguments that ours do not know is refused, and nothing is changed.
 
+    With `--accum-freq k` open_clip's loop computes the loss of the whole batch once for each of the k parts, and adds the
+    gradient of the scale, and of the bias, k times. A loss that is built with such arguments divides it by k.
+
         print(install())
         open_clip_train.main.main(sys.argv[1:])
     """
@@ -84,12 +88,63 @@ def install() -> Installed:
         raise RuntimeError(
             "open_clip.factory.create_loss must be open_clip's own function, got one that something has replaced"
         )
+    replaced = {name: kind for name, kind in theirs.items() if kind is not _BUILDERS[name]}
     for loss in _LOSSES:
-        _same_arguments(theirs[loss.__name__], loss)
-    replaced = {loss.__name__: theirs[loss.__name__] for loss in _LOSSES if theirs[loss.__name__] is not loss}
-    for loss in _LOSSES:
-        setattr(factory, loss.__name__, loss)
+        if loss.__name__ in replaced:
+            _same_arguments(replaced[loss.__name__], loss)
+    for name, build in _BUILDERS.items():
+        setattr(factory, name, build)
     return Installed(factory, replaced)
+
+
+def _builder(kind: type[nn.Module]) -> Callable[..., nn.Module]:
+    """What stands in the factory in the place of open_clip's class: builds ours, for the loop that is going to call it."""
+
+    @wraps(kind, updated=())
+    def build(*args: Any, **kwargs: Any) -> nn.Module:
+        loss = kind(*args, **kwargs)
+        parts = _accumulated_parts(sys._getframe(1))
+        if parts > 1:
+            loss.register_forward_pre_hook(partial(_shared_by_parts, parts), with_kwargs=True)
+        return loss
+
+    return build
+
+
+_BUILDERS = {loss.__name__: _builder(loss) for loss in _LOSSES}
+
+
+def _accumulated_parts(caller: FrameType) -> int:
+    """`accum_freq` of the arguments that `create_loss` was called with, which it does not pass on; 1 for another caller."""
+    factory: Any = sys.modules["open_clip.factory"]
+    if caller.f_code is not factory.create_loss.__code__:
+        return 1
+    return int(getattr(caller.f_locals[caller.f_code.co_varnames[0]], "accum_freq", 1))
+
+
+def _shared_by_parts(
+    parts: int, loss: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a loss that is computed once for each part: scale and bias get their share of the gradient each time.
+
+    Features tell such a call from one in another loop: they are put together from all parts, and one part has a graph.
+    """
+    given = inspect.signature(loss.forward).bind(*args, **kwargs)
+    if any(_has_one_fresh_part(given.arguments[name], parts) for name in ("image_features", "text_features")):
+        for name in ("logit_scale", "logit_bias"):
+            value = given.arguments.get(name)
+            if isinstance(value, Tensor) and value.requires_grad:
+                alias = value.view_as(value)  # a hook on the tensor itself would stay on it
+                alias.register_hook(lambda gradient: gradient / parts)  # type: ignore[no-untyped-call]
+                given.arguments[name] = alias
+    return given.args, given.kwargs
+
+
+def _has_one_fresh_part(features: Tensor, parts: int) -> bool:
+    node = features.grad_fn
+    if node is None or node.name() != "CatBackward0":
+        return False
+    return [before is None for before, _ in node.next_functions].count(False) == 1 and len(node.next_functions) == parts
 
 
 def _same_arguments(theirs: Any, ours: type[nn.Module]) -> None:
@@ -130,8 +185,8 @@ def cached_backward(
         losses = loss(**output, output_dict=True)
         sum(losses.values()).backward()
 
-    It does what `--accum-freq` is for, in one call with the whole batch; there the gradient of the scale comes out as many
-    times too large as there are parts.
+    It does what `--accum-freq` is for, in one call with the whole batch; with open_clip's own losses the gradient of the scale
+    comes out there as many times too large as there are parts.
 
     Args:
         model: an open_clip `CLIP` or `CustomTextCLIP`, as it is, wrapped in DDP, sharded by FSDP2, or compiled.
