@@ -115,3 +115,12 @@ def test_tf32_is_a_rounding_of_the_inputs_and_nothing_else(which):
     for actual, rounded, unrounded in zip(found, wanted, exact, strict=True):
         assert (actual - rounded).abs().max() < 1e-5
         assert (actual - unrounded).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("form", ["out", "in"])
+@pytest.mark.parametrize("classes", [2, 5, 13])
+def test_sup_con_has_the_digits_of_float64(form, classes):
+    """1e-12 is some thousand roundings of a loss near 1; a logarithm of counts in float32 would cost 1e-8."""
+    z, labels = aligned_pairs(120, 16, noise=1.0, seed=classes)[0], torch.arange(120) % classes
+    found, wanted = (loss(z, labels, 10.0, form=form) for loss in (mb.sup_con, reference.sup_con))
+    assert abs(found - wanted) < 1e-12

@@ -185,6 +185,16 @@ def matched_sigmoid(
     return loss
 
 
+def cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:
+    """For losses: log(1 + exp(negatives − match)), −log of the match's probability; never negative.
+
+    NaN where the match is +inf, as in a dense cross-entropy. The difference alone would call such a pair certain, and a run
+    whose products overflow would look perfect.
+    """
+    overflow = match.detach().clamp_min(0.0) * 0.0  # NaN where the match is +inf, elsewhere 0
+    return exact_softplus(negatives - match + overflow)
+
+
 def exact_softplus(values: Tensor) -> Tensor:
     """log(1 + exp(values)) to the last digit of float64, where PyTorch's default stops at nine."""
     return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)

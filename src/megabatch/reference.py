@@ -107,7 +107,9 @@ def sup_con(z: Tensor, labels: Tensor, scale: float | Tensor = 10.0, form: str =
     if form == "out":
         losses = logsumexp(logits, 1) - logits.masked_fill(~positive, 0.0).sum(1) / count.clamp_min(1)
     else:
-        losses = logsumexp(logits, 1) - logsumexp(logits.masked_fill(~positive, float("-inf")), 1) + count.log()
+        losses = (
+            logsumexp(logits, 1) - logsumexp(logits.masked_fill(~positive, float("-inf")), 1) + count.double().log().to(z.dtype)
+        )
     anchors = losses[count > 0]
     return anchors.sum() / max(1, len(anchors))
 

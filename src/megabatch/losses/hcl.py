@@ -14,7 +14,7 @@ from torch import Tensor
 from megabatch import operators, validation
 from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Batch
-from megabatch.pairwise import exact_softplus
+from megabatch.pairwise import cross_entropy
 
 
 def hcl(
@@ -65,7 +65,8 @@ def hcl(
     for (negatives, match), weight, count in zip(upper, weights, counts, strict=True):
         match = match / (1 + beta)
         weighted = negatives - _finite(weight) + _finite(count)
-        losses.append(exact_softplus(_freed_of_matches(weighted, count, match, number, tau_plus) - match).sum())
+        freed = _freed_of_matches(weighted, count, match, number, tau_plus)
+        losses.append(cross_entropy(freed, match).sum())
     return torch.stack(losses).sum() * (share / len(losses))
 
 

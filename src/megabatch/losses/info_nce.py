@@ -9,7 +9,7 @@ from torch import Tensor
 from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Batch, Negatives, Sums
 from megabatch.losses.smoothing import check_smoothing, mean_similarity
-from megabatch.pairwise import exact_softplus
+from megabatch.pairwise import cross_entropy
 
 
 def info_nce(
@@ -68,7 +68,7 @@ def info_nce(
     )
     _check_smoothing(label_smoothing, batch, contrast)
     sums = batch.sums(number, contrast, both=both)
-    losses = [exact_softplus(negatives - match).sum() for negatives, match in sums.directions]
+    losses = [cross_entropy(negatives, match).sum() for negatives, match in sums.directions]
     if label_smoothing > 0:
         losses += [label_smoothing * above for above in _above_the_mean(batch, number, sums)]
     return torch.stack(losses).sum() * (sums.share / len(sums.directions))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megabatch import validation
-from megabatch.pairwise import exact_softplus
+from megabatch.pairwise import cross_entropy
 from megabatch.pairwise_prefix import matched_prefix_logsumexp
 
 
@@ -66,6 +66,6 @@ def matryoshka_clip_loss(
         backend=backend,
     )
     directions = (row, col) if both else (row,)
-    losses = torch.stack([exact_softplus(sums - match).sum(0) for sums in directions]).sum(0)  # (W,)
+    losses = torch.stack([cross_entropy(sums, match).sum(0) for sums in directions]).sum(0)  # (W,)
     terms = [loss * weight for loss, weight in zip(losses.unbind(), weighted.values(), strict=True)]
     return torch.stack(terms).sum() * (share / len(directions))

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megabatch.pairwise import exact_softplus, matched_logsumexp
+from megabatch.pairwise import cross_entropy, exact_softplus, matched_logsumexp
 from megabatch.pairwise_self import pairwise_self_logsumexp
 
 
@@ -36,11 +36,11 @@ def nt_xent(
     # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.
     across1, across2, match, share = matched_logsumexp(z1, z2, scale, names=("z1", "z2", "scale"), group=group, backend=backend)
     within1, within2 = (pairwise_self_logsumexp(z, scale, group=group, backend=backend) for z in (z1, z2))
-    losses = cross_entropy(match, across1, within1) + cross_entropy(match, across2, within2)
+    losses = _cross_entropy(across1, within1, match) + _cross_entropy(across2, within2, match)
     return losses.sum() * (share / 2)
 
 
-def cross_entropy(match: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def _cross_entropy(first: Tensor, second: Tensor, match: Tensor) -> Tensor:
     """log(1 + exp(first − match) + exp(second − match)), of two terms that are never negative; −inf counts as nothing."""
-    before = exact_softplus(first - match)
+    before = cross_entropy(first, match)
     return before + exact_softplus(second - match - before)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megabatch import validation
-from megabatch.pairwise import exact_softplus
+from megabatch.pairwise import cross_entropy
 from megabatch.pairwise_self import pairwise_self_logsumexp, positive_similarities, positives_logsumexp
 
 
@@ -47,10 +47,10 @@ def sup_con(
     if form == "in":
         others = pairwise_self_logsumexp(z, scale, exclude=labels, group=group, backend=backend)
         positives = positives_logsumexp(z, labels, scale, group=group)
-        losses = exact_softplus(others - torch.where(count > 0, positives, 0.0)) + count.clamp_min(1).log()
+        losses = cross_entropy(others, torch.where(count > 0, positives, 0.0)) + count.clamp_min(1).to(mean.dtype).log()
     else:
         # A sole positive is kept apart, so that neither the loss nor its gradient loses digits when it is almost certain. Of
         # several, each is far from certain: the loss is at least the logarithm of their number.
         others = pairwise_self_logsumexp(z, scale, exclude=sole, group=group, backend=backend)
-        losses = torch.where(count == 1, exact_softplus(others - mean), others - mean)
+        losses = torch.where(count == 1, cross_entropy(others, mean), others - mean)
     return torch.where(count > 0, losses, 0.0).sum() * share
