@@ -33,6 +33,7 @@ def row_logsumexp(
     diagonal: str = KEPT,
     ceiling: Ceiling | None = None,
     group: Any = None,
+    purpose: str = "",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # (N,), (N,) or (0,), ()
     """(log Σ_j exp s_ij, s_ii, share): the rows of `pairwise_logsumexp` without the columns, which nothing is spent on.
@@ -61,7 +62,7 @@ def row_logsumexp(
         precision,
         guide_precision,
         validation.backend(backend, precision, x.device),
-        validation.group(group),
+        validation.group(group, purpose),
     )
     return row, match, share
 
@@ -71,12 +72,13 @@ def matching_products(
     y: Tensor,  # (N, D)
     *,
     group: Any = None,
+    purpose: str = "",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # (N,), (N,), ()
     """(⟨x_i, y_i⟩, how far rounding may have moved it, share), from the same rounded inputs as all other products."""
     precision = validation.embeddings(x, y, same_rows=True)
     settled = validation.backend(backend, precision, x.device)
-    products, noise, share = operators.apply(operators.matching, x, y, precision, settled, validation.group(group))
+    products, noise, share = operators.apply(operators.matching, x, y, precision, settled, validation.group(group, purpose))
     return products, noise, share
 
 

@@ -172,8 +172,8 @@ def backend(value: Any, precision: str, device: torch.device) -> str:
     return str(value)
 
 
-def group(value: Any) -> str:
-    """None, a process group or a mesh of one dimension; returns what the operators are given."""
+def group(value: Any, purpose: str = "") -> str:
+    """None, a process group or a mesh of one dimension; returns what the operators are given (`ring.topology.route`)."""
     if value is None:
         return ""
     if isinstance(value, DeviceMesh):
@@ -187,7 +187,7 @@ def group(value: Any) -> str:
         raise ValueError("group must contain this process, got a group of other processes")
     if not isinstance(value, distributed.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed process group, a DeviceMesh or None, got {_kind(value)}")
-    return topology.route(value)
+    return topology.route(value, purpose)
 
 
 def default_group(rank: int, world_size: int) -> Any:

@@ -10,7 +10,7 @@ import torch
 import megabatch as mb
 from helpers import leaves, unit
 from megabatch import ring
-from megabatch.ring import lap
+from megabatch.ring import exchange, lap
 from ranks import Pool
 
 
@@ -72,6 +72,75 @@ def test_a_disagreement_is_the_same_error_on_every_rank_and_leaves_the_group_usa
     assert all(usable for _, usable in answers)
 
 
+CONTRAST = ("query-query", "query-key")  # the order has no meaning, and messages have one of their own
+CALLS = {
+    "info_nce": lambda x, y, g: mb.info_nce(x, y, scale=3.0, contrast=CONTRAST, group=g),
+    "info_nce reordered": lambda x, y, g: mb.info_nce(x, y, scale=3.0, contrast=CONTRAST[::-1], group=g),
+    "info_nce of keys": lambda x, y, g: mb.info_nce(x, y, scale=3.0, contrast=("query-key", "key-key"), group=g),
+    "info_nce both": lambda x, y, g: mb.info_nce(x, y, scale=3.0, both=True, group=g),
+    "clip": lambda x, y, g: mb.clip_loss(x, y, 3.0, group=g),
+    "smoothed clip": lambda x, y, g: mb.clip_loss(x, y, 3.0, label_smoothing=0.1, group=g),
+    "nt_xent": lambda x, y, g: mb.nt_xent(x, y, scale=3.0, group=g),
+    "matryoshka": lambda x, y, g: mb.matryoshka_clip_loss(x, y, 3.0, widths=[3, 6], group=g),
+}
+
+
+def call_differently(group, rank, usual, odd):
+    x, y = leaves(*(unit(4, 6, seed=s) for s in (rank, rank + 10)))
+    try:
+        CALLS[odd if rank == 1 else usual](x, y, group).backward()
+        message = None
+    except ValueError as error:
+        message = str(error)
+    return message, mb.clip_loss(x, y, 3.0, group=group).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "operations"),
+    [
+        (
+            "info_nce",
+            "info_nce of keys",
+            "row logsumexp (contrast query-key query-query) on ranks 0 2, row logsumexp (contrast query-key key-key) on rank 1",
+        ),
+        (
+            "info_nce",
+            "info_nce both",
+            "row logsumexp (contrast query-key query-query) on ranks 0 2, logsumexp (contrast query-key both ways) on rank 1",
+        ),
+        ("clip", "nt_xent", "logsumexp backward on ranks 0 2, self logsumexp on rank 1"),
+        ("nt_xent", "matryoshka", "logsumexp on ranks 0 2, prefix logsumexp on rank 1"),
+        ("clip", "smoothed clip", "logsumexp backward on ranks 0 2, sum over ranks on rank 1"),
+        ("smoothed clip", "clip", "sum over ranks on ranks 0 2, logsumexp backward on rank 1"),
+        ("info_nce", "info_nce reordered", None),
+    ],
+)
+def test_different_calls_are_one_message_about_the_operation_alone(pool, usual, odd, operations):
+    answers = pool.run(call_differently, 3, usual, odd)
+    wanted = None if operations is None else f"the ranks of the group disagree: the operation is {operations}"
+    assert [message for message, _ in answers] == [wanted] * 3
+    assert all(usable for _, usable in answers)
+
+
+def many_widths(group, rank, odd):
+    x, y = (unit(3, 300, seed=s) for s in (rank, rank + 10))
+    widths = [w for w in range(100, 301) if w != odd or rank != 1]
+    return mb.matryoshka_clip_loss(x, y, 3.0, widths=widths, group=group)
+
+
+def test_terms_of_any_length_are_compared(pool):
+    """A message has a fixed size; two hundred widths do not fit in it."""
+    shares = pool.run(many_widths, 2, None)
+    x, y = (torch.cat([unit(3, 300, seed=s + rank) for rank in range(2)]) for s in (0, 10))
+    torch.testing.assert_close(sum(shares) / 2, mb.matryoshka_clip_loss(x, y, 3.0, widths=range(100, 301)))
+    for worked, answer in pool.attempt(many_widths, 2, 250):
+        assert not worked
+        assert re.search(
+            r"disagree: the widths is \[100, 101, [^a-z]*\.\.\. #\w+ on rank 0, \[100, 101, [^a-z]*\.\.\. #\w+ on rank 1",
+            answer,
+        )
+
+
 def uneven_nodes(group, rank):
     x = unit(3, 4, seed=rank)
     with ring.using("two_level:2"):
@@ -84,8 +153,9 @@ def test_nodes_of_different_sizes_have_no_two_levels(pool):
         assert "the schedule 'two_level' needs equally many ranks on every node, got 2, 1; use 'ring'" in answer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fragile():
+    """Ranks that wait 4 s for one another. Each test has its own: one that has died is of no use to the next."""
     processes = Pool(3, seconds=4)
     yield processes
     processes.close()
@@ -102,8 +172,16 @@ def test_a_rank_that_does_not_come(fragile):
     start = time.monotonic()
     (worked, answer), _ = fragile.attempt(stay_away, 2, seconds=30)
     assert not worked
-    assert "RingError: rank 0 of 2 failed before the first step of logsumexp, waiting for all ranks to come: " in answer
+    assert "RingError: rank 0 of 2 failed before the first step of logsumexp, waiting for rank 1: " in answer
     assert time.monotonic() - start < 20
+
+
+def test_ranks_in_messages():
+    assert [exchange._ranks(ranks) for ranks in ([3], [2, 0], [0, 1, 2, 3, 5, 6, 9, 8, 10])] == [
+        "rank 3",
+        "ranks 0, 2",
+        "ranks 0 to 3, 5, 6, 8 to 10",
+    ]
 
 
 def die(group, rank):

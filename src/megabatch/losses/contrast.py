@@ -82,6 +82,7 @@ class Batch:
     limit: Tensor | None = None  # (N,) products above are no negatives
     guide: tuple[Tensor, Tensor] | None = None  # (N, E), (N, E): whose products are compared with the limit
     group: Any = None
+    purpose: str = ""  # what ranks have to agree on besides the operations
     backend: str = "auto"
 
     def sums(self, scale: Tensor, contrast: Collection[str], *, both: bool) -> Sums:
@@ -104,7 +105,9 @@ class Batch:
             for name in (n for n in (QUERY_KEY, KEY_QUERY) if n in names):
                 terms[name], match, share = self._in_batch(scale, name)
         else:
-            products, _, share = matching_products(self.query, self.key, group=self.group, backend=self.backend)
+            products, _, share = matching_products(
+                self.query, self.key, group=self.group, purpose=self.purpose, backend=self.backend
+            )
             match = products * scale
         for name in (n for n in (QUERY_QUERY, KEY_KEY) if n in names):
             terms[name], *_ = self._in_batch(scale, name)
@@ -114,7 +117,8 @@ class Batch:
         """Keys of queries and queries of keys, from one pass."""
         query, key = self.query, self.key
         precision = validation.embeddings(query, key)
-        backend, route = validation.backend(self.backend, precision, query.device), validation.group(self.group)
+        backend = validation.backend(self.backend, precision, query.device)
+        route = validation.group(self.group, self.purpose)
         correction = None if self.log_q is None else -self.log_q
         row, col, match, share, *_ = operators.apply(
             operators.logsumexp,
@@ -149,6 +153,7 @@ class Batch:
             diagonal=SKIPPED if rows == columns else APART,
             ceiling=self._ceiling(seen.get(rows), seen.get(columns)),
             group=self.group,
+            purpose=self.purpose,
             backend=self.backend,
         )
         return row, match if correction is None or rows == columns else match - correction, share
@@ -186,6 +191,7 @@ class Batch:
             diagonal=KEPT,
             ceiling=self._ceiling(seen, negatives.guide),
             group=self.group,
+            purpose=self.purpose,
             backend=self.backend,
         )
         return row

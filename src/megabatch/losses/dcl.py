@@ -34,7 +34,18 @@ def dcl(
     `contrast=("query-key", "query-query"), both=True`. Arguments are those of `info_nce`.
     """
     batch, number = batch_of(
-        query, key, scale, negatives, contrast, ids=ids, log_q=None, margin=None, guide=None, group=group, backend=backend
+        query,
+        key,
+        scale,
+        negatives,
+        contrast,
+        both=both,
+        ids=ids,
+        log_q=None,
+        margin=None,
+        guide=None,
+        group=group,
+        backend=backend,
     )
     sums = batch.sums(number, contrast, both=both)
     losses = [torch.where(negatives == -torch.inf, 0.0, negatives - match).sum() for negatives, match in sums.directions]

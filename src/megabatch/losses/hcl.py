@@ -56,7 +56,7 @@ def hcl(
     _check_number("beta", beta, "of at least 0", math.inf)
     _check_number("tau_plus", tau_plus, "from 0 to below 1", 1)
     batch, number = batch_of(
-        query, key, scale, None, contrast, ids=ids, log_q=None, margin=None, guide=None, group=group, backend=backend
+        query, key, scale, None, contrast, both=both, ids=ids, log_q=None, margin=None, guide=None, group=group, backend=backend
     )
     counts = _log_counts(batch, number, contrast, both=both)
     upper, share = batch.sums(number * (1 + beta), contrast, both=both)

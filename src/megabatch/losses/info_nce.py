@@ -64,7 +64,18 @@ def info_nce(
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     batch, number = batch_of(
-        query, key, scale, negatives, contrast, ids=ids, log_q=log_q, margin=margin, guide=guide, group=group, backend=backend
+        query,
+        key,
+        scale,
+        negatives,
+        contrast,
+        both=both,
+        ids=ids,
+        log_q=log_q,
+        margin=margin,
+        guide=guide,
+        group=group,
+        backend=backend,
     )
     _check_smoothing(label_smoothing, batch, contrast)
     sums = batch.sums(number, contrast, both=both)

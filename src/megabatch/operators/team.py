@@ -50,8 +50,8 @@ def assemble(
         own = walks(backend, block)
         return Team(own, own, 1 / max(block.N, 1))
     members = Members.of(group)
-    exchange = Exchange(members, operation, block.x.device)
-    census = agree(exchange, {**_terms(members, backend, block, operation, needs), **terms}, block.N, block.M)
+    exchange = Exchange(members, f"{operation} ({members.purpose})" if members.purpose else operation, block.x.device)
+    census = agree(exchange, {**_terms(members, backend, block, needs), **terms}, block.N, block.M)
     if mean and sum(census.rows) == 0:
         raise ValueError("the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank")
     column_bytes = block.D * (block.y.element_size() + block.dtype.itemsize)
@@ -66,10 +66,9 @@ def assemble(
     return Team(around, local, share, largest)
 
 
-def _terms(members: Members, backend: str, block: Block, operation: str, needs: Needs | None) -> dict[str, Any]:
+def _terms(members: Members, backend: str, block: Block, needs: Needs | None) -> dict[str, Any]:
     dtypes = " and ".join(str(side.dtype).removeprefix("torch.") for side in (block.x, block.y))
     return {
-        "the operation": operation,
         "the width of the embeddings": block.D,
         "the dtype of the embeddings": dtypes,
         "the precision": block.precision,

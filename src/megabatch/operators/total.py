@@ -17,7 +17,7 @@ def total(values: Tensor, group: str) -> Tensor:  # (K,)
     if not group:
         return values.clone()
     exchange = Exchange(Members.of(group), "sum over ranks", values.device)
-    terms = {"the operation": exchange.operation, "the length": len(values), "the dtype": values.dtype}
+    terms = {"the length": len(values), "the dtype": values.dtype}
     agree(exchange, terms, 0, 0)
     return torch.stack(exchange.everyone(values.contiguous())).sum(0)
 

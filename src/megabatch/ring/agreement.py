@@ -3,6 +3,7 @@
 It also tells everybody how many rows and columns each rank has, which may differ, and on which node it is.
 """
 
+import hashlib
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ from megabatch.ring.exchange import Exchange
 from megabatch.ring.schedule import Nodes, Schedule
 from megabatch.ring.topology import AUTO, GATHER, RING, TWO_LEVEL, Members, nodes_from, own_node
 
-MESSAGE_BYTES = 512
+MESSAGE_BYTES = 1024
+TERM_BYTES = 56  # at most; longer ones are cut, and compared by a hash
 
 # The blocks of all ranks and the sums of their gradients may be held by every rank when they take no more than this. Then few
 # large messages and one large piece of work are better than many small ones (docs/ring.md has the measurement).
@@ -29,19 +31,29 @@ class Census(NamedTuple):
 
 
 def agree(exchange: Exchange, terms: dict[str, Any], rows: int, columns: int) -> Census:
-    """Raises the same `ValueError` on every rank if any of the terms differs between ranks."""
-    names, values = list(terms), [str(value) for value in terms.values()]
+    """Raises the same `ValueError` on every rank if the operation, or any of its terms, differs between ranks.
+
+    The operation comes first and alone: terms of different operations have nothing to do with one another.
+    """
+    values = [exchange.operation, *(_shortened(str(value)) for value in terms.values())]
     texts = _everyone(exchange, "\n".join([*values, str(rows), str(columns), str(own_node())]))
     table = [text.split("\n") for text in texts]
-    complaints = [
-        f"{name} is {_who_has_what([line[i] if i < len(line) else 'unknown' for line in table])}"
-        for i, name in enumerate(names)
-        if len({line[i] if i < len(line) else "" for line in table}) > 1
-    ]
+    operations = [line[0] for line in table]
+    compared = {"the operation": operations}
+    if len(set(operations)) == 1:
+        compared = {name: [line[i] for line in table] for i, name in enumerate(terms, start=1)}
+    complaints = [f"{name} is {_who_has_what(found)}" for name, found in compared.items() if len(set(found)) > 1]
     if complaints:
         raise ValueError(f"the ranks of the group disagree: {'; '.join(complaints)}")
     own_rows, own_columns, node_of = ([int(line[i]) for line in table] for i in (-3, -2, -1))
     return Census(tuple(own_rows), tuple(own_columns), nodes_from(node_of))
+
+
+def _shortened(text: str) -> str:
+    """Different for different texts, whatever their length."""
+    if len(text) <= TERM_BYTES:
+        return text
+    return f"{text[: TERM_BYTES - 14]}... #{hashlib.sha256(text.encode()).hexdigest()[:9]}"
 
 
 def _everyone(exchange: Exchange, text: str) -> list[str]:

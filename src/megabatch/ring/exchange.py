@@ -101,7 +101,8 @@ class Exchange:
         try:
             dist.all_gather(gathered, own, group=self.members.group)
         except RuntimeError as error:
-            self.fail("before the first step", "waiting for all ranks to come", error)
+            others = [rank for rank in range(self.members.size) if rank != self.members.rank]
+            self.fail("before the first step", f"waiting for {_ranks(others)}", error)
         return [part.to(tensor.device) for part in gathered]
 
     def fail(self, where: str, doing: str, error: Exception) -> NoReturn:
@@ -163,7 +164,15 @@ class Pending:
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(set(ranks)) > 1 else ''} {', '.join(map(str, sorted(set(ranks))))}"
+    """By their numbers; of many in a row the first and the last."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(set(ranks)) > 1 else ''} {', '.join(parts)}"
 
 
 def _pinned(tensor: Tensor) -> Tensor:

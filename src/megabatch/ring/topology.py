@@ -1,7 +1,8 @@
 """Who takes part: process groups by name, the nodes they span, and the way round that was asked for.
 
-PyTorch operators take tensors, numbers and strings. A group therefore goes into them as a string, its *route*: the schedule and
-the group's name, `"auto@0"`; an empty string is this process alone. What belongs to PyTorch's internals is wrapped here.
+PyTorch operators take tensors, numbers and strings. A group therefore goes into them as a string, its *route*: the schedule,
+the purpose of the operation where a loss has named one, and the group's name, `"auto@@0"`. An empty string is this process
+alone. What belongs to PyTorch's internals is wrapped here.
 """
 
 import os
@@ -48,9 +49,14 @@ def using(schedule: str) -> Iterator[None]:
         _schedule = before
 
 
-def route(group: "dist.ProcessGroup | None") -> str:
-    """What an operator is given: empty for one process alone."""
-    return "" if group is None or group.size() == 1 else f"{_schedule}@{group.group_name}"
+def route(group: "dist.ProcessGroup | None", purpose: str = "") -> str:
+    """What an operator is given: empty for one process alone.
+
+    Args:
+        group: the processes.
+        purpose: what the operation is for, which all ranks have to agree on, and which messages name.
+    """
+    return "" if group is None or group.size() == 1 else f"{_schedule}@{purpose}@{group.group_name}"
 
 
 @dataclass(frozen=True)
@@ -61,13 +67,14 @@ class Members:
     rank: int  # in the group, as everywhere here
     size: int
     schedule: str  # as asked for
+    purpose: str = ""  # of the operation, if it has one
 
     @classmethod
     def of(cls, route: str) -> "Members":
         """Of a route that is not empty."""
-        schedule, _, name = route.partition("@")
+        schedule, purpose, name = route.split("@", 2)
         group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore
-        return cls(group, group.rank(), group.size(), schedule)
+        return cls(group, group.rank(), group.size(), schedule, purpose)
 
     def is_staged(self, device: torch.device) -> bool:
         """Whether tensors of this device have to go through host memory: gloo sends nothing else."""
