@@ -1,5 +1,7 @@
 """Every wrong call gets an error that names the argument, what was expected and what came."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -129,6 +131,113 @@ def test_errors_come_before_any_work(arguments, options, error, message):
 def test_numbers_of_other_libraries_are_numbers():
     assert torch.equal(mb.clip_loss(X, X, np.float32(2)), mb.clip_loss(X, X, 2.0))
     assert torch.equal(mb.clip_loss(X, X, 2), mb.clip_loss(X, X, 2.0))
+
+
+def test_whole_numbers_of_other_libraries_are_whole_numbers():
+    wanted = mb.matryoshka_clip_loss(X, X, 2.0, widths=[2, 4], weights=[1.0, 0.5])
+    for widths in ([np.int64(2), np.int32(4)], np.array([2, 4]), (2, np.uint8(4))):
+        assert torch.equal(mb.matryoshka_clip_loss(X, X, 2.0, widths=widths, weights=np.array([1.0, 0.5])), wanted)
+    for wrong in (["2", "4"], "24", [2.0, 4.0], np.array([2.0, 4.0]), [True, 4], 4, None):
+        with pytest.raises(TypeError, match="widths must be a sequence of integers, got"):
+            mb.matryoshka_clip_loss(X, X, 2.0, widths=wrong)
+    for wrong in (["1", "2"], 1.0, [True, 1.0], "12"):
+        with pytest.raises(TypeError, match="weights must be None or a sequence of numbers, got"):
+            mb.matryoshka_clip_loss(X, X, 2.0, widths=[2, 4], weights=wrong)
+
+
+def test_fractions_of_other_libraries_are_numbers():
+    assert torch.equal(mb.clip_loss(X, X, 2.0, label_smoothing=np.float32(0.5)), mb.clip_loss(X, X, 2.0, label_smoothing=0.5))
+    assert torch.equal(mb.clip_loss(X, X, 2.0, label_smoothing=np.int64(0)), mb.clip_loss(X, X, 2.0))
+    wanted = mb.hcl(X, X, scale=2.0, beta=1.0, tau_plus=0.25)
+    assert torch.equal(mb.hcl(X, X, scale=2.0, beta=np.int64(1), tau_plus=np.float32(0.25)), wanted)
+    with pytest.raises(ValueError, match="label_smoothing must be a number from 0 to 1, got True"):
+        mb.clip_loss(X, X, 2.0, label_smoothing=True)
+    with pytest.raises(ValueError, match=r"beta must be a number of at least 0, got tensor\(1\.\)"):
+        mb.hcl(X, X, scale=2.0, beta=torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("wrap", [lambda keys: keys, mb.Negatives, lambda keys: [mb.Negatives(X), mb.Negatives(keys)]])
+@pytest.mark.parametrize("shape", [(6, 2, 3, 4), (4,), ()])
+def test_negatives_of_other_dimensions(wrap, shape):
+    message = r"negatives(\[1\])? must have shape \(M, D\), or \(N, K, D\) for K of each query, got shape " + re.escape(
+        f"{shape}"
+    )
+    for loss in (mb.info_nce, mb.dcl):
+        with pytest.raises(ValueError, match=message):
+            loss(X, X, scale=1.0, negatives=wrap(torch.zeros(shape)))
+
+
+def test_negatives_that_are_no_tensor():
+    with pytest.raises(TypeError, match="negatives must be a tensor of embeddings, got list"):
+        mb.info_nce(X, X, scale=1.0, negatives=mb.Negatives([[1.0] * 4]))
+
+
+def test_labels_and_ids_may_be_strided():
+    ids = torch.stack((IDS % 3, IDS), dim=1)[:, 0]
+    assert not ids.is_contiguous()
+    for loss in (
+        lambda ids: mb.sup_con(X, ids),
+        lambda ids: mb.sup_con(X, ids, form="in"),
+        lambda ids: mb.clip_loss(X, X, 2.0, ids=ids),
+        lambda ids: mb.pairwise_self_logsumexp(X, exclude=ids).sum(),
+    ):
+        assert torch.equal(loss(ids), loss(ids.contiguous()))
+
+
+MARGINS = [torch.tensor(0.1, requires_grad=True), torch.full((6,), 0.1, requires_grad=True)]
+
+
+@pytest.mark.parametrize("margin", MARGINS, ids=["one", "each"])
+@pytest.mark.parametrize("guide", [None, (X, X)], ids=["", "guide"])
+def test_a_margin_gets_no_gradient_and_says_so(margin, guide):
+    with pytest.raises(ValueError, match=r"margin must not require a gradient, because it gets none; pass margin\.detach\(\)"):
+        mb.info_nce(X, X, scale=1.0, margin=margin, guide=guide)
+    mb.info_nce(X, X, scale=1.0, margin=margin.detach(), guide=guide)
+
+
+def test_a_teachers_scale_gets_no_gradient_and_says_so():
+    scale = torch.tensor(3.0, requires_grad=True)
+    with pytest.raises(ValueError, match="teacher_scale must not require a gradient, because it gets none"):
+        mb.soft_clip_loss(X, X, 1.0, X, X, scale)
+    # open_clip's loss freezes the teacher, and so does ours with its call.
+    found = mb.DistillClipLoss()(X, X, 1.0, X, X, scale, output_dict=True)
+    assert torch.equal(found["distill_loss"], mb.soft_clip_loss(X, X, 1.0, X, X, 3.0))
+
+
+META = {
+    "pairwise_logsumexp": lambda x, y, ids: mb.pairwise_logsumexp(x, y, exclude=(ids, ids))[1],
+    "pairwise_self_logsumexp": lambda x, y, ids: mb.pairwise_self_logsumexp(x, exclude=ids),
+    "pairwise_softplus": lambda x, y, ids: mb.pairwise_softplus(x, y),
+    "clip_loss": lambda x, y, ids: mb.clip_loss(x, y, 1.0, ids=ids),
+    "clip_loss, smoothed": lambda x, y, ids: mb.clip_loss(x, y, 1.0, label_smoothing=0.1),
+    "siglip_loss": lambda x, y, ids: mb.siglip_loss(x, y, 1.0, 0.0, ids=ids),
+    "info_nce": lambda x, y, ids: mb.info_nce(x, y, scale=1.0, margin=0.1, negatives=mb.Negatives(x[:, None], private=True)),
+    "info_nce, owners": lambda x, y, ids: mb.info_nce(x, y, scale=1.0, negatives=mb.Negatives(x, owner=ids)),
+    "dcl": lambda x, y, ids: mb.dcl(x, y, scale=1.0),
+    "hcl": lambda x, y, ids: mb.hcl(x, y, scale=1.0),
+    "soft_clip_loss": lambda x, y, ids: mb.soft_clip_loss(x, y, 1.0, y, y, 1.0),
+    "nt_xent": lambda x, y, ids: mb.nt_xent(x, y),
+    "sup_con, out": lambda x, y, ids: mb.sup_con(x, ids),
+    "sup_con, in": lambda x, y, ids: mb.sup_con(x, ids, form="in"),
+    "matryoshka_clip_loss": lambda x, y, ids: mb.matryoshka_clip_loss(x, y, 1.0, widths=(2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", META)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_meta_tensors_give_the_shapes_of_results_and_gradients(name, dtype):
+    x, y, ids = X.clone().to(dtype).requires_grad_(), X.to(dtype), IDS % 3
+    wanted = META[name](x, y, ids)
+    on_meta = x.detach().to("meta").requires_grad_()
+    found = META[name](on_meta, y.to("meta"), ids.to("meta"))
+    (dx,) = torch.autograd.grad(found.sum(), on_meta)
+    for actual, expected in ((found, wanted), (dx, x)):
+        assert actual.device.type == "meta"
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+
+
+def test_ranks_of_meta_tensors():
+    assert [(side.shape, side.dtype) for side in mb.pairwise_rank(X.to("meta"), X.to("meta"))] == [((6,), torch.int64)] * 2
 
 
 @pytest.mark.parametrize(

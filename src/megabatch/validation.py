@@ -3,8 +3,8 @@
 Only shapes, types and devices are looked at, never values, so nothing here waits for a device.
 """
 
-from collections.abc import Sequence
-from numbers import Real
+from collections.abc import Collection, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -43,13 +43,18 @@ def embeddings(x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, same_rows
         )
     if x.device != y.device:
         raise ValueError(f"{first} and {second} must be on the same device, got {x.device} and {y.device}")
-    precisions = [compute_precision(tensor.dtype, tensor.device.type) for tensor in (x, y)]
+    precisions = [compute_precision(tensor.dtype, autocast_device(tensor)) for tensor in (x, y)]
     if precisions[0] != precisions[1]:
         raise TypeError(
             f"{first} and {second} must have the same dtype, got {_dtype(x)} and {_dtype(y)}; convert one of them with .to() "
             "(under autocast, float32 beside the autocast type will do)"
         )
     return precisions[0]
+
+
+def autocast_device(x: Tensor) -> str:
+    """The kind of device whose autocast applies to x. The meta device, of shapes without values, has none: there, the CPU's."""
+    return "cpu" if x.is_meta else x.device.type
 
 
 def at_least_one_pair(x: Tensor, name: str) -> None:
@@ -146,18 +151,25 @@ def form(value: Any, backend: Any) -> None:
 
 def widths(value: Any, weights: Any, x: Tensor) -> dict[int, float]:
     """Of prefixes, and what each weighs; returns them from the least width to the largest."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(width) is int for width in value):
+    if not _is_list_of(Integral, value):
         raise TypeError(f"widths must be a sequence of integers, got {value!r}")
-    D = x.shape[1]
-    if not value or len(set(value)) < len(value) or min(value) < 1 or max(value) > D:
-        raise ValueError(f"widths must be different integers from 1 to {D}, the width of the embeddings, got {list(value)}")
+    D, sizes = x.shape[1], [int(width) for width in value]
+    if not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 1 or max(sizes) > D:
+        raise ValueError(f"widths must be different integers from 1 to {D}, the width of the embeddings, got {sizes}")
     if weights is None:
-        return dict.fromkeys(sorted(value), 1.0)
-    if not isinstance(weights, Sequence) or not all(isinstance(weight, Real) for weight in weights):
+        return dict.fromkeys(sorted(sizes), 1.0)
+    if not _is_list_of(Real, weights):
         raise TypeError(f"weights must be None or a sequence of numbers, got {weights!r}")
-    if len(weights) != len(value):
-        raise ValueError(f"weights must be {len(value)} numbers, one for each width, got {len(weights)}")
-    return dict(sorted(zip(value, weights, strict=True)))
+    if len(weights) != len(sizes):
+        raise ValueError(f"weights must be {len(sizes)} numbers, one for each width, got {len(weights)}")
+    return dict(sorted(zip(sizes, map(float, weights), strict=True)))
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    """Of numbers, NumPy's too: a list, a tuple or an array; booleans are no numbers."""
+    if isinstance(value, str | Tensor) or not isinstance(value, Collection):
+        return False
+    return all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)
 
 
 def backend(value: Any, precision: str, device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """Every wrong call of the cached step gets an error that names the argument, what was expected and what came."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,6 +96,17 @@ def one(tower):
 def test_towers_that_return_something_else(tower, error, message):
     with pytest.raises(error, match=message):
         mb.cached_backward(loss, one(tower), chunk_size=4)
+
+
+def test_whole_numbers_of_other_libraries_are_whole_numbers():
+    def gradient(**options):
+        TOWER.zero_grad()
+        mb.cached_backward(loss, TWO, **options)
+        return TOWER.weight.grad
+
+    wanted = gradient(chunk_size=4)
+    for size in (np.int64(4), [np.int32(4), 4], np.array([4, 4])):
+        assert torch.equal(gradient(chunk_size=size), wanted)
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def cached_backward(
     Returns:
         The losses by their names, and their sum as "loss", detached. Over ranks they are shares, whose mean is the whole.
     """
-    sizes = [chunk_size] * 2 if isinstance(chunk_size, int) else list(chunk_size)
+    sizes = list(chunk_size) if isinstance(chunk_size, Sequence) else [chunk_size] * 2
     towers = [(partial(_features, model, side), inputs) for side, inputs in (("image", images), ("text", texts))]
     if teacher is not None:
         towers += [

@@ -136,7 +136,7 @@ def _checked(towers: Towers) -> list[tuple[Callable[..., Any], Any]]:
 @torch.no_grad()
 def encoded(towers: Towers, chunk_size: int | Sequence[int]) -> list[Tensor]:  # of (N, D)
     """The embeddings of each tower, chunk by chunk, for a loss that is only looked at."""
-    sizes = [chunk_size] * len(towers) if isinstance(chunk_size, int) else chunk_size
+    sizes = chunk_size if isinstance(chunk_size, Sequence) else [chunk_size] * len(towers)
     found = []
     for i, ((tower, inputs), size) in enumerate(zip(towers, sizes, strict=True)):
         parameters = [parameter for module in modules_of(tower) for parameter in module.parameters()]

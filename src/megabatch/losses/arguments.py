@@ -65,6 +65,8 @@ def _limit(
         validation.offsets(margin, "margin", query, "query")
     else:
         validation.number(margin, "margin", query)
+    if isinstance(margin, Tensor):
+        validation.without_gradient([margin], ["margin"])
     if guide is None:
         return ceiling_above(query.detach(), key.detach(), margin, backend)
     _check_guide(guide, query)
@@ -98,7 +100,12 @@ def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, contrast:
     if not isinstance(value, Negatives):
         raise TypeError(f"{name} must be a tensor or Negatives, got {type(value).__name__}")
     given = value.keys
-    if isinstance(given, Tensor) and given.dim() == 3:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a tensor of embeddings, got {type(given).__name__}")
+    if given.dim() not in (2, 3):
+        shape = tuple(given.shape)
+        raise ValueError(f"{name} must have shape (M, D), or (N, K, D) for K of each query, got shape {shape}")
+    if given.dim() == 3:
         if len(given) != len(query):
             raise ValueError(f"{name} must have {len(query)} rows, one for each query, got shape {tuple(given.shape)}")
         if value.owner is not None:
@@ -137,5 +144,5 @@ def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, contrast:
 
 
 def _can_look_at(values: Tensor) -> bool:
-    """On CUDA the host would have to wait for them; while a graph is traced there are none."""
-    return not values.is_cuda and not torch.compiler.is_compiling()
+    """On CUDA the host would have to wait for them; on the meta device, and while a graph is traced, there are none."""
+    return not values.is_cuda and not values.is_meta and not torch.compiler.is_compiling()

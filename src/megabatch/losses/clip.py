@@ -42,7 +42,7 @@ def clip_loss(
             DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
-    check_smoothing(label_smoothing, ids=ids)
+    label_smoothing = check_smoothing(label_smoothing, ids=ids)
     row, col, match, share = matched_logsumexp(
         image, text, logit_scale, names=("image", "text", "logit_scale"), ids=ids, group=group, backend=backend
     )

@@ -56,7 +56,9 @@ def soft_clip_loss(
     if not route:  # over a group one rank may have none; that all have none is found out together
         validation.at_least_one_pair(image, "image")
     scale, target_scale = number(logit_scale, "logit_scale", image), number(teacher_scale, "teacher_scale", image)
-    teacher = teacher_image, teacher_text, target_scale.detach()
+    if isinstance(teacher_scale, Tensor):
+        validation.without_gradient([teacher_scale], ["teacher_scale"])
+    teacher = teacher_image, teacher_text, target_scale
     how = precision, teacher_precision, TRITON if settled == {TRITON} else EAGER, route
     row, col, share, *_ = operators.apply(operators.soft_cross_entropy, image, text, scale, *teacher, *how)
     loss: Tensor = (row.sum() + col.sum()) * (share / 2)
@@ -85,7 +87,7 @@ class DistillClipLoss(ClipLoss):
             logit_scale,
             dist_image_features.detach(),
             dist_text_features.detach(),
-            dist_logit_scale,
+            dist_logit_scale.detach() if isinstance(dist_logit_scale, Tensor) else dist_logit_scale,
             group=group,
         )
         return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)

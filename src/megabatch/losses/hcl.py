@@ -6,6 +6,7 @@ subtracted. Both are ratios of sums of exponentials: of (1 + β)·s and of β·s
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ def hcl(
         group: see `info_nce`.
         backend: see `info_nce`.
     """
-    _check_number("beta", beta, "of at least 0", math.inf)
-    _check_number("tau_plus", tau_plus, "from 0 to below 1", 1)
+    beta = _number("beta", beta, "of at least 0", math.inf)
+    tau_plus = _number("tau_plus", tau_plus, "from 0 to below 1", 1)
     batch, number = batch_of(
         query, key, scale, None, contrast, both=both, ids=ids, log_q=None, margin=None, guide=None, group=group, backend=backend
     )
@@ -106,6 +107,7 @@ def _finite(logarithm: Tensor) -> Tensor:
     return torch.where(logarithm == -torch.inf, 0.0, logarithm)
 
 
-def _check_number(name: str, value: Any, expected: str, below: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
+def _number(name: str, value: Any, expected: str, below: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
         raise ValueError(f"{name} must be a number {expected}, got {value!r}")
+    return float(value)

@@ -77,7 +77,7 @@ def info_nce(
         group=group,
         backend=backend,
     )
-    _check_smoothing(label_smoothing, batch, contrast)
+    label_smoothing = _check_smoothing(label_smoothing, batch, contrast)
     sums = batch.sums(number, contrast, both=both)
     losses = [cross_entropy(negatives, match).sum() for negatives, match in sums.directions]
     if label_smoothing > 0:
@@ -96,9 +96,10 @@ def _above_the_mean(batch: Batch, scale: Tensor, sums: Sums) -> list[Tensor]:  #
     ]
 
 
-def _check_smoothing(value: float, batch: Batch, contrast: Sequence[str]) -> None:
+def _check_smoothing(value: float, batch: Batch, contrast: Sequence[str]) -> float:
     limited = None if batch.limit is None else "a limit"
     private = True if any(further.private for further in batch.negatives) else None
-    check_smoothing(value, ids=batch.ids, margin=limited, **{"negatives.private": private})
+    value = check_smoothing(value, ids=batch.ids, margin=limited, **{"negatives.private": private})
     if value > 0 and tuple(contrast) != (QUERY_KEY,):
         raise ValueError(f"contrast must be ({QUERY_KEY!r},) with label smoothing, got {contrast!r}")
+    return value

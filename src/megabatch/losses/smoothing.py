@@ -5,6 +5,7 @@ mean of all keys.
 """
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from megabatch import operators, validation
 from megabatch.tiles.precision import HALF_DTYPE, accumulator_dtype, compute_precision
 
 
-def check_smoothing(value: Any, **unsupported: Any) -> None:
-    """A number from 0 to 1; and where it is not 0, nothing that leaves pairs out."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+def check_smoothing(value: Any, **unsupported: Any) -> float:
+    """A number from 0 to 1, which is returned; and where it is not 0, nothing that leaves pairs out."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise ValueError(f"label_smoothing must be a number from 0 to 1, got {value!r}")
     for name, other in unsupported.items():
-        if value > 0 and other is not None:
+        if float(value) > 0 and other is not None:
             raise ValueError(f"{name} must be None with label smoothing, whose mean is taken over all keys of the batch")
+    return float(value)
 
 
 def mean_similarity(
@@ -31,7 +33,7 @@ def mean_similarity(
 ) -> Tensor:  # (N,)
     """The mean of each row's similarities to all of the others, on all ranks."""
     rows, columns = _as_multiplied(x), [_as_multiplied(keys) for keys, _ in others]
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(validation.autocast_device(x), enabled=False):
         sums = torch.stack([keys.sum(0) for keys in columns]).sum(0)
         subtracted = [torch.zeros_like(scale) if log_q is None else log_q.sum() for _, log_q in others]
         count = torch.full_like(scale, sum(map(len, columns)))
@@ -43,5 +45,5 @@ def mean_similarity(
 
 def _as_multiplied(values: Tensor) -> Tensor:
     """As the products see them, in the type of sums; TF32's rounding, which does not matter to a mean, is left out."""
-    half = HALF_DTYPE.get(compute_precision(values.dtype, values.device.type))
+    half = HALF_DTYPE.get(compute_precision(values.dtype, validation.autocast_device(values)))
     return (values if half is None else values.to(half)).to(accumulator_dtype(values.dtype))

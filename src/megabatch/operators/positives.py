@@ -29,7 +29,7 @@ def positives(
     A sum over the rows here that have a positive, times `share`, is this rank's part of the mean over all such rows.
     """
     block = _block(z, scale, labels, precision)
-    labels = labels.long()
+    labels = labels.long().contiguous()
     with on_its_device(z):
         walks = assemble(group, EAGER, block, "positives").walks
         rank, size = place_in_group(walks)
@@ -72,7 +72,7 @@ def positives_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dz, dscale): dz_i = scale · Σ_{j∈P(i)} (w_i + w_j)·z_j, where w = dmean / count."""
     block = _block(z, scale, labels, precision)
-    labels = labels.long()
+    labels = labels.long().contiguous()
     with on_its_device(z):
         walks = assemble(group, EAGER, block, "positives backward").walks
         values, weight = rounded(z, block.precision), (dmean / count.clamp_min(1)).double()[:, None]

@@ -1,7 +1,8 @@
 """Arguments of `cached_backward`: what was expected and what came, before any work is done."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -48,15 +49,15 @@ def roles(towers: Any, chunk_size: Any) -> list[Role]:
 
 
 def _chunk_sizes(value: Any, towers: int) -> list[int]:
-    sizes = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * towers
+    sizes = list(value) if isinstance(value, Iterable) and not isinstance(value, str | Tensor) else [value] * towers
     if len(sizes) != towers:
         raise ValueError(f"chunk_size must be one number or one for each of the {towers} towers, got {len(sizes)} numbers")
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int):
+        if isinstance(size, bool) or not isinstance(size, Integral):
             raise TypeError(f"chunk_size must be an integer or a list of integers, got {_kind(size)}")
         if size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {size}")
-    return sizes
+    return [int(size) for size in sizes]
 
 
 def options(loss_fn: Any, budget: Any, scaler: Any, embeddings: Any, on_chunk: Any) -> None:
