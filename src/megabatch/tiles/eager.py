@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients
 from megabatch.tiles.in_memory import Tiles, gradient_tiles, tile_gradients
-from megabatch.tiles.logsum import LogSum, finite_or_zero
+from megabatch.tiles.logsum import LogSum, weighted_softmax
 from megabatch.tiles.matching import finish_rows, matching_products, pairs_on_the_diagonal, rank_noise
 from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY
 from megabatch.tiles.softsum import SoftSum
@@ -107,8 +107,8 @@ def logsumexp_gradients(
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     tiles = gradient_tiles(block)
-    by_row = None if drow is None else (finite_or_zero(row.shift), row.per_unit(drow))
-    by_column = None if dcol is None or col is None else (finite_or_zero(col.shift), col.per_unit(dcol))
+    by_row = None if drow is None else row.softmax_factors(drow)
+    by_column = None if dcol is None or col is None else col.softmax_factors(dcol)
 
     spare = None if by_column is None else tiles.buffer()
 
@@ -117,18 +117,12 @@ def logsumexp_gradients(
         if by_row is None:
             g.zero_()
         else:
-            shift, weight = by_row
-            _weighted(s, shift[rows, None], weight[rows, None], out=g)
+            weighted_softmax(s, *(factor[rows, None] for factor in by_row), out=g)
         if by_column is not None:
-            shift, weight = by_column
-            g.add_(_weighted(s, shift[columns], weight[columns], out=s))
+            g.add_(weighted_softmax(s, *(factor[columns] for factor in by_column), out=s))
         return g
 
     return tile_gradients(tiles, weigh, sums, needs)
-
-
-def _weighted(s: Tensor, shift: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    return torch.sub(s, shift, out=out).exp_().mul_(weight)
 
 
 def soft_gradients(
@@ -144,17 +138,16 @@ def soft_gradients(
     tiles = gradient_tiles(block)
     buffers = tiles.buffer(), tiles.buffer()
     parts = [
-        (finite_or_zero(by_row.shift), by_row.per_unit(drow), finite_or_zero(by_column.shift), by_column.per_unit(dcol))
+        (by_row.softmax_factors(drow), by_column.softmax_factors(dcol))
         for by_row, by_column in ((row.student, col.student), (row.teacher, col.teacher))
     ]
 
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
         g, spare = (buffer(*s.shape) for buffer in buffers)
         g.zero_()
-        for values, part, sign in zip((s, tiles.teacher(rows, columns)), parts, (1, -1), strict=True):
-            row_shift, row_weight, col_shift, col_weight = part
-            g.add_(_weighted(values, row_shift[rows, None], row_weight[rows, None], out=spare), alpha=sign)
-            g.add_(_weighted(values, col_shift[columns], col_weight[columns], out=spare), alpha=sign)
+        for values, (by_row, by_column), sign in zip((s, tiles.teacher(rows, columns)), parts, (1, -1), strict=True):
+            g.add_(weighted_softmax(values, *(factor[rows, None] for factor in by_row), out=spare), alpha=sign)
+            g.add_(weighted_softmax(values, *(factor[columns] for factor in by_column), out=spare), alpha=sign)
         return g
 
     return tile_gradients(tiles, weigh, sums, needs)

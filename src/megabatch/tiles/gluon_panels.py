@@ -115,7 +115,7 @@ def _work(
 ):
     """One of the two warpgroups: every other tile."""
     full, empty, panel_full, panel_empty = barriers
-    exponent_scale, row_offset, row_weight, col_weight, softplus_part, row_part, col_part = given
+    exponent_scale, row_offset, row_weight, col_weight, row_cap, col_cap, softplus_part, row_part, col_part = given
     first_row, first_column, rows, columns, N, M, tiles_n, first_tile, last_tile = where
     RING: gl.constexpr = full.shape[0]
     BLOCK: gl.constexpr = slots.shape[1]
@@ -189,7 +189,7 @@ def _work(
                 part = left if half == 0 else right
                 mh = m + half * HALF
                 if KIND == SOFTMAX:
-                    g = pieces.softmax(part, k, base, row_weight, col_weight, n, mh, N, M, SKIP_DIAGONAL)
+                    g = pieces.softmax(part, k, base, row_weight, col_weight, row_cap, col_cap, n, mh, N, M, SKIP_DIAGONAL)
                 else:
                     g, added, more = pieces.sigmoid(part, row_weight, n, mh, N)
                     row_sums += added
@@ -225,6 +225,8 @@ def _panels(
     row_offset,  # (N,) or None
     row_weight,  # (N,) or None
     col_weight,  # (M,) or None
+    row_cap,  # (N,) or None
+    col_cap,  # (M,) or None
     softplus_part,  # (panels, rows) for `triton_rows.add_parts`, or None
     row_part,  # (panels, rows) or None
     col_part,  # (2 · programs that share a panel, columns) or None
@@ -267,7 +269,7 @@ def _panels(
     mbarrier.init(panel_empty, count=2)
     fence_async_shared()
     barriers = (full, empty, panel_full, panel_empty)
-    given = (exponent_scale, row_offset, row_weight, col_weight, softplus_part, row_part, col_part)
+    given = (exponent_scale, row_offset, row_weight, col_weight, row_cap, col_cap, softplus_part, row_part, col_part)
     where = (first_row, first_column, rows, columns, N, M, tiles_n, first_tile, last_tile)
     gl.warp_specialize(
         [
@@ -298,15 +300,19 @@ def sums(
 def softmax_weights(
     panel: Panel,
     given: Operands,
-    weights: tuple[Tensor, Tensor],  # (N,), (M,)
+    of_rows: tuple[Tensor | None, Tensor | None],  # (N,) weights and caps
+    of_columns: tuple[Tensor | None, Tensor | None],  # (M,)
     rows: slice,
     columns: slice,
     g: Tensor | None,  # (n, m) written
     skip_diagonal: bool,
 ) -> None:
-    """g = 2^t · (row weight + column weight). Nothing is summed: only biases ask for that, and `plan.panel` sends them away."""
-    row_weight, col_weight = weights
-    _launch(SOFTMAX, panel, given, rows, columns, skip_diagonal, g, row_weight=row_weight, col_weight=col_weight)
+    """g = min(2^t, caps) · (row weight + column weight). Nothing is summed: only biases ask for that, and `plan.panel` sends
+    them away.
+    """
+    (row_weight, row_cap), (col_weight, col_cap) = of_rows, of_columns
+    vectors = {"row_weight": row_weight, "col_weight": col_weight, "row_cap": row_cap, "col_cap": col_cap}
+    _launch(SOFTMAX, panel, given, rows, columns, skip_diagonal, g, **vectors)
 
 
 def sigmoid_weights(
@@ -336,6 +342,8 @@ def _launch(
     row_offset: Tensor | None = None,
     row_weight: Tensor | None = None,
     col_weight: Tensor | None = None,
+    row_cap: Tensor | None = None,
+    col_cap: Tensor | None = None,
     softplus_part: Tensor | None = None,
     row_part: Tensor | None = None,
     col_part: Tensor | None = None,
@@ -349,6 +357,8 @@ def _launch(
         row_offset,
         row_weight,
         col_weight,
+        row_cap,
+        col_cap,
         softplus_part,
         row_part,
         col_part,

@@ -54,13 +54,15 @@ def sums(s, k, base, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, k, base, row_weight, col_weight, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
-    """Weights; nobody reads those beyond the edges."""
+def softmax(s, k, base, row_weight, col_weight, row_cap, col_cap, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
+    """Weights, of terms that are no larger than their sums; nobody reads those beyond the edges."""
     offs_n, offs_m = places(s, n, m)
-    a = gl.load(row_weight + gl.minimum(offs_n, N - 1))
-    b = gl.load(col_weight + gl.minimum(offs_m, M - 1))
+    row, column = gl.minimum(offs_n, N - 1), gl.minimum(offs_m, M - 1)
+    a, most_a = gl.load(row_weight + row), gl.load(row_cap + row)
+    b, most_b = gl.load(col_weight + column), gl.load(col_cap + column)
     t = _left_out(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, False, -float("inf"))
-    return gl.exp2(t) * (a[:, None] + b[None, :])
+    e = gl.minimum(gl.minimum(gl.exp2(t), most_a[:, None]), most_b[None, :])
+    return e * (a[:, None] + b[None, :])
 
 
 @gluon.jit

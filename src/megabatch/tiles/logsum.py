@@ -56,6 +56,10 @@ class LogSum(NamedTuple):
         """weight / total, and 0 where nothing was summed: what exp(s − shift) is multiplied by to be weight · softmax."""
         return torch.where(self.total == 0, 0.0, weight / self.total)
 
+    def softmax_factors(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (K,) each
+        """(shift, total, weight / total): what `weighted_softmax` takes."""
+        return finite_or_zero(self.shift), self.total.contiguous(), self.per_unit(weight)
+
     def _rebase_(self, peak: Tensor) -> Tensor:
         """Raises the shift to at least `peak` and returns what to subtract from exponents that are added next."""
         peak = torch.maximum(self.shift, peak)
@@ -63,6 +67,16 @@ class LogSum(NamedTuple):
         self.total.mul_((self.shift - base).exp_())
         self.shift.copy_(peak)
         return base
+
+
+def weighted_softmax(s: Tensor, shift: Tensor, total: Tensor, per_unit: Tensor, out: Tensor) -> Tensor:
+    """weight · softmax(s), where the factors come from `LogSum.softmax_factors`; `out` may be `s` itself.
+
+    A term is at most its sum, so that a softmax is at most 1. Backward forms s anew and may round it differently than forward
+    did: without the minimum a softmax would exceed 1 by a factor of exp(1) for every nat between the two roundings.
+    """
+    torch.sub(s, shift, out=out).exp_()
+    return torch.minimum(out, total, out=out).mul_(per_unit)
 
 
 def finite_or_zero(shift: Tensor) -> Tensor:

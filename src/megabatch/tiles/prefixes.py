@@ -18,7 +18,7 @@ from torch import Tensor
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block, windows
 from megabatch.tiles.in_memory import diagonal_of
-from megabatch.tiles.logsum import LogSum, finite_or_zero
+from megabatch.tiles.logsum import LogSum, weighted_softmax
 from megabatch.tiles.precision import BFLOAT16, TF32, add_product, multiply_into, round_to_tf32, rounded
 
 
@@ -156,8 +156,7 @@ def gradients(
 ) -> None:
     """Adds the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩."""
     block, tiles = given.block, _Tiles(given)
-    row_shift, col_shift = finite_or_zero(row.shift), finite_or_zero(col.shift)
-    row_weight, col_weight = row.per_unit(drow), col.per_unit(dcol)
+    of_rows, of_columns = row.softmax_factors(drow), col.softmax_factors(dcol)
     room = tiles.buffer(len(given.widths))
     for rows in tiles.rows:
         x = rounded(block.x[rows], block.precision)
@@ -166,8 +165,8 @@ def gradients(
             h: list[Tensor] = []
             for k, products, s in tiles.at_every_width(rows, columns, x, y):
                 h.append(view(room[k], s))
-                torch.sub(s, row_shift[rows, k, None], out=h[k]).exp_().mul_(row_weight[rows, k, None])
-                h[k].add_(s.sub_(col_shift[columns, k]).exp_().mul_(col_weight[columns, k]))
+                weighted_softmax(s, *(factor[rows, k, None] for factor in of_rows), out=h[k])
+                h[k].add_(weighted_softmax(s, *(factor[columns, k] for factor in of_columns), out=s))
                 h[k].mul_(given.row_factor[rows, k, None]).mul_(given.col_factor[columns, k])
                 terms = torch.mul(h[k], products, out=tiles.spare(s))
                 by_row.products[rows, k] += terms.sum(1)

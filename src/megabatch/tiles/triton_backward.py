@@ -49,6 +49,8 @@ def _strip(
     limit,  # (N,) or None
     row_weight,  # (N,), or None for 1
     col_weight,  # (M,)
+    row_cap,  # (N,) the sum itself: no term of it is larger
+    col_cap,  # (M,)
     row_shift,  # (N,) of a row's own, or −inf
     col_shift,  # (M,)
     odd,  # () whether any tile is
@@ -121,8 +123,10 @@ def _strip(
                         g = tl.where(equal_ids(row_ids, col_ids, offs_n, offs_m, N, M), -g, g)
                 else:
                     b = tl.load(col_weight + offs_m, mask=offs_m < M, other=0.0)
+                    most_a = tl.load(row_cap + offs_n, mask=offs_n < N, other=0.0)[:, None]
+                    most_b = tl.load(col_cap + offs_m, mask=offs_m < M, other=0.0)[None, :]
                     if KIND == SOFTMAX:
-                        g = tl.exp2(t) * (a[:, None] + b[None, :])
+                        g = tl.minimum(tl.minimum(tl.exp2(t), most_a), most_b) * (a[:, None] + b[None, :])
                     else:
                         column, row = offsets(col_plain, 0.0, offs_m, M, 0), offsets(row_plain, 0.0, offs_n, N, 1)
                         plain = exponents(
@@ -130,8 +134,8 @@ def _strip(
                         )
                         rs, cs = offsets(row_shift, 0.0, offs_n, N, 1), offsets(col_shift, 0.0, offs_m, M, 0)
                         none = -float("inf")
-                        g = a[:, None] * tl.exp2(tl.where(rs == none, t, plain - rs))
-                        g += b[None, :] * tl.exp2(tl.where(cs == none, t, plain - cs))
+                        g = a[:, None] * tl.minimum(tl.exp2(tl.where(rs == none, t, plain - rs)), most_a)
+                        g += b[None, :] * tl.minimum(tl.exp2(tl.where(cs == none, t, plain - cs)), most_b)
                 mask_n, mask_m = offs_n < last_row, offs_m < last_column
                 place = (2 * tile_m + half).to(tl.int64) * rows + (offs_n - first_row)
                 if softplus_part is not None:
@@ -161,6 +165,8 @@ class Weights:
 
     row_weight: Tensor | None  # (N,)
     col_weight: Tensor | None = None  # (M,)
+    row_cap: Tensor | None = None  # (N,) row_i, relative to the same shift
+    col_cap: Tensor | None = None  # (M,)
     row_shift: Tensor | None = None  # (N,)
     col_shift: Tensor | None = None  # (M,)
     odd: Tensor | None = None  # () int32
@@ -180,10 +186,11 @@ def logsumexp_gradients(
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     given = exponent_operands(block)
     size = strip_tile(given, block, SOFTMAX)
-    row_weight, row_shift, row_odd = relative(row, drow, given.shift, block.N, size.rows)
-    col_weight, col_shift, col_odd = relative(col, dcol, given.shift, block.M, size.columns)
+    row_weight, row_cap, row_shift = relative(row, drow, given.shift, block.N)
+    col_weight, col_cap, col_shift = relative(col, dcol, given.shift, block.M)
+    row_odd, col_odd = any_in_tile(row_shift, size.rows), any_in_tile(col_shift, size.columns)
     odd = row_odd.amax() + col_odd.amax()
-    weights = Weights(row_weight, col_weight, row_shift, col_shift, odd, row_odd, col_odd)
+    weights = Weights(row_weight, col_weight, row_cap, col_cap, row_shift, col_shift, odd, row_odd, col_odd)
     return walk(given, block, size, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs)
 
 
@@ -218,7 +225,8 @@ def strip_tile(given: Operands, block: Block, kind: tl.constexpr) -> plan.Kernel
     rows, columns = slice(0, min(block.N, 8192)), slice(0, min(block.M, 8192))
 
     def trial(size: plan.KernelTile) -> None:
-        weights = Weights(block.zeros(block.N), block.zeros(block.M))
+        rows_of_nothing, columns_of_nothing = block.zeros(block.N), block.zeros(block.M)
+        weights = Weights(rows_of_nothing, columns_of_nothing, rows_of_nothing, columns_of_nothing)
         _form((kind,), size, given, block, weights, rows, columns, g, (None, None, None), None)
 
     g = whole_rows(given.x, rows.stop, columns.stop) if tuning.ENABLED else None
@@ -235,12 +243,15 @@ def relative(
     gradient: Tensor | None,
     shift: Tensor,  # () C
     length: int,
-    tile: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # (K,), (K,), (tiles,)
-    """gradient / sum at the shift C, or where that leaves fp32's range at a shift of its own; −inf stands for C."""
+) -> tuple[Tensor, Tensor, Tensor]:  # (K,) each
+    """(gradient / sum, sum, shift): both at the shift C, or where that leaves fp32's range at their own; −inf stands for C.
+
+    The sum caps its terms. Backward forms similarities anew and may round them differently: without the cap a softmax weight
+    could be larger than 1, by a factor of exp(1) for every nat between the two roundings.
+    """
     if gradient is None or sums is None:
         nothing = torch.zeros(length, dtype=torch.float32, device=shift.device)
-        return nothing, nothing - torch.inf, any_in_tile(nothing - torch.inf, tile)
+        return nothing, nothing + torch.inf, nothing - torch.inf
     exponent = finite_or_zero(sums.shift) * LOG2E
     above = shift - exponent
     # What counts is how far C is from the sum itself. From the sum's shift it may be near where C is not that of this block:
@@ -250,9 +261,9 @@ def relative(
     own = exponent.float()
     difference = torch.where(at_block_shift, above, own - exponent)
     # A sum of nothing has weight 0, which C alone, where it is large, would make 0 times infinity.
-    weight = sums.per_unit(gradient) * torch.where(sums.total == 0, 0.0, difference).exp2()
-    own = torch.where(at_block_shift, -torch.inf, own)
-    return weight.float(), own, any_in_tile(own, tile)
+    difference = torch.where(sums.total == 0, 0.0, difference)
+    weight, cap = sums.per_unit(gradient) * difference.exp2(), sums.total * (-difference).exp2()
+    return weight.float(), cap.float(), torch.where(at_block_shift, -torch.inf, own)
 
 
 def any_in_tile(own: Tensor, tile: int) -> Tensor:  # (tiles,) int32
@@ -329,10 +340,8 @@ def _form(
             parts = row_parts[0], row_parts[1]
             gluon_panels.sigmoid_weights(panel, given, weights.row_weight, rows, columns, g, parts, block.skip_diagonal)
         else:
-            a, b = weights.row_weight, weights.col_weight
-            assert a is not None
-            assert b is not None
-            gluon_panels.softmax_weights(panel, given, (a, b), rows, columns, g, block.skip_diagonal)
+            of_rows, of_columns = (weights.row_weight, weights.row_cap), (weights.col_weight, weights.col_cap)
+            gluon_panels.softmax_weights(panel, given, of_rows, of_columns, rows, columns, g, block.skip_diagonal)
         kinds = kinds[1:]
     for kind in kinds:
         _strip[(programs,)](
@@ -349,6 +358,8 @@ def _form(
             given.limit,
             weights.row_weight,
             weights.col_weight,
+            weights.row_cap,
+            weights.col_cap,
             weights.row_shift,
             weights.col_shift,
             weights.odd,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
 from megabatch.tiles.in_memory import Tiles, gradient_tiles, half_buffer, multiplied, product_factor, rounds_gradients
-from megabatch.tiles.logsum import LogSum, finite_or_zero
+from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import HALF_DTYPE
 from megabatch.tiles.triton_operands import packed
 
@@ -111,8 +111,9 @@ def _weights(
     rows,
     columns,
     diagonal,
-    shift,  # (rows,)
-    weight,  # (rows,)
+    shift,  # (rows,) `LogSum.softmax_factors`, as are the next two
+    total,
+    per_unit,
     out,  # (rows, columns) weighted softmaxes; may be where the products are
     of_products,  # (rows,) Σ_j g_ij·⟨x_i, y_j⟩ is added to it
     of_weights,  # (rows,) Σ_j g_ij is added to it
@@ -127,7 +128,8 @@ def _weights(
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < rows
-    base, factor = tl.load(shift + offs_n, mask_n, 0.0), tl.load(weight + offs_n, mask_n, 0.0)
+    base, factor = tl.load(shift + offs_n, mask_n, 0.0), tl.load(per_unit + offs_n, mask_n, 0.0)
+    most = tl.load(total + offs_n, mask_n, 0.0)
     by_products, by_weights = tl.zeros_like(base), tl.zeros_like(base)
     for m in range(0, columns, BLOCK_M):
         offs_m = m + tl.arange(0, BLOCK_M)
@@ -135,7 +137,7 @@ def _weights(
             products, guide, limit, scale, row_bias, col_bias, row_ids, col_ids, offs_n, offs_m, rows, columns, diagonal,
             HAS_ROW_BIAS, HAS_COL_BIAS, HAS_IDS, SKIP_DIAGONAL,
         )  # fmt: skip
-        g = tl.exp(s - base[:, None]) * factor[:, None]
+        g = tl.minimum(tl.exp(s - base[:, None]), most[:, None]) * factor[:, None]
         if WANT_PRODUCTS:
             by_products += tl.sum(g * p, 1)
         if WANT_WEIGHTS:
@@ -174,7 +176,7 @@ def row_gradients(
     room = half_buffer(tiles) if half else tiles.room
     as_factor = None if half else product_factor(tiles)
     drow = block.zeros(block.N) if drow is None else drow
-    shift, weight = (part.to(block.dtype) for part in (finite_or_zero(row.shift), row.per_unit(drow)))
+    factors = [factor.to(block.dtype) for factor in row.softmax_factors(drow)]
 
     def gradient_tile(
         rows: slice, columns: slice, x: Tensor, y: Tensor, dscale: Tensor | None, drow_bias: Tensor | None
@@ -183,8 +185,7 @@ def row_gradients(
         g = room(len(x), len(y))
         _weights[_grid(x)](
             *operands,
-            shift[rows],
-            weight[rows],
+            *(factor[rows] for factor in factors),
             g,
             dscale,
             drow_bias,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
 from megabatch.tiles.in_memory import Tiles, gradient_tiles, tile_gradients
-from megabatch.tiles.logsum import finite_or_zero
 from megabatch.tiles.softsum import SoftSum
 
 # Rows and columns that a program has at once. For sums it marches along the others, so that few at once make many programs.
@@ -67,25 +66,29 @@ def _sums(
 
 
 @triton.jit
-def _softmaxes(values, row_shift, row_weight, col_shift, col_weight, offs_n, offs_m, mask_n, mask_m):
-    """Weighted softmaxes over columns and over rows, added."""
-    i, a = tl.load(row_shift + offs_n, mask_n, 0.0), tl.load(row_weight + offs_n, mask_n, 0.0)
-    j, b = tl.load(col_shift + offs_m, mask_m, 0.0), tl.load(col_weight + offs_m, mask_m, 0.0)
-    return tl.exp(values - i[:, None]) * a[:, None] + tl.exp(values - j[None, :]) * b[None, :]
+def _weighted_softmax(values, shift, total, per_unit, offs, mask, axis: tl.constexpr):
+    """`logsum.weighted_softmax` of a tile; the factors are those of its rows (axis 1) or columns (axis 0)."""
+    base = tl.expand_dims(tl.load(shift + offs, mask, 0.0), axis)
+    most = tl.expand_dims(tl.load(total + offs, mask, 0.0), axis)
+    return tl.minimum(tl.exp(values - base), most) * tl.expand_dims(tl.load(per_unit + offs, mask, 0.0), axis)
 
 
 @triton.jit
 def _weights(
     s,  # becomes the student's weighted softmaxes less the teacher's
     t,
-    row_shift,  # (rows,)
-    row_weight,
+    row_shift,  # (rows,) `LogSum.softmax_factors`
+    row_total,
+    row_per_unit,
     teacher_row_shift,
-    teacher_row_weight,
+    teacher_row_total,
+    teacher_row_per_unit,
     col_shift,  # (columns,)
-    col_weight,
+    col_total,
+    col_per_unit,
     teacher_col_shift,
-    teacher_col_weight,
+    teacher_col_total,
+    teacher_col_per_unit,
     rows,
     columns,
     BLOCK_N: tl.constexpr,
@@ -97,18 +100,10 @@ def _weights(
     mask = mask_n[:, None] & mask_m[None, :]
     place = offs_n.to(tl.int64)[:, None] * columns + offs_m[None, :]
     own, others = tl.load(s + place, mask, 0.0), tl.load(t + place, mask, 0.0)
-    g = _softmaxes(own, row_shift, row_weight, col_shift, col_weight, offs_n, offs_m, mask_n, mask_m)
-    g -= _softmaxes(
-        others,
-        teacher_row_shift,
-        teacher_row_weight,
-        teacher_col_shift,
-        teacher_col_weight,
-        offs_n,
-        offs_m,
-        mask_n,
-        mask_m,
-    )
+    g = _weighted_softmax(own, row_shift, row_total, row_per_unit, offs_n, mask_n, 1)
+    g += _weighted_softmax(own, col_shift, col_total, col_per_unit, offs_m, mask_m, 0)
+    g -= _weighted_softmax(others, teacher_row_shift, teacher_row_total, teacher_row_per_unit, offs_n, mask_n, 1)
+    g -= _weighted_softmax(others, teacher_col_shift, teacher_col_total, teacher_col_per_unit, offs_m, mask_m, 0)
     tl.store(s + place, g, mask)
 
 
@@ -136,8 +131,8 @@ def soft_gradients(
 ) -> Iterator[RowGradients]:
     """Gradients of the cross-entropies: g_ij = drow_i·(softmax(s) − softmax(t))_ij + dcol_j·(the same over columns)_ij."""
     tiles = gradient_tiles(block)
-    by_row = [part for log_sum in row[:2] for part in (finite_or_zero(log_sum.shift), log_sum.per_unit(drow))]
-    by_column = [part for log_sum in col[:2] for part in (finite_or_zero(log_sum.shift), log_sum.per_unit(dcol))]
+    by_row = [factor for log_sum in row[:2] for factor in log_sum.softmax_factors(drow)]
+    by_column = [factor for log_sum in col[:2] for factor in log_sum.softmax_factors(dcol)]
 
     def weigh(s: Tensor, rows: slice, columns: slice) -> Tensor:
         t = tiles.teacher(rows, columns)

@@ -37,9 +37,10 @@ class KernelHalf(Half):
             return
         given = exponent_operands(block)
         size = strip_tile(given, block, SOFTMAX)
-        weight, shift, row_odd = relative(side.sums, side.dsums, given.shift, block.N, size.rows)
-        col_odd = any_in_tile(shift, size.columns)
-        weights = Weights(weight, weight, shift, shift, row_odd.amax() + col_odd.amax(), row_odd, col_odd)
+        weight, cap, shift = relative(side.sums, side.dsums, given.shift, block.N)
+        row_odd, col_odd = any_in_tile(shift, size.rows), any_in_tile(shift, size.columns)
+        odd = row_odd.amax() + col_odd.amax()
+        weights = Weights(weight, weight, cap, cap, shift, shift, odd, row_odd, col_odd)
         for rows, columns in self.upper_half(block):
             needs = Needs(dx=True, dy=rows != columns, dscale=dscale is not None)
             sums = ColumnGradients(side.dz if needs.dy else None, None)

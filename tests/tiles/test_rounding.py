@@ -1,0 +1,96 @@
+"""Forward and backward may round a similarity differently: another tile, another BLAS, another compiler. Nothing rests on it."""
+
+import pytest
+import torch
+
+from helpers import unit
+from megabatch import operators
+from megabatch.operators.logsumexp import KEPT, logsumexp_backward
+from megabatch.operators.row_logsumexp import row_logsumexp_backward
+from megabatch.operators.self_logsumexp import ALL, self_logsumexp_backward
+from megabatch.tiles import plan
+from rounding import gradients_rounded_differently, truth_and_bounds
+
+pytestmark = [
+    pytest.mark.usefixtures("small_launches"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy on inf and NaN, which are meant
+]
+
+BACKENDS = ["eager", "triton"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [50.0, 1e3, 1e5, 1e8])
+def test_gradients_within_the_bound_of_similarities_rounded_twice(backend, scale):
+    x, y = (unit(size, 24, seed=seed, dtype=torch.float32) for seed, size in enumerate((70, 90)))
+    found = gradients_rounded_differently(x, y, scale, "float32", backend)
+    for gradient, (truth, bound) in zip(found, truth_and_bounds(x, y, scale), strict=True):
+        assert ((gradient.double() - truth).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("columns", [32, 64])
+def test_gradients_with_another_tile_in_backward(monkeypatch, columns):
+    """A product's rounding depends on its shape wherever a BLAS chooses its kernel by the shape, as the interpreter's does."""
+    x, y = (unit(size, 40, seed=seed, dtype=torch.float32) for seed, size in enumerate((70, 90)))
+    tile = plan.KernelTile(32, columns, 16, 4, 1)
+    monkeypatch.setattr(plan, "strip_tile", lambda *_: tile)
+    found = gradients_rounded_differently(x, y, 1e8, "float32", "triton")
+    for gradient, (truth, bound) in zip(found, truth_and_bounds(x, y, 1e8), strict=True):
+        assert ((gradient.double() - truth).abs() <= bound).all()
+
+
+# Sums that are too small by 20 nats and more stand for similarities that forward rounded down. With unit vectors along the axes
+# as columns, the gradient of x is scale times the weights themselves.
+SCALE = torch.tensor(300.0)
+HIGH, LOW = torch.eye(24), 0.9 * torch.eye(24)
+ONES = torch.ones(24)
+
+
+def assert_largest(weights, most):
+    """Those on the diagonal, where the sums are too small, are the most there can be; up to the last digit of a product."""
+    torch.testing.assert_close(weights.diagonal(), torch.full((24,), float(most)), rtol=1e-6, atol=0.0)
+    assert (weights <= most * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_of_rows_and_columns_is_at_most_1(backend):
+    options = (None, None, None, None, KEPT, "float32", backend, "")
+    *_, row, col = operators.logsumexp(LOW, HIGH, SCALE, *options)
+    for drow, dcol in ((ONES, None), (None, ONES), (ONES, ONES)):
+        dx, *_ = logsumexp_backward(HIGH, HIGH, SCALE, *options, row, col, drow, dcol, None, [True, True, True, False, False])
+        weights, most = dx / SCALE, sum(given is not None for given in (drow, dcol))
+        assert_largest(weights, most)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_beside_a_guide_is_at_most_1(backend):
+    limit, options = torch.full((24,), 2.0), (KEPT, "float32", "float32", backend, "")
+    none = (None, None, None, None)
+    *_, row = operators.row_logsumexp(LOW, HIGH, SCALE, *none, limit, HIGH, HIGH, *options)
+    needs = [True, True, True, False, False]
+    dx, *_ = row_logsumexp_backward(HIGH, HIGH, SCALE, *none, limit, HIGH, HIGH, *options, row, ONES, None, needs)
+    assert_largest(dx / SCALE, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_of_rows_against_themselves_is_at_most_1(backend):
+    options = (None, ALL, "float32", backend, "")
+    _, row = operators.self_logsumexp(0.95 * HIGH, SCALE, *options)
+    dz, _ = self_logsumexp_backward(HIGH, SCALE, *options, row, ONES, True)
+    assert_largest(dz / SCALE, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_student_s_weight_is_at_most_1(backend):
+    from megabatch.tiles.backends import walks
+    from megabatch.tiles.block import Block, ColumnGradients, Needs
+
+    def block(x):
+        return Block(x, HIGH, SCALE, "float32", companion=Block(HIGH, HIGH, torch.tensor(0.0), "float32"))
+
+    row, col = walks(backend, block(LOW)).soft_statistics(block(LOW))
+    needs = Needs(True, False, False)
+    strips = walks(backend, block(HIGH)).soft_gradients(block(HIGH), row, col, ONES, ONES, ColumnGradients(None, None), needs)
+    (strip,) = strips
+    teacher = 2 / 24  # its softmax is even
+    assert_largest(strip.dx, 2 - teacher)
