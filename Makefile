@@ -2,24 +2,30 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+DEMO_READY := .venv/.ready-demo
+# Two workers of one thread each use two cores; tests that share processes or a costly fixture share a worker.
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu check format bench bench-cpu docs clean
+.NOTPARALLEL:  # two installations into one .venv would break it
+.PHONY: help demo test test-thorough test-all test-rounding test-gpu check format bench bench-cpu docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-demo: $(READY)  ## train two towers on emoji and their names, and look for drawings they have never seen (CPU, three minutes)
+demo: $(DEMO_READY)  ## train on emoji and their names, and search drawings never seen (CPU; MINUTES)
 	@rm -rf demo
-	$(BIN)/megabatch train --output demo --set evaluate_every=40
+	$(BIN)/megabatch train --output demo --set evaluate_every=20
 	$(BIN)/megabatch search demo "red heart" "cat face" "snowman" "strawberry" "light bulb" --sheet demo/found.png
 	@echo "Written to demo: report.html (open it in a browser), found.png, model.safetensors"
 
-test: $(READY)  ## the tests (CPU, minutes)
-	$(BIN)/python -m pytest
+test: $(READY)  ## the tests (CPU, five minutes on two cores)
+	$(PYTEST)
 
-test-slow: $(READY)  ## the tests that take longer
-	$(BIN)/python -m pytest -m slow
+test-thorough: $(READY)
+	$(PYTEST) -m '(thorough or hypothesis) and not gpu'
+
+test-all: test test-thorough  ## and all others: whole grids, what takes long, what starts processes
 
 test-gpu:  ## the tests that need a GPU, with the python that is active; they skip where there is none
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs tests/gpu
@@ -45,8 +51,15 @@ docs: $(READY)  ## the documentation site, in build/site; a dead link is an erro
 clean:  ## remove what the targets made
 	rm -rf .venv demo megabatch-bench build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(READY): pyproject.toml constraints.txt
-	@echo "Setting up .venv (once; PyTorch is a large download)"
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+# The demo's packages are some of the developers', so either may be installed first.
+$(DEMO_READY): pyproject.toml constraints.txt
+	@echo "Setting up .venv for the demo, once: 3.1 GB to download, nearly all of it PyTorch with its CUDA libraries"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python tools/install.py '.[emoji,train]' 3100
 	@touch $@
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up .venv for developers, once: 3.5 GB to download, nearly all of it PyTorch with its CUDA libraries"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python tools/install.py '.[dev]' 3500
+	@touch $(DEMO_READY) $@

@@ -4,11 +4,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import examples
 from megabatch import settings
 from megabatch.settings import SettingsError
 from megabatch.training import config as configs
@@ -56,7 +56,7 @@ def test_every_kind_of_value_survives_toml(tmp_path):
     assert isinstance(through_toml(Outer(share=1.0), tmp_path / "c.toml").share, float)
 
 
-@hypothesis.settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.text(), st.floats(allow_nan=False), st.integers(-(2**63), 2**63 - 1))
 def test_any_text_and_number_survives_toml(tmp_path_factory, text, number, whole):
     config = Outer(text, whole, number, options={text or "empty": [text, number]})
@@ -116,9 +116,12 @@ def test_later_values_win_table_by_table():
 def test_a_training_config_survives_toml_and_its_recipe_yields(tmp_path):
     config = configs.resolved({})
     assert through_toml(config, tmp_path / "a.toml") == config
-    assert (config.data, config.model, config.batch_size, config.epochs) == ("emoji", "small", 1024, 72.0)
-    assert (config.optimizer.lr, config.schedule.warm_up) == (3e-3, 20)
-    assert config.total_steps(2) == 144
+    assert (config.data, config.model, config.batch_size, config.epochs) == ("emoji", "small", 512, 28.0)
+    assert (config.optimizer.lr, config.schedule.name, config.schedule.warm_up, config.ema) == (3e-3, "constant", 0.3, 0.95)
+    assert (config.model_options, config.total_steps(5)) == ({"buckets": 8192}, 140)
+    words = configs.resolved({"data": "wordnet"})
+    assert (words.batch_size, words.epochs, words.ema, words.model_options) == (1024, 4.0, 0.0, {})
+    assert (words.optimizer.lr, words.schedule.name, words.schedule.warm_up) == (3e-3, "cosine", 20)
     other = configs.resolved({"model": "open_clip:ViT-B-32"}, {"data": "a.csv", "optimizer": {"lr": 1.0}})
     assert (other.optimizer.lr, other.optimizer.weight_decay, other.epochs) == (1.0, 0.2, 32.0)
     assert configs.resolved({"optimizer": {"lr": 1.0}}).optimizer.weight_decay == 0.1

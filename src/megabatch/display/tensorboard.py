@@ -23,7 +23,7 @@ class TensorBoardLog:
         self._folder = Path()
         self._numbers: list[tuple[str, float, int]] = []  # name, value, step; that are not surely on the disk
         if not self.available():
-            extras.load("tensorboard", extra="train", purpose="A log for TensorBoard")
+            extras.load("tensorboard", extra="tensorboard", purpose="A log for TensorBoard")
 
     @staticmethod
     def available() -> bool:
@@ -57,7 +57,7 @@ class TensorBoardLog:
         self._writer.close()
 
     def _open(self, purge_step: int | None = None) -> None:
-        tensorboard = extras.load("torch.utils.tensorboard", extra="train", purpose="A log for TensorBoard")
+        tensorboard = extras.load("torch.utils.tensorboard", extra="tensorboard", purpose="A log for TensorBoard")
         self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def _add(self, group: str, values: Mapping[str, Any], step: int) -> None:

@@ -33,12 +33,18 @@ class SmallConfig:
     image_size: int = 32  # pixels of a side
     patch: int = 4  # pixels of a side that the first layer takes in at once
     channels: tuple[int, ...] = (64, 128, 256)  # of each stage; each after the first halves the image
+    kernel: int = 3  # pixels of a side of a block's depthwise convolution; odd
     expansion: int = 2  # hidden channels of a block
     blocks: int = 2  # in each stage
     buckets: int = 1 << 15  # n-grams are hashed into
     grams: tuple[int, ...] = (3, 4, 5)  # characters of an n-gram, besides whole words
     dropout: float = 0.1  # share of n-grams that are left out of a bag while training
     augmentation: Augmentation = field(default_factory=Augmentation)
+
+    def __post_init__(self) -> None:
+        """Checks the kernel: an even one would change the size of an image, to which a block adds its result."""
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel must be an odd number of pixels, got {self.kernel}")
 
 
 def configured(options: Mapping[str, Any]) -> SmallConfig:
@@ -69,7 +75,7 @@ class SmallImageTower(nn.Module):
         for stage, channels in enumerate(config.channels):
             if stage:
                 layers += [_norm(before), _Conv2d(before, channels, 2, stride=2)]
-            layers += [_Block(channels, config.expansion * channels) for _ in range(config.blocks)]
+            layers += [_Block(channels, config.kernel, config.expansion * channels) for _ in range(config.blocks)]
             before = channels
         self.features = nn.Sequential(*layers, _norm(before))
         self.head = nn.Linear(before, config.width)
@@ -81,12 +87,12 @@ class SmallImageTower(nn.Module):
 
 
 class _Block(nn.Module):
-    """Depthwise 5×5 for shapes, then a hidden layer for each place, added to what came."""
+    """A depthwise convolution for shapes, then a hidden layer for each place, added to the input."""
 
-    def __init__(self, channels: int, hidden: int) -> None:
+    def __init__(self, channels: int, kernel: int, hidden: int) -> None:
         super().__init__()
         self.inner = nn.Sequential(
-            _Conv2d(channels, channels, 5, padding=2, groups=channels),
+            _Conv2d(channels, channels, kernel, padding=kernel // 2, groups=channels),
             _norm(channels),
             _Conv2d(channels, hidden, 1),
             nn.ReLU(),
