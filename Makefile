@@ -3,15 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO_READY := .venv/.ready-demo
-# Two workers of one thread each use two cores; tests that share processes or a costly fixture share a worker.
-PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Two workers of one thread each use two cores; tests that share a fixture share a worker.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two installations into one .venv would break it
 .PHONY: help demo test test-thorough test-all test-rounding test-gpu check format bench bench-cpu docs clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 demo: $(DEMO_READY)  ## train on emoji and their names, and search drawings never seen (CPU; MINUTES)
 	@rm -rf demo
@@ -19,13 +19,22 @@ demo: $(DEMO_READY)  ## train on emoji and their names, and search drawings neve
 	$(BIN)/megabatch search demo "red heart" "cat face" "snowman" "strawberry" "light bulb" --sheet demo/found.png
 	@echo "Written to demo: report.html (open it in a browser), found.png, model.safetensors"
 
-test: $(READY)  ## the tests (CPU, five minutes on two cores)
+test test-thorough: export OMP_NUM_THREADS ?= 1
+test: $(READY)  ## the tests (CPU, minutes)
 	$(PYTEST)
 
-test-thorough: $(READY)
+test-thorough: $(READY)  ## what `make test` leaves out: the rest of each grid, more random examples, what starts Python anew
 	$(PYTEST) -m '(thorough or hypothesis) and not gpu'
 
-test-all: test test-thorough  ## and all others: whole grids, what takes long, what starts processes
+test-all: test test-thorough  ## both
+
+# On another processor PyTorch and NumPy choose other instructions, and sum in another order.
+NUMERICAL := tests/tiles tests/losses tests/ring/test_ring.py tests/test_accuracy.py tests/test_pairwise.py tests/test_transforms.py
+test-rounding: $(READY)  ## the numerical tests, with whole grids, as older processors and other numbers of threads round
+	OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 \
+	    $(PYTEST) -m '(quick or not thorough) and not gpu' $(NUMERICAL)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 \
+	    $(PYTEST) -m '(quick or not thorough) and not gpu' $(NUMERICAL)
 
 test-gpu:  ## the tests that need a GPU, with the python that is active; they skip where there is none
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs tests/gpu

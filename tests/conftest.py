@@ -6,8 +6,8 @@ PyTorch's compile cache does not notice a changed operator, so a run has one of 
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,15 +17,63 @@ if TYPE_CHECKING:
 
 _cache = tempfile.TemporaryDirectory(prefix="megabatch-inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none here"))
+GROUPS = {"pool": "eight ranks", "two": "two ranks"}  # by session fixture: a worker starts processes once
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis draws the same examples every time in `make test`, others every time where thorough tests run."""
+    if importlib.util.find_spec("hypothesis") is not None:  # tests that need a GPU run without
+        from hypothesis import settings
+
+        settings.register_profile("quick", deadline=None, derandomize=True)
+        settings.register_profile("thorough", deadline=None, derandomize=False, print_blob=True)
+        settings.load_profile("quick" if "not thorough" in config.option.markexpr else "thorough")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(name: str) -> Generator[None, Any, Any]:
+    """Of a test with the mark `quick(*cases)`, all other cases are thorough."""
+    made = yield
+    items = [item for item in made or () if item.get_closest_marker("quick")] if isinstance(made, list) else []
+    for case in items[0].get_closest_marker("quick").args if items else ():
+        if not any(_is(item, case) for item in items):
+            raise ValueError(f"{name}: quick must name cases of the grid, got {case}")
+    for item in items:
+        if not any(_is(item, case) for case in item.get_closest_marker("quick").args):
+            item.add_marker(pytest.mark.thorough)
+    return made
+
+
+def _is(item: pytest.Function, case: dict[str, Any]) -> bool:
+    parameters = item.callspec.params
+    return all(name in parameters and parameters[name] == value for name, value in case.items())
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none here"))
+        if config.pluginmanager.hasplugin("xdist"):
+            group = _group(item)
+            if group is not None:
+                item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group(item: pytest.Item) -> str | None:
+    """What tests with a fixture in common share: one worker. Others run wherever there is room."""
+    for name in getattr(item, "fixturenames", ()):
+        if name in GROUPS:
+            return GROUPS[name]
+        definitions = item._fixtureinfo.name2fixturedefs.get(name, ())
+        if any(definition.scope == "module" for definition in definitions):
+            return item.nodeid.partition("::")[0]
+    return None
 
 
 @pytest.fixture

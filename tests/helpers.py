@@ -2,12 +2,23 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.tiles import plan
+
+if TYPE_CHECKING:
+    from hypothesis import settings
+
+
+def examples(thorough: int, *, quick: int = 10) -> "settings":
+    """How many examples hypothesis draws in `make test-all`, and in `make test`, where they are the same every time."""
+    from hypothesis import settings
+
+    return settings(max_examples=quick if settings.default.derandomize else thorough)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def join(rank, size, port, seconds=TIMEOUT):
+def join(rank, size, port):
     """This process as a rank of the default group."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -38,15 +38,16 @@ def join(rank, size, port, seconds=TIMEOUT):
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=seconds),
+        timeout=datetime.timedelta(seconds=TIMEOUT),
     )
 
 
 def _serve(pipe, rank, size, port, seconds):
-    join(rank, size, port, seconds)
+    join(rank, size, port)  # however long it takes to start
     limit = datetime.timedelta(seconds=seconds)  # a group has a timeout of its own, and not that of the default group
-    groups = {world: dist.new_group(range(world), timeout=limit) for world in WORLDS if world < size}
-    groups[size] = dist.group.WORLD
+    groups = {world: dist.new_group(range(world), timeout=limit) for world in WORLDS if world <= size}
+    if seconds == TIMEOUT:
+        groups[size] = dist.group.WORLD
     while True:
         try:
             call = pipe.recv_bytes()
@@ -61,15 +62,24 @@ def _serve(pipe, rank, size, port, seconds):
     os._exit(0)  # without a word to the others, which may have gone
 
 
+def starting():
+    """How processes are started: with PyTorch imported once for all of them. CUDA does not survive a fork."""
+    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "megabatch", "pytest", "hypothesis"])
+    return context
+
+
 class Pool:
     def __init__(self, size=8, seconds=TIMEOUT):
-        spawn = multiprocessing.get_context("spawn")
+        context = starting()
         self.size = size
         self._pipes, self.processes = [], []
         port = free_port()
         for rank in range(size):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs, rank, size, port, seconds), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port, seconds), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

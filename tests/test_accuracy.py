@@ -33,6 +33,7 @@ def root_mean_square_errors(function, truth, draws):
     return torch.stack(squares).mean(0).sqrt()
 
 
+@pytest.mark.quick({"regime": "training"}, {"regime": "cold", "dtype": torch.float32})
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -72,6 +73,7 @@ def test_the_precision_of_forward_is_that_of_backward(when):
     assert torch.equal(found[0], wanted[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("setting", "rounds"),
     [

@@ -180,6 +180,7 @@ def test_a_run_is_called_after_its_data(source, name):
     assert train._called(source) == name
 
 
+@pytest.mark.thorough
 def test_help_teaches_and_imports_only_what_it_needs():
     program = """
 import sys
@@ -212,6 +213,7 @@ def test_info_names_versions_backends_and_extras(capsys):
     assert ("tomli" in info.extras()["train"]) == (sys.version_info < (3, 11))
 
 
+@pytest.mark.thorough
 def test_python_m_megabatch_is_the_command_line():
     done = subprocess.run([sys.executable, "-m", "megabatch", "--version"], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("megabatch 0.")

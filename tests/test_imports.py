@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import megabatch
 from megabatch import reference
 
@@ -42,6 +44,7 @@ print("ok")
     assert done.stdout.strip() == "ok"
 
 
+@pytest.mark.thorough
 def test_import_stays_quiet_and_touches_no_device():
     program = "import torch, megabatch; assert not torch.cuda.is_initialized()"
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
@@ -82,6 +85,7 @@ def test_reference_shares_no_code():
     assert "megabatch" not in inspect.getsource(reference)
 
 
+@pytest.mark.thorough
 def test_triton_asked_for_by_name_never_falls_back():
     program = """
 import torch, megabatch as mb

@@ -44,6 +44,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.quick({"loss": "clip", "dtype": torch.float32})
 @linux
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,22 +56,25 @@ def test_four_times_the_batch_takes_at_most_four_times_the_memory(loss, dtype):
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_64k_pairs_on_a_cpu():
     assert fresh_process(step, "clip", 65536, 64, torch.float32) < 700 * MIB  # dense: 16 GiB for one matrix of logits
 
 
+@pytest.mark.thorough
 @linux
 def test_peak_memory_sees_what_is_held():
     assert 190 * MIB < fresh_process(hold, 200) < 260 * MIB
 
 
+@pytest.mark.thorough
 @linux
 def test_a_limit_is_a_memory_error():
     with pytest.raises(MemoryError):
         fresh_process(hold, 2000, memory_limit=300 * MIB)
 
 
+@pytest.mark.thorough
 def test_errors_come_back_from_the_other_process():
     with pytest.raises(KeyError, match="on purpose"):
         fresh_process(fail)

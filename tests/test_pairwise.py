@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import megabatch as mb
-from helpers import assert_equal_to_rounding, gradients, leaves, tile_size, unit
+from helpers import assert_equal_to_rounding, examples, gradients, leaves, tile_size, unit
 from megabatch import reference
 
 WIDTHS = (1, 3, 384, 1152)
@@ -28,7 +28,7 @@ def left_out_mask(exclude, N, M):
     return exclude[0][:, None] == exclude[1][None, :]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     N=sizes,
     M=sizes,
@@ -66,7 +66,7 @@ def test_logsumexp_matches_reference(N, M, D, tile, log_scale, sign, spread, exc
         assert_equal_to_rounding(actual.detach(), expected.detach(), exponent)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     N=sizes,
     M=sizes,
@@ -94,7 +94,7 @@ def test_softplus_matches_reference(N, M, D, tile, log_scale, bias, seed):
         assert_equal_to_rounding(actual.detach(), expected.detach(), exponent)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(N=sizes, D=st.sampled_from((1, 2, 16)), tile=tiles, levels=st.integers(1, 4), seed=st.integers(0, 1000))
 def test_rank_matches_a_stable_sort(N, D, tile, levels, seed):
     # Small integers make products exact and ties frequent.
@@ -299,6 +299,7 @@ def test_bitwise_the_same_over_repeated_runs():
             assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
+@pytest.mark.quick({"size": (64, 7)}, {"size": (1000, 1000)})
 @pytest.mark.parametrize("size", [(1, 1), (1000, 1000), (64, 7), (7, 64)])
 def test_results_do_not_depend_on_the_tile_beyond_rounding(size):
     x, y = leaves(unit(150, 32, seed=0), unit(150, 32, seed=1))

@@ -40,6 +40,7 @@ def test_compiles_whole(dynamic):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the inductor backend needs a C++ compiler")
 def test_compiles_with_inductor():
     arguments = inputs()

@@ -114,7 +114,7 @@ def test_images_are_those_of_their_captions():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["family_gpu", "cached_step", "flickr8k", "sentence_transformers_gpu"])
 def test_tiny_runs(script, tmp_path):
     packages = {"flickr8k": "open_clip", "sentence_transformers_gpu": "sentence_transformers"}

@@ -34,6 +34,7 @@ def test_all_systems_agree_and_are_timed():
     assert {by[name, 96].status for name in CUDA_ONLY} == {MISSING}
 
 
+@pytest.mark.quick({"wrong": "gradient"})
 @pytest.mark.parametrize("wrong", ["loss", "gradient", "nan", "negative"])
 def test_a_wrong_result_has_no_speed(monkeypatch, wrong):
     right = loss_of(DENSE, "cpu")

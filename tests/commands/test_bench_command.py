@@ -242,7 +242,7 @@ def test_the_whole_command(tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} >= {"bench.html", "bench.json", "loss_memory.svg", "products.png"}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_levels_over_ranks():
     sizes = parts.SIZES["cpu", True]
     found = parts.levels(sizes, "cpu", lambda text, share: None)

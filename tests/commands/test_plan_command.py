@@ -64,6 +64,7 @@ def test_a_batch(text, pairs):
     assert plan._count(text) == pairs
 
 
+@pytest.mark.thorough
 def test_a_gpu_with_a_link_to_each_other_and_one_with_codes_in_its_memory(tmp_path, capsys):
     assert run("--model", "small", "--gpus", "8xMI300X") == 0
     assert "80% of 448 GB/s inside a node, 64 to one GPU, and of 50 GB/s for each GPU between nodes" in capsys.readouterr().out

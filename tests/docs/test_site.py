@@ -12,6 +12,8 @@ import pytest
 
 import megabatch
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 
 

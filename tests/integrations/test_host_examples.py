@@ -70,7 +70,7 @@ def test_two_processes_learn_what_one_learns(two):
     assert found[0][-1] < found[0][0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

@@ -90,6 +90,7 @@ def test_its_loop_trains_to_the_same_weights(case):
     assert_close(trained(ours, **case), trained(open_clip.create_loss, **case), start)
 
 
+@pytest.mark.quick({"siglip": True})
 @pytest.mark.parametrize("siglip", [False, True], ids=["clip", "siglip"])
 def test_its_loop_trains_to_the_same_weights_on_two_ranks(two, siglip):
     found, wanted = (two.run(on_a_rank, 2, which, siglip) for which in ("ours", "theirs"))
@@ -188,7 +189,7 @@ def test_the_cached_step_distils():
     assert not clips.gradients(teacher)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_model_that_answers_with_a_tuple(compiled):
     model = clips.model(bias=-3.0)
     wanted = plain(model, mb.SigLipLoss())[1]
@@ -351,7 +352,7 @@ def test_open_clip_reads_our_checkpoints_and_we_its_weights(tmp_path):
         assert torch.equal(alone.state_dict()[name], value)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_towers_are_loaded_from_a_training_checkpoint(tmp_path):
     torch.manual_seed(0)
     model = open_clip.create_model("ViT-S-32-alt")

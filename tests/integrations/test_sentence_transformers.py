@@ -41,6 +41,7 @@ def both_libraries(folder, name, options, hard=0, arguments=()):
     ]
 
 
+@pytest.mark.quick({"options": {"directions": ALL}})
 @pytest.mark.parametrize(
     ("name", "options", "hard", "arguments"),
     [
@@ -292,6 +293,7 @@ TWO_RANKS = [
 ]
 
 
+@pytest.mark.thorough
 def test_two_processes(tmp_path):
     """As theirs in two processes, and as one process with both halves of each batch: there the trainer deals the same rows.
 

@@ -106,6 +106,7 @@ def trainer_on_a_rank(group, rank, folder, accumulate, unused):
     return trained(folder, accumulate, group.size(), ddp_find_unused_parameters=unused)[0]
 
 
+@pytest.mark.quick({"accumulate": 3, "unused": False})
 @pytest.mark.parametrize(("accumulate", "unused"), [(1, False), (3, True), (3, False)])
 def test_the_trainer_follows_the_plain_loop_on_two_ranks(two, tmp_path, accumulate, unused):
     wanted, _ = loops.plainly_trained(accumulate)

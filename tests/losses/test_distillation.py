@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import megabatch as mb
-from helpers import aligned_pairs, assert_equal_to_rounding, leaves, tile_size, unit
+from helpers import aligned_pairs, assert_equal_to_rounding, examples, leaves, tile_size, unit
 
 
 def dense(image, text, scale, teacher_image, teacher_text, teacher_scale):
@@ -23,7 +23,7 @@ def outcomes(function, inputs, *rest):
     return [value.detach(), *torch.autograd.grad(value, inputs)]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     N=st.integers(1, 30),
     D=st.sampled_from((1, 3, 70)),
@@ -43,6 +43,11 @@ def test_value_and_gradients(N, D, E, tile, log_scale, log_teacher_scale, seed):
         assert_equal_to_rounding(actual, expected, exponent)
 
 
+@pytest.mark.quick(
+    {"dtype": torch.float32, "teacher_dtype": torch.float32, "scale": 100.0},
+    {"dtype": torch.float16, "teacher_dtype": torch.bfloat16, "scale": 1.0},
+    {"dtype": torch.bfloat16, "teacher_dtype": torch.float64, "scale": 1e4},
+)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("teacher_dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -72,6 +77,11 @@ def test_other_types(dtype, teacher_dtype, scale, backend):
 SCALES = [(20.0, 5.0), (1e4, 1e-3), (1e-3, 1e4)]
 
 
+@pytest.mark.quick(
+    {"N": 37, "tile": (16, 50), "scale": 20.0},
+    {"N": 90, "tile": (70, 40), "scale": 1e4},
+    {"N": 1, "tile": (16, 50), "scale": 1e-3},
+)
 @pytest.mark.parametrize(
     ("N", "tile", "scale", "teacher_scale"),
     [(N, tile, *scales) for N in (1, 37, 90) for tile in ((16, 50), (70, 40)) for scales in SCALES]

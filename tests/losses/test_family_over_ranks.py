@@ -111,6 +111,7 @@ def together(answers, key):
     return (sum(found) if key in PARAMETERS else torch.cat(found)) / len(answers)
 
 
+@pytest.mark.quick({"counts": [2, 5, 3], "schedule": "ring"}, {"counts": [0, 5], "schedule": "gather"})
 @pytest.mark.parametrize("schedule", ["ring", "gather"])
 @pytest.mark.parametrize(("world", "counts"), [(w, c) for w in COUNTS for c in COUNTS[w]])
 @pytest.mark.parametrize("name", LOSSES)

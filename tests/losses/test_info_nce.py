@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import megabatch as mb
-from helpers import aligned_pairs, assert_same_outcomes, leaves, tile_size, unit
+from helpers import aligned_pairs, assert_same_outcomes, examples, leaves, tile_size, unit
 
 ALL = ("query-key", "query-query", "key-query", "key-key")
 SCALE = 20.0
@@ -146,6 +146,10 @@ def test_a_guide_decides(contrast, private, dtype):
         )
 
 
+@pytest.mark.quick(
+    {"contrast": ALL, "private": False, "dtype": torch.float32},
+    {"contrast": ("query-key",), "private": True, "dtype": torch.float64},
+)
 @pytest.mark.parametrize("contrast", [("query-key",), ALL])
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -219,7 +223,7 @@ def test_a_memory_bank():
     torch.testing.assert_close(moco, F.cross_entropy(logits, torch.zeros(23, dtype=torch.int64)))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     N=st.integers(1, 20),
     D=st.sampled_from((1, 3, 40)),

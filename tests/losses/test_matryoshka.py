@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import megabatch as mb
-from helpers import aligned_pairs, assert_equal_to_rounding, leaves, outcomes, tile_size, unit
+from helpers import aligned_pairs, assert_equal_to_rounding, examples, leaves, outcomes, tile_size, unit
 from megabatch import reference, ring
 from megabatch.tiles import prefixes
 from products import operations
@@ -17,7 +17,7 @@ def number(value, dtype=torch.float64):
     return torch.tensor(value, dtype=dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     N=st.integers(1, 30),
     widths=st.lists(st.integers(1, 20), min_size=1, max_size=4, unique=True),
@@ -73,6 +73,7 @@ def test_one_direction_is_info_nce_at_each_width():
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.quick({"scale": 50.0})
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("noise", "scale"), [(10.0, 14.0), (0.7, 50.0), (0.3, 100.0)])
 def test_error_is_at_most_twice_the_dense_one(noise, scale, dtype):
@@ -166,6 +167,7 @@ def on_a_rank(group, rank, schedule, counts):
         )
 
 
+@pytest.mark.quick({"world": 3}, {"world": 4})
 @pytest.mark.parametrize(("world", "schedule"), [(1, "ring"), (2, "ring"), (3, "ring"), (3, "gather"), (4, "two_level:2")])
 def test_ranks_equal_one_process(pool, world, schedule):
     counts = {1: [11], 2: [3, 8], 3: [5, 0, 6], 4: [2, 1, 5, 3]}[world]

@@ -83,6 +83,7 @@ def check_errors(loss, dtype, noise, scale, *, rows, seeds, backend):
     assert (found <= 2 * bar).all(), (found.tolist(), bar.tolist())
 
 
+@pytest.mark.quick({"scale": 14.0})
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("noise", "scale"), [(1.5, 14.0), (0.3, 100.0)])
@@ -90,6 +91,7 @@ def test_error_is_at_most_twice_the_dense_one(loss, dtype, noise, scale):
     check_errors(loss, dtype, noise, scale, rows=96, seeds=16, backend="eager")
 
 
+@pytest.mark.quick({"loss": "info_nce", "dtype": torch.float32}, {"loss": "several positives", "dtype": torch.float16})
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf, which is meant
 @pytest.mark.parametrize("loss", ["info_nce", "several positives"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -116,7 +118,7 @@ def inputs(N=20):
     return [query, key, torch.tensor(10.0, requires_grad=True), negatives, torch.arange(N) % 7, torch.linspace(-2, 0, N)]
 
 
-@pytest.mark.parametrize("sizes", [(20,), pytest.param((20, 13), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [(20,), pytest.param((20, 13), marks=pytest.mark.thorough)])
 def test_compiles_whole(sizes):
     compiled = torch.compile(everything, fullgraph=True, dynamic=len(sizes) > 1, backend="aot_eager")
     for N in sizes:
@@ -198,6 +200,7 @@ def peaks(sizes: tuple[int, ...], D: int) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_four_times_the_batch_takes_at_most_four_times_the_memory():
     for name, (small, large) in fresh_process(peaks, (1536, 6144), 16).items():

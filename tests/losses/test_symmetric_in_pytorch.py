@@ -94,6 +94,7 @@ def step(loss, rows, D):
     return peak_memory(forward_backward(rows))[1]
 
 
+@pytest.mark.thorough
 @linux
 @pytest.mark.parametrize("loss", ["nt_xent", "sup_con in", "matryoshka"])
 def test_memory_is_that_of_embeddings_and_tiles(loss, monkeypatch):
@@ -104,7 +105,7 @@ def test_memory_is_that_of_embeddings_and_tiles(loss, monkeypatch):
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["nt_xent", "sup_con out"])
 def test_64k_rows_on_a_cpu(loss):
     assert fresh_process(step, loss, 65536, 64) < 500 * MIB  # one matrix of logits: 16 GiB
@@ -118,7 +119,7 @@ def pytorch_metric_learning_step(rows):
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_where_pytorch_metric_learning_stops():
     """A number for each positive pair and each negative pair: 4 GiB in float32 at 1,024 rows, and several of them at once."""
     pytest.importorskip("pytorch_metric_learning")

@@ -57,6 +57,7 @@ def test_one_size_tells_of_others():
         assert getattr(small, line).at(128) == pytest.approx(getattr(large, line).at(128), rel=0.01)
 
 
+@pytest.mark.thorough
 def test_vit_b_32_as_open_clip_publishes_it():
     model = models.model("open_clip:ViT-B-32")
     assert model.parameters == 151_277_313
@@ -100,7 +101,7 @@ def test_parameter_counts():
 
 def test_any_width_can_be_shared_out_among_heads():
     for width, heads in ((200, 2), (768, 12), (67, 1), (10, 1)):
-        block = models.model(f"1M:4x{width}").sides[0].module.blocks[0]
+        block = models.model(f"{12 * width**2}:4x{width}").sides[0].module.blocks[0]
         assert block.attention.num_heads == heads
 
 
@@ -133,6 +134,7 @@ def configs(tmp_path):
     return f"{tmp_path}/images+{tmp_path}/texts"
 
 
+@pytest.mark.quick({"family": "hf"})
 @pytest.mark.parametrize("family", ["hf", "hf-config"])
 def test_two_encoders_of_transformers(configs, family):
     model = models.model(f"{family}:{configs}")

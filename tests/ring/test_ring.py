@@ -70,6 +70,14 @@ def put_together(answers):
     return [sum(values) / world, torch.cat(dx) / world, torch.cat(dy) / world, *parameters]
 
 
+@pytest.mark.quick(
+    {"world": 2, "schedule": "ring", "share": "even"},
+    {"world": 3, "schedule": "ring", "share": "uneven"},
+    {"world": 3, "schedule": "auto", "share": "all on one"},
+    {"world": 4, "schedule": "gather", "share": "uneven"},
+    {"world": 4, "schedule": "two_level:2", "share": "one empty"},
+    {"world": 8, "schedule": "two_level:4", "share": "uneven", "loss": "clip"},
+)
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(("world", "schedule"), [(w, s) for w in WORLDS for s in schedules(w)])
@@ -128,6 +136,11 @@ SHAPES = {
 }
 
 
+@pytest.mark.quick(
+    {"schedule": "ring", "shape": "rows and columns apart"},
+    {"schedule": "two_level:2", "exclude": "ids"},
+    {"schedule": "gather", "shape": "no columns"},
+)
 @pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("schedule", ["ring", "two_level:2", "gather"])

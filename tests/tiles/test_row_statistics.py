@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import leaves, tile_size, unit
+from helpers import examples, leaves, tile_size, unit
 from megabatch import operators, reference, rowwise
 from megabatch.rowwise import APART, KEPT, SKIPPED, Ceiling, row_logsumexp
 from megabatch.tiles.in_memory import Tiles
@@ -38,7 +38,7 @@ def limits_between(products, generator):
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@settings(max_examples=12, deadline=None)
+@examples(12, quick=5)
 @given(
     N=st.integers(0, 150),
     M=st.integers(0, 150),

@@ -3,15 +3,18 @@
 Interpreted, they compute in float32 and float16; the interpreter has no bfloat16 products, which tests/gpu covers.
 """
 
+from functools import partial
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import megabatch as mb
-from helpers import aligned_pairs, dense_clip, dense_siglip, leaves, outcomes, unit
+from helpers import aligned_pairs, dense_clip, dense_siglip, examples, leaves, outcomes, unit
 from megabatch import reference
 from megabatch.tiles import plan
+from rounding import similarities_rounded_twice, truth_and_bounds
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -37,7 +40,7 @@ def close(actual, expected, exponent, what):
     assert error <= bound, f"{what}: {error} > {bound}"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, quick=5)
 @given(
     N=st.integers(0, 150),
     M=st.integers(0, 150),
@@ -76,7 +79,7 @@ def test_logsumexp_matches_reference(N, M, D, log_scale, spread, exclude_by, wit
         close(actual, expected, exponent, what)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15, quick=4)
 @given(
     N=st.integers(1, 150),
     D=st.sampled_from((1, 3, 40, 130)),
@@ -97,25 +100,32 @@ def test_losses_match_reference(N, D, log_scale, id_count, loss, seed):
         close(actual, expected, 10**log_scale, loss)
 
 
+@pytest.mark.quick(
+    {"loss": "clip", "dtype": torch.float32, "scale": 100.0},
+    {"loss": "siglip", "dtype": torch.float16, "scale": 14.0},
+)
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("noise", "scale"), [(1.0, 14.0), (2.0, 50.0), (0.5, 100.0), (3.0, 1000.0)])
-def test_error_is_at_most_twice_the_dense_one(loss, dtype, noise, scale):
+def test_error_is_at_most_twice_that_of_dense_or_of_similarities_rounded_twice(loss, dtype, noise, scale):
     numbers = [scale] if loss == "clip" else [scale, -10.0]
     mine, dense, truth = {
         "clip": (lambda *a: mb.clip_loss(*a, backend="triton"), dense_clip, reference.clip_loss),
         "siglip": (lambda *a: mb.siglip_loss(*a, backend="triton"), dense_siglip, reference.siglip_loss),
     }[loss]
-    squares = {mine: 0.0, dense: 0.0}
+    exact = partial(mb.clip_loss if loss == "clip" else mb.siglip_loss, backend="eager")
+    squares = {mine: 0.0, dense: 0.0, exact: 0.0}
     for seed in range(0, 16, 2):
         pair = aligned_pairs(100, 24, noise=noise, seed=seed)
         inputs = to_device(*pair, *map(torch.tensor, numbers), dtype=dtype)
-        wanted = outcomes(truth, leaves(*(t.double() for t in inputs)))
+        wide = leaves(*(t.double() for t in inputs))
+        wanted = outcomes(truth, wide)
         for function in squares:
-            errors = [(a - b).square().sum() for a, b in zip(outcomes(function, inputs), wanted, strict=True)]
-            squares[function] += torch.stack(errors)
-    found, bar = squares[mine].sqrt(), squares[dense].sqrt()
-    assert (found <= 2 * bar).all(), (found.tolist(), bar.tolist())
+            with similarities_rounded_twice():
+                found = outcomes(function, wide if function is exact else inputs)
+            squares[function] += torch.stack([(a - b).square().sum() for a, b in zip(found, wanted, strict=True)])
+    found, *bars = (squares[function].sqrt() for function in squares)
+    assert (found <= 2 * torch.maximum(*bars)).all(), (found, bars)
 
 
 def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
@@ -146,6 +156,7 @@ def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
             close(actual.detach(), expected.detach(), 160.0 if odd else 20.0, f"odd {odd}")
 
 
+@pytest.mark.quick({"factor": 1e6})
 @pytest.mark.parametrize("factor", [1e2, 1e4, 1e6, 1e18])
 @pytest.mark.parametrize("what", ["norm", "row bias", "column bias"])
 def test_one_outlier_does_not_cost_the_others_their_digits(factor, what):
@@ -176,17 +187,11 @@ def test_one_outlier_does_not_cost_the_others_their_digits(factor, what):
 @pytest.mark.parametrize(("N", "scale"), [(70, 1e8), (1, 1e9)])
 def test_exponents_beyond_all_reason(N, scale):
     inputs = to_device(unit(N, 8, seed=0), unit(N, 8, seed=1), torch.tensor(scale))
-    results = []
-    for function, arguments in (
-        (lambda *i: mb.pairwise_logsumexp(*i, backend="triton"), inputs),
-        (lambda *i: mb.pairwise_logsumexp(*i, backend="eager"), inputs),
-        (reference.pairwise_logsumexp, leaves(*(t.double() for t in inputs))),
-    ):
-        row, col = function(*arguments)
-        results.append(torch.autograd.grad(row.sum() + col.sum(), arguments))
-    for triton, eager, wanted in zip(*results, strict=True):
-        error, bar = ((found.double() - wanted).norm() for found in (triton, eager))
-        assert error <= 4 * bar + 1e-6 * wanted.norm()
+    row, col = mb.pairwise_logsumexp(*inputs, backend="triton")
+    found = torch.autograd.grad(row.sum() + col.sum(), inputs[:2])
+    x, y, _ = (t.detach() for t in inputs)
+    for gradient, (truth, bound) in zip(found, truth_and_bounds(x, y, scale), strict=True):
+        assert ((gradient.double() - truth).abs() <= bound).all()
 
 
 def test_a_constant_bias_shifts_and_nothing_else():
@@ -212,6 +217,7 @@ def test_what_is_not_finite_stays_where_it_belongs(where):
         torch.testing.assert_close(row.double(), wanted[0], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.quick({"bias": -20.0})
 @pytest.mark.parametrize("bias", [0.0, -10.0, -20.0, -60.0])
 def test_softplus_keeps_its_digits_when_it_is_small(bias):
     x, y = (unit(70, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
@@ -275,8 +281,10 @@ def test_strided_ids_and_offsets():
     torch.testing.assert_close(results[0], same)
 
 
-def test_bitwise_the_same_over_repeated_runs():
-    inputs = to_device(*aligned_pairs(200, 40, noise=1.0, seed=0), torch.tensor(30.0))
+@pytest.mark.quick({"N": 70})
+@pytest.mark.parametrize("N", [70, 200])
+def test_bitwise_the_same_over_repeated_runs(N):
+    inputs = to_device(*aligned_pairs(N, 40, noise=1.0, seed=0), torch.tensor(30.0))
 
     def run():
         loss = mb.clip_loss(*inputs, backend="triton") + mb.siglip_loss(*inputs, -5.0, backend="triton")

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("capability", "precision", "features"),
     [

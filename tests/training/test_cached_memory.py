@@ -39,6 +39,7 @@ def peaks(rows):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_peak_memory_does_not_grow_with_the_batch():
     small, large = (fresh_process(peaks, rows) for rows in (512, 4096))

@@ -10,7 +10,7 @@ from megabatch.commands import train
 from megabatch.evaluation import results
 from megabatch.training.observers import MetricsFile
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ def _after(wanted, tmp_path):
     return torch.rand(3)
 
 
+@pytest.mark.thorough
 def test_two_ranks_killed_and_continued_end_with_the_same_bits(pool, tmp_path):
     wanted = pool.run(runs.on_rank, 2, tmp_path / "whole", SETTINGS, {"dropout": 0.2})
     (_, first), (_, second) = runs.processes(tmp_path / "killed", SETTINGS, ranks=2, dropout=0.2, kill_at_read=90)
@@ -82,6 +83,7 @@ def test_sigterm_saves_first_and_says_how_to_continue(tmp_path):
     assert runs.same_bits(runs.weights(made), runs.weights(wanted)) == []
 
 
+@pytest.mark.thorough
 def test_a_signal_on_one_rank_stops_all(tmp_path):
     answers = runs.processes(tmp_path, {**SETTINGS, "checkpoint": {"every": 100}}, ranks=2, signal_at_read=60)
     assert [status for _, status in answers] == [3, 3]

@@ -77,6 +77,7 @@ def test_global_randomness_is_replayed_without_workers_and_leaves_no_trace():
     assert random.getstate() == before[1]
 
 
+@pytest.mark.thorough
 def test_processes_replay_global_randomness_too():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
         source = mb.ReplaySource(range(5), plain_numbers, seed=3, workers=executor)

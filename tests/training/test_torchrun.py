@@ -11,7 +11,7 @@ import torch
 import runs
 from megabatch import settings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 WORDS = [f"{first}{second}" for first in ("red", "blue", "green", "old", "new") for second in ("cat", "dog", "tree", "car")]
 # No dropout, so that it does not matter which rank draws what; learning rates that differ from step to step.
