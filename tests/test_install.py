@@ -60,7 +60,7 @@ LINES = [
     f"  downloading [{'#' * 8}{'.' * 22}] 2 of about 8 MB",
     f"  downloading [{'#' * 15}{'.' * 15}] 4 of about 8 MB",
     f"  downloading [{'#' * 22}{'.' * 8}] 6 of about 8 MB",
-    "  unpacking: 1 packages",
+    "  unpacking: 1 package",
     "  unpacking: 2 packages",
 ]
 
@@ -115,6 +115,13 @@ def test_files_that_vanish_are_not_counted(tool, tmp_path, monkeypatch):
         (tmp_path / "a" / name).write_bytes(bytes(1_000_000))
     monkeypatch.setattr(tool.os, "walk", lambda place: [(str(place), [], ["here", "gone", "never"])])
     (tmp_path / "a" / "gone").unlink()
+    assert tool.megabytes(tmp_path) == 1.0
+
+
+def test_a_folder_and_a_link_to_it_are_counted_once(tool, tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a").write_bytes(bytes(1_000_000))
+    (tmp_path / "lib64").symlink_to(tmp_path / "lib")
     assert tool.megabytes(tmp_path) == 1.0
 
 

@@ -72,7 +72,7 @@ def watch(process: "subprocess.Popen[bytes]", downloads: Path, packages: Path, e
 def progress(downloaded: float, expected: int, unpacked: int) -> str:
     """The line for this moment. pip downloads everything before it unpacks anything."""
     if unpacked > 0:
-        return f"  unpacking: {unpacked} packages"
+        return f"  unpacking: {unpacked} package{'s' if unpacked > 1 else ''}"
     if downloaded < 1:
         return "  choosing versions"
     width = 30
@@ -84,6 +84,8 @@ def megabytes(folder: Path, pattern: str = "*") -> float:
     """The size of the files in matching folders; files come and go while pip works."""
     total = 0
     for place in folder.glob(pattern):
+        if place.is_symlink():  # lib64 is lib
+            continue
         for parent, _, names in os.walk(place):
             for name in names:
                 try:
