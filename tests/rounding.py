@@ -1,15 +1,24 @@
 """What a backward pass may get wrong if it forms its similarities anew, in another order than forward did.
 
-Both passes round ⟨x_i, y_j⟩. Each is off by at most δ_ij = (D + 4)·u·scale·⟨|x_i|, |y_j|⟩, where u is half a unit in the last place
-of float32, and 4 covers the product with the scale and the subtraction of a shift. A logsumexp of row i is then off by at most
-Δ_i = max_j δ_ij, and a softmax weight w_ij = exp(s_ij − lse_i) by at most w_ij·(exp(δ_ij + Δ_i) − 1); and never by more than 1,
-because the true weight and the computed one are both between 0 and 1.
+Two yardsticks: a bound for every entry of a gradient, and the error of a computation in which nothing else is rounded.
+
+The bound: both passes round ⟨x_i, y_j⟩, and each is off by at most δ_ij = (D + 4)·u·scale·⟨|x_i|, |y_j|⟩. Here u is half a unit
+in the last place of float32, and 4 covers the product with the scale and the subtraction of a shift. The logsumexp of row i is
+then off by at most Δ_i = max_j δ_ij, and a softmax weight w_ij = exp(s_ij − lse_i) by at most w_ij·(exp(δ_ij + Δ_i) − 1). It is never
+off by more than 1, because the true weight and the computed one are both between 0 and 1.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
+from torch import Tensor
 
 from megabatch import operators
 from megabatch.operators.logsumexp import KEPT, logsumexp_backward
+from megabatch.tiles import eager
+from megabatch.tiles.in_memory import Tiles
 
 UNIT = torch.finfo(torch.float32).eps / 2
 
@@ -43,3 +52,25 @@ def truth_and_bounds(x, y, scale):
         bound = scale * (error_side + (g_side + error_side) * summing) @ others.abs()
         results.append((scale * g_side @ others, bound))
     return results
+
+
+@contextmanager
+def similarities_rounded_twice() -> Iterator[None]:
+    """Inside, a float64 loss of the eager backend is exact but for its products, which are float32 sums.
+
+    Forward leaves their order to the library, backward adds four terms at a time. The error of such a loss is what two
+    roundings cost by themselves. It can be far above that of a dense loss, whose softmax divides by a sum of the same
+    roundings: where one term makes up the sum, the dense weight is 1 whatever the rounding.
+    """
+    forward = _tiles(lambda x, y: x @ y.T)
+    backward = _tiles(lambda x, y: sum(a @ b.T for a, b in zip(x.split(4, 1), y.split(4, 1), strict=True)))
+    with mock.patch.multiple(eager, Tiles=forward, gradient_tiles=backward):
+        yield
+
+
+def _tiles(multiply: Callable[[Tensor, Tensor], Tensor]) -> type[Tiles]:
+    class RoundedTiles(Tiles):
+        def form_products(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.products(len(x), len(y)).copy_(multiply(x.float(), y.float()))
+
+    return RoundedTiles

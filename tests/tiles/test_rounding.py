@@ -1,4 +1,4 @@
-"""Forward and backward may round a similarity differently: another tile, another BLAS, another compiler. Nothing rests on it."""
+"""Gradients are right although forward and backward round a similarity differently: another tile, BLAS or compiler."""
 
 import pytest
 import torch
