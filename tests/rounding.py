@@ -4,8 +4,8 @@ Two yardsticks: a bound for every entry of a gradient, and the error of a comput
 
 The bound: both passes round ⟨x_i, y_j⟩, and each is off by at most δ_ij = (D + 4)·u·scale·⟨|x_i|, |y_j|⟩. Here u is half a unit
 in the last place of float32, and 4 covers the product with the scale and the subtraction of a shift. The logsumexp of row i is
-then off by at most Δ_i = max_j δ_ij, and a softmax weight w_ij = exp(s_ij − lse_i) by at most w_ij·(exp(δ_ij + Δ_i) − 1). It is never
-off by more than 1, because the true weight and the computed one are both between 0 and 1.
+then off by at most Δ_i = max_j δ_ij, and a softmax weight w_ij = exp(s_ij − lse_i) by at most w_ij·(exp(δ_ij + Δ_i) − 1). It is
+never off by more than 1, because the true weight and the computed one are both between 0 and 1.
 """
 
 from collections.abc import Callable, Iterator
