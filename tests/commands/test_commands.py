@@ -152,7 +152,7 @@ def test_search_by_image(place, tmp_path, capsys):
 
 
 def test_search_of_texts_among_texts(tmp_path, capsys):
-    torch.manual_seed(2)  # untrained towers that name some of the colours, and not all
+    torch.manual_seed(0)
     rows = [json.dumps({"anchor": f"word{i}", "positive": f"the meaning of number {i}"}) for i in range(5)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     towers.save(towers.load("small", ("text", "text"), **TINY), tmp_path / "run")
