@@ -124,7 +124,7 @@ class Family:
             except Exception as error:
                 result["status"] = failure(error)
             clear(self.device)
-        q, k = (t.detach() for t in case("info_nce", rows, self.width, self.device).leaves)
+        q, k = (t.detach() for t in case("info_nce_loss", rows, self.width, self.device).leaves)
         times = self.take_turns({**works, **bare_products(q, k)})
         bare = sum(count * times[part] for count, part in zip(made.products, ("S", "dX", "dY"), strict=True))
         for result in results:

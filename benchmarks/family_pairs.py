@@ -53,7 +53,7 @@ def views(q: Tensor, k: Tensor, given: Given, share: int = 1) -> Case:
         peers["pytorch-metric-learning"] = Peer(metric_learning, CUBIC)
     return Case(
         (q.detach()[:rows].requires_grad_(), k.detach()[:rows].requires_grad_()),
-        lambda a, b: mb.nt_xent(a, b, SCALE, backend=given.backend),
+        lambda a, b: mb.nt_xent_loss(a, b, SCALE, backend=given.backend),
         dense,
         tuple(count * (2 / share) ** 2 for count in SYMMETRIC),  # type: ignore[arg-type]
         peers,
@@ -85,7 +85,7 @@ def labelled(q: Tensor, k: Tensor, given: Given, form: str = "out") -> Case:
     backend = given.backend if form == "out" else "auto"
     peers = {"pytorch-metric-learning": Peer(build)} if form == "out" else {DENSE: formula(dense)}
     note = "the symmetric half" + ("" if form == "out" else "; positives in PyTorch operations")
-    return Case((z,), lambda z: mb.sup_con(z, labels, SCALE, form=form, backend=backend), dense, SYMMETRIC, peers, note)
+    return Case((z,), lambda z: mb.sup_con_loss(z, labels, SCALE, form=form, backend=backend), dense, SYMMETRIC, peers, note)
 
 
 def labelled_in(q: Tensor, k: Tensor, given: Given) -> Case:
@@ -178,7 +178,7 @@ def against_themselves(q: Tensor, k: Tensor, given: Given) -> Case:
         return others(z, z).logsumexp(1).mean()
 
     def ours(z: Tensor) -> Tensor:
-        return mb.pairwise_self_logsumexp(z, SCALE, backend=given.backend).mean()
+        return mb.pairwise_symmetric_logsumexp(z, SCALE, backend=given.backend).mean()
 
     peers = {"pairwise_logsumexp(z, z)": formula(whole), DENSE: formula(dense)}
     return Case((q,), ours, dense, SYMMETRIC, peers, "the symmetric half")

@@ -39,7 +39,7 @@ def one_direction(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce(q, k, scale=SCALE, backend=given.backend),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, backend=given.backend),
         lambda q, k: found(similarities(q, k)),
         TWO_SIDES,
         {"sentence-transformers": Peer(ranking()), "info-nce-pytorch": Peer(build)},
@@ -54,7 +54,7 @@ def both_directions(q: Tensor, k: Tensor, given: Given) -> Case:
     library = ranking(directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction")
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce(q, k, scale=SCALE, both=True, backend=given.backend),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, symmetric=True, backend=given.backend),
         dense,
         TWO_SIDES,
         {"sentence-transformers": Peer(library)},
@@ -64,7 +64,7 @@ def both_directions(q: Tensor, k: Tensor, given: Given) -> Case:
 def hard_negatives(q: Tensor, k: Tensor, given: Given) -> Case:
     return Case(
         (q, k, given.further().requires_grad_()),
-        lambda q, k, n: mb.info_nce(q, k, scale=SCALE, negatives=n[:, None], backend=given.backend),
+        lambda q, k, n: mb.info_nce_loss(q, k, scale=SCALE, negatives=n[:, None], backend=given.backend),
         lambda q, k, n: found(torch.cat((similarities(q, k), similarities(q, n)), 1)),
         (4, 2, 2),
         {"sentence-transformers": Peer(ranking())},
@@ -81,7 +81,7 @@ def memory_bank(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce(q, k, scale=SCALE, negatives=bank, backend=given.backend),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, negatives=bank, backend=given.backend),
         lambda q, k: found(torch.cat((similarities(q, k), similarities(q, bank)), 1)),
         (4, 2, 1),
         {"sentence-transformers": Peer(build)},
@@ -104,7 +104,7 @@ def moco(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce(q, k, scale=SCALE, negatives=bank, contrast=(), backend=given.backend),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, negatives=bank, contrast=(), backend=given.backend),
         dense,
         (2, 1, 0),
         {"info-nce-pytorch": Peer(build)},
@@ -119,7 +119,7 @@ def with_margin(q: Tensor, k: Tensor, given: Given) -> Case:
         likely = (s.detach() > limit).fill_diagonal_(False)
         return found((s * SCALE).masked_fill(likely, -torch.inf))
 
-    ours = lambda q, k: mb.info_nce(q, k, scale=SCALE, margin=MARGIN, backend=given.backend)  # noqa: E731
+    ours = lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, margin=MARGIN, backend=given.backend)  # noqa: E731
     return Case((q, k), ours, dense, TWO_SIDES)
 
 
@@ -146,7 +146,7 @@ def guided(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce(q, k, scale=SCALE, guide=(seen[0], seen[1]), margin=GUIDE_MARGIN, backend=given.backend),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, guide=(seen[0], seen[1]), margin=GUIDE_MARGIN, backend=given.backend),
         dense,
         (3, 1, 1),
         {"sentence-transformers": Peer(build, (16384, 4096, 2048, 1024)), DENSE: formula(dense)},
@@ -162,7 +162,7 @@ def gte(q: Tensor, k: Tensor, given: Given) -> Case:
 
     return Case(
         (q, k),
-        lambda q, k: mb.info_nce(q, k, scale=SCALE, contrast=GTE, backend=given.backend),
+        lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, contrast=GTE, backend=given.backend),
         dense,
         tuple(a + 2 * b for a, b in zip(TWO_SIDES, SYMMETRIC, strict=True)),  # type: ignore[arg-type]
         {"sentence-transformers": Peer(ranking(directions=GTE_OF_LIBRARY), means=lambda q, k: dense(q, k, twice=True))},
@@ -174,7 +174,7 @@ def decoupled(q: Tensor, k: Tensor, given: Given) -> Case:
     def dense(q: Tensor, k: Tensor) -> Tensor:
         return (others(q, k).logsumexp(1) - SCALE * wide((q * k).sum(1))).mean()
 
-    return Case((q, k), lambda q, k: mb.dcl(q, k, scale=SCALE, backend=given.backend), dense, TWO_SIDES)
+    return Case((q, k), lambda q, k: mb.dcl_loss(q, k, scale=SCALE, backend=given.backend), dense, TWO_SIDES)
 
 
 def reweighted(q: Tensor, k: Tensor, given: Given) -> Case:
@@ -187,6 +187,6 @@ def reweighted(q: Tensor, k: Tensor, given: Given) -> Case:
         return -(p.exp() / (p.exp() + negatives)).log().mean()
 
     def ours(q: Tensor, k: Tensor) -> Tensor:
-        return mb.hcl(q, k, scale=HCL_SCALE, beta=BETA, tau_plus=TAU_PLUS, backend=given.backend)
+        return mb.hcl_loss(q, k, scale=HCL_SCALE, beta=BETA, tau_plus=TAU_PLUS, backend=given.backend)
 
     return Case((q, k), ours, dense, TWO_SIDES, note="ours walks once for each of two exponents")

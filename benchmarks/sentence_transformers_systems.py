@@ -100,12 +100,12 @@ def plain(s: Setting) -> Tensor:
 
 
 def ours(s: Setting, budget: str | None = None) -> Tensor:
-    """`cached_backward` and `info_nce`."""
+    """`cached_backward` and `info_nce_loss`."""
     tower = Tower(s.model)
     backend = "triton" if s.device == "cuda" else "auto"
 
     def loss(query: Tensor, key: Tensor) -> Tensor:
-        return mb.info_nce(query, key, scale=SCALE, group=s.group, backend=backend)
+        return mb.info_nce_loss(query, key, scale=SCALE, group=s.group, backend=backend)
 
     with s.cast():
         return mb.cached_backward(loss, [(tower, column) for column in s.columns], chunk_size=s.chunk, budget=budget)

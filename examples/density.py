@@ -3,7 +3,7 @@
     python examples/density.py --points 20000
 
 Uniformity is log mean exp(−2‖z_i − z_j‖²) over all pairs i ≠ j. For vectors of unit length the exponent is 4⟨z_i, z_j⟩ − 4: the
-mean of `pairwise_self_logsumexp`, which forms each product once. A Gaussian kernel density is a sum over points of
+mean of `pairwise_symmetric_logsumexp`, which forms each product once. A Gaussian kernel density is a sum over points of
 exp(−‖q − z‖²/2h²), whose exponent is ⟨q, z⟩/h² plus a number for the row and one for the column: `pairwise_logsumexp`. Both are
 differentiable, so that uniformity can be trained for as it is measured here.
 """
@@ -20,7 +20,7 @@ import megabatch as mb
 
 def uniformity(z: Tensor, t: float = 2.0) -> Tensor:  # (N, D) of unit length → ()
     """log mean exp(−t‖z_i − z_j‖²) over all pairs of different points; the lower, the more uniform."""
-    row = mb.pairwise_self_logsumexp(z, 2 * t) - 2 * t
+    row = mb.pairwise_symmetric_logsumexp(z, 2 * t) - 2 * t
     return row.logsumexp(0) - math.log(len(z) * (len(z) - 1))
 
 

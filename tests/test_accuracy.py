@@ -124,5 +124,5 @@ def test_tf32_is_a_rounding_of_the_inputs_and_nothing_else(which):
 def test_sup_con_has_the_digits_of_float64(form, classes):
     """1e-12 is some thousand roundings of a loss near 1; a logarithm of counts in float32 would cost 1e-8."""
     z, labels = aligned_pairs(120, 16, noise=1.0, seed=classes)[0], torch.arange(120) % classes
-    found, wanted = (loss(z, labels, 10.0, form=form) for loss in (mb.sup_con, reference.sup_con))
+    found, wanted = (loss(z, labels, 10.0, form=form) for loss in (mb.sup_con_loss, reference.sup_con_loss))
     assert abs(found - wanted) < 1e-12

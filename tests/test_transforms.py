@@ -19,22 +19,26 @@ EVERY = ("query-key", "query-query", "key-query", "key-key")
 
 OPERATIONS = {
     "pairwise_logsumexp": lambda x, y, s: sum(side.square().sum() for side in mb.pairwise_logsumexp(x, y, s)),
-    "pairwise_self_logsumexp": lambda x, y, s: mb.pairwise_self_logsumexp(x + y, s).sum(),
+    "pairwise_symmetric_logsumexp": lambda x, y, s: mb.pairwise_symmetric_logsumexp(x + y, s).sum(),
     "pairwise_softplus": lambda x, y, s: mb.pairwise_softplus(x, y, s, s.neg()).sum(),
     "clip_loss": mb.clip_loss,
     "clip_loss, smoothed": lambda x, y, s: mb.clip_loss(x, y, s, label_smoothing=0.1),
     "clip_loss, ids": lambda x, y, s: mb.clip_loss(x, y, s, ids=IDS),
     "siglip_loss": lambda x, y, s: mb.siglip_loss(x, y, s, s.neg()),
-    "info_nce": lambda x, y, s: mb.info_nce(x, y, scale=s),
-    "info_nce, all contrasts": lambda x, y, s: mb.info_nce(x, y, scale=s, contrast=EVERY, both=True, log_q=LOG_Q),
-    "info_nce, hard": lambda x, y, s: mb.info_nce(x, y, scale=s, negatives=mb.Negatives(HARD, private=True), margin=0.1),
-    "info_nce, bank alone": lambda x, y, s: mb.info_nce(x, y, scale=s, negatives=HARD, contrast=()),
-    "dcl": lambda x, y, s: mb.dcl(x, y, scale=s),
-    "hcl": lambda x, y, s: mb.hcl(x, y, scale=s, both=True),
+    "info_nce_loss": lambda x, y, s: mb.info_nce_loss(x, y, scale=s),
+    "info_nce_loss, all contrasts": lambda x, y, s: mb.info_nce_loss(
+        x, y, scale=s, contrast=EVERY, symmetric=True, log_q=LOG_Q
+    ),
+    "info_nce_loss, hard": lambda x, y, s: mb.info_nce_loss(
+        x, y, scale=s, negatives=mb.Negatives(HARD, private=True), margin=0.1
+    ),
+    "info_nce_loss, bank alone": lambda x, y, s: mb.info_nce_loss(x, y, scale=s, negatives=HARD, contrast=()),
+    "dcl_loss": lambda x, y, s: mb.dcl_loss(x, y, scale=s),
+    "hcl_loss": lambda x, y, s: mb.hcl_loss(x, y, scale=s, symmetric=True),
     "soft_clip_loss": lambda x, y, s: mb.soft_clip_loss(x, y, s, *TEACHER, 3.0),
-    "nt_xent": mb.nt_xent,
-    "sup_con, out": lambda x, y, s: mb.sup_con(x + y, IDS, s),
-    "sup_con, in": lambda x, y, s: mb.sup_con(x + y, IDS, s, form="in"),
+    "nt_xent_loss": mb.nt_xent_loss,
+    "sup_con_loss, out": lambda x, y, s: mb.sup_con_loss(x + y, IDS, s),
+    "sup_con_loss, in": lambda x, y, s: mb.sup_con_loss(x + y, IDS, s, form="in"),
     "matryoshka_clip_loss": lambda x, y, s: mb.matryoshka_clip_loss(x, y, s, widths=(2, 6)),
 }
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
@@ -119,7 +123,7 @@ def test_inputs_without_a_tangent_may_stand_beside_one():
         assert torch.equal(forward_ad.unpack_dual(loss).tangent, mb.clip_loss(x, y, scale))
 
 
-@pytest.mark.parametrize("name", ["clip_loss, smoothed", "siglip_loss", "info_nce, hard"])
+@pytest.mark.parametrize("name", ["clip_loss, smoothed", "siglip_loss", "info_nce_loss, hard"])
 def test_transforms_compile_whole(name):
     x, y, scale = inputs()
     operation = OPERATIONS[name]

@@ -148,12 +148,12 @@ def test_whole_numbers_of_other_libraries_are_whole_numbers():
 def test_fractions_of_other_libraries_are_numbers():
     assert torch.equal(mb.clip_loss(X, X, 2.0, label_smoothing=np.float32(0.5)), mb.clip_loss(X, X, 2.0, label_smoothing=0.5))
     assert torch.equal(mb.clip_loss(X, X, 2.0, label_smoothing=np.int64(0)), mb.clip_loss(X, X, 2.0))
-    wanted = mb.hcl(X, X, scale=2.0, beta=1.0, tau_plus=0.25)
-    assert torch.equal(mb.hcl(X, X, scale=2.0, beta=np.int64(1), tau_plus=np.float32(0.25)), wanted)
+    wanted = mb.hcl_loss(X, X, scale=2.0, beta=1.0, tau_plus=0.25)
+    assert torch.equal(mb.hcl_loss(X, X, scale=2.0, beta=np.int64(1), tau_plus=np.float32(0.25)), wanted)
     with pytest.raises(ValueError, match="label_smoothing must be a number from 0 to 1, got True"):
         mb.clip_loss(X, X, 2.0, label_smoothing=True)
     with pytest.raises(ValueError, match=r"beta must be a number of at least 0, got tensor\(1\.\)"):
-        mb.hcl(X, X, scale=2.0, beta=torch.tensor(1.0))
+        mb.hcl_loss(X, X, scale=2.0, beta=torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("wrap", [lambda keys: keys, mb.Negatives, lambda keys: [mb.Negatives(X), mb.Negatives(keys)]])
@@ -162,24 +162,24 @@ def test_negatives_of_other_dimensions(wrap, shape):
     message = r"negatives(\[1\])? must have shape \(M, D\), or \(N, K, D\) for K of each query, got shape " + re.escape(
         f"{shape}"
     )
-    for loss in (mb.info_nce, mb.dcl):
+    for loss in (mb.info_nce_loss, mb.dcl_loss):
         with pytest.raises(ValueError, match=message):
             loss(X, X, scale=1.0, negatives=wrap(torch.zeros(shape)))
 
 
 def test_negatives_that_are_no_tensor():
     with pytest.raises(TypeError, match="negatives must be a tensor of embeddings, got list"):
-        mb.info_nce(X, X, scale=1.0, negatives=mb.Negatives([[1.0] * 4]))
+        mb.info_nce_loss(X, X, scale=1.0, negatives=mb.Negatives([[1.0] * 4]))
 
 
 def test_labels_and_ids_may_be_strided():
     ids = torch.stack((IDS % 3, IDS), dim=1)[:, 0]
     assert not ids.is_contiguous()
     for loss in (
-        lambda ids: mb.sup_con(X, ids),
-        lambda ids: mb.sup_con(X, ids, form="in"),
+        lambda ids: mb.sup_con_loss(X, ids),
+        lambda ids: mb.sup_con_loss(X, ids, form="in"),
         lambda ids: mb.clip_loss(X, X, 2.0, ids=ids),
-        lambda ids: mb.pairwise_self_logsumexp(X, exclude=ids).sum(),
+        lambda ids: mb.pairwise_symmetric_logsumexp(X, exclude=ids).sum(),
     ):
         assert torch.equal(loss(ids), loss(ids.contiguous()))
 
@@ -191,8 +191,8 @@ MARGINS = [torch.tensor(0.1, requires_grad=True), torch.full((6,), 0.1, requires
 @pytest.mark.parametrize("guide", [None, (X, X)], ids=["", "guide"])
 def test_a_margin_gets_no_gradient_and_says_so(margin, guide):
     with pytest.raises(ValueError, match=r"margin must not require a gradient, because it gets none; pass margin\.detach\(\)"):
-        mb.info_nce(X, X, scale=1.0, margin=margin, guide=guide)
-    mb.info_nce(X, X, scale=1.0, margin=margin.detach(), guide=guide)
+        mb.info_nce_loss(X, X, scale=1.0, margin=margin, guide=guide)
+    mb.info_nce_loss(X, X, scale=1.0, margin=margin.detach(), guide=guide)
 
 
 def test_a_teachers_scale_gets_no_gradient_and_says_so():
@@ -206,19 +206,21 @@ def test_a_teachers_scale_gets_no_gradient_and_says_so():
 
 META = {
     "pairwise_logsumexp": lambda x, y, ids: mb.pairwise_logsumexp(x, y, exclude=(ids, ids))[1],
-    "pairwise_self_logsumexp": lambda x, y, ids: mb.pairwise_self_logsumexp(x, exclude=ids),
+    "pairwise_symmetric_logsumexp": lambda x, y, ids: mb.pairwise_symmetric_logsumexp(x, exclude=ids),
     "pairwise_softplus": lambda x, y, ids: mb.pairwise_softplus(x, y),
     "clip_loss": lambda x, y, ids: mb.clip_loss(x, y, 1.0, ids=ids),
     "clip_loss, smoothed": lambda x, y, ids: mb.clip_loss(x, y, 1.0, label_smoothing=0.1),
     "siglip_loss": lambda x, y, ids: mb.siglip_loss(x, y, 1.0, 0.0, ids=ids),
-    "info_nce": lambda x, y, ids: mb.info_nce(x, y, scale=1.0, margin=0.1, negatives=mb.Negatives(x[:, None], private=True)),
-    "info_nce, owners": lambda x, y, ids: mb.info_nce(x, y, scale=1.0, negatives=mb.Negatives(x, owner=ids)),
-    "dcl": lambda x, y, ids: mb.dcl(x, y, scale=1.0),
-    "hcl": lambda x, y, ids: mb.hcl(x, y, scale=1.0),
+    "info_nce_loss": lambda x, y, ids: mb.info_nce_loss(
+        x, y, scale=1.0, margin=0.1, negatives=mb.Negatives(x[:, None], private=True)
+    ),
+    "info_nce_loss, owners": lambda x, y, ids: mb.info_nce_loss(x, y, scale=1.0, negatives=mb.Negatives(x, owner=ids)),
+    "dcl_loss": lambda x, y, ids: mb.dcl_loss(x, y, scale=1.0),
+    "hcl_loss": lambda x, y, ids: mb.hcl_loss(x, y, scale=1.0),
     "soft_clip_loss": lambda x, y, ids: mb.soft_clip_loss(x, y, 1.0, y, y, 1.0),
-    "nt_xent": lambda x, y, ids: mb.nt_xent(x, y),
-    "sup_con, out": lambda x, y, ids: mb.sup_con(x, ids),
-    "sup_con, in": lambda x, y, ids: mb.sup_con(x, ids, form="in"),
+    "nt_xent_loss": lambda x, y, ids: mb.nt_xent_loss(x, y),
+    "sup_con_loss, out": lambda x, y, ids: mb.sup_con_loss(x, ids),
+    "sup_con_loss, in": lambda x, y, ids: mb.sup_con_loss(x, ids, form="in"),
     "matryoshka_clip_loss": lambda x, y, ids: mb.matryoshka_clip_loss(x, y, 1.0, widths=(2, 4)),
 }
 

@@ -6,18 +6,19 @@ from megabatch.losses import (
     Negatives,
     SigLipLoss,
     clip_loss,
-    dcl,
-    hcl,
-    info_nce,
+    dcl_loss,
+    hcl_loss,
+    info_nce_loss,
     matryoshka_clip_loss,
-    nt_xent,
+    nt_xent_loss,
     siglip_loss,
     soft_clip_loss,
-    sup_con,
+    sup_con_loss,
 )
 from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
-from megabatch.pairwise_self import pairwise_self_logsumexp
-from megabatch.training import Encoded, HostSource, ReplaySource, Source, cached_backward
+from megabatch.pairwise_symmetric import pairwise_symmetric_logsumexp
+from megabatch.ring import RingError
+from megabatch.training import Encoded, HostSource, ReplayMismatchError, ReplaySource, Source, cached_backward
 
 __version__ = "0.1.0"
 
@@ -27,21 +28,23 @@ __all__ = [
     "Encoded",
     "HostSource",
     "Negatives",
+    "ReplayMismatchError",
     "ReplaySource",
+    "RingError",
     "SigLipLoss",
     "Source",
     "cached_backward",
     "clip_loss",
-    "dcl",
-    "hcl",
-    "info_nce",
+    "dcl_loss",
+    "hcl_loss",
+    "info_nce_loss",
     "matryoshka_clip_loss",
-    "nt_xent",
+    "nt_xent_loss",
     "pairwise_logsumexp",
     "pairwise_rank",
-    "pairwise_self_logsumexp",
     "pairwise_softplus",
+    "pairwise_symmetric_logsumexp",
     "siglip_loss",
     "soft_clip_loss",
-    "sup_con",
+    "sup_con_loss",
 ]

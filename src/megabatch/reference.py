@@ -91,14 +91,14 @@ def siglip_loss(
     return losses.sum() / len(logits)
 
 
-def nt_xent(z1: Tensor, z2: Tensor, scale: float | Tensor = 10.0) -> Tensor:
+def nt_xent_loss(z1: Tensor, z2: Tensor, scale: float | Tensor = 10.0) -> Tensor:
     """Cross-entropy of the other view of the same sample among all other views."""
     z = torch.cat((z1, z2))
     logits = similarities(z, z, scale, left_out=torch.eye(len(z), dtype=torch.bool, device=z.device))
     return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z1)))
 
 
-def sup_con(z: Tensor, labels: Tensor, scale: float | Tensor = 10.0, form: str = "out") -> Tensor:
+def sup_con_loss(z: Tensor, labels: Tensor, scale: float | Tensor = 10.0, form: str = "out") -> Tensor:
     """Mean over the rows that have a positive; 0 if none has."""
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     logits = similarities(z, z, scale, left_out=itself)

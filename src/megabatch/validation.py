@@ -125,7 +125,7 @@ def exclude(value: Any, x: Tensor, y: Tensor) -> None:
         _identifiers(part, name, like, side, expected="a tensor of integers")
 
 
-def exclude_from_self(value: Any, z: Tensor) -> None:
+def exclude_from_symmetric(value: Any, z: Tensor) -> None:
     """None, "diagonal", or ids, for rows against themselves."""
     if value is None or (isinstance(value, str) and value == "diagonal"):
         return

@@ -32,13 +32,18 @@ def test_products_of_losses():
     from family_cases import case
 
     counts = {
-        "info_nce": 4,
-        "info_nce, hard negatives": 8,
-        "info_nce, memory bank": 7,
-        "info_nce, GTE": 8,
-        "info_nce, guide": 5,
+        "info_nce_loss": 4,
+        "info_nce_loss, hard negatives": 8,
+        "info_nce_loss, memory bank": 7,
+        "info_nce_loss, GTE": 8,
+        "info_nce_loss, guide": 5,
     }
-    counts |= {"nt_xent, 2 × B/2 rows": 2, "nt_xent, 2 × B rows": 8, "sup_con, out": 2, "siglip, several positives": 3}
+    counts |= {
+        "nt_xent_loss, 2 × B/2 rows": 2,
+        "nt_xent_loss, 2 × B rows": 8,
+        "sup_con_loss, out": 2,
+        "siglip, several positives": 3,
+    }
     for name, count in counts.items():
         assert sum(case(name, 64, 24, "cpu").products) == count, name
 

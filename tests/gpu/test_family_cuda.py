@@ -1,4 +1,4 @@
-"""nt_xent, sup_con, a guide, soft_clip_loss and matryoshka_clip_loss on a CUDA device: errors in every type, and no waiting."""
+"""The family of losses on a CUDA device: errors in every dtype, and no synchronisation with the host."""
 
 from functools import cache, partial
 
@@ -47,17 +47,17 @@ def guided(x, y, scale):
 
 LOSSES = {
     "guide": (
-        lambda x, y, scale, **o: mb.info_nce(x, y, scale=scale, guide=guide(x), margin=MARGIN, **o),
+        lambda x, y, scale, **o: mb.info_nce_loss(x, y, scale=scale, guide=guide(x), margin=MARGIN, **o),
         guided,
     ),
-    "nt_xent": (mb.nt_xent, reference.nt_xent),
-    "sup_con out": (
-        lambda x, y, scale, **o: mb.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, **o),
-        lambda x, y, scale: reference.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale),
+    "nt_xent_loss": (mb.nt_xent_loss, reference.nt_xent_loss),
+    "sup_con_loss out": (
+        lambda x, y, scale, **o: mb.sup_con_loss(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, **o),
+        lambda x, y, scale: reference.sup_con_loss(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale),
     ),
-    "sup_con in": (
-        lambda x, y, scale, **o: mb.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, form="in", **o),
-        lambda x, y, scale: reference.sup_con(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, form="in"),
+    "sup_con_loss in": (
+        lambda x, y, scale, **o: mb.sup_con_loss(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, form="in", **o),
+        lambda x, y, scale: reference.sup_con_loss(torch.cat((x, y)), LABELS.repeat(2).to(x.device), scale, form="in"),
     ),
     "soft_clip_loss": (
         lambda x, y, scale, **o: mb.soft_clip_loss(x, y, scale, *teacher(x), 30.0, **o),
@@ -92,13 +92,15 @@ def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype, backend
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("loss", ["nt_xent", "sup_con out", "guide", "matryoshka"])
+@pytest.mark.parametrize("loss", ["nt_xent_loss", "sup_con_loss out", "guide", "matryoshka"])
 def test_the_host_never_waits(loss):
     given = inputs(1.0, 20.0, torch.bfloat16, 0)
     labels = LABELS.repeat(2).cuda()
 
     def step():
-        value = mb.sup_con(torch.cat(given[:2]), labels, given[2]) if loss == "sup_con out" else LOSSES[loss][0](*given)
+        value = (
+            mb.sup_con_loss(torch.cat(given[:2]), labels, given[2]) if loss == "sup_con_loss out" else LOSSES[loss][0](*given)
+        )
         value.backward()
 
     step()  # compiles

@@ -1,4 +1,4 @@
-"""dcl and hcl against dense float64 losses, one and two views, with ids, at their edges.
+"""dcl_loss and hcl_loss against dense float64 losses, one and two views, with ids, at their edges.
 
 No package that these are known from is among the test requirements; the dense losses follow the papers' formulas.
 """
@@ -9,7 +9,7 @@ import torch
 import megabatch as mb
 from helpers import aligned_pairs, assert_same_outcomes, leaves, tile_size, unit
 
-TWO_VIEWS = {"contrast": ("query-key", "query-query"), "both": True}
+TWO_VIEWS = {"contrast": ("query-key", "query-query"), "symmetric": True}
 
 
 def compared(query, key, scale, ids, *, two_views):
@@ -51,7 +51,7 @@ def test_dcl(two_views, ids):
     options = TWO_VIEWS if two_views else {}
     with tile_size(4, 5):
         assert_same_outcomes(
-            lambda q, k, s: mb.dcl(q, k, scale=s, ids=ids, **options),
+            lambda q, k, s: mb.dcl_loss(q, k, scale=s, ids=ids, **options),
             lambda q, k, s: dense_dcl(q, k, s, ids, two_views=two_views),
             data(),
             5.0,
@@ -65,7 +65,7 @@ def test_hcl(two_views, ids, beta, tau_plus):
     options = TWO_VIEWS if two_views else {}
     with tile_size(4, 5):
         assert_same_outcomes(
-            lambda q, k, s: mb.hcl(q, k, scale=s, beta=beta, tau_plus=tau_plus, ids=ids, **options),
+            lambda q, k, s: mb.hcl_loss(q, k, scale=s, beta=beta, tau_plus=tau_plus, ids=ids, **options),
             lambda q, k, s: dense_hcl(q, k, s, beta, tau_plus, ids, two_views=two_views),
             data(),
             5.0 * (1 + beta),
@@ -87,7 +87,7 @@ def test_all_sides_of_the_clamp_are_met():
     values, bound = freed(*inputs, 0.45)
     assert ((values > 0) & (values < bound)).any()
     assert_same_outcomes(
-        lambda q, k, s: mb.hcl(q, k, scale=s, beta=0.0, tau_plus=0.45),
+        lambda q, k, s: mb.hcl_loss(q, k, scale=s, beta=0.0, tau_plus=0.45),
         lambda q, k, s: dense_hcl(q, k, s, 0.0, 0.45),
         inputs,
         0.5,
@@ -96,11 +96,11 @@ def test_all_sides_of_the_clamp_are_met():
 
 def test_hcl_without_reweighting_is_info_nce():
     query, key, scale = data()
-    found = mb.hcl(query, key, scale=scale, beta=0.0, tau_plus=0.0)
-    torch.testing.assert_close(found, mb.info_nce(query, key, scale=scale), rtol=1e-13, atol=0)
+    found = mb.hcl_loss(query, key, scale=scale, beta=0.0, tau_plus=0.0)
+    torch.testing.assert_close(found, mb.info_nce_loss(query, key, scale=scale), rtol=1e-13, atol=0)
 
 
-@pytest.mark.parametrize("loss", [mb.dcl, mb.hcl])
+@pytest.mark.parametrize("loss", [mb.dcl_loss, mb.hcl_loss])
 def test_no_negatives_no_loss(loss):
     """One pair alone, and a batch of one id: finite values and gradients."""
     for N, ids in ((1, None), (6, torch.zeros(6, dtype=torch.int64))):
@@ -115,18 +115,18 @@ def test_no_negatives_no_loss(loss):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_always_finite(scale, dtype):
     query, key = (t.to(dtype).requires_grad_() for t in aligned_pairs(50, 8, noise=0.3, seed=0))
-    for value in (mb.dcl(query, key, scale=scale), mb.hcl(query, key, scale=scale)):
+    for value in (mb.dcl_loss(query, key, scale=scale), mb.hcl_loss(query, key, scale=scale)):
         assert value.isfinite()
         assert all(g.isfinite().all() for g in torch.autograd.grad(value, (query, key)))
-    assert mb.hcl(query, key, scale=scale) >= 0
+    assert mb.hcl_loss(query, key, scale=scale) >= 0
 
 
 def test_messages():
     query, key = unit(3, 2, seed=0), unit(3, 2, seed=1)
     with pytest.raises(ValueError, match="beta must be a number of at least 0, got -1"):
-        mb.hcl(query, key, scale=1.0, beta=-1)
+        mb.hcl_loss(query, key, scale=1.0, beta=-1)
     with pytest.raises(ValueError, match=r"tau_plus must be a number from 0 to below 1, got 1.0"):
-        mb.hcl(query, key, scale=1.0, tau_plus=1.0)
+        mb.hcl_loss(query, key, scale=1.0, tau_plus=1.0)
     for wrong in (float("inf"), float("nan"), "1"):
         with pytest.raises(ValueError, match=f"beta must be a number of at least 0, got {wrong!r}"):
-            mb.hcl(query, key, scale=1.0, beta=wrong)
+            mb.hcl_loss(query, key, scale=1.0, beta=wrong)

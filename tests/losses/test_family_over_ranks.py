@@ -12,8 +12,8 @@ COUNTS = {1: [[7]], 2: [[3, 4], [0, 5]], 3: [[2, 5, 3], [4, 0, 1]]}
 LIMIT = 1e-10
 
 
-def info_nce(given, **options):
-    return mb.info_nce(given["x"], given["y"], scale=given["scale"], **options)
+def info_nce_loss(given, **options):
+    return mb.info_nce_loss(given["x"], given["y"], scale=given["scale"], **options)
 
 
 def further(given, **known):
@@ -22,38 +22,38 @@ def further(given, **known):
 
 def with_guide(given, **options):
     hard = further(given, guide=given["seen_negatives"])
-    return info_nce(
-        given, contrast=ALL, both=True, negatives=hard, guide=(given["seen_x"], given["seen_y"]), margin=0.05, **options
+    return info_nce_loss(
+        given, contrast=ALL, symmetric=True, negatives=hard, guide=(given["seen_x"], given["seen_y"]), margin=0.05, **options
     )
 
 
 def with_owners(given, **options):
     """Every second pair has a hard negative, which is not given a place by its shape."""
     (rows,) = (given["place"] % 2 == 0).nonzero(as_tuple=True)
-    return info_nce(given, contrast=ALL, negatives=mb.Negatives(given["negatives"][rows, 0], owner=rows), **options)
+    return info_nce_loss(given, contrast=ALL, negatives=mb.Negatives(given["negatives"][rows, 0], owner=rows), **options)
 
 
 def with_bank(given, **options):
     bank = mb.Negatives(given["bank"], ids=given["bank_ids"])
-    return info_nce(given, negatives=[further(given, private=True), bank], ids=given["ids"], **options)
+    return info_nce_loss(given, negatives=[further(given, private=True), bank], ids=given["ids"], **options)
 
 
 LOSSES = {
-    "one direction": info_nce,
-    "both directions, logQ": lambda g, **o: info_nce(g, both=True, log_q=g["log_q"], **o),
-    "GTE with hard negatives": lambda g, **o: info_nce(g, contrast=ALL, both=True, negatives=further(g), **o),
-    "ids": lambda g, **o: info_nce(g, contrast=ALL, ids=g["ids"], **o),
-    "margin": lambda g, **o: info_nce(g, contrast=ALL, both=True, margin=0.1, negatives=further(g), **o),
+    "one direction": info_nce_loss,
+    "both directions, logQ": lambda g, **o: info_nce_loss(g, symmetric=True, log_q=g["log_q"], **o),
+    "GTE with hard negatives": lambda g, **o: info_nce_loss(g, contrast=ALL, symmetric=True, negatives=further(g), **o),
+    "ids": lambda g, **o: info_nce_loss(g, contrast=ALL, ids=g["ids"], **o),
+    "margin": lambda g, **o: info_nce_loss(g, contrast=ALL, symmetric=True, margin=0.1, negatives=further(g), **o),
     "guide": with_guide,
     "owners": with_owners,
-    "bank alone": lambda g, **o: info_nce(g, contrast=(), negatives=g["bank"], **o),
+    "bank alone": lambda g, **o: info_nce_loss(g, contrast=(), negatives=g["bank"], **o),
     "bank and private negatives": with_bank,
-    "smoothing": lambda g, **o: info_nce(g, both=True, negatives=g["bank"], label_smoothing=0.1, **o),
+    "smoothing": lambda g, **o: info_nce_loss(g, symmetric=True, negatives=g["bank"], label_smoothing=0.1, **o),
     "clip smoothing": lambda g, **o: mb.clip_loss(g["x"], g["y"], g["scale"], label_smoothing=0.1, **o),
-    "dcl": lambda g, **o: mb.dcl(g["x"], g["y"], scale=g["scale"], contrast=ALL, both=True, **o),
-    "hcl": lambda g, **o: mb.hcl(g["x"], g["y"], scale=g["scale"], **o),
-    "hcl, two views, ids": lambda g, **o: mb.hcl(
-        g["x"], g["y"], scale=g["scale"], contrast=("query-key", "query-query"), both=True, ids=g["ids"], **o
+    "dcl_loss": lambda g, **o: mb.dcl_loss(g["x"], g["y"], scale=g["scale"], contrast=ALL, symmetric=True, **o),
+    "hcl_loss": lambda g, **o: mb.hcl_loss(g["x"], g["y"], scale=g["scale"], **o),
+    "hcl_loss, two views, ids": lambda g, **o: mb.hcl_loss(
+        g["x"], g["y"], scale=g["scale"], contrast=("query-key", "query-query"), symmetric=True, ids=g["ids"], **o
     ),
     "soft clip": lambda g, **o: mb.soft_clip_loss(g["x"], g["y"], g["scale"], g["seen_x"], g["seen_y"], 12.0, **o),
     "several positives": lambda g, **o: mb.siglip_loss(
@@ -152,7 +152,7 @@ def test_kernels_of_ranks_together_are_one_process(pool, name):
 
 def margins_on_a_rank(group, rank):
     given = {key: value for key, value in batch(3).items() if key in ("x", "y", "scale")}
-    return info_nce(given, margin=0.1 if rank == 0 else None, group=group)
+    return info_nce_loss(given, margin=0.1 if rank == 0 else None, group=group)
 
 
 def test_ranks_that_disagree_all_say_so(pool):
@@ -167,7 +167,7 @@ def test_ranks_that_disagree_all_say_so(pool):
 def sent_forward(group, rank):
     x, y = aligned_pairs(8, 5, noise=1.0, seed=rank)
     with ring.using("ring"), ring.counted() as sent, torch.no_grad():
-        mb.info_nce(x, y, scale=3.0, group=group)
+        mb.info_nce_loss(x, y, scale=3.0, group=group)
     return sent.bytes
 
 

@@ -62,19 +62,25 @@ def of_both_views(loss, labels, **options):
 LOSSES = {
     "clip_loss": (mb.clip_loss, reference.clip_loss),
     "clip_loss, smoothed": (lambda x, y, s: mb.clip_loss(x, y, s, label_smoothing=0.1), dense_smoothed),
-    "info_nce": (lambda x, y, s: mb.info_nce(x, y, scale=s), dense_info_nce),
-    "info_nce, both": (lambda x, y, s: mb.info_nce(x, y, scale=s, both=True), reference.clip_loss),
-    "info_nce, margin": (lambda x, y, s: mb.info_nce(x, y, scale=s, margin=1e3), dense_info_nce),
-    "info_nce, bank alone": (
-        lambda x, y, s: mb.info_nce(x, y, scale=s, negatives=BANK.to(x.dtype), contrast=()),
+    "info_nce_loss": (lambda x, y, s: mb.info_nce_loss(x, y, scale=s), dense_info_nce),
+    "info_nce_loss, both": (lambda x, y, s: mb.info_nce_loss(x, y, scale=s, symmetric=True), reference.clip_loss),
+    "info_nce_loss, margin": (lambda x, y, s: mb.info_nce_loss(x, y, scale=s, margin=1e3), dense_info_nce),
+    "info_nce_loss, bank alone": (
+        lambda x, y, s: mb.info_nce_loss(x, y, scale=s, negatives=BANK.to(x.dtype), contrast=()),
         dense_bank,
     ),
-    "hcl": (lambda x, y, s: mb.hcl(x, y, scale=s), dense_hcl),
-    "nt_xent": (mb.nt_xent, reference.nt_xent),
-    "sup_con, out, sole": (of_both_views(mb.sup_con, LABELS), of_both_views(reference.sup_con, LABELS)),
-    "sup_con, out": (of_both_views(mb.sup_con, SHARED), of_both_views(reference.sup_con, SHARED)),
-    "sup_con, in, sole": (of_both_views(mb.sup_con, LABELS, form="in"), of_both_views(reference.sup_con, LABELS, form="in")),
-    "sup_con, in": (of_both_views(mb.sup_con, SHARED, form="in"), of_both_views(reference.sup_con, SHARED, form="in")),
+    "hcl_loss": (lambda x, y, s: mb.hcl_loss(x, y, scale=s), dense_hcl),
+    "nt_xent_loss": (mb.nt_xent_loss, reference.nt_xent_loss),
+    "sup_con_loss, out, sole": (of_both_views(mb.sup_con_loss, LABELS), of_both_views(reference.sup_con_loss, LABELS)),
+    "sup_con_loss, out": (of_both_views(mb.sup_con_loss, SHARED), of_both_views(reference.sup_con_loss, SHARED)),
+    "sup_con_loss, in, sole": (
+        of_both_views(mb.sup_con_loss, LABELS, form="in"),
+        of_both_views(reference.sup_con_loss, LABELS, form="in"),
+    ),
+    "sup_con_loss, in": (
+        of_both_views(mb.sup_con_loss, SHARED, form="in"),
+        of_both_views(reference.sup_con_loss, SHARED, form="in"),
+    ),
 }
 
 
@@ -106,7 +112,7 @@ def test_losses_without_a_softmax_over_the_match_are_as_dense_ones(sign):
     x, y, scale = one_pair_overflows(sign)
     s = scale * (x @ y.T)
     dense_dcl = (s.masked_fill(OWN, -math.inf).logsumexp(1) - s.diagonal()).mean()
-    assert torch.equal(mb.dcl(x, y, scale=scale), dense_dcl)  # ∓inf
+    assert torch.equal(mb.dcl_loss(x, y, scale=scale), dense_dcl)  # ∓inf
     torch.testing.assert_close(
         mb.siglip_loss(x, y, scale, -1.0), reference.siglip_loss(x, y, scale, -1.0)
     )  # a certain yes or no
@@ -133,10 +139,10 @@ def test_a_scale_beyond_the_range_at_several_widths():
     "loss",
     [
         lambda *inputs: mb.clip_loss(*inputs, backend="triton"),
-        lambda x, y, s: mb.info_nce(x, y, scale=s, backend="triton"),
-        lambda *inputs: mb.nt_xent(*inputs, backend="triton"),
+        lambda x, y, s: mb.info_nce_loss(x, y, scale=s, backend="triton"),
+        lambda *inputs: mb.nt_xent_loss(*inputs, backend="triton"),
     ],
-    ids=["clip_loss", "info_nce", "nt_xent"],
+    ids=["clip_loss", "info_nce_loss", "nt_xent_loss"],
 )
 def test_kernels_agree(loss):
     device = "cuda" if torch.cuda.is_available() else "cpu"

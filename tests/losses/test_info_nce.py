@@ -1,4 +1,4 @@
-"""info_nce in all its forms: against a dense float64 loss, written out column by column."""
+"""info_nce_loss in all its forms: against a dense float64 loss, written out column by column."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def dense(
     negatives=None,
     *,
     contrast=("query-key",),
-    both=False,
+    symmetric=False,
     ids=None,
     log_q=None,
     margin=None,
@@ -65,7 +65,7 @@ def dense(
             s = scale * key @ flat.T - (0.0 if negative_log_q is None else negative_log_q.flatten())
             logits.append(s.masked_fill(left_out(~others, seen["key"] @ flat_guide.T), -torch.inf))
     loss = F.cross_entropy(torch.cat(logits, 1), torch.zeros(N, dtype=torch.int64))
-    if not both:
+    if not symmetric:
         return loss
     exchanged = ["-".join({"query": "key", "key": "query"}[word] for word in name.split("-")) for name in contrast]
     backward = torch.cat([match, *one_direction(exchanged)], 1)
@@ -80,21 +80,21 @@ def data(N=23, D=8, K=3, noise=1.0, seed=0):
 
 FORMS = {
     "one direction": {},
-    "both directions": {"both": True},
+    "both directions": {"symmetric": True},
     "GTE": {"contrast": ALL},
-    "GTE, both directions": {"contrast": ALL, "both": True},
-    "two views": {"contrast": ("query-key", "query-query"), "both": True},
+    "GTE, both directions": {"contrast": ALL, "symmetric": True},
+    "two views": {"contrast": ("query-key", "query-query"), "symmetric": True},
     "keys of queries alone": {"contrast": ("key-query",)},
     "queries alone": {"contrast": ("query-query",)},
     "nothing but the pair": {"contrast": ()},
     "margin": {"margin": 0.1},
     "Qwen3": {"margin": 0.1, "contrast": ("query-key", "query-query", "key-key")},
-    "negative margin, both": {"margin": -0.2, "contrast": ALL, "both": True},
+    "negative margin, both": {"margin": -0.2, "contrast": ALL, "symmetric": True},
     "ids": {"ids": torch.arange(23) % 9},
-    "ids and GTE": {"ids": torch.arange(23) % 9, "contrast": ALL, "both": True},
+    "ids and GTE": {"ids": torch.arange(23) % 9, "contrast": ALL, "symmetric": True},
     "ids and a margin": {"ids": torch.arange(23) % 9, "margin": 0.05, "contrast": ALL},
     "logQ": {"log_q": torch.linspace(-6, -1, 23, dtype=torch.float64)},
-    "logQ, both": {"log_q": torch.linspace(-6, -1, 23, dtype=torch.float64), "both": True},
+    "logQ, both": {"log_q": torch.linspace(-6, -1, 23, dtype=torch.float64), "symmetric": True},
     "logQ and a margin": {"log_q": torch.linspace(-6, -1, 23, dtype=torch.float64), "margin": 0.0},
     "logQ and GTE": {"log_q": torch.linspace(-6, -1, 23, dtype=torch.float64), "contrast": ALL},
 }
@@ -107,7 +107,7 @@ def test_forms_in_the_batch(form, tile):
     options = FORMS[form]
     with tile_size(*tile):
         assert_same_outcomes(
-            lambda q, k, s: mb.info_nce(q, k, scale=s, **options),
+            lambda q, k, s: mb.info_nce_loss(q, k, scale=s, **options),
             lambda q, k, s: dense(q, k, s, **options),
             [query, key, scale],
         )
@@ -121,7 +121,9 @@ def test_forms_with_hard_negatives(form, private):
     ids = None if "ids" not in options or ("key-key" in options.get("contrast", ()) and not private) else negative_ids
     with tile_size(5, 4):
         assert_same_outcomes(
-            lambda q, k, s, n: mb.info_nce(q, k, scale=s, negatives=mb.Negatives(n, ids, log_q, private=private), **options),
+            lambda q, k, s, n: mb.info_nce_loss(
+                q, k, scale=s, negatives=mb.Negatives(n, ids, log_q, private=private), **options
+            ),
             lambda q, k, s, n: dense(q, k, s, n, private=private, negative_ids=ids, negative_log_q=log_q, **options),
             inputs,
         )
@@ -135,10 +137,10 @@ def test_a_guide_decides(contrast, private, dtype):
     guide = aligned_pairs(23, 5, noise=1.0, seed=3)
     of_negatives = unit(23, 3, 5, seed=4)
     seen = [part.to(dtype) for part in (*guide, of_negatives)]
-    options = {"contrast": contrast, "margin": 0.05, "both": True}
+    options = {"contrast": contrast, "margin": 0.05, "symmetric": True}
     with tile_size(5, 4):
         assert_same_outcomes(
-            lambda q, k, s, n: mb.info_nce(
+            lambda q, k, s, n: mb.info_nce_loss(
                 q, k, scale=s, negatives=mb.Negatives(n, guide=seen[2], private=private), guide=tuple(seen[:2]), **options
             ),
             lambda q, k, s, n: dense(q, k, s, n, private=private, guide=guide, negative_guide=of_negatives, **options),
@@ -159,11 +161,11 @@ def test_a_guide_decides_in_kernels(contrast, private, dtype):
     guide = [part.float() for part in aligned_pairs(23, 5, noise=1.0, seed=3)]
     of_negatives = unit(23, 3, 5, seed=4).float()
     seen = [part.to(dtype) for part in (*guide, of_negatives)]
-    options = {"contrast": contrast, "margin": 0.05, "both": True, "ids": torch.arange(23) % 11}
+    options = {"contrast": contrast, "margin": 0.05, "symmetric": True, "ids": torch.arange(23) % 11}
     query, key, scale, negatives = inputs
     further = mb.Negatives(negatives, guide=seen[2], private=private)
     with tile_size(8, 10):
-        found = mb.info_nce(query, key, scale=scale, negatives=further, guide=tuple(seen[:2]), backend="triton", **options)
+        found = mb.info_nce_loss(query, key, scale=scale, negatives=further, guide=tuple(seen[:2]), backend="triton", **options)
         gradients = torch.autograd.grad(found, inputs)
     wide = leaves(*(t.double() for t in inputs))
     wanted = dense(
@@ -194,7 +196,7 @@ def test_different_numbers_of_hard_negatives(private, contrast):
         return dense(q, k, s, rows, private=private, contrast=contrast, negative_log_q=nothing)
 
     assert_same_outcomes(
-        lambda q, k, s, n: mb.info_nce(
+        lambda q, k, s, n: mb.info_nce_loss(
             q, k, scale=s, negatives=mb.Negatives(n, owner=owner, private=private), contrast=contrast
         ),
         padded,
@@ -213,12 +215,12 @@ def test_a_memory_bank():
         return F.cross_entropy(logits.masked_fill(left_out, -torch.inf), torch.arange(23))
 
     def mine(q, k, s, n):
-        return mb.info_nce(q, k, scale=s, ids=ids, negatives=[mb.Negatives(n), mb.Negatives(bank, ids=bank_ids)])
+        return mb.info_nce_loss(q, k, scale=s, ids=ids, negatives=[mb.Negatives(n), mb.Negatives(bank, ids=bank_ids)])
 
     with tile_size(5, 4):
         assert_same_outcomes(mine, wanted, [query, key, scale, negatives])
     # Alone, as in MoCo: no other key of the batch is a negative.
-    moco = mb.info_nce(query, key, scale=scale, negatives=bank, contrast=())
+    moco = mb.info_nce_loss(query, key, scale=scale, negatives=bank, contrast=())
     logits = scale * torch.cat(((query * key).sum(1, keepdim=True), query @ bank.T), 1)
     torch.testing.assert_close(moco, F.cross_entropy(logits, torch.zeros(23, dtype=torch.int64)))
 
@@ -230,18 +232,18 @@ def test_a_memory_bank():
     K=st.integers(0, 3),
     tile=st.tuples(st.integers(1, 12), st.integers(1, 12)),
     contrast=st.lists(st.sampled_from(ALL), unique=True),
-    both=st.booleans(),
+    symmetric=st.booleans(),
     margin=st.sampled_from([None, -0.3, 0.0, 0.2]),
     log_scale=st.floats(-2, 3),
     seed=st.integers(0, 1000),
 )
-def test_any_shape(N, D, K, tile, contrast, both, margin, log_scale, seed):
+def test_any_shape(N, D, K, tile, contrast, symmetric, margin, log_scale, seed):
     query, key = leaves(*aligned_pairs(N, D, noise=1.0, seed=seed))
     scale, negatives = leaves(torch.tensor(10**log_scale, dtype=torch.float64), unit(N, K, D, seed=seed + 5))
-    options = {"contrast": tuple(contrast), "both": both, "margin": margin}
+    options = {"contrast": tuple(contrast), "symmetric": symmetric, "margin": margin}
     with tile_size(*tile):
         assert_same_outcomes(
-            lambda q, k, s, n: mb.info_nce(q, k, scale=s, negatives=n, **options),
+            lambda q, k, s, n: mb.info_nce_loss(q, k, scale=s, negatives=n, **options),
             lambda q, k, s, n: dense(q, k, s, n, **options),
             [query, key, scale, negatives],
             10**log_scale,
@@ -254,7 +256,7 @@ def test_a_key_that_occurs_twice_is_not_above_itself():
         key = unit(16, D, seed=0, dtype=torch.float32)
         key = torch.cat((key, key))
         query = unit(32, D, seed=2, dtype=torch.float32)
-        found = mb.info_nce(query, key, scale=SCALE, margin=0.0)
+        found = mb.info_nce_loss(query, key, scale=SCALE, margin=0.0)
         wide = [t.double() for t in (query, key)]
         products = wide[0] @ wide[1].T
         twice = torch.arange(32)[:, None] % 16 == torch.arange(32) % 16
@@ -269,7 +271,7 @@ def test_a_key_that_occurs_twice_is_not_above_itself():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_never_negative_and_always_finite(scale, dtype):
     query, key, _, negatives = (t.detach().to(dtype).requires_grad_() for t in data(N=65, noise=0.05))
-    value = mb.info_nce(query, key, scale=scale, negatives=negatives, contrast=ALL, both=True, margin=0.1)
+    value = mb.info_nce_loss(query, key, scale=scale, negatives=negatives, contrast=ALL, symmetric=True, margin=0.1)
     assert value >= 0
     for gradient in torch.autograd.grad(value, (query, key, negatives)):
         assert gradient.isfinite().all()
@@ -281,7 +283,7 @@ def test_messages():
 
     def fails(kind, match, **options):
         with pytest.raises(kind, match=match):
-            mb.info_nce(query, key, **{"scale": 1.0, **options})
+            mb.info_nce_loss(query, key, **{"scale": 1.0, **options})
 
     fails(ValueError, "contrast must be a sequence", contrast=("query-doc",))
     fails(ValueError, "contrast must be a sequence", contrast="query-key")
@@ -316,4 +318,4 @@ def test_messages():
     fails(ValueError, "margin must be None with label smoothing", label_smoothing=0.1, margin=0.1)
     fails(ValueError, "contrast must be", label_smoothing=0.1, contrast=ALL)
     with pytest.raises(ValueError, match="query must have at least one row"):
-        mb.info_nce(query[:0], key[:0], scale=1.0)
+        mb.info_nce_loss(query[:0], key[:0], scale=1.0)

@@ -1,4 +1,4 @@
-"""info_nce against the libraries whose losses it covers: values and gradients, and where these mean something else."""
+"""info_nce_loss against the libraries whose losses it covers: values and gradients, and where these mean something else."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def test_info_nce_pytorch():
     theirs = pytest.importorskip("info_nce").info_nce
     query, key, negatives = data()
     unpaired = unit(31, 8, seed=3).requires_grad_()
-    agree_with_library(lambda q, k: mb.info_nce(q, k, scale=10.0), theirs, [query, key])
+    agree_with_library(lambda q, k: mb.info_nce_loss(q, k, scale=10.0), theirs, [query, key])
     agree_with_library(
-        lambda q, k, n: mb.info_nce(q, k, scale=10.0, negatives=n, contrast=()),
+        lambda q, k, n: mb.info_nce_loss(q, k, scale=10.0, negatives=n, contrast=()),
         lambda q, k, n: theirs(q, k, n),
         [query, key, unpaired],
     )
     agree_with_library(
-        lambda q, k, n: mb.info_nce(q, k, scale=10.0, negatives=mb.Negatives(n, private=True), contrast=()),
+        lambda q, k, n: mb.info_nce_loss(q, k, scale=10.0, negatives=mb.Negatives(n, private=True), contrast=()),
         lambda q, k, n: theirs(q, k, n, negative_mode="paired"),
         [query, key, negatives],
     )
@@ -67,7 +67,7 @@ def test_multiple_negatives_ranking_loss(sentence_losses, contrast, hard):
         return loss + 0.0 * n.sum()
 
     def mine(q, k, n):
-        found = mb.info_nce(q, k, scale=SCALE, contrast=contrast, negatives=n if hard else None)
+        found = mb.info_nce_loss(q, k, scale=SCALE, contrast=contrast, negatives=n if hard else None)
         return found + 0.0 * n.sum()
 
     inputs = [query, key, negatives]
@@ -79,7 +79,7 @@ def test_multiple_negatives_ranking_loss(sentence_losses, contrast, hard):
     def once_more(q, k, n):
         """The pair again, as one more private negative, is what the library computes."""
         further = [mb.Negatives(k[:, None], private=True), *([mb.Negatives(n)] if hard else [])]
-        return mb.info_nce(q, k, scale=SCALE, contrast=contrast, negatives=further) + 0.0 * n.sum()
+        return mb.info_nce_loss(q, k, scale=SCALE, contrast=contrast, negatives=further) + 0.0 * n.sum()
 
     agree_with_library(once_more, of_library, inputs)
 
@@ -91,7 +91,7 @@ def test_both_directions_of_sentence_transformers(sentence_losses, hard):
         None, scale=SCALE, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"
     )
     agree_with_library(
-        lambda q, k, n: mb.info_nce(q, k, scale=SCALE, both=True, negatives=n if hard else None) + 0.0 * n.sum(),
+        lambda q, k, n: mb.info_nce_loss(q, k, scale=SCALE, symmetric=True, negatives=n if hard else None) + 0.0 * n.sum(),
         lambda q, k, n: theirs.compute_loss_from_embeddings([q, k, *(n.unbind(1) if hard else ())], None) + 0.0 * n.sum(),
         [query, key, negatives],
     )
@@ -136,7 +136,7 @@ def test_gist_embed_loss(sentence_losses, hard, strategy, margin):
     def mine(q, k, n):
         # Without owners: the library does not compare keys with hard negatives.
         further = mb.Negatives(n[:, 0], guide=of_negatives) if hard else None
-        loss = mb.info_nce(q, k, scale=SCALE, contrast=contrast, negatives=further, guide=guide, margin=mine_margin)
+        loss = mb.info_nce_loss(q, k, scale=SCALE, contrast=contrast, negatives=further, guide=guide, margin=mine_margin)
         return loss + 0.0 * n.sum()
 
     agree_with_library(mine, of_library, [query, key, negatives])
@@ -147,7 +147,7 @@ def test_gist_takes_a_query_for_its_own_negative(sentence_losses):
     query, key, *_ = data()
     seen = unit(23, 5, seed=3)
     theirs = gist(sentence_losses, [query, key], [seen, seen])
-    mine = mb.info_nce(query, key, scale=SCALE, contrast=("query-key", "query-query", "key-key"), guide=(seen, seen))
+    mine = mb.info_nce_loss(query, key, scale=SCALE, contrast=("query-key", "query-query", "key-key"), guide=(seen, seen))
     assert theirs > mine + 1
 
 
@@ -163,4 +163,4 @@ def test_cross_batch_memory():
         reference_labels = torch.cat((labels, torch.full((40,), -1)))
         return theirs(q, labels, ref_emb=torch.cat((k, bank)), ref_labels=reference_labels)
 
-    agree_with_library(lambda q, k: mb.info_nce(q, k, scale=SCALE, negatives=bank), of_library, [query, key])
+    agree_with_library(lambda q, k: mb.info_nce_loss(q, k, scale=SCALE, negatives=bank), of_library, [query, key])

@@ -65,10 +65,10 @@ def test_one_direction_is_info_nce_at_each_width():
     inputs, widths, weights = leaves(x, y, number(20.0)), [16, 3], [1.0, 0.5]
 
     def one_by_one(x, y, scale):
-        parts = [mb.info_nce(F.normalize(x[:, :d], dim=1), F.normalize(y[:, :d], dim=1), scale=scale) for d in widths]
+        parts = [mb.info_nce_loss(F.normalize(x[:, :d], dim=1), F.normalize(y[:, :d], dim=1), scale=scale) for d in widths]
         return weights[0] * parts[0] + weights[1] * parts[1]
 
-    found = outcomes(lambda *a: mb.matryoshka_clip_loss(*a, widths=widths, weights=weights, both=False), inputs)
+    found = outcomes(lambda *a: mb.matryoshka_clip_loss(*a, widths=widths, weights=weights, symmetric=False), inputs)
     for actual, expected in zip(found, outcomes(one_by_one, inputs), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 

@@ -81,7 +81,7 @@ def test_value_and_gradients(N, widths, scale, id_count):
 
 def test_one_direction():
     inputs, widths, weights = given(90, 36, 15.0), [33, 7], [1.0, 0.5]
-    found = outcomes(lambda *a: on_kernels(*a, widths=widths, weights=weights, both=False), inputs)
+    found = outcomes(lambda *a: on_kernels(*a, widths=widths, weights=weights, symmetric=False), inputs)
     wanted = outcomes(lambda *a: one_direction(*a, widths, weights), leaves(*(t.double() for t in inputs)))
     assert_close(found, wanted, 15.0 * 10)
 
@@ -198,10 +198,10 @@ def test_a_frozen_side(frozen):
     torch.testing.assert_close(inputs[2].grad, wanted[2])
 
 
-@pytest.mark.parametrize("both", [True, False])
-def test_compiles_as_one_graph(both):
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compiles_as_one_graph(symmetric):
     def loss(x, y, scale):
-        return on_kernels(x, y, scale, widths=[3, 8], both=both)
+        return on_kernels(x, y, scale, widths=[3, 8], symmetric=symmetric)
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(outcomes(compiled, given(20, 8, 5.0)), outcomes(loss, given(20, 8, 5.0)))
@@ -226,11 +226,11 @@ def shared(counts):
     ]
 
 
-def on_a_rank(group, rank, schedule, counts, both):
+def on_a_rank(group, rank, schedule, counts, symmetric):
     x, y, scale, ids = shared(counts)
     x, y, ids = (t.split(counts)[rank] for t in (x, y, ids))
-    options = {"widths": [2, 5, 9], "weights": [1.0, 2.0, 0.5], "both": both}
-    if both:
+    options = {"widths": [2, 5, 9], "weights": [1.0, 2.0, 0.5], "symmetric": symmetric}
+    if symmetric:
         options["ids"] = ids
     with ring.using(schedule):
         return outcomes(lambda *a: on_kernels(*a, **options, group=group), leaves(x, y, scale))
@@ -238,16 +238,16 @@ def on_a_rank(group, rank, schedule, counts, both):
 
 @pytest.mark.quick({"world": 3, "schedule": "ring"})
 @pytest.mark.parametrize(
-    ("world", "schedule", "both"),
+    ("world", "schedule", "symmetric"),
     [(1, "ring", True), (2, "ring", True), (3, "ring", True), (3, "gather", True), (3, "ring", False)],
 )
-def test_ranks_equal_one_process(pool, world, schedule, both):
+def test_ranks_equal_one_process(pool, world, schedule, symmetric):
     counts = {1: [11], 2: [3, 8], 3: [5, 0, 6]}[world]
-    values, dx, dy, dscale = zip(*pool.run(on_a_rank, world, schedule, counts, both), strict=True)
+    values, dx, dy, dscale = zip(*pool.run(on_a_rank, world, schedule, counts, symmetric), strict=True)
     found = [sum(values) / world, torch.cat(dx) / world, torch.cat(dy) / world, sum(dscale) / world]
     *inputs, ids = shared(counts)
     wide, given_widths = leaves(*(t.double() for t in inputs)), ([2, 5, 9], [1.0, 2.0, 0.5])
-    if both:
+    if symmetric:
         wanted = outcomes(lambda *a: reference.matryoshka_clip_loss(*a, *given_widths, ids), wide)
     else:
         wanted = outcomes(lambda *a: one_direction(*a, *given_widths), wide)

@@ -1,4 +1,4 @@
-"""Losses of pairs (info_nce, dcl, distillation …) inside PyTorch: errors, kernels, compile, autocast, memory, refusals."""
+"""Losses of pairs inside PyTorch: errors, kernels, compile, autocast, memory, refusals."""
 
 import sys
 
@@ -54,8 +54,11 @@ def several(image, text, scale, backend="auto"):
 
 
 LOSSES = {
-    "info_nce": (lambda q, k, s, **o: mb.info_nce(q, k, scale=s, contrast=TWO_VIEWS, margin=MARGIN, **o), dense_info_nce),
-    "dcl": (lambda q, k, s, **o: mb.dcl(q, k, scale=s, **o), dense_dcl),
+    "info_nce_loss": (
+        lambda q, k, s, **o: mb.info_nce_loss(q, k, scale=s, contrast=TWO_VIEWS, margin=MARGIN, **o),
+        dense_info_nce,
+    ),
+    "dcl_loss": (lambda q, k, s, **o: mb.dcl_loss(q, k, scale=s, **o), dense_dcl),
     "soft": (lambda q, k, s, **o: mb.soft_clip_loss(q, k, s, k.detach(), q.detach(), s.detach(), **o), dense_soft),
     "several positives": (several, dense_several),
     "smoothing": (lambda q, k, s, **o: mb.clip_loss(q, k, s, label_smoothing=0.1, **o), dense_smoothing),
@@ -91,9 +94,9 @@ def test_error_is_at_most_twice_the_dense_one(loss, dtype, noise, scale):
     check_errors(loss, dtype, noise, scale, rows=96, seeds=16, backend="eager")
 
 
-@pytest.mark.quick({"loss": "info_nce", "dtype": torch.float32}, {"loss": "several positives", "dtype": torch.float16})
+@pytest.mark.quick({"loss": "info_nce_loss", "dtype": torch.float32}, {"loss": "several positives", "dtype": torch.float16})
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf, which is meant
-@pytest.mark.parametrize("loss", ["info_nce", "several positives"])
+@pytest.mark.parametrize("loss", ["info_nce_loss", "several positives"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_so_are_those_of_kernels(loss, dtype):
     pytest.importorskip("triton")
@@ -102,13 +105,20 @@ def test_so_are_those_of_kernels(loss, dtype):
 
 def everything(query, key, scale, negatives, ids, log_q):
     further = mb.Negatives(negatives, private=True)
-    total = mb.info_nce(query, key, scale=scale, negatives=further, contrast=TWO_VIEWS, both=True, log_q=log_q)
-    total = total + mb.info_nce(query, key, scale=scale, negatives=negatives, margin=0.1, ids=ids)
-    total = total + mb.info_nce(query, key, scale=scale, negatives=negatives[:, 0], label_smoothing=0.1)
+    total = mb.info_nce_loss(query, key, scale=scale, negatives=further, contrast=TWO_VIEWS, symmetric=True, log_q=log_q)
+    total = total + mb.info_nce_loss(query, key, scale=scale, negatives=negatives, margin=0.1, ids=ids)
+    total = total + mb.info_nce_loss(query, key, scale=scale, negatives=negatives[:, 0], label_smoothing=0.1)
     seen = negatives.detach()
     hard = mb.Negatives(negatives, guide=seen)
-    total = total + mb.info_nce(query, key, scale=scale, negatives=hard, guide=(seen[:, 0], seen[:, 1]), contrast=("key-key",))
-    total = total + mb.dcl(query, key, scale=scale) + mb.hcl(query, key, scale=scale) + mb.hcl(query, key, scale=scale, ids=ids)
+    total = total + mb.info_nce_loss(
+        query, key, scale=scale, negatives=hard, guide=(seen[:, 0], seen[:, 1]), contrast=("key-key",)
+    )
+    total = (
+        total
+        + mb.dcl_loss(query, key, scale=scale)
+        + mb.hcl_loss(query, key, scale=scale)
+        + mb.hcl_loss(query, key, scale=scale, ids=ids)
+    )
     total = total + mb.soft_clip_loss(query, key, scale, key.detach(), query.detach(), 3.0)
     return total + mb.siglip_loss(query, key, scale, 0.0, ids=ids, ids_are_positives=True)
 
@@ -148,7 +158,7 @@ def test_no_grad():
     torch.testing.assert_close(found, everything(*arguments).detach(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("loss", ["info_nce", "soft"])
+@pytest.mark.parametrize("loss", ["info_nce_loss", "soft"])
 def test_differentiating_twice_is_refused_clearly(loss):
     query, key, scale, *_ = inputs()
     (gradient,) = torch.autograd.grad(LOSSES[loss][0](query, key, scale), query, create_graph=True)
@@ -161,8 +171,8 @@ def test_what_is_saved_for_backward_grows_with_the_rows_alone():
         query, key, scale, *_ = inputs(N)
         guide = query.detach().clone(), key.detach().clone()
         for loss in (
-            lambda q, k, s: mb.info_nce(q, k, scale=s, contrast=TWO_VIEWS, guide=guide),  # noqa: B023
-            lambda q, k, s: mb.hcl(q, k, scale=s),
+            lambda q, k, s: mb.info_nce_loss(q, k, scale=s, contrast=TWO_VIEWS, guide=guide),  # noqa: B023
+            lambda q, k, s: mb.hcl_loss(q, k, scale=s),
             lambda q, k, s: mb.soft_clip_loss(q, k, s, *guide, 3.0),  # noqa: B023
         ):
             storages = {}
@@ -186,8 +196,8 @@ def peaks(sizes: tuple[int, ...], D: int) -> dict[str, list[int]]:
         return [F.normalize(torch.randn(count, D, generator=generator), dim=-1).requires_grad_() for _ in range(2)]
 
     losses = {
-        "guide": lambda q, k: mb.info_nce(q, k, scale=20.0, guide=(q.detach(), k.detach()), margin=0.1),
-        "hcl": lambda q, k: mb.hcl(q, k, scale=5.0),
+        "guide": lambda q, k: mb.info_nce_loss(q, k, scale=20.0, guide=(q.detach(), k.detach()), margin=0.1),
+        "hcl_loss": lambda q, k: mb.hcl_loss(q, k, scale=5.0),
         "soft": lambda q, k: mb.soft_clip_loss(q, k, 20.0, q.detach(), k.detach(), 20.0),
         "smoothing": lambda q, k: mb.clip_loss(q, k, 20.0, label_smoothing=0.1),
     }

@@ -80,9 +80,9 @@ def test_smoothing_of_clip(smoothing):
         assert_same_outcomes(lambda *a: mb.clip_loss(*a, label_smoothing=smoothing), dense, inputs)
 
 
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("with_log_q", [False, True])
-def test_smoothing_of_info_nce(both, with_log_q):
+def test_smoothing_of_info_nce(symmetric, with_log_q):
     """Over keys and further negatives alike; keys look for queries, of which there are no further ones."""
     log_q = torch.linspace(-4, 0, 23, dtype=torch.float64) if with_log_q else None
 
@@ -90,13 +90,15 @@ def test_smoothing_of_info_nce(both, with_log_q):
         corrected = scale * query @ key.T - (0.0 if log_q is None else log_q)
         logits, labels = torch.cat((corrected, scale * query @ negatives.T), 1), torch.arange(len(query))
         forward = F.cross_entropy(logits, labels, label_smoothing=0.1)
-        if not both:
+        if not symmetric:
             return forward
         return (forward + F.cross_entropy(scale * key @ query.T, labels, label_smoothing=0.1)) / 2
 
     inputs = [*leaves(*aligned_pairs(23, 6, noise=1.0, seed=0)), *numbers(20.0), unit(31, 6, seed=3).requires_grad_()]
     assert_same_outcomes(
-        lambda q, k, s, n: mb.info_nce(q, k, scale=s, negatives=n, label_smoothing=0.1, both=both, log_q=log_q), dense, inputs
+        lambda q, k, s, n: mb.info_nce_loss(q, k, scale=s, negatives=n, label_smoothing=0.1, symmetric=symmetric, log_q=log_q),
+        dense,
+        inputs,
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows against themselves: the operation, nt_xent and sup_con, against the reference and the libraries they are known from."""
+"""Symmetric similarities: the operation, nt_xent_loss and sup_con_loss, against the reference and other libraries."""
 
 from functools import partial
 from unittest import mock
@@ -30,13 +30,13 @@ def some_labels(N, kinds, seed):
     exclude=st.sampled_from([None, "diagonal", "ids"]),
     seed=st.integers(0, 1000),
 )
-def test_self_logsumexp(N, D, tile, log_scale, exclude, seed):
+def test_symmetric_logsumexp(N, D, tile, log_scale, exclude, seed):
     inputs = leaves(unit(N, D, seed=seed), torch.tensor(10**log_scale, dtype=torch.float64))
     ids = some_labels(N, 4, seed)
     left_out = {None: None, "diagonal": torch.eye(N, dtype=torch.bool), "ids": ids[:, None] == ids}[exclude]
     weight = torch.randn(N, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     with tile_size(*tile):
-        found = mb.pairwise_self_logsumexp(*inputs, exclude=ids if exclude == "ids" else exclude)
+        found = mb.pairwise_symmetric_logsumexp(*inputs, exclude=ids if exclude == "ids" else exclude)
         found_gradients = gradients([found], [weight], inputs)
     wanted = reference.pairwise_logsumexp(inputs[0], inputs[0], inputs[1], left_out=left_out)[0]
     wanted_gradients = gradients([wanted], [weight], inputs)
@@ -45,14 +45,14 @@ def test_self_logsumexp(N, D, tile, log_scale, exclude, seed):
 
 
 LOSSES = {
-    "nt_xent": (
-        lambda z, labels, scale, **o: mb.nt_xent(*z.chunk(2), scale, **o),
-        lambda z, labels, scale: reference.nt_xent(*z.chunk(2), scale),
+    "nt_xent_loss": (
+        lambda z, labels, scale, **o: mb.nt_xent_loss(*z.chunk(2), scale, **o),
+        lambda z, labels, scale: reference.nt_xent_loss(*z.chunk(2), scale),
     ),
-    "sup_con out": (mb.sup_con, reference.sup_con),
-    "sup_con in": (
-        lambda *a, **o: mb.sup_con(*a, form="in", **o),
-        lambda *a: reference.sup_con(*a, form="in"),
+    "sup_con_loss out": (mb.sup_con_loss, reference.sup_con_loss),
+    "sup_con_loss in": (
+        lambda *a, **o: mb.sup_con_loss(*a, form="in", **o),
+        lambda *a: reference.sup_con_loss(*a, form="in"),
     ),
 }
 
@@ -134,14 +134,14 @@ def test_error_is_at_most_twice_the_dense_one(loss, regime, dtype):
     assert (found <= 2 * bar).all(), (found, bar)
 
 
-@pytest.mark.quick({"loss": "nt_xent"})
+@pytest.mark.quick({"loss": "nt_xent_loss"})
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf and NaN, which are meant
-@pytest.mark.parametrize("loss", ["nt_xent", "sup_con out"])
+@pytest.mark.parametrize("loss", ["nt_xent_loss", "sup_con_loss out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no bfloat16 products
 def test_error_of_kernels(loss, dtype):
     with mock.patch.object(plan, "SYMMETRIC_SQUARE", 256), similarities_rounded_twice():
         # The scale's gradient is one number: of fewer seeds its error may be next to nothing by chance.
-        seeds = 2 if loss == "nt_xent" else 8
+        seeds = 2 if loss == "nt_xent_loss" else 8
         found, *bars = errors(loss, *REGIMES["training"], dtype, seeds, backend="triton", pairs=150)
     assert (found <= 2 * torch.maximum(*bars)).all(), (found, bars)
 
@@ -166,7 +166,11 @@ def test_kernels_over_several_squares(rows, exclude, hostile):
     inputs = leaves(z, torch.tensor(12.0))
 
     def mine(z, scale, backend):
-        return (mb.pairwise_self_logsumexp(z, scale, exclude=excluded, backend=backend) * weights).nan_to_num(neginf=0.0).sum()
+        return (
+            (mb.pairwise_symmetric_logsumexp(z, scale, exclude=excluded, backend=backend) * weights)
+            .nan_to_num(neginf=0.0)
+            .sum()
+        )
 
     def dense(z, scale):
         logits = scale * z @ z.T
@@ -205,7 +209,7 @@ def errors(loss, noise, scale, dtype, seeds, backend, pairs=96):
 @pytest.mark.parametrize("form", ["out", "in"])
 def test_no_rows(form):
     (z,) = leaves(unit(0, 4, seed=0))
-    value = mb.sup_con(z, torch.zeros(0, dtype=torch.int64), form=form)
+    value = mb.sup_con_loss(z, torch.zeros(0, dtype=torch.int64), form=form)
     assert value == 0
     assert torch.autograd.grad(value, z)[0].shape == (0, 4)
 
@@ -225,8 +229,8 @@ def test_products_of_similarities_are_formed_once():
     N, D, T = 320, 16, 20
     z = unit(N, D, seed=0).requires_grad_()
     with tile_size(T, 50):
-        forward = operations(in_memory, lambda: mb.pairwise_self_logsumexp(z.detach(), 5.0))
-        both = operations(in_memory, lambda: mb.pairwise_self_logsumexp(z, 5.0).sum().backward())
+        forward = operations(in_memory, lambda: mb.pairwise_symmetric_logsumexp(z.detach(), 5.0))
+        both = operations(in_memory, lambda: mb.pairwise_symmetric_logsumexp(z, 5.0).sum().backward())
         general = operations(in_memory, lambda: mb.pairwise_logsumexp(z, z, 5.0)[0].sum().backward())
     assert forward == N * D * (N + T)
     # Backward: the similarities again, g·z for all pairs, once as rows and once as columns.
@@ -238,11 +242,13 @@ def test_losses_form_half_the_products():
     N, D, T = 160, 16, 20
     z1, z2 = unit(N, D, seed=0), unit(N, D, seed=1)
     with tile_size(T, T):
-        assert operations(in_memory, lambda: mb.nt_xent(z1, z2)) == 2 * N * N * D + 2 * N * D * (N + T)  # a dense one: 8·N²·D
+        assert operations(in_memory, lambda: mb.nt_xent_loss(z1, z2)) == 2 * N * N * D + 2 * N * D * (
+            N + T
+        )  # a dense one: 8·N²·D
         labels = torch.arange(N) % 8
-        assert operations(in_memory, lambda: mb.sup_con(z1, labels)) == N * D * (N + T)
+        assert operations(in_memory, lambda: mb.sup_con_loss(z1, labels)) == N * D * (N + T)
         # "in": labels of one tile each, so that the squares on the diagonal are all there is of positives.
-        assert operations(in_memory, lambda: mb.sup_con(z1, labels, form="in")) == N * D * (N + T) + 2 * N * D * T
+        assert operations(in_memory, lambda: mb.sup_con_loss(z1, labels, form="in")) == N * D * (N + T) + 2 * N * D * T
 
 
 def as_pml(z, labels, scale, name, reducer=None):
@@ -255,11 +261,11 @@ def test_nt_xent_is_pytorch_metric_learnings_with_one_label_a_pair():
     z = torch.cat(aligned_pairs(30, 8, noise=1.0, seed=0))
     labels = torch.arange(30).repeat(2)
     (z,) = leaves(z)
-    found = outcomes(lambda z: mb.nt_xent(*z.chunk(2), 8.0), [z])
-    dense = outcomes(lambda z: reference.nt_xent(*z.chunk(2), 8.0), [z])
+    found = outcomes(lambda z: mb.nt_xent_loss(*z.chunk(2), 8.0), [z])
+    dense = outcomes(lambda z: reference.nt_xent_loss(*z.chunk(2), 8.0), [z])
     # Its cosine similarity normalises z, which is of unit length already: what it adds to the gradient is along z.
     theirs = outcomes(lambda z: as_pml(z, labels, 8.0, "NTXentLoss"), [z])
-    own = outcomes(lambda z: mb.nt_xent(*F.normalize(z, dim=1).chunk(2), 8.0), [z])
+    own = outcomes(lambda z: mb.nt_xent_loss(*F.normalize(z, dim=1).chunk(2), 8.0), [z])
     for a, b in ((found, dense), (own, theirs)):
         torch.testing.assert_close(a, b)
 
@@ -267,8 +273,8 @@ def test_nt_xent_is_pytorch_metric_learnings_with_one_label_a_pair():
 def test_sup_con_is_pytorch_metric_learnings_where_every_row_has_a_positive():
     labels = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 1])
     (z,) = leaves(unit(10, 6, seed=4))
-    found = outcomes(lambda z: mb.sup_con(F.normalize(z, dim=1), labels, 8.0), [z])
-    dense = outcomes(lambda z: reference.sup_con(F.normalize(z, dim=1), labels, 8.0), [z])
+    found = outcomes(lambda z: mb.sup_con_loss(F.normalize(z, dim=1), labels, 8.0), [z])
+    dense = outcomes(lambda z: reference.sup_con_loss(F.normalize(z, dim=1), labels, 8.0), [z])
     theirs = outcomes(lambda z: as_pml(z, labels, 8.0, "SupConLoss"), [z])
     torch.testing.assert_close(found, dense)
     torch.testing.assert_close(found, theirs)
@@ -277,27 +283,27 @@ def test_sup_con_is_pytorch_metric_learnings_where_every_row_has_a_positive():
 def test_where_pytorch_metric_learning_means_something_else():
     labels = torch.tensor([0, 0, 1, 2])
     (z,) = leaves(unit(4, 6, seed=4))
-    mine, dense = mb.sup_con(z, labels, 8.0), reference.sup_con(z, labels, 8.0)
+    mine, dense = mb.sup_con_loss(z, labels, 8.0), reference.sup_con_loss(z, labels, 8.0)
     torch.testing.assert_close(mine, dense)
     # A row without a positive has no loss; a plain mean there counts it as 0.
     torch.testing.assert_close(as_pml(z, labels, 8.0, "SupConLoss"), mine / 2)
     # Its default reducer divides by the number of losses above 0, which is the same unless a loss is 0 by rounding.
     average = pytest.importorskip("pytorch_metric_learning.reducers").AvgNonZeroReducer()
     torch.testing.assert_close(as_pml(z, labels, 8.0, "SupConLoss", average), mine)
-    # Of several positives its NTXentLoss keeps the others out of the denominator, which is neither form of sup_con.
+    # Of several positives its NTXentLoss keeps the others out of the denominator, which is neither form of sup_con_loss.
     labels = torch.tensor([0, 0, 0, 1, 1])
     (z,) = leaves(unit(5, 6, seed=4))
-    assert abs(as_pml(z, labels, 8.0, "NTXentLoss") - mb.sup_con(z, labels, 8.0)) > 0.1
+    assert abs(as_pml(z, labels, 8.0, "NTXentLoss") - mb.sup_con_loss(z, labels, 8.0)) > 0.1
     # And without any negative it returns 0, where the formula gives the logarithm of the number of positives at least.
     labels = torch.zeros(5, dtype=torch.int64)
     assert as_pml(z, labels, 8.0, "SupConLoss") == 0
-    assert mb.sup_con(z, labels, 8.0) > torch.tensor(4.0).log()
+    assert mb.sup_con_loss(z, labels, 8.0) > torch.tensor(4.0).log()
 
 
 def test_nt_xent_is_lightlys():
     loss = pytest.importorskip("lightly.loss").NTXentLoss(temperature=1 / 8)
     inputs = leaves(*aligned_pairs(30, 8, noise=1.0, seed=0))
-    found = outcomes(lambda a, b: mb.nt_xent(F.normalize(a, dim=1), F.normalize(b, dim=1), 8.0), inputs)
+    found = outcomes(lambda a, b: mb.nt_xent_loss(F.normalize(a, dim=1), F.normalize(b, dim=1), 8.0), inputs)
     torch.testing.assert_close(found, outcomes(loss, inputs))
 
 
@@ -306,14 +312,14 @@ SHARES = {1: [11], 2: [3, 8], 3: [5, 0, 6]}
 
 def on_a_rank(group, rank, loss, schedule, counts, tile):
     z, labels = data(counts)
-    if loss == "nt_xent":
+    if loss == "nt_xent_loss":
         z = torch.cat([view.split(counts)[rank] for view in z.chunk(2)])
     else:
         z, labels = z.split([2 * c for c in counts])[rank], labels.split([2 * c for c in counts])[rank]
     inputs = leaves(z, torch.tensor(6.0, dtype=torch.float64))
     with ring.using(schedule), tile_size(*tile):
         if loss == "self":
-            value = (mb.pairwise_self_logsumexp(*inputs, exclude=labels, group=group) * labels).sum() * len(counts)
+            value = (mb.pairwise_symmetric_logsumexp(*inputs, exclude=labels, group=group) * labels).sum() * len(counts)
         else:
             value = LOSSES[loss][0](inputs[0], labels, inputs[1], group=group)
         assert value.requires_grad
@@ -328,7 +334,7 @@ def data(counts):
 @pytest.mark.quick(
     {"world": 3, "schedule": "ring"},
     {"world": 3, "schedule": "gather", "loss": "self"},
-    {"world": 4, "loss": "nt_xent"},
+    {"world": 4, "loss": "nt_xent_loss"},
 )
 @pytest.mark.parametrize("loss", ["self", *LOSSES])
 @pytest.mark.parametrize(("world", "schedule"), [(1, "ring"), (2, "ring"), (3, "ring"), (3, "gather"), (4, "two_level:2")])
@@ -337,7 +343,7 @@ def test_ranks_equal_one_process(pool, loss, world, schedule):
     answers = pool.run(on_a_rank, world, loss, schedule, counts, (3, 2))
     values, dz, dscale = ([answer[i] for answer in answers] for i in range(3))
     found = [sum(values) / world, torch.cat(dz) / world, sum(dscale) / world]
-    if loss == "nt_xent":  # each rank has its part of both views
+    if loss == "nt_xent_loss":  # each rank has its part of both views
         found[1] = torch.cat([torch.cat([d.chunk(2)[view] for d in dz]) for view in range(2)]) / world
     z, labels = data(counts)
 
@@ -355,7 +361,7 @@ def test_ranks_equal_one_process(pool, loss, world, schedule):
 def products_on_a_rank(group, rank, counts):
     z = unit(sum(counts), 8, seed=0).split(counts)[rank]
     with ring.using("ring"), tile_size(5, 5):
-        return operations(in_memory, lambda: mb.pairwise_self_logsumexp(z, 5.0, group=group))
+        return operations(in_memory, lambda: mb.pairwise_symmetric_logsumexp(z, 5.0, group=group))
 
 
 def test_ranks_share_the_half(pool):
@@ -367,14 +373,14 @@ def test_ranks_share_the_half(pool):
 def test_messages():
     z = unit(6, 4, seed=0)
     with pytest.raises(ValueError, match=r'exclude must be None, "diagonal" or a tensor of integers, got \'rows\''):
-        mb.pairwise_self_logsumexp(z, exclude="rows")
+        mb.pairwise_symmetric_logsumexp(z, exclude="rows")
     with pytest.raises(TypeError, match="exclude must be None"):
-        mb.pairwise_self_logsumexp(z, exclude=torch.zeros(6))
+        mb.pairwise_symmetric_logsumexp(z, exclude=torch.zeros(6))
     with pytest.raises(ValueError, match=r"labels must have shape \(6,\), one entry for each row of z"):
-        mb.sup_con(z, torch.zeros(5, dtype=torch.int64))
+        mb.sup_con_loss(z, torch.zeros(5, dtype=torch.int64))
     with pytest.raises(ValueError, match="form must be 'out' or 'in', got 'both'"):
-        mb.sup_con(z, torch.zeros(6, dtype=torch.int64), form="both")
+        mb.sup_con_loss(z, torch.zeros(6, dtype=torch.int64), form="both")
     with pytest.raises(ValueError, match='there are no kernels for the positives of form="in"'):
-        mb.sup_con(z.float(), torch.zeros(6, dtype=torch.int64), form="in", backend="triton")
+        mb.sup_con_loss(z.float(), torch.zeros(6, dtype=torch.int64), form="in", backend="triton")
     with pytest.raises(ValueError, match="z1 must have at least one row"):
-        mb.nt_xent(z[:0], z[:0])
+        mb.nt_xent_loss(z[:0], z[:0])

@@ -1,4 +1,4 @@
-"""nt_xent, sup_con and matryoshka_clip_loss inside PyTorch: compile, autocast, operators, memory, where others stop."""
+"""nt_xent_loss, sup_con_loss and matryoshka_clip_loss inside PyTorch: compile, autocast, operators, memory."""
 
 import sys
 
@@ -11,7 +11,7 @@ from megabatch import operators
 from megabatch.bench.measure import fresh_process, peak_memory
 from megabatch.operators.positives import positives_backward
 from megabatch.operators.prefixes import prefix_logsumexp_backward
-from megabatch.operators.self_logsumexp import ALL, EQUAL_IDS, OTHERS, self_logsumexp_backward
+from megabatch.operators.symmetric_logsumexp import ALL, EQUAL_IDS, OTHERS, symmetric_logsumexp_backward
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 MIB, GIB = 2**20, 2**30
@@ -22,9 +22,9 @@ def labels(N):
 
 
 LOSSES = {
-    "nt_xent": mb.nt_xent,
-    "sup_con out": lambda x, y, scale: mb.sup_con(torch.cat((x, y)), labels(2 * len(x)), scale),
-    "sup_con in": lambda x, y, scale: mb.sup_con(torch.cat((x, y)), labels(2 * len(x)), scale, form="in"),
+    "nt_xent_loss": mb.nt_xent_loss,
+    "sup_con_loss out": lambda x, y, scale: mb.sup_con_loss(torch.cat((x, y)), labels(2 * len(x)), scale),
+    "sup_con_loss in": lambda x, y, scale: mb.sup_con_loss(torch.cat((x, y)), labels(2 * len(x)), scale, form="in"),
     "matryoshka": lambda x, y, scale: mb.matryoshka_clip_loss(x, y, scale, widths=[x.shape[1] // 2, x.shape[1]]),
 }
 
@@ -71,9 +71,9 @@ def test_operators_keep_their_promises_to_pytorch():
     scale, ids, ones = torch.tensor(3.0, requires_grad=True), torch.arange(6) % 3, torch.ones(6)
     plain = [t.detach() for t in (z, y, scale)]
     for given, pairs in ((ids, ALL), (None, OTHERS), (ids, EQUAL_IDS)):
-        torch.library.opcheck(operators.self_logsumexp, (z, scale, given, pairs, "float32", "eager", ""))
+        torch.library.opcheck(operators.symmetric_logsumexp, (z, scale, given, pairs, "float32", "eager", ""))
         arguments = (plain[0], plain[2], given, pairs, "float32", "eager", "", torch.ones(2, 6), ones, True)
-        torch.library.opcheck(self_logsumexp_backward, arguments)
+        torch.library.opcheck(symmetric_logsumexp_backward, arguments)
     torch.library.opcheck(operators.positives, (z, scale, ids, "float32", ""))
     torch.library.opcheck(positives_backward, (plain[0], plain[2], ids, "float32", "", ids, ones))
     torch.library.opcheck(operators.prefix_logsumexp, (z, y, scale, ids, [2, 4], "float32", "eager", ""))
@@ -96,7 +96,7 @@ def step(loss, rows, D):
 
 @pytest.mark.thorough
 @linux
-@pytest.mark.parametrize("loss", ["nt_xent", "sup_con in", "matryoshka"])
+@pytest.mark.parametrize("loss", ["nt_xent_loss", "sup_con_loss in", "matryoshka"])
 def test_memory_is_that_of_embeddings_and_tiles(loss, monkeypatch):
     """A matrix of 8,192 rows would take 256 MiB, of 4,096 pairs 64 MiB. All embeddings take 2 MiB, a tile takes 4."""
     # What is freed goes back to the system at once. Left to itself, the allocator keeps up to 25 MiB of it, by chance.
@@ -106,7 +106,7 @@ def test_memory_is_that_of_embeddings_and_tiles(loss, monkeypatch):
 
 @linux
 @pytest.mark.thorough
-@pytest.mark.parametrize("loss", ["nt_xent", "sup_con out"])
+@pytest.mark.parametrize("loss", ["nt_xent_loss", "sup_con_loss out"])
 def test_64k_rows_on_a_cpu(loss):
     assert fresh_process(step, loss, 65536, 64) < 500 * MIB  # one matrix of logits: 16 GiB
 

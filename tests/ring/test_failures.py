@@ -74,13 +74,13 @@ def test_a_disagreement_is_the_same_error_on_every_rank_and_leaves_the_group_usa
 
 CONTRAST = ("query-query", "query-key")  # the order has no meaning, and messages have one of their own
 CALLS = {
-    "info_nce": lambda x, y, g: mb.info_nce(x, y, scale=3.0, contrast=CONTRAST, group=g),
-    "info_nce reordered": lambda x, y, g: mb.info_nce(x, y, scale=3.0, contrast=CONTRAST[::-1], group=g),
-    "info_nce of keys": lambda x, y, g: mb.info_nce(x, y, scale=3.0, contrast=("query-key", "key-key"), group=g),
-    "info_nce both": lambda x, y, g: mb.info_nce(x, y, scale=3.0, both=True, group=g),
+    "info_nce_loss": lambda x, y, g: mb.info_nce_loss(x, y, scale=3.0, contrast=CONTRAST, group=g),
+    "info_nce_loss reordered": lambda x, y, g: mb.info_nce_loss(x, y, scale=3.0, contrast=CONTRAST[::-1], group=g),
+    "info_nce_loss of keys": lambda x, y, g: mb.info_nce_loss(x, y, scale=3.0, contrast=("query-key", "key-key"), group=g),
+    "info_nce_loss symmetric": lambda x, y, g: mb.info_nce_loss(x, y, scale=3.0, symmetric=True, group=g),
     "clip": lambda x, y, g: mb.clip_loss(x, y, 3.0, group=g),
     "smoothed clip": lambda x, y, g: mb.clip_loss(x, y, 3.0, label_smoothing=0.1, group=g),
-    "nt_xent": lambda x, y, g: mb.nt_xent(x, y, scale=3.0, group=g),
+    "nt_xent_loss": lambda x, y, g: mb.nt_xent_loss(x, y, scale=3.0, group=g),
     "matryoshka": lambda x, y, g: mb.matryoshka_clip_loss(x, y, 3.0, widths=[3, 6], group=g),
 }
 
@@ -99,20 +99,20 @@ def call_differently(group, rank, usual, odd):
     ("usual", "odd", "operations"),
     [
         (
-            "info_nce",
-            "info_nce of keys",
+            "info_nce_loss",
+            "info_nce_loss of keys",
             "row logsumexp (contrast query-key query-query) on ranks 0 2, row logsumexp (contrast query-key key-key) on rank 1",
         ),
         (
-            "info_nce",
-            "info_nce both",
-            "row logsumexp (contrast query-key query-query) on ranks 0 2, logsumexp (contrast query-key both ways) on rank 1",
+            "info_nce_loss",
+            "info_nce_loss symmetric",
+            "row logsumexp (contrast query-key query-query) on ranks 0 2, logsumexp (contrast query-key symmetric) on rank 1",
         ),
-        ("clip", "nt_xent", "logsumexp backward on ranks 0 2, self logsumexp on rank 1"),
-        ("nt_xent", "matryoshka", "logsumexp on ranks 0 2, prefix logsumexp on rank 1"),
+        ("clip", "nt_xent_loss", "logsumexp backward on ranks 0 2, symmetric logsumexp on rank 1"),
+        ("nt_xent_loss", "matryoshka", "logsumexp on ranks 0 2, prefix logsumexp on rank 1"),
         ("clip", "smoothed clip", "logsumexp backward on ranks 0 2, sum over ranks on rank 1"),
         ("smoothed clip", "clip", "sum over ranks on ranks 0 2, logsumexp backward on rank 1"),
-        ("info_nce", "info_nce reordered", None),
+        ("info_nce_loss", "info_nce_loss reordered", None),
     ],
 )
 def test_different_calls_are_one_message_about_the_operation_alone(pool, usual, odd, operations):

@@ -7,7 +7,7 @@ from helpers import unit
 from megabatch import operators
 from megabatch.operators.logsumexp import KEPT, logsumexp_backward
 from megabatch.operators.row_logsumexp import row_logsumexp_backward
-from megabatch.operators.self_logsumexp import ALL, self_logsumexp_backward
+from megabatch.operators.symmetric_logsumexp import ALL, symmetric_logsumexp_backward
 from megabatch.tiles import plan
 from rounding import gradients_rounded_differently, truth_and_bounds
 
@@ -75,8 +75,8 @@ def test_a_weight_beside_a_guide_is_at_most_1(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_weight_of_rows_against_themselves_is_at_most_1(backend):
     options = (None, ALL, "float32", backend, "")
-    _, row = operators.self_logsumexp(0.95 * HIGH, SCALE, *options)
-    dz, _ = self_logsumexp_backward(HIGH, SCALE, *options, row, ONES, True)
+    _, row = operators.symmetric_logsumexp(0.95 * HIGH, SCALE, *options)
+    dz, _ = symmetric_logsumexp_backward(HIGH, SCALE, *options, row, ONES, True)
     assert_largest(dz / SCALE, 2)
 
 

@@ -2,7 +2,7 @@
 
 Their classes cut a batch into mini-batches, encode them twice and hook into the trainer's backward pass; that stays theirs,
 with all that it knows of tokenizers, images, flattened inputs and DDP. What is replaced is the middle, the loss of all
-embeddings, which comes from `megabatch.info_nce`. Only the import changes:
+embeddings, which comes from `megabatch.info_nce_loss`. Only the import changes:
 
     from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
 """
@@ -157,23 +157,23 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
                 scale,
                 widths=self.matryoshka_dims,
                 weights=self.matryoshka_weights,
-                both=DOC_TO_QUERY in self.directions,
+                symmetric=DOC_TO_QUERY in self.directions,
                 ids=ids,
                 group=self._group(),
                 backend=self.backend,
             )
-        both = self.partition_mode == "per_direction" and DOC_TO_QUERY in self.directions
+        symmetric = self.partition_mode == "per_direction" and DOC_TO_QUERY in self.directions
         options: dict[str, Any] = {"scale": scale, "group": self._group(), "backend": self.backend}
         if self.hardness_mode is None or self.hardness_strength == 0:
             negatives = [] if hard is None else [mb.Negatives(hard)]
             contrast = [_CONTRASTS[name] for name in self.directions]
-            if both:
-                return mb.info_nce(query, key, negatives=negatives, both=True, ids=ids, **options)
-            return mb.info_nce(
+            if symmetric:
+                return mb.info_nce_loss(query, key, negatives=negatives, symmetric=True, ids=ids, **options)
+            return mb.info_nce_loss(
                 query, key, negatives=[*negatives, *self._match_again(key)], contrast=contrast, ids=ids, **options
             )
         forth = self._with_hardness(query, key, hard, ids, options)
-        return (forth + mb.info_nce(key, query, ids=ids, **options)) / 2 if both else forth
+        return (forth + mb.info_nce_loss(key, query, ids=ids, **options)) / 2 if symmetric else forth
 
     def _with_hardness(
         self, query: Tensor, key: Tensor, hard: Tensor | None, ids: Tensor | None, options: dict[str, Any]
@@ -197,7 +197,7 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
             negatives.append(mb.Negatives(_beside(query, harder=False), ids=own))
         if hard is not None:
             negatives += self._hard_negatives(hard, own)
-        return mb.info_nce(wide, plain_key, negatives=negatives, contrast=contrast, ids=own, **options)
+        return mb.info_nce_loss(wide, plain_key, negatives=negatives, contrast=contrast, ids=own, **options)
 
     def _hard_negatives(self, hard: Tensor, own: Tensor) -> list[mb.Negatives]:
         if self.hardness_mode == "all_negatives":
@@ -327,7 +327,7 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
         margin: float | Tensor = -self.margin
         if self.margin_strategy == "relative":
             margin = -self.margin * (seen[0] * seen[1]).sum(1).abs()  # (N,)
-        return mb.info_nce(
+        return mb.info_nce_loss(
             columns[0],
             columns[1],
             scale=scale,

@@ -22,7 +22,7 @@ class CachedStep:
                 return [(module.text, inputs["query"]), (module.text, inputs["document"])]
 
             def embedding_loss(self, module, query, document, *, group):
-                return mb.info_nce(query, document, scale=whole(module.log_scale).exp(), group=group)
+                return mb.info_nce_loss(query, document, scale=whole(module.log_scale).exp(), group=group)
 
     Each batch of the trainer (`per_device_train_batch_size`, on all processes) is one loss with its own negatives; the mean
     over `gradient_accumulation_steps` batches is what a step of the optimizer follows, also when the last ones of an epoch are

@@ -2,14 +2,14 @@
 
 from megabatch.losses.clip import ClipLoss, clip_loss
 from megabatch.losses.contrast import Negatives
-from megabatch.losses.dcl import dcl
+from megabatch.losses.dcl import dcl_loss
 from megabatch.losses.distillation import DistillClipLoss, soft_clip_loss
-from megabatch.losses.hcl import hcl
-from megabatch.losses.info_nce import info_nce
+from megabatch.losses.hcl import hcl_loss
+from megabatch.losses.info_nce import info_nce_loss
 from megabatch.losses.matryoshka import matryoshka_clip_loss
-from megabatch.losses.nt_xent import nt_xent
+from megabatch.losses.nt_xent import nt_xent_loss
 from megabatch.losses.siglip import SigLipLoss, siglip_loss
-from megabatch.losses.sup_con import sup_con
+from megabatch.losses.sup_con import sup_con_loss
 
 __all__ = [
     "ClipLoss",
@@ -17,12 +17,12 @@ __all__ = [
     "Negatives",
     "SigLipLoss",
     "clip_loss",
-    "dcl",
-    "hcl",
-    "info_nce",
+    "dcl_loss",
+    "hcl_loss",
+    "info_nce_loss",
     "matryoshka_clip_loss",
-    "nt_xent",
+    "nt_xent_loss",
     "siglip_loss",
     "soft_clip_loss",
-    "sup_con",
+    "sup_con_loss",
 ]

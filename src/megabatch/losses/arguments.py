@@ -20,7 +20,7 @@ def batch_of(
     negatives: Tensor | Negatives | Sequence[Negatives] | None,
     contrast: Sequence[str],
     *,
-    both: bool,
+    symmetric: bool,
     ids: Tensor | None,
     log_q: Tensor | None,
     margin: float | Tensor | None,
@@ -40,13 +40,15 @@ def batch_of(
     limit = _limit(query, key, margin, guide, backend)
     number = arguments.number(scale, "scale", query)
     correction = arguments.offsets(log_q, query)
-    return Batch(query, key, ids, correction, further, limit, guide, group, _purpose(contrast, both=both), backend), number
+    return Batch(
+        query, key, ids, correction, further, limit, guide, group, _purpose(contrast, symmetric=symmetric), backend
+    ), number
 
 
-def _purpose(contrast: Sequence[str], *, both: bool) -> str:
+def _purpose(contrast: Sequence[str], *, symmetric: bool) -> str:
     """What ranks would not notice by their operations: different contrasts are walks of the same kind."""
     names = [name for name in CONTRASTS if name in contrast]
-    return " ".join(["contrast", *(names or ["nothing"]), *(["both ways"] if both else [])])
+    return " ".join(["contrast", *(names or ["nothing"]), *(["symmetric"] if symmetric else [])])
 
 
 def _check_contrast(value: Any) -> None:

@@ -85,14 +85,14 @@ class Batch:
     purpose: str = ""  # what ranks have to agree on besides the operations
     backend: str = "auto"
 
-    def sums(self, scale: Tensor, contrast: Collection[str], *, both: bool) -> Sums:
-        """The sums over the negatives named by `contrast`, and over further negatives; if `both`, also those of keys."""
-        exchanged = [_EXCHANGED[name] for name in contrast] if both else []
+    def sums(self, scale: Tensor, contrast: Collection[str], *, symmetric: bool) -> Sums:
+        """The sums over the negatives named by `contrast`, and over further negatives; if `symmetric`, also those of keys."""
+        exchanged = [_EXCHANGED[name] for name in contrast] if symmetric else []
         terms, match, share = self._terms(scale, {*contrast, *exchanged})
         of_query = [terms[name] for name in contrast] + [self._further(scale, n) for n in self.negatives]
         of_query += [self._further_of_keys(scale, n) for n in self.negatives if KEY_KEY in contrast and _is_owned(n)]
         queries = Direction(log_add(of_query, match), match if self.log_q is None else match - self.log_q)
-        if not both:
+        if not symmetric:
             return Sums((queries,), share)
         return Sums((queries, Direction(log_add([terms[name] for name in exchanged], match), match)), share)
 

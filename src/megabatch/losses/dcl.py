@@ -10,14 +10,14 @@ from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Negatives
 
 
-def dcl(
+def dcl_loss(
     query: Tensor,  # (N, D)
     key: Tensor,  # (N, D)
     *,
     scale: float | Tensor,
     negatives: Tensor | Negatives | Sequence[Negatives] | None = None,
     contrast: Sequence[str] = (QUERY_KEY,),
-    both: bool = False,
+    symmetric: bool = False,
     ids: Tensor | None = None,  # (N,)
     group: Any = None,
     backend: str = "auto",
@@ -31,7 +31,7 @@ def dcl(
         return (logits.masked_fill(own, -torch.inf).logsumexp(1) - logits.diagonal()).mean()
 
     It may be negative. A query without any negative adds nothing. The paper's form for two views is
-    `contrast=("query-key", "query-query"), both=True`. Arguments are those of `info_nce`.
+    `contrast=("query-key", "query-query"), symmetric=True`. Arguments are those of `info_nce_loss`.
     """
     batch, number = batch_of(
         query,
@@ -39,7 +39,7 @@ def dcl(
         scale,
         negatives,
         contrast,
-        both=both,
+        symmetric=symmetric,
         ids=ids,
         log_q=None,
         margin=None,
@@ -47,6 +47,6 @@ def dcl(
         group=group,
         backend=backend,
     )
-    sums = batch.sums(number, contrast, both=both)
+    sums = batch.sums(number, contrast, symmetric=symmetric)
     losses = [torch.where(negatives == -torch.inf, 0.0, negatives - match).sum() for negatives, match in sums.directions]
     return torch.stack(losses).sum() * (sums.share / len(losses))

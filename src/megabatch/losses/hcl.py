@@ -18,7 +18,7 @@ from megabatch.losses.contrast import QUERY_KEY, Batch
 from megabatch.pairwise import cross_entropy
 
 
-def hcl(
+def hcl_loss(
     query: Tensor,  # (N, D)
     key: Tensor,  # (N, D)
     *,
@@ -26,7 +26,7 @@ def hcl(
     beta: float = 1.0,
     tau_plus: float = 0.1,
     contrast: Sequence[str] = (QUERY_KEY,),
-    both: bool = False,
+    symmetric: bool = False,
     ids: Tensor | None = None,  # (N,)
     group: Any = None,
     backend: str = "auto",
@@ -40,7 +40,7 @@ def hcl(
         return -(p.exp() / (p.exp() + negatives)).log().mean()
 
     Embeddings have to be of unit length: the clamp is the least that n similarities can add up to. The paper's form for two
-    views is `contrast=("query-key", "query-query"), both=True`. Arguments are those of `info_nce`, and
+    views is `contrast=("query-key", "query-query"), symmetric=True`. Arguments are those of `info_nce_loss`, and
 
     Args:
         query: (N, D) embeddings of unit length.
@@ -48,20 +48,35 @@ def hcl(
         scale: the inverse temperature: a float, or a tensor of one element.
         beta: how much harder negatives count more; 0 for all alike.
         tau_plus: how likely a key drawn at random is a match; below 1.
-        contrast: see `info_nce`.
-        both: see `info_nce`.
-        ids: see `info_nce`.
-        group: see `info_nce`.
-        backend: see `info_nce`.
+        contrast: see `info_nce_loss`.
+        symmetric: see `info_nce_loss`.
+        ids: see `info_nce_loss`.
+        group: see `info_nce_loss`.
+        backend: see `info_nce_loss`.
     """
     beta = _number("beta", beta, "of at least 0", math.inf)
     tau_plus = _number("tau_plus", tau_plus, "from 0 to below 1", 1)
     batch, number = batch_of(
-        query, key, scale, None, contrast, both=both, ids=ids, log_q=None, margin=None, guide=None, group=group, backend=backend
+        query,
+        key,
+        scale,
+        None,
+        contrast,
+        symmetric=symmetric,
+        ids=ids,
+        log_q=None,
+        margin=None,
+        guide=None,
+        group=group,
+        backend=backend,
     )
-    counts = _log_counts(batch, number, contrast, both=both)
-    upper, share = batch.sums(number * (1 + beta), contrast, both=both)
-    weights = [lower.negatives for lower in batch.sums(number * beta, contrast, both=both).directions] if beta > 0 else counts
+    counts = _log_counts(batch, number, contrast, symmetric=symmetric)
+    upper, share = batch.sums(number * (1 + beta), contrast, symmetric=symmetric)
+    weights = (
+        [lower.negatives for lower in batch.sums(number * beta, contrast, symmetric=symmetric).directions]
+        if beta > 0
+        else counts
+    )
     losses = []
     for (negatives, match), weight, count in zip(upper, weights, counts, strict=True):
         match = match / (1 + beta)
@@ -92,14 +107,16 @@ def _freed_of_matches(
     return torch.where(nothing, -torch.inf, torch.maximum(freed, floor))
 
 
-def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[str], *, both: bool) -> list[Tensor]:  # (N,) each
+def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[str], *, symmetric: bool) -> list[Tensor]:  # (N,) each
     """The logarithm of the number of negatives of each query, and of each key."""
     if batch.ids is not None:
         with torch.no_grad():
-            return [counted.negatives for counted in batch.sums(torch.zeros_like(scale), contrast, both=both).directions]
+            return [
+                counted.negatives for counted in batch.sums(torch.zeros_like(scale), contrast, symmetric=symmetric).directions
+            ]
     pairs = operators.apply(operators.total, torch.full_like(scale, len(batch.query)).reshape(1), validation.group(batch.group))
     same = ((pairs - 1) * len(contrast)).log().expand(len(batch.query))
-    return [same, same] if both else [same]
+    return [same, same] if symmetric else [same]
 
 
 def _finite(logarithm: Tensor) -> Tensor:

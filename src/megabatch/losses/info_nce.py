@@ -12,14 +12,14 @@ from megabatch.losses.smoothing import check_smoothing, mean_similarity
 from megabatch.pairwise import cross_entropy
 
 
-def info_nce(
+def info_nce_loss(
     query: Tensor,  # (N, D)
     key: Tensor,  # (N, D)
     *,
     scale: float | Tensor,
     negatives: Tensor | Negatives | Sequence[Negatives] | None = None,
     contrast: Sequence[str] = (QUERY_KEY,),
-    both: bool = False,
+    symmetric: bool = False,
     ids: Tensor | None = None,  # (N,)
     log_q: Tensor | None = None,  # (N,)
     margin: float | Tensor | None = None,  # or (N,)
@@ -48,7 +48,7 @@ def info_nce(
         contrast: what of the batch is in the denominator of query i, beside its own key: "query-key", other keys;
             "query-query", other queries; "key-query" and "key-key", its key against other queries, other keys and the hard
             negatives of other queries. All four are GTE's form; none, `()`, leaves the further negatives alone.
-        both: the mean of both directions: the roles of queries and keys are exchanged as well. Further negatives belong to
+        symmetric: the mean of both directions: the roles of queries and keys are exchanged as well. Further negatives belong to
             queries alone.
         ids: one integer for each pair; what has the same id (a document that occurs twice) is not a negative.
         log_q: (N,) how often each key is sampled, as a logarithm; subtracted from its similarities, its own query's too.
@@ -69,7 +69,7 @@ def info_nce(
         scale,
         negatives,
         contrast,
-        both=both,
+        symmetric=symmetric,
         ids=ids,
         log_q=log_q,
         margin=margin,
@@ -78,7 +78,7 @@ def info_nce(
         backend=backend,
     )
     label_smoothing = _check_smoothing(label_smoothing, batch, contrast)
-    sums = batch.sums(number, contrast, both=both)
+    sums = batch.sums(number, contrast, symmetric=symmetric)
     losses = [cross_entropy(negatives, match).sum() for negatives, match in sums.directions]
     if label_smoothing > 0:
         losses += [label_smoothing * above for above in _above_the_mean(batch, number, sums)]

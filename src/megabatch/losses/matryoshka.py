@@ -18,7 +18,7 @@ def matryoshka_clip_loss(
     *,
     widths: Sequence[int],
     weights: Sequence[float] | None = None,
-    both: bool = True,
+    symmetric: bool = True,
     ids: Tensor | None = None,  # (N,)
     group: Any = None,
     backend: str = "auto",
@@ -48,7 +48,7 @@ def matryoshka_clip_loss(
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
         widths: how many columns, from the first on, each loss sees; all different, none more than D.
         weights: one number for each width; all 1 if None.
-        both: the mean of both directions, as in `clip_loss`; False for images that find their texts alone, as in `info_nce`.
+        symmetric: the mean of both directions, as in `clip_loss`; False for image to text alone, as in `info_nce_loss`.
         ids: one integer for each pair; pairs with the same id are not each other's negatives.
         group: the processes that share the batch, as in `clip_loss`.
         backend: "auto", "eager" or "triton".
@@ -65,7 +65,7 @@ def matryoshka_clip_loss(
         group=group,
         backend=backend,
     )
-    directions = (row, col) if both else (row,)
+    directions = (row, col) if symmetric else (row,)
     losses = torch.stack([cross_entropy(sums, match).sum(0) for sums in directions]).sum(0)  # (W,)
     terms = [loss * weight for loss, weight in zip(losses.unbind(), weighted.values(), strict=True)]
     return torch.stack(terms).sum() * (share / len(directions))

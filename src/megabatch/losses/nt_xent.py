@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from megabatch.pairwise import cross_entropy, exact_softplus, matched_logsumexp
-from megabatch.pairwise_self import pairwise_self_logsumexp
+from megabatch.pairwise_symmetric import pairwise_symmetric_logsumexp
 
 
-def nt_xent(
+def nt_xent_loss(
     z1: Tensor,  # (N, D)
     z2: Tensor,  # (N, D)
     scale: float | Tensor = 10.0,
@@ -35,7 +35,7 @@ def nt_xent(
     """
     # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.
     across1, across2, match, share = matched_logsumexp(z1, z2, scale, names=("z1", "z2", "scale"), group=group, backend=backend)
-    within1, within2 = (pairwise_self_logsumexp(z, scale, group=group, backend=backend) for z in (z1, z2))
+    within1, within2 = (pairwise_symmetric_logsumexp(z, scale, group=group, backend=backend) for z in (z1, z2))
     losses = _cross_entropy(across1, within1, match) + _cross_entropy(across2, within2, match)
     return losses.sum() * (share / 2)
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from megabatch import validation
 from megabatch.pairwise import cross_entropy
-from megabatch.pairwise_self import pairwise_self_logsumexp, positive_similarities, positives_logsumexp
+from megabatch.pairwise_symmetric import pairwise_symmetric_logsumexp, positive_similarities, positives_logsumexp
 
 
-def sup_con(
+def sup_con_loss(
     z: Tensor,  # (N, D)
     labels: Tensor,  # (N,)
     scale: float | Tensor = 10.0,
@@ -45,12 +45,12 @@ def sup_con(
     validation.form(form, backend)
     mean, count, sole, share = positive_similarities(z, labels, scale, group=group)
     if form == "in":
-        others = pairwise_self_logsumexp(z, scale, exclude=labels, group=group, backend=backend)
+        others = pairwise_symmetric_logsumexp(z, scale, exclude=labels, group=group, backend=backend)
         positives = positives_logsumexp(z, labels, scale, group=group)
         losses = cross_entropy(others, torch.where(count > 0, positives, 0.0)) + count.clamp_min(1).to(mean.dtype).log()
     else:
         # A sole positive is kept apart, so that neither the loss nor its gradient loses digits when it is almost certain. Of
         # several, each is far from certain: the loss is at least the logarithm of their number.
-        others = pairwise_self_logsumexp(z, scale, exclude=sole, group=group, backend=backend)
+        others = pairwise_symmetric_logsumexp(z, scale, exclude=sole, group=group, backend=backend)
         losses = torch.where(count == 1, cross_entropy(others, mean), others - mean)
     return torch.where(count > 0, losses, 0.0).sum() * share

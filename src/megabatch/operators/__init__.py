@@ -10,10 +10,10 @@ from megabatch.operators.positives import positives
 from megabatch.operators.prefixes import prefix_logsumexp
 from megabatch.operators.rank import rank
 from megabatch.operators.row_logsumexp import row_logsumexp
-from megabatch.operators.self_logsumexp import self_logsumexp
 from megabatch.operators.sigmoid import sigmoid_mean
 from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
+from megabatch.operators.symmetric_logsumexp import symmetric_logsumexp
 from megabatch.operators.total import total
 from megabatch.operators.transforms import apply, transforms_are_active
 
@@ -25,10 +25,10 @@ __all__ = [
     "prefix_logsumexp",
     "rank",
     "row_logsumexp",
-    "self_logsumexp",
     "sigmoid_mean",
     "soft_cross_entropy",
     "softplus",
+    "symmetric_logsumexp",
     "total",
     "transforms_are_active",
 ]

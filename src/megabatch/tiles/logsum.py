@@ -69,7 +69,7 @@ class LogSum(NamedTuple):
         return base
 
 
-def weighted_softmax(s: Tensor, shift: Tensor, total: Tensor, per_unit: Tensor, out: Tensor) -> Tensor:
+def weighted_softmax(s: Tensor, shift: Tensor, total: Tensor, per_unit: Tensor, *, out: Tensor) -> Tensor:
     """weight · softmax(s), where the factors come from `LogSum.softmax_factors`; `out` may be `s` itself.
 
     A term is at most its sum, so that a softmax is at most 1. Backward forms s anew and may round it differently than forward

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megabatch import operators, validation
 from megabatch.arguments import number
-from megabatch.operators.self_logsumexp import ALL, EQUAL_IDS, OTHERS
+from megabatch.operators.symmetric_logsumexp import ALL, EQUAL_IDS, OTHERS
 from megabatch.tiles.backends import EAGER
 
 
-def pairwise_self_logsumexp(
+def pairwise_symmetric_logsumexp(
     z: Tensor,  # (N, D)
     scale: float | Tensor = 1.0,
     *,
@@ -41,13 +41,13 @@ def pairwise_self_logsumexp(
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     precision = validation.embeddings(z, z, ("z", "z"))
-    validation.exclude_from_self(exclude, z)
+    validation.exclude_from_symmetric(exclude, z)
     route = validation.group(group)
     backend = validation.backend(backend, precision, z.device)
     ids = exclude if isinstance(exclude, Tensor) else None
     pairs = ALL if exclude is None or ids is not None else OTHERS
     row: Tensor = operators.apply(
-        operators.self_logsumexp, z, number(scale, "scale", z), ids, pairs, precision, backend, route
+        operators.symmetric_logsumexp, z, number(scale, "scale", z), ids, pairs, precision, backend, route
     )[0]
     return row
 
@@ -85,6 +85,6 @@ def positives_logsumexp(
     precision = validation.embeddings(z, z, ("z", "z"))
     route = validation.group(group)
     row: Tensor = operators.apply(
-        operators.self_logsumexp, z, number(scale, "scale", z), labels, EQUAL_IDS, precision, EAGER, route
+        operators.symmetric_logsumexp, z, number(scale, "scale", z), labels, EQUAL_IDS, precision, EAGER, route
     )[0]
     return row

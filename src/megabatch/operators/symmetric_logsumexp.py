@@ -22,8 +22,8 @@ OTHERS = "all but the row itself"
 EQUAL_IDS = "equal ids, but not the row itself"
 
 
-@torch.library.custom_op("megabatch::self_logsumexp", mutates_args=())
-def self_logsumexp(
+@torch.library.custom_op("megabatch::symmetric_logsumexp", mutates_args=())
+def symmetric_logsumexp(
     z: Tensor,  # (N, D)
     scale: Tensor,  # ()
     ids: Tensor | None,  # (N,)
@@ -35,20 +35,20 @@ def self_logsumexp(
     """(log Σ_j exp s_ij, and for backward the sums themselves, packed)."""
     with on_its_device(z):
         block, order = _block(z, scale, ids, pairs, precision)
-        team = assemble(group, backend, block, "self logsumexp", terms={"which pairs are summed": pairs})
+        team = assemble(group, backend, block, "symmetric logsumexp", terms={"which pairs are summed": pairs})
         row = _half(team, backend, pairs).statistics(block)
         values = row.value().to(block.dtype)
         return _in_order(values, order), row.pack()
 
 
-@self_logsumexp.register_fake
+@symmetric_logsumexp.register_fake
 def _(z: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     *_, backend, _group = options
     return statistic(z, z.shape[0]), z.new_empty(2, z.shape[0], dtype=sums_dtype(backend, accumulator_dtype(z.dtype)))
 
 
-@torch.library.custom_op("megabatch::self_logsumexp_backward", mutates_args=())
-def self_logsumexp_backward(
+@torch.library.custom_op("megabatch::symmetric_logsumexp_backward", mutates_args=())
+def symmetric_logsumexp_backward(
     z: Tensor,
     scale: Tensor,
     ids: Tensor | None,
@@ -64,7 +64,9 @@ def self_logsumexp_backward(
     with on_its_device(z):
         block, order = _block(z, scale, ids, pairs, precision)
         needs = Needs(dx=True, dy=True, dscale=needs_scale)
-        team = assemble(group, backend, block, "self logsumexp backward", needs=needs, terms={"which pairs are summed": pairs})
+        team = assemble(
+            group, backend, block, "symmetric logsumexp backward", needs=needs, terms={"which pairs are summed": pairs}
+        )
         drow = drow if order is None else drow[order]
         unit = gradient_unit(block, drow, largest=team.largest)
         side = Side(LogSum.unpack(row), drow / unit, block.zeros(block.N, block.D))
@@ -75,7 +77,7 @@ def self_logsumexp_backward(
         return _in_order(dz, order), (dscale * unit).to(scale.dtype)
 
 
-@self_logsumexp_backward.register_fake
+@symmetric_logsumexp_backward.register_fake
 def _(z: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(z), torch.empty_like(scale)
 
@@ -120,9 +122,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, drow: Tensor, dsums: Tensor) -> tuple[Any, ...]:
     z, scale, ids, row = ctx.saved_tensors
     needs_z, needs_scale = ctx.needs_input_grad[:2]
-    dz, dscale = apply(self_logsumexp_backward, z, scale, ids, *ctx.options, row, drow, needs_scale)
+    dz, dscale = apply(symmetric_logsumexp_backward, z, scale, ids, *ctx.options, row, drow, needs_scale)
     return dz if needs_z else None, dscale if needs_scale else None, None, None, None, None, None
 
 
-differentiable(self_logsumexp, _backward, _save)
-differentiable(self_logsumexp_backward, refuse_second_derivative)
+differentiable(symmetric_logsumexp, _backward, _save)
+differentiable(symmetric_logsumexp_backward, refuse_second_derivative)
