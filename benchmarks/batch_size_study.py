@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch as mb
-from megabatch.bench import machine
+from megabatch import machine
 from megabatch.data.order import Order
 from megabatch.data.wordnet import WordNet
 from megabatch.evaluation import results, retrieval

@@ -39,8 +39,8 @@ from megabatch.bench.truth import clip_truth
 from megabatch.data.order import Order
 from megabatch.evaluation.embedding import evaluating
 from megabatch.evaluation.retrieval import retrieval
-from megabatch.training import optim
-from megabatch.training.schedule import ScheduleConfig, rate
+from megabatch.trainer import optim
+from megabatch.trainer.optim import ScheduleConfig, rate
 
 OURS, THEIRS, AGAIN = "megabatch", "open_clip", "open_clip, half chunks"
 RUNS = ["ViT-B-32:4096:40", "ViT-B-16:4096:12", "ViT-B-32:32768:4"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from helpers import examples
 from megabatch import settings
 from megabatch.settings import SettingsError
-from megabatch.training import config as configs
-from megabatch.training.config import TrainConfig
+from megabatch.trainer import config as configs
+from megabatch.trainer.config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """megabatch: exact contrastive losses in memory that grows linearly with the batch."""
 
+from megabatch.cached import Encoded, HostSource, ReplaySource, Source, cached_backward
 from megabatch.losses import (
     ClipLoss,
     DistillClipLoss,
@@ -17,7 +18,6 @@ from megabatch.losses import (
 )
 from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
 from megabatch.pairwise_self import pairwise_self_logsumexp
-from megabatch.training import Encoded, HostSource, ReplaySource, Source, cached_backward
 
 __version__ = "0.1.0"
 

@@ -15,7 +15,7 @@ from megabatch.display import numbers
 from megabatch.evaluation import classifier, embed, encode, evaluate, results, zero_shot
 from megabatch.evaluation.zero_shot import TEMPLATES
 from megabatch.towers import Pair
-from megabatch.training.world import World, joined
+from megabatch.world import World, joined
 
 DESCRIPTION = """
 Evaluates a model: where in the ranking of all images a text's own comes, and the other way round.

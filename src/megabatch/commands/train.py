@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import extras, settings, towers
+from megabatch.cached import randomness
 from megabatch.data import load as data
 from megabatch.data.dataset import Dataset
 from megabatch.towers.load import POSSIBLE, image_size
-from megabatch.training import config as configs
-from megabatch.training import randomness
-from megabatch.training import run as runs
-from megabatch.training.checkpoint import CheckpointError
-from megabatch.training.config import TrainConfig
-from megabatch.training.observers import MetricsFile, Observer
-from megabatch.training.stopping import StoppedError
-from megabatch.training.trainer import Trainer
-from megabatch.training.world import World, joined
+from megabatch.trainer import config as configs
+from megabatch.trainer import run as runs
+from megabatch.trainer.checkpoint import CheckpointError
+from megabatch.trainer.config import TrainConfig
+from megabatch.trainer.loop import Trainer
+from megabatch.trainer.observers import MetricsFile, Observer
+from megabatch.trainer.stopping import StoppedError
+from megabatch.world import World, joined
 
 LOG = logging.getLogger("megabatch")
 RUNS = Path("runs")

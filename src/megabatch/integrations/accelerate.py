@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megabatch.cached import Progress
+from megabatch.cached import cached_backward as plain_cached_backward
 from megabatch.integrations.wrapping import Towers, everyone, routed, whole
-from megabatch.training import Progress
-from megabatch.training import cached_backward as plain_cached_backward
 
 __all__ = ["cached_backward", "everyone", "whole"]
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch.cached import cached_backward
 from megabatch.integrations.wrapping import Towers, encoded, everyone, routed, whole
-from megabatch.training import cached_backward
 
 __all__ = ["CachedStep", "everyone", "whole"]
 

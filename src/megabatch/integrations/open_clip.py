@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import extras
+from megabatch.cached import Progress
+from megabatch.cached import cached_backward as plain_cached_backward
+from megabatch.cached.tower_io import is_sharded
 from megabatch.data import cache
 from megabatch.integrations.wrapping import unwrapped, whole
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
-from megabatch.training import Progress
-from megabatch.training import cached_backward as plain_cached_backward
-from megabatch.training.inputs import is_sharded
 
 __all__ = [
     "ClipLoss",

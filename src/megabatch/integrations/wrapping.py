@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.training.inputs import call, is_sharded
-from megabatch.training.outputs import opened
-from megabatch.training.roles import modules_of
-from megabatch.training.sharding import is_fully_sharded, shared_between_ranks
-from megabatch.training.sources import as_source
+from megabatch.cached.roles import modules_of
+from megabatch.cached.sharding import is_fully_sharded, shared_between_ranks
+from megabatch.cached.sources import as_source
+from megabatch.cached.tower_io import call, is_sharded, opened
 
 Towers = Sequence[tuple[Callable[..., Any], Any]]
 
