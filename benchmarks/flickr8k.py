@@ -52,7 +52,7 @@ TINY_CONFIG = {
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2},
 }
 # With 5e-4 after four steps the loss rose from 8.4 to 8.5 and 9.9 before it fell: too much for a ViT without any training.
-OPTIMIZER, SCHEDULE = optim.OptimizerConfig(lr=1e-4), ScheduleConfig(name="constant", warm_up=10)
+OPTIMIZER, SCHEDULE = optim.OptimizerConfig(lr=1e-4), ScheduleConfig(name="constant", warm_up_steps=10)
 LARGEST_SCALE = math.log(100)
 CHECK, CHECK_CHUNK, TOLERANCE = 64, 16, 1e-3  # float32 against float32, by the length of all gradients
 

@@ -1,6 +1,5 @@
 """The cached step gives the loss and the gradients of the plain step; float64, 1e-10."""
 
-import math
 import warnings
 from collections import UserDict
 
@@ -15,7 +14,7 @@ from steps import Counted, Loss, N, assert_same, cached, data, gradients, in_chu
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, N, 100, (2, 5), [N, 1]])
-@pytest.mark.parametrize("budget", [None, 0, 300, math.inf, 0.5, "auto"])
+@pytest.mark.parametrize("budget", [None, 0, 300, "all", "auto"])
 def test_equals_the_plain_step(chunk_size, budget):
     image, text, loss = tower(6, 0), tower(5, 1), Loss()
     pairs, modules = [(image, data(6, 0)), (text, data(5, 1))], (image, text, loss)
@@ -36,7 +35,7 @@ def test_with_the_losses_of_the_library():
     assert_same(cached(ours, pairs, modules, chunk_size=3), plain(loss, pairs, modules))
 
 
-@pytest.mark.parametrize("budget", [None, math.inf])
+@pytest.mark.parametrize("budget", [None, "all"])
 def test_one_shared_tower_and_three_towers(budget):
     shared, other, loss = tower(6, 0), tower(5, 1), Loss()
     pairs, modules = [(shared, data(6, 0)), (shared, data(6, 1)), (other, data(5, 2))], (shared, other, loss)
@@ -69,7 +68,7 @@ def test_frozen_in_other_ways_is_found_out():
     image, text, loss = tower(6, 0), Counted(tower(5, 1)), Loss()
     pairs = [(image, data(6, 0)), (torch.no_grad()(lambda x: text(x)), data(5, 1))]
     wanted = plain(loss, pairs, (image, loss))
-    for budget in (None, math.inf):
+    for budget in (None, "all"):
         text.samples = 0
         assert_same(cached(loss, pairs, (image, loss), chunk_size=4, budget=budget), wanted)
         assert text.samples <= N + 4  # nobody could know before the second pass began
@@ -165,7 +164,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("budget", [None, math.inf])
+@pytest.mark.parametrize("budget", [None, "all"])
 def test_checkpointed_tower_with_dropout(reentrant, budget):
     inner, text, loss = tower(6, 0, dropout=0.5), tower(5, 1), Loss()
     x, y = data(6, 0), data(5, 1)
@@ -179,7 +178,7 @@ def test_checkpointed_tower_with_dropout(reentrant, budget):
     assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("budget", [None, math.inf])
+@pytest.mark.parametrize("budget", [None, "all"])
 def test_compiled_tower(budget):
     image, text, loss = tower(6, 0, dropout=0.5), tower(5, 1), Loss()
     pairs, modules = [(image, data(6, 0)), (text, data(5, 1))], (image, text, loss)
@@ -190,7 +189,7 @@ def test_compiled_tower(budget):
     assert_same(cached(loss, [(compiled, data(6, 0)), pairs[1]], modules, chunk_size=4, budget=budget), wanted)
 
 
-@pytest.mark.parametrize("budget", [None, 700, math.inf])
+@pytest.mark.parametrize("budget", [None, 700, "all"])
 def test_autocast_is_the_same_in_both_passes_and_no_gradient_is_lost(budget):
     """Casts of weights that autocast remembers from a pass without a graph would leave the weights without a gradient."""
     image, text, loss = tower(6, 0).float(), tower(5, 1).float(), Loss().float()
@@ -223,7 +222,7 @@ class PartlyFloat32(nn.Module):
             return self.layer(x.float())
 
 
-@pytest.mark.parametrize("budget", [None, math.inf])
+@pytest.mark.parametrize("budget", [None, "all"])
 def test_backward_passes_are_not_autocast(budget):
     """As where a backward pass is called outside of the region, which is what PyTorch asks for."""
     image, x = PartlyFloat32(), torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
@@ -252,7 +251,7 @@ class WithAuxiliary(nn.Module):
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("budget", [None, 700, math.inf])
+@pytest.mark.parametrize("budget", [None, 700, "all"])
 def test_auxiliary_losses_are_means_over_the_batch(per_sample, budget):
     image, text, loss = WithAuxiliary(per_sample), tower(5, 1), Loss()
     x, y = data(6, 0), data(5, 1)
@@ -266,7 +265,7 @@ def test_auxiliary_losses_are_means_over_the_batch(per_sample, budget):
     assert_same(found, [wanted[0], *(64 * g for g in wanted[1:])])
 
 
-@pytest.mark.parametrize("budget", [None, math.inf])
+@pytest.mark.parametrize("budget", [None, "all"])
 def test_embeddings_on_the_host(budget):
     image, text, loss = tower(6, 0), tower(5, 1), Loss()
     pairs, modules = [(image, data(6, 0)), (text, data(5, 1))], (image, text, loss)

@@ -1,7 +1,6 @@
 """Chunks that fit the budget are encoded once: counted, and weighed."""
 
 import gc
-import math
 import threading
 import weakref
 
@@ -50,7 +49,7 @@ def test_a_graph_is_weighed_without_what_is_there_anyway():
 
 @pytest.mark.parametrize(
     ("budget", "once"),
-    [(None, 0), (0, 0), (1, 0), (CHUNK - 1, 0), (CHUNK, 1), (2 * CHUNK + 10, 2), (4 * CHUNK, 4), (math.inf, 4), (10**9, 4)],
+    [(None, 0), (0, 0), (1, 0), (CHUNK - 1, 0), (CHUNK, 1), (2 * CHUNK + 10, 2), (4 * CHUNK, 4), ("all", 4), (10**9, 4)],
 )
 def test_chunks_that_fit_are_encoded_once(budget, once):
     image, text, loss, pairs = setting()
@@ -69,10 +68,16 @@ def test_a_share_of_the_free_memory(monkeypatch):
     parameters = sum(p.numel() * 8 for p in image.parameters())
     embeddings = budgets.COPIES_OF_EMBEDDINGS * 2 * N * 4 * 8
     monkeypatch.setattr(budgets, "free_memory", lambda device: parameters + embeddings + CHUNK + 4 * CHUNK)
-    for share, once in ((1.0, 4), (0.6, 2), (0.01, 0), ("auto", 3)):
+    for options, once in (
+        ({"budget_fraction": 1.0}, 4),
+        ({"budget_fraction": 1}, 4),
+        ({"budget_fraction": 0.6}, 2),
+        ({"budget_fraction": 0.01}, 0),
+        ({"budget": "auto"}, 3),
+    ):
         image.passes = 0
-        assert_same(cached(loss, pairs, (image, text, loss), chunk_size=3, budget=share), wanted)
-        assert image.passes == 8 - once, share
+        assert_same(cached(loss, pairs, (image, text, loss), chunk_size=3, **options), wanted)
+        assert image.passes == 8 - once, options
     monkeypatch.setattr(budgets, "free_memory", lambda device: 0)
     image.passes = 0
     assert_same(cached(loss, pairs, (image, text, loss), chunk_size=3, budget="auto"), wanted)
@@ -91,17 +96,17 @@ def test_two_towers_share_one_budget():
 
 
 def test_ranks_keep_what_the_smallest_of_them_can():
-    keeper = Keeper(10_000, agree=lambda own: min(own, 3))
+    keeper = Keeper(10_000, None, agree=lambda own: min(own, 3))
     keeper.begin(None)
     kept = []
     while keeper.wants() and len(kept) < 9:
-        kept.append(keeper.weighed(1000, 9, 0))
+        kept.append(keeper.keeps(1000, 9, 0))
     assert kept == [True] * 3
     keeper.begin(None)  # 7000 bytes are left for the next tower
     asked = []
     keeper._agree = lambda own: asked.append(own) or 0
     assert keeper.wants()
-    assert not keeper.weighed(1000, 9, 0)
+    assert not keeper.keeps(1000, 9, 0)
     assert asked == [7]
     assert not keeper.wants()
 
@@ -126,7 +131,7 @@ class Watched(Wide):
         return self.last(torch.sigmoid(Marked.apply(self.first(x), self.marks)))
 
 
-@pytest.mark.parametrize(("budget", "most"), [(None, 0), (1, 0), (3 * CHUNK, 3), (math.inf, 3)])
+@pytest.mark.parametrize(("budget", "most"), [(None, 0), (1, 0), (3 * CHUNK, 3), ("all", 3)])
 def test_graphs_go_with_the_step_or_before_also_those_made_in_vain(budget, most):
     """What is saved while it is weighed must not hold the node that holds it. Without a budget there is one graph at a time."""
     image, text = Watched(), tower(5, 1)

@@ -1,6 +1,5 @@
 """Both passes of a step draw the same random numbers, and a tower that does not repeat itself is noticed."""
 
-import math
 import random
 
 import numpy as np
@@ -12,7 +11,7 @@ import megabatch as mb
 from steps import Loss, assert_same, cached, data, in_chunks, plain, tower
 
 
-@pytest.mark.parametrize("budget", [None, 900, math.inf])
+@pytest.mark.parametrize("budget", [None, 900, "all"])
 def test_dropout_is_the_same_in_both_passes(budget):
     """Against one graph over the same chunks: same masks, and the generator goes on from the same place."""
     image, text, loss = tower(6, 0, dropout=0.5), tower(5, 1, dropout=0.3), Loss()

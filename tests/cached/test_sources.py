@@ -1,6 +1,5 @@
 """Sources: what they give, that replay repeats itself to the bit, that it says so when it does not, and that workers end."""
 
-import math
 import multiprocessing
 import random
 import threading
@@ -261,7 +260,7 @@ def test_a_source_of_ones_own_is_asked_again_only_for_what_was_not_kept():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     assert source.asked == 2 * [(0, 4), (4, 8), (8, 11)]
     source.asked.clear()
-    cached(loss, [(image, source), (text, data(5, 1))], modules, chunk_size=4, budget=math.inf)
+    cached(loss, [(image, source), (text, data(5, 1))], modules, chunk_size=4, budget="all")
     assert source.asked == [(0, 4), (4, 8), (8, 11)]
 
 

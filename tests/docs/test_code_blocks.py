@@ -85,7 +85,7 @@ def training(folder, monkeypatch):
     drawings = torch.randint(256, (len(names), 2, 3, 32, 32), dtype=torch.uint8)
     monkeypatch.setattr(cache, "folder", lambda: folder)
     monkeypatch.setattr(emoji, "_render_all", lambda size: {"names": names, "drawings": drawings})
-    monkeypatch.setattr(config, "recipe", lambda model, data: {"epochs": 1.0, "schedule": {"warm_up": 0}})
+    monkeypatch.setattr(config, "recipe", lambda model, data: {"epochs": 1.0, "schedule": {"warm_up_steps": 0}})
     return {}
 
 

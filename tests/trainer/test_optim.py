@@ -190,16 +190,22 @@ def test_schedules():
     def rates(steps, **config):
         return [optim.learning_rate(ScheduleConfig(**config), 2.0, step, steps) for step in range(steps)]
 
-    assert rates(4, name="constant", warm_up=0) == [2.0] * 4
-    assert rates(6, name="constant", warm_up=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-    assert rates(8, name="constant", warm_up=0.5)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    cosine = rates(10, warm_up=2)
+    assert rates(4, name="constant", warm_up_steps=0) == [2.0] * 4
+    assert rates(6, name="constant", warm_up_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert rates(8, name="constant", warm_up_fraction=0.5)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    cosine = rates(10, warm_up_steps=2)
     assert cosine[:3] == [1.0, 2.0, 2.0]
     assert cosine[6] == pytest.approx(1.0)  # half of the way from the end of the warm-up
     assert cosine[-1] == pytest.approx(2.0 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
     assert all(later <= earlier for earlier, later in itertools.pairwise(cosine[2:]))
-    assert optim.learning_rate(ScheduleConfig(warm_up=0, end=0.25), 2.0, 10, 10) == pytest.approx(0.5)
-    assert rates(3, warm_up=100) == pytest.approx([2 / 3, 4 / 3, 2.0])  # shorter than its warm-up
-    for wrong in (-1, 1.5, math.nan):
-        with pytest.raises(ValueError, match=r"schedule.warm_up must be a number of steps, or a share"):
-            ScheduleConfig(warm_up=wrong)
+    assert optim.learning_rate(ScheduleConfig(warm_up_fraction=0.0, end=0.25), 2.0, 10, 10) == pytest.approx(0.5)
+    assert rates(3, warm_up_steps=100) == pytest.approx([2 / 3, 4 / 3, 2.0])  # shorter than its warm-up
+    assert rates(20, name="constant")[:3] == [1.0, 2.0, 2.0]  # a tenth of the run
+    # One step and the whole run, which 1 and 1.0 would not tell apart.
+    assert rates(4, name="constant", warm_up_steps=1) == [2.0] * 4
+    assert rates(4, name="constant", warm_up_fraction=1) == [0.5, 1.0, 1.5, 2.0]
+    for wrong in ({"warm_up_steps": -1}, {"warm_up_fraction": 1.5}, {"warm_up_fraction": math.nan}):
+        with pytest.raises(ValueError, match=rf"schedule\.{next(iter(wrong))} must be .*got {next(iter(wrong.values()))}"):
+            ScheduleConfig(**wrong)
+    with pytest.raises(ValueError, match=r"schedule\.warm_up_steps must be left out .*0\.5, got 3"):
+        ScheduleConfig(warm_up_steps=3, warm_up_fraction=0.5)

@@ -80,7 +80,7 @@ CASES = {
     "siglip, adafactor, clipped": {
         "loss": {"name": "siglip"},
         "optimizer": {"name": "adafactor", "clip_norm": 0.5},
-        "schedule": {"name": "constant", "warm_up": 3},
+        "schedule": {"name": "constant", "warm_up_steps": 3},
     },
     "average": {"ema": 0.8, "loss": {"scale": 7.0}, "augment": False},
 }

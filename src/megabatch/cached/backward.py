@@ -1,38 +1,38 @@
-"""A training step in memory that does not grow with the batch: encode in chunks, one loss, encode again and go back.
+"""The cached step (GradCache): gradients of a batch of any size, with the activations of one chunk in memory.
 
-The loss of a contrastive batch depends on the encoders only through the embeddings. So every tower first encodes all chunks
-without a graph; the loss is computed once, on all embeddings, and gives their gradients; then each chunk is encoded again,
-with a graph and the same random numbers, and its rows of that gradient go back through it. The sum over chunks is the exact
+The loss depends on the towers only through their embeddings. First, every tower encodes all chunks without an autograd graph.
+Then the loss is computed once, on all embeddings, and gives the gradient of each embedding. Last, each chunk is encoded again,
+with a graph and the same random numbers, and its rows of that gradient are backpropagated. The sum over chunks is the exact
 gradient. See docs/cached.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from warnings import warn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.cached import batchnorm, checks, randomness
-from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, Keeper
+from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, Budget, Keeper
 from megabatch.cached.graphs import parameters_in, stored, weighed
-from megabatch.cached.roles import DEVICE, Role
+from megabatch.cached.roles import Role
 from megabatch.cached.sharding import Ranks, Reductions, not_reached
 from megabatch.cached.sources import TensorSource
 from megabatch.cached.tower_io import Encoded, map_rows
+from megabatch.world import default_group
 
 ENCODE, BACKWARD = "encode", "backward"
 
 
 class Progress(NamedTuple):
-    """What `on_chunk` is told after each chunk."""
+    """The argument of `on_chunk`, after each chunk."""
 
-    stage: str  # "encode", the first pass; "backward", the second
-    tower: int  # its place in the list
-    done: int  # chunks of this stage, of all towers
-    total: int
+    stage: str  # "encode" in the first pass, "backward" in the second
+    tower: int  # index in the list of towers
+    done: int  # chunks of this stage so far, over all towers
+    total: int  # chunks of this stage, over all towers
 
 
 def cached_backward(
@@ -40,74 +40,83 @@ def cached_backward(
     towers: Sequence[tuple[Callable[..., Any], Any]],
     *,
     chunk_size: int | Sequence[int] = 256,
-    budget: int | float | str | None = None,
+    budget: Budget = None,
+    budget_fraction: float | None = None,
     scaler: Any = None,
     sync: bool = True,
-    embeddings: str = DEVICE,
+    embeddings: Literal["device", "host"] = "device",
     on_chunk: Callable[[Progress], None] | None = None,
 ) -> Tensor:  # ()
-    """`loss_fn` of all towers' embeddings, and its gradients, with the activations of one chunk at a time.
+    """Computes `loss_fn` of all towers' embeddings, and all gradients, with the activations of one chunk in memory.
 
     Same value and gradients as
 
         loss = loss_fn(*(tower(inputs) for tower, inputs in towers))
         loss.backward()
 
-    Gradients are added to `.grad` of the towers' parameters and of what `loss_fn` uses itself (a learned scale). Dropout and
-    other random numbers are the same in both passes; autocast is whatever is on where this is called.
+    Gradients are added to `.grad` of the towers' parameters and of parameters that `loss_fn` uses itself, such as a learned
+    scale. Dropout and other random numbers are the same in both passes. Both passes run under the caller's autocast.
+
+        loss = mb.cached_backward(
+            lambda image, text: mb.clip_loss(image, text, log_scale.exp()),
+            [(image_tower, images), (text_tower, tokens)],
+            chunk_size=256,
+        )
+        optimizer.step()
 
     Args:
         loss_fn: called once, with the (N, D) embeddings of each tower; returns a scalar.
         towers: pairs (tower, inputs). A tower is a module or another callable that returns (n, D) embeddings of n samples, or
-            `megabatch.Encoded(embeddings, auxiliary_loss)`; one module may occur several times. Inputs are a tensor, a mapping
-            of tensors (keyword arguments), a tuple or list of them (positional arguments), or a `Source`; all with the same
-            number of samples. An auxiliary loss is a mean over its chunk, or one number for each sample; its mean over all
-            samples is added to the loss.
-        chunk_size: samples a tower encodes at once; one number, or one for each tower.
-        budget: memory for graphs that are kept from the first pass, whose chunks are not encoded again: bytes (an int), a share
-            of the free memory (a float up to 1.0), "auto", `math.inf` for all of them, or None for none.
-        scaler: a `GradScaler`; the loss is scaled before it goes back, and returned as it was.
-        sync: whether DDP and FSDP2 reduce gradients in this step, once; False while accumulating over steps.
-        embeddings: "device", or "host" to keep embeddings and their gradients there while the towers work; for the loss they
-            are on the device.
+            `megabatch.Encoded(embeddings, auxiliary_loss)`. One module may occur several times. Inputs are a tensor, a mapping
+            of tensors (keyword arguments), a tuple or list of tensors (positional arguments), or a `Source`. All towers have
+            the same number of samples. An auxiliary loss is the mean over its chunk, or one number per sample; its mean over
+            all samples is added to the loss.
+        chunk_size: samples a tower encodes at once; one number, or one per tower.
+        budget: bytes for graphs that are kept from the first pass, so that their chunks are not encoded again; "auto" for most
+            of the free memory, "all" to keep every graph, None to keep none.
+        budget_fraction: the same as a fraction of the free memory, more than 0 and at most 1; in place of `budget`.
+        scaler: a `GradScaler`. The loss is scaled for the backward pass and returned unscaled.
+        sync: whether DDP and FSDP2 reduce gradients at the end of this step; False while accumulating over steps.
+        embeddings: "device", or "host" to hold embeddings and their gradients in host memory while the towers work. The loss
+            always gets them on the device.
         on_chunk: called with a `Progress` after each chunk.
 
     Returns:
-        The loss, detached. With `group=` in the loss it is this rank's share, as always.
+        The loss, detached. If the loss uses `group=`, this is this rank's share of it.
     """
     checks.gradients_possible()
-    checks.options(loss_fn, budget, scaler, embeddings, on_chunk)
+    checks.options(loss_fn, budget, budget_fraction, scaler, embeddings, on_chunk)
     roles = checks.roles(towers, chunk_size)
     step = _Step(roles, scaler, sync, embeddings, on_chunk)
-    step.keep_in_step()
+    step.equalise_passes()
     for role in roles:
         batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
     try:
-        step.encode(budget)
-        for role in roles:  # what only calls have shown
+        step.encode(budget, budget_fraction)
+        for role in roles:  # layers that only the calls have shown
             batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
         loss = step.differentiate(loss_fn)
-        step.go_back()
+        step.backpropagate()
     finally:
-        torch.clear_autocast_cache()  # casts of parameters that an optimizer is about to change
+        torch.clear_autocast_cache()  # the cached casts are stale after the optimizer step
     return loss
 
 
 class _Step:
-    """One call; what it holds is gone with it."""
+    """The state of one call."""
 
     def __init__(
         self, roles: list[Role], scaler: Any, sync: bool, where: str, on_chunk: Callable[[Progress], None] | None
     ) -> None:
         self.roles, self.scaler, self.where, self.on_chunk = roles, scaler, where, on_chunk
         self.reductions = Reductions([role.shared for role in roles], sync)
-        self.share = 0.0  # of one sample in a mean over the batch; the mean over ranks of their sums is the whole
+        self.share = 0.0  # weight of one sample, so that the mean over ranks of their sums is the mean over the batch
         self.graph_mode: bool | None = None
         self.loss_trains = False
         self.ranks: Ranks | None = None
 
-    def keep_in_step(self) -> None:
-        """Makes all ranks encode equally often: as often as the one with the most chunks, and at least once."""
+    def equalise_passes(self) -> None:
+        """Makes all ranks encode as often as the rank with the most chunks, because FSDP's collectives need every rank."""
         shared = [module for role in self.roles for module in role.shared]
         synchronised = [
             layer for role in self.roles for _, layer in role.batch_norms if isinstance(layer, torch.nn.SyncBatchNorm)
@@ -116,17 +125,16 @@ class _Step:
             ranks = Ranks(shared, synchronised, next((role.device for role in self.roles if role.device), None))
             self.ranks = ranks if ranks.size > 1 else None
         rows = len(self.roles[0].source)
-        alone = not (dist.is_initialized() and dist.get_world_size() > 1)
-        if rows == 0 and self.ranks is None and alone:
+        if rows == 0 and self.ranks is None and default_group() is None:
             raise ValueError("towers must have at least one sample, got inputs with 0 rows")
         unknown = [role.index for role in self.roles if rows == 0 and role.source.placeholder(role.device) is None]
         own = [rows, unknown[0] if unknown else -1, *(role.passes for role in self.roles)]
-        table = [own] if self.ranks is None else self.ranks.everyone(own)
+        table = [own] if self.ranks is None else self.ranks.gather_integers(own)
         for rank, (_, without, *_passes) in enumerate(table):
             if without >= 0:
                 raise ValueError(
-                    f"towers[{without}][1] must have at least one sample on every rank, because all ranks encode at least once "
-                    "and this source cannot show what a sample looks like without one; got none"
+                    f"towers[{without}][1] must have at least one sample on every rank, because every rank encodes at least "
+                    "once and this source cannot make a dummy sample; got none"
                     + (f" on rank {rank}" if self.ranks is not None else "")
                 )
         for role, *passes in zip(self.roles, *(line[2:] for line in table), strict=True):
@@ -135,9 +143,9 @@ class _Step:
 
     # The first pass
 
-    def encode(self, budget: int | float | str | None) -> None:
-        """Every tower's embeddings, and graphs of the chunks that fit the budget."""
-        keeper = Keeper(budget, self._smallest if self.ranks is not None else None)
+    def encode(self, budget: Budget, budget_fraction: float | None) -> None:
+        """The first pass: embeddings of every tower, and graphs of the chunks that fit the budget."""
+        keeper = Keeper(budget, budget_fraction, self._smallest if self.ranks is not None else None)
         progress = self._progress(ENCODE, sum(role.passes for role in self.roles))
         for role in self.roles:
             keeper.begin(role.device)
@@ -152,9 +160,9 @@ class _Step:
         if role.trains:
             role.states[i] = randomness.capture(role.devices, role.states.get(i - 1))
         held = self.reductions.held_back(role.index) if with_graph else nullcontext()
-        aside = nullcontext() if rows else _aside(role)
+        without_trace = nullcontext() if rows else _without_trace(role)
         noticing = role.noticing() if i == 0 and len(role.shared) > 1 else nullcontext()
-        with held, aside, noticing, self._graph(with_graph):
+        with held, without_trace, noticing, self._graph(with_graph):
             if not with_graph:
                 encoded = role.encode(inputs, rows)
             else:
@@ -167,7 +175,7 @@ class _Step:
                         inputs = map_rows(torch.clone, inputs)
                     encoded = role.encode(inputs, rows)
                 role.trains = any(part is not None and part.requires_grad for part in encoded)
-                if role.trains and keeper.weighed(weight.bytes, role.passes, self._other_bytes(encoded.embeddings)):
+                if role.trains and keeper.keeps(weight.bytes, role.passes, self._other_bytes(encoded.embeddings)):
                     role.kept[i] = encoded
         role.store(i, encoded.embeddings, self.where)
         if encoded.auxiliary_loss is not None and rows:
@@ -175,7 +183,7 @@ class _Step:
             role.auxiliary = part if role.auxiliary is None else role.auxiliary + part
 
     def _other_bytes(self, embeddings: Tensor) -> int:
-        """What the step still has to allocate beside graphs."""
+        """Bytes that the step still has to allocate beside graphs: missing gradients and embeddings."""
         parameters = {id(p): p for role in self.roles for module in role.modules for p in module.parameters()}
         missing = sum(p.numel() * p.element_size() for p in parameters.values() if p.requires_grad and p.grad is None)
         rows = sum(len(role.source) for role in self.roles)
@@ -183,12 +191,12 @@ class _Step:
 
     def _smallest(self, number: int) -> int:
         assert self.ranks is not None
-        return min(line[0] for line in self.ranks.everyone([number]))
+        return min(line[0] for line in self.ranks.gather_integers([number]))
 
     # The loss
 
     def differentiate(self, loss_fn: Callable[..., Tensor]) -> Tensor:  # ()
-        """The loss, and for each role the gradient of its embeddings."""
+        """Computes the loss, and for each role the gradient of its embeddings."""
         leaves = [role.leaf() for role in self.roles]
         with self._graph(True):
             loss = loss_fn(*leaves)
@@ -210,8 +218,8 @@ class _Step:
 
     # The second pass
 
-    def go_back(self) -> None:
-        """The gradients of all parameters: through the graphs that were kept, then chunk by chunk through fresh ones."""
+    def backpropagate(self) -> None:
+        """The second pass: backpropagates through the kept graphs, then encodes the other chunks again, one at a time."""
         for role in self.roles:
             if role.gradient is None and role.auxiliary is None and not role.shared:
                 role.trains = False  # the loss does not depend on it
@@ -221,7 +229,7 @@ class _Step:
         after = randomness.capture({device for role in self.roles for device in role.devices})
         differences: list[tuple[Role, Tensor]] = []
         try:
-            for role in learning:  # all that is kept first, so that its memory is free for the rest
+            for role in learning:  # kept graphs first, so that their memory is free for the other chunks
                 for i in list(role.kept):
                     with self.reductions.held_back(role.index):
                         self._backpropagate(role, i, role.kept.pop(i), ())
@@ -232,7 +240,7 @@ class _Step:
             for index in self.reductions.left_over([role.index for role in learning if role.trains]):
                 role = self.roles[index]
                 kept = batchnorm.running_statistics_kept(role.batch_norms)
-                with self.reductions.last_pass(index) as reducing, kept, _aside(role), self._graph(True):
+                with self.reductions.last_pass(index) as reducing, kept, _without_trace(role), self._graph(True):
                     placeholder = role.encode(role.source.placeholder(role.device), 0)
                     self._backpropagate(role, role.passes, placeholder, reducing)
         finally:
@@ -242,7 +250,7 @@ class _Step:
         _compare(differences)
 
     def _encode_again(self, role: Role, progress: Callable[[Role], None], differences: list[tuple[Role, Tensor]]) -> None:
-        again = sorted(role.states)  # those whose graph was not kept
+        again = sorted(role.states)  # chunks whose graph was not kept
         difference: Tensor | None = None
         with closing(role.chunks(again)) as chunks:
             for i, inputs in chunks:
@@ -250,10 +258,10 @@ class _Step:
                 randomness.restore(role.states.pop(i))
                 around = self.reductions.last_pass(role.index) if last else self.reductions.held_back(role.index)
                 with around as reducing, batchnorm.running_statistics_kept(role.batch_norms):
-                    with nullcontext() if role.rows(i) else _aside(role), self._graph(True):
+                    with nullcontext() if role.rows(i) else _without_trace(role), self._graph(True):
                         encoded = role.encode(inputs, role.rows(i))
                     if not any(part is not None and part.requires_grad for part in encoded):
-                        role.trains = False  # a frozen tower that could not be told from others before
+                        role.trains = False  # a frozen tower behind a function
                         return
                     if i in role.samples:
                         difference = _larger(difference, encoded.embeddings, role.samples.pop(i))
@@ -292,7 +300,7 @@ class _Step:
 
     @contextmanager
     def _graph(self, enabled: bool) -> Iterator[None]:
-        # Autocast remembers the casts of parameters. Those made without a graph would cut the gradients off.
+        # Autocast caches casts of parameters. A cast made without a graph would cut off the gradients.
         if self.graph_mode is not enabled:
             torch.clear_autocast_cache()
             self.graph_mode = enabled
@@ -302,20 +310,20 @@ class _Step:
 
 _NOTHING_TO_TRAIN = (
     "towers or loss_fn must have a parameter that requires a gradient, got none that the loss depends on: all towers are "
-    "frozen, or run under torch.no_grad()"
+    "frozen or run under torch.no_grad()"
 )
 
 
 @contextmanager
-def _aside(role: Role) -> Iterator[None]:
-    """For a placeholder, which leaves no trace: it draws nothing, and no statistics move."""
+def _without_trace(role: Role) -> Iterator[None]:
+    """For a dummy sample: random generators and running statistics stay as they were."""
     with randomness.untouched(role.devices), batchnorm.at_rest(role.batch_norms):
         yield
 
 
 @contextmanager
 def _outside_autocast() -> Iterator[None]:
-    """For backward passes, which take the types from their forward pass."""
+    """For backward passes, whose dtypes follow from the forward pass."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -324,7 +332,7 @@ def _outside_autocast() -> Iterator[None]:
 
 
 def _larger(difference: Tensor | None, now: Tensor, before: Tensor) -> Tensor:  # ()
-    """The larger of what was found so far and how far the last embedding of a chunk has moved. Stays on the device."""
+    """The larger of `difference` and the relative change of a chunk's last embedding. Stays on the device."""
     dtype = torch.float64 if now.dtype == torch.float64 else torch.float32
     before, now = before.to(dtype), now.detach()[-1].to(dtype)
     found = (now - before).norm() / before.norm().clamp_min(torch.finfo(dtype).tiny)
@@ -332,7 +340,7 @@ def _larger(difference: Tensor | None, now: Tensor, before: Tensor) -> Tensor:  
 
 
 def _compare(differences: list[tuple[Role, Tensor]]) -> None:
-    """Says so if a second pass was not a repetition of the first; rounding that differs is no reason."""
+    """Warns if the second pass gave other embeddings than the first, beyond rounding."""
     for role, difference in differences:
         dtypes = {p.dtype for module in role.modules for p in module.parameters() if p.dtype.is_floating_point}
         dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
@@ -342,8 +350,8 @@ def _compare(differences: list[tuple[Role, Tensor]]) -> None:
         value = difference.item()
         if value > bound:
             warn(
-                f"{role.name} must give the same embeddings in both passes, got some that differ by {value:.1e} of their "
-                "length, so its gradients are not those of the loss. Does it change a state, or have a generator of its own?",
+                f"{role.name} must give the same embeddings in both passes, got a relative difference of {value:.1e}, so its "
+                "gradients are wrong. Does the tower change a state between calls, or use a random generator of its own?",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -1,6 +1,5 @@
 """Arguments of `cached_backward`: what was expected and what came, before any work is done."""
 
-import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.cached.budget import AUTO
+from megabatch.cached.budget import ALL, AUTO
 from megabatch.cached.roles import DEVICE, HOST, Role
 
 
@@ -60,11 +59,11 @@ def _chunk_sizes(value: Any, towers: int) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def options(loss_fn: Any, budget: Any, scaler: Any, embeddings: Any, on_chunk: Any) -> None:
+def options(loss_fn: Any, budget: Any, budget_fraction: Any, scaler: Any, embeddings: Any, on_chunk: Any) -> None:
     """The rest, one by one."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of the embeddings of each tower, got {_kind(loss_fn)}")
-    _budget(budget)
+    _budget(budget, budget_fraction)
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
         raise TypeError(f"scaler must be a GradScaler or None, got {_kind(scaler)}")
     if embeddings not in (DEVICE, HOST):
@@ -73,16 +72,17 @@ def options(loss_fn: Any, budget: Any, scaler: Any, embeddings: Any, on_chunk: A
         raise TypeError(f"on_chunk must be a function of a Progress or None, got {_kind(on_chunk)}")
 
 
-def _budget(value: Any) -> None:
-    """None, 0, bytes, a share in (0, 1], infinity or "auto"."""
-    if value is None or (isinstance(value, str) and value == AUTO):
+def _budget(value: Any, fraction: Any) -> None:
+    known = value is None or (isinstance(value, str) and value in (AUTO, ALL))
+    if not known and (isinstance(value, bool) or not isinstance(value, Integral) or value < 0):
+        hint = "; a fraction of the free memory is budget_fraction" if isinstance(value, float) else ""
+        raise ValueError(f'budget must be a number of bytes (an int), "auto", "all" or None, got {value!r}{hint}')
+    if fraction is None:
         return
-    wrong = isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or math.isnan(value)
-    if wrong or (isinstance(value, float) and 1 < value < math.inf):
-        raise ValueError(
-            "budget must be a number of bytes (an int), a share of the free memory (a float up to 1.0), math.inf, "
-            f'"auto" or None, got {value!r}'
-        )
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise ValueError(f"budget_fraction must be more than 0 and at most 1, got {fraction!r}")
+    if value is not None:
+        raise ValueError(f"budget must be left out with budget_fraction={fraction}, got {value!r}")
 
 
 def loss(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""A tower in one of its roles: what it encodes, in which chunks, and what has been found about each chunk so far."""
+"""A role: one (tower, inputs) pair of a step, with its chunks, and the state of each chunk between the passes."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -32,14 +32,14 @@ class Role:
         self.spans: list[Span] = [
             (start, min(start + chunk_size, len(self.source))) for start in range(0, len(self.source), chunk_size)
         ]
-        self.passes = len(self.spans)  # more where other ranks have more
+        self.passes = len(self.spans)  # more if another rank has more chunks; the rest are dummy passes
         self.chunk_size = chunk_size
         self.shared = shared_between_ranks(self.modules)
-        self.batch_norms = batchnorm.layers([*self.modules, *_named_in(tower)])  # and what `finding_batch_norms` finds
+        self.batch_norms = batchnorm.layers([*self.modules, *_named_in(tower)])  # `finding_batch_norms` adds to it
         inputs_train = isinstance(self.source, TensorSource) and self.source.requires_grad
-        # A function of which nothing is known is taken to train, until it is found out.
+        # A function whose modules are unknown counts as trained until a pass shows otherwise.
         self.trains = not self.modules or inputs_train or any(p.requires_grad for p in parameters)
-        self.devices = {p.device for p in parameters}  # generators to replay
+        self.devices = {p.device for p in parameters}  # whose random generators are replayed
         self.states: dict[int, States] = {}
         self.kept: dict[int, Encoded] = {}
         self.samples: dict[int, Tensor] = {}  # (D,) the last embedding of a chunk, to compare with the second pass
@@ -49,7 +49,7 @@ class Role:
 
     @contextmanager
     def noticing(self) -> Iterator[None]:
-        """Leaves in `shared` what a pass inside has called: of two wrapped parts, a method or a forward may use one."""
+        """Keeps in `shared` only the wrappers that the pass inside calls: a method may use one of two wrapped parts."""
         called: list[nn.Module] = []
         hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in self.shared]
         try:
@@ -57,15 +57,15 @@ class Role:
         finally:
             for hook in hooks:
                 hook.remove()
-        if called:  # nothing, where a wrapper is reached in a way of its own
+        if called:  # empty if a wrapper is reached without its forward hooks
             self.shared[:] = [module for module in self.shared if any(module is other for other in called)]
 
     @contextmanager
     def finding_batch_norms(self, *, in_step: bool) -> Iterator[None]:
-        """Around the first pass: adds the layers behind a function, which nobody can know before it calls them.
+        """Around the first pass: adds the batch-norm layers that a function calls, which are unknown before it runs.
 
         Args:
-            in_step: whether ranks are known to encode equally often, as SyncBatchNorm needs it.
+            in_step: whether all ranks are known to encode equally often, which SyncBatchNorm needs.
         """
 
         def see(module: nn.Module) -> None:
@@ -74,8 +74,8 @@ class Role:
             for name, layer in new:
                 if not in_step and batchnorm.waits_for_ranks(layer):
                     raise ValueError(
-                        f"{self.name}[0] must be a module where it has SyncBatchNorm, because ranks have to encode equally "
-                        f"often and a function does not show it before; got {type(self.tower).__name__} that calls "
+                        f"{self.name}[0] must be a module if it has SyncBatchNorm, because all ranks must encode equally "
+                        f"often, which has to be known before a function runs; got {type(self.tower).__name__} that calls "
                         f"{type(module).__name__} with SyncBatchNorm {name!r}"
                     )
             self.batch_norms += new
@@ -87,11 +87,11 @@ class Role:
                 yield
 
     def rows(self, i: int) -> int:
-        """Samples in pass i; 0 in one that only keeps ranks in step."""
+        """Samples in pass i; 0 in a dummy pass."""
         return self.spans[i][1] - self.spans[i][0] if i < len(self.spans) else 0
 
     def chunks(self, passes: Sequence[int]) -> Generator[tuple[int, Any], None, None]:
-        """The inputs of these passes, in order."""
+        """(pass, inputs) of these passes, in order."""
         iterator = self.source.chunks([self.spans[i] for i in passes if i < len(self.spans)], self.device)
         with closed_at_the_end(iterator):
             for i in passes:
@@ -109,7 +109,7 @@ class Role:
                 del chunk
 
     def encode(self, inputs: Any, rows: int) -> Encoded:
-        """The tower's answer, checked, with the mean of its auxiliary loss; `rows` is 0 for a placeholder of any size."""
+        """Calls the tower and checks its output; the auxiliary loss is averaged. `rows` is 0 for a dummy sample of any size."""
         answer, auxiliary = opened(call(self.tower, inputs), self.name)
         if is_sharded(answer):
             answer = answer.full_tensor()  # type: ignore[attr-defined]
@@ -121,8 +121,8 @@ class Role:
             )
         if torch.is_grad_enabled() and answer.is_inference():
             raise ValueError(
-                f"{self.name} must not run in inference mode, because it is to be trained; got an inference tensor from it "
-                "(use torch.no_grad() in a frozen tower, and none of both in one that learns)"
+                f"{self.name} must not run in inference mode, because it is trained; got an inference tensor from it "
+                "(for a frozen tower use torch.no_grad())"
             )
         return Encoded(answer, None if auxiliary is None else self._mean(auxiliary, rows))
 
@@ -130,13 +130,13 @@ class Role:
         if not isinstance(auxiliary, Tensor) or (rows and auxiliary.shape not in ((), (1,), (rows,))):
             shape = f"shape {tuple(auxiliary.shape)}" if isinstance(auxiliary, Tensor) else type(auxiliary).__name__
             raise ValueError(
-                f"{self.name} must return as its auxiliary loss a scalar, the mean over the chunk, or one number for each of "
-                f"the {rows} samples, got {shape}"
+                f"{self.name} must return an auxiliary loss that is a scalar (the mean over the chunk) or has one number for "
+                f"each of the {rows} samples, got {shape}"
             )
         return auxiliary.mean()
 
     def store(self, i: int, embeddings: Tensor, where: str) -> None:
-        """Puts a chunk's embeddings in their place; the first one makes the room."""
+        """Copies a chunk's embeddings into the (N, D) buffer; the first chunk allocates it."""
         if self.embeddings is None:
             shape = len(self.source), embeddings.shape[1]
             self.embedding_device = embeddings.device
@@ -159,13 +159,13 @@ class Role:
             self.samples[i] = embeddings.detach()[-1].clone()
 
     def leaf(self) -> Tensor:  # (N, D)
-        """The embeddings as the loss gets them: on the device, and with a gradient if the tower learns."""
+        """The embeddings as a leaf for the loss: on the device, with requires_grad if the tower is trained."""
         assert self.embeddings is not None, "all chunks have been encoded"
         leaf = self.embeddings.to(self.embedding_device, non_blocking=True).detach()
         return leaf.requires_grad_(self.trains)
 
     def take_gradient(self, leaf: Tensor) -> None:
-        """Keeps what the loss found, where the embeddings were, which are not needed any more."""
+        """Keeps the gradient of the embeddings, in the buffer of the embeddings if that is on the host."""
         held, self.embeddings = self.embeddings, None
         if leaf.grad is not None and held is not None and held.device != leaf.device:
             self.gradient = held.copy_(leaf.grad, non_blocking=True)
@@ -173,7 +173,7 @@ class Role:
             self.gradient = leaf.grad
 
     def gradient_of(self, i: int, encoded: Encoded) -> Tensor:  # (n, D)
-        """The loss's gradient for the embeddings of pass i: zero if it gave none, and in a placeholder."""
+        """The gradient of the embeddings of pass i; zero in a dummy pass, or if the loss does not use the tower."""
         if self.gradient is None or not self.rows(i):
             return torch.zeros_like(encoded.embeddings)
         start, stop = self.spans[i]
@@ -181,7 +181,7 @@ class Role:
 
 
 def modules_of(tower: Any) -> list[nn.Module]:
-    """The modules behind a tower: itself, the one a method belongs to, or those in a partial; none for another function."""
+    """The modules of a tower: a module itself, the owner of a method, the modules in a partial; none for other functions."""
     if isinstance(tower, nn.Module):
         return [tower]
     if isinstance(tower, partial):
@@ -192,7 +192,7 @@ def modules_of(tower: Any) -> list[nn.Module]:
 
 
 def _named_in(tower: Any) -> list[nn.Module]:
-    """Modules that the code of a function names, from around it or from its file: known before it runs, compiled or not."""
+    """Modules among the globals and closure variables that a function's code names: known before it runs, compiled or not."""
     while isinstance(tower, partial):
         tower = tower.func
     function = inspect.unwrap(tower)
@@ -200,6 +200,6 @@ def _named_in(tower: Any) -> list[nn.Module]:
         return []
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # a name that has no value yet
+        with suppress(ValueError):  # not assigned yet
             named.append(cell.cell_contents)
     return [value for value in named if isinstance(value, nn.Module)]

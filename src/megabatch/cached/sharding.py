@@ -5,6 +5,7 @@ parameters in every pass, so ranks that encode a different number of chunks woul
 settled here; towers that are not shared between ranks need neither.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.cached.graphs import parameters_in
+from megabatch.world import World
 
 
 def shared_between_ranks(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -132,24 +134,20 @@ def not_reached(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> list
 
 
 class Ranks:
-    """All ranks that share the towers' batch, as far as the towers say who they are."""
+    """All ranks that share the towers, found from their wrappers: one process group, or one for each dimension of a mesh."""
 
     def __init__(self, modules: Sequence[nn.Module], synchronised: Sequence[nn.Module], device: torch.device | None) -> None:
-        self._groups = _groups(modules, synchronised)
-        staged = all("gloo" in dist.get_backend(group) for group in self._groups)
-        self._device = torch.device("cpu") if staged or device is None else device
-        self.size = 1
-        for group in self._groups:
-            self.size *= group.size()
+        self._worlds = [World.of(group, device) for group in _groups(modules, synchronised)]
+        self.size = math.prod(world.size for world in self._worlds)
 
-    def everyone(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of all ranks, the same list on all of them. One small message."""
-        table = torch.tensor([list(numbers)], dtype=torch.int64, device=self._device)  # (ranks so far, numbers)
-        for group in self._groups:
-            parts = [torch.empty_like(table) for _ in range(group.size())]
-            dist.all_gather(parts, table, group=group)
-            table = torch.cat(parts)
-        return table.tolist()
+    def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """The integers of every rank, in the same order on all ranks. One all-gather for each process group."""
+        table = [list(values)]
+        for world in self._worlds:
+            flat = [value for line in table for value in line]
+            gathered = [value for line in world.gather_integers(flat) for value in line]
+            table = [gathered[i : i + len(values)] for i in range(0, len(gathered), len(values))]
+        return table
 
 
 def _groups(modules: Sequence[nn.Module], synchronised: Sequence[nn.Module]) -> list["dist.ProcessGroup"]:

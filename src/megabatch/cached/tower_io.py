@@ -1,7 +1,12 @@
-"""What a tower is called with: a tensor, or tensors in mappings, tuples and lists, one row for each sample.
+"""Inputs and outputs of a tower.
 
-A mapping goes to the tower as keyword arguments, a tuple or list as positional ones, a tensor as the only one. Numbers,
-strings, None and tensors without dimensions are the same for all samples and go along as they are.
+Inputs are a tensor, or tensors in mappings, tuples and lists, with one row for each sample. A mapping becomes keyword
+arguments, a tuple or list positional arguments, a tensor the only argument. Numbers, strings, None and 0-d tensors are the same for all
+samples and are passed unchanged.
+
+Outputs are embeddings alone, or `Encoded(embeddings, auxiliary_loss)`. A plain tuple is refused: many encoders return one, and
+its second entry is rarely a loss (it may be a logit scale, or the tokens before pooling), so the
+loss would be wrong.
 """
 
 import sys
@@ -14,19 +19,21 @@ _SAME_FOR_ALL = (bool, int, float, str, type(None))
 
 
 def map_rows(function: Callable[[Tensor], Any], inputs: Any) -> Any:
-    """The same structure with `function` of every tensor that has rows; mappings become dicts."""
+    """Applies `function` to every tensor that has rows, and keeps the structure; mappings become dicts."""
     if isinstance(inputs, Tensor):
         return function(inputs) if inputs.dim() else inputs
     if isinstance(inputs, Mapping):
         return {key: map_rows(function, value) for key, value in inputs.items()}
     if isinstance(inputs, tuple | list):
         values = [map_rows(function, value) for value in inputs]
-        return type(inputs)(*values) if hasattr(inputs, "_fields") else type(inputs)(values)  # named tuples want them apart
+        return (
+            type(inputs)(*values) if hasattr(inputs, "_fields") else type(inputs)(values)
+        )  # a named tuple takes separate arguments
     return inputs
 
 
 def tensors(inputs: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that has rows, under the name a caller knows it by."""
+    """(name for messages, tensor) of every tensor that has rows."""
     if isinstance(inputs, Tensor):
         if inputs.dim():
             yield name, inputs
@@ -43,7 +50,7 @@ def tensors(inputs: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def count_rows(inputs: Any, name: str) -> int:
-    """How many samples these are; every tensor has to have as many rows."""
+    """The number of samples; all tensors must have the same number of rows."""
     found = list(tensors(inputs, name))
     if not found:
         raise ValueError(f"{name} must contain a tensor with one row for each sample, got {type(inputs).__name__} without one")
@@ -55,7 +62,7 @@ def count_rows(inputs: Any, name: str) -> int:
 
 
 def call(tower: Callable[..., Any], inputs: Any) -> Any:
-    """The tower's answer to one chunk."""
+    """Calls the tower with one chunk of inputs."""
     if isinstance(inputs, Mapping):
         return tower(**inputs)
     if isinstance(inputs, tuple | list):
@@ -64,23 +71,28 @@ def call(tower: Callable[..., Any], inputs: Any) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that is sharded over a mesh, or the tensor itself."""
+    """This rank's shard of a DTensor; other tensors unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. Where nobody has imported that module there is none, and importing it takes long."""
+    """Whether it is a DTensor. If that module was never imported there is none, and importing it is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 class Encoded(NamedTuple):
-    """What a tower returns that has an auxiliary loss: the embeddings of a chunk, and that loss.
+    """The output of a tower that has an auxiliary loss.
 
     Attributes:
         embeddings: (n, D), one row for each sample of the chunk.
-        auxiliary_loss: a scalar, the mean over the chunk, or one number for each sample, (n,); None for no loss. The cached
-            step adds its mean over the whole batch to the loss.
+        auxiliary_loss: a scalar (the mean over the chunk), or (n,) with one number for each sample; None for no loss. The
+            cached step adds its mean over the whole batch to the loss.
+
+    Example:
+        class Tower(nn.Module):
+            def forward(self, x):
+                return megabatch.Encoded(self.head(x), self.router_loss(x))
     """
 
     embeddings: Tensor
@@ -88,7 +100,7 @@ class Encoded(NamedTuple):
 
 
 def opened(answer: Any, name: str) -> Encoded:
-    """A tower's answer in one form, whichever of the two it has; `name` is the tower's, for messages."""
+    """A tower's output as `Encoded`, in either form; `name` is the tower's, for messages."""
     embeddings: Any
     embeddings, auxiliary = answer if isinstance(answer, Encoded) else (answer, None)
     if not isinstance(embeddings, Tensor):

@@ -87,7 +87,7 @@ def classified(
     good = dataset.usable(ours).to(images.device)
     labels = torch.tensor([numbers_of[captions[index] or ""] for index in ours], device=images.device)
     found = zero_shot(images[good], labels[good], classes, name=name, group=world.group)
-    without_image = world.reduced([int((~good).sum())])[0]
+    without_image = world.sum([int((~good).sum())])[0]
     return {**found, "num_classes": len(names), "num_failed": int(without_image) + captions.count(None)}
 
 

@@ -120,7 +120,7 @@ class Checkpoints:
                 work()
         except Exception as error:
             problem = _reason(error)
-        problems = {rank: text for rank, text in enumerate(self._world.everyone(problem)) if text is not None}
+        problems = {rank: text for rank, text in enumerate(self._world.gather_objects(problem)) if text is not None}
         if problems:
             if self._world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)

@@ -100,11 +100,25 @@ FREE = (
 )
 
 
+WARM_UPS = ("warm_up_steps", "warm_up_fraction")  # two ways to say one thing
+
+
 def resolved(*given: Mapping[str, Any]) -> TrainConfig:
     """The settings of a run from what was given, the strongest last, over the recipe for its model and data."""
-    asked = settings.merged(*given)
+    asked = merged(*given)
     chosen = settings.build(TrainConfig, asked)
-    return settings.build(TrainConfig, settings.merged(recipe(chosen.model, chosen.data), asked))
+    return settings.build(TrainConfig, merged(recipe(chosen.model, chosen.data), asked))
+
+
+def merged(*tables: Mapping[str, Any]) -> settings.Table:
+    """Later values in place of earlier ones. A later warm-up in steps replaces an earlier one as a fraction, and vice versa."""
+    result: settings.Table = {}
+    for one in tables:
+        schedule, known = one.get("schedule"), result.get("schedule")
+        if isinstance(schedule, Mapping) and isinstance(known, Mapping) and any(name in schedule for name in WARM_UPS):
+            result["schedule"] = {key: value for key, value in known.items() if key not in WARM_UPS}
+        result = settings.merged(result, one)
+    return result
 
 
 def recipe(model: str, data: str) -> settings.Table:
@@ -112,11 +126,11 @@ def recipe(model: str, data: str) -> settings.Table:
     found: settings.Table = {}
     if model == "small":
         optimizer = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
-        found = {"optimizer": optimizer, "schedule": {"warm_up": 20}}
+        found = {"optimizer": optimizer, "schedule": {"warm_up_steps": 20}}
     if (model, data) == ("small", "emoji"):
         # A minute or two on two cores. An average of the weights takes the place of a falling learning rate: in so few steps a
         # cosine falls before much is learned.
-        schedule = {"name": "constant", "warm_up": 0.3}
+        schedule = {"name": "constant", "warm_up_fraction": 0.3}
         found |= {"batch_size": 512, "epochs": 28.0, "schedule": schedule, "ema": 0.95, "model_options": {"buckets": 8192}}
     if data == "wordnet":
         found["epochs"] = 4.0

@@ -19,7 +19,7 @@ from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, free_memory
 from megabatch.cached.tower_io import call, count_rows, local, map_rows, opened
 from megabatch.evaluation.embedding import evaluating
 from megabatch.machine import ALLOCATION_FAILED
-from megabatch.world import LARGEST, SMALLEST, World
+from megabatch.world import World
 
 ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
 FIRST_TRIED = 32  # samples, on CUDA
@@ -70,7 +70,7 @@ def what_fits(
         pairs: of a batch on this rank.
         world: the ranks.
     """
-    free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.neighbours)
+    free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.local_size)
     if isinstance(chunk_size, int):
         sizes = [chunk_size] * len(modules)
     elif world.device.type == "cuda":
@@ -83,7 +83,7 @@ def what_fits(
         sizes = [ON_CPU] * len(modules)
     sizes = [max(1, min(size, pairs)) for size in sizes]
     graph_bytes = config.graphs * (free - _coming(modules, samples, pairs, world.device))
-    least = world.reduced([*sizes, max(0.0, graph_bytes)], SMALLEST)
+    least = world.min([*sizes, max(0.0, graph_bytes)])
     return Fit(tuple(int(size) for size in least[:-1]), int(least[-1]))
 
 
@@ -136,7 +136,7 @@ class _Peak:
             if not ran_out(error):
                 raise
         self._module.zero_grad(set_to_none=True)
-        used = self._world.reduced([used], LARGEST)[0]
+        used = self._world.max([used])[0]
         return None if math.isinf(used) else int(used)
 
     def _encode(self, inputs: Any) -> None:

@@ -107,7 +107,7 @@ class KeptEmbeddings:
                 found = embed(tower, dataset, side, rows, chunk_size=chunk_size, workers=workers).cpu()
                 failures = {index: dataset.failures[index] for index in rows if index in dataset.failures}
                 cache.write(place, partial(torch.save, {"embeddings": found, "failures": failures}))
-        world.everyone(None)  # all blocks are there
+        world.gather_objects(None)  # a barrier: all blocks are written
         self._blocks: list[Tensor] = []
         for place in self._places:
             block = torch.load(place, mmap=True, weights_only=True)

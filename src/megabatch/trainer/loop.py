@@ -36,7 +36,7 @@ from megabatch.trainer.run import CHECKPOINTS, LOCKED, Run
 from megabatch.trainer.state import State
 from megabatch.trainer.step import Outcome, Step, autocast, grad_scaler
 from megabatch.trainer.stopping import Request, StoppedError, requests
-from megabatch.world import LARGEST, World
+from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
 SAMPLES_SHOWN = 2  # to towers, to find out what they are like
@@ -229,7 +229,7 @@ class Trainer:
             self._fit = step.fit
             if self.average is not None:
                 self.average.update(self.step)
-            stop = int(self.world.reduced([request.number], LARGEST)[0])
+            stop = int(self.world.max([request.number])[0])
             self._record(outcome, batch.epoch, rate, time.perf_counter() - began)
             self._unreadable.name_new()
             if self.config.checkpoint.due(self.step, self.steps) or stop:

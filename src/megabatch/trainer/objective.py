@@ -92,7 +92,7 @@ class ReadablePairs:
         """This rank's share of the loss; zero, with gradients of zero, where no rank has a pair that can be used."""
         first, second = self._both(encoded)
         usable = self._usable().to(first.device)  # (n,)
-        self.pairs = round(self._world.reduced([int(usable.sum())])[0])
+        self.pairs = round(self._world.sum([int(usable.sum())])[0])
         if self.pairs == 0:
             return sum((part.sum() for part in encoded), self._objective.log_scale.sum()) * 0
         ids = None if self._ids is None else self._ids.to(first.device)

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from megabatch import extras
 from megabatch.trainer.adafactor import AdaFactor
 
+WARM_UP_FRACTION = 0.1
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBase)
 
 
@@ -86,15 +87,29 @@ class ScheduleConfig:
     """How the learning rate goes from step to step."""
 
     name: Literal["cosine", "constant"] = "cosine"
-    warm_up: int | float = 0.1  # steps, as a whole number; or a share of all steps, from 0.0 to 1.0
-    end: float = 0.0  # share of the highest rate that a cosine ends with
+    warm_up_steps: int | None = None  # length of the warm-up in steps
+    warm_up_fraction: float | None = None  # or as a fraction of the run; 0.1 where neither is given
+    end: float = 0.0  # fraction of the highest rate that a cosine ends with
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        if not self.warm_up >= 0 or (isinstance(self.warm_up, float) and self.warm_up > 1):
-            raise ValueError(f"schedule.warm_up must be a number of steps, or a share from 0.0 to 1.0, got {self.warm_up}")
+        if self.warm_up_steps is not None and self.warm_up_steps < 0:
+            raise ValueError(f"schedule.warm_up_steps must be at least 0, got {self.warm_up_steps}")
+        if self.warm_up_fraction is not None and not 0 <= self.warm_up_fraction <= 1:
+            raise ValueError(f"schedule.warm_up_fraction must be from 0 to 1, got {self.warm_up_fraction}")
+        if self.warm_up_steps is not None and self.warm_up_fraction is not None:
+            raise ValueError(
+                f"schedule.warm_up_steps must be left out with schedule.warm_up_fraction = {self.warm_up_fraction}, "
+                f"got {self.warm_up_steps}"
+            )
         if not 0 <= self.end <= 1:
             raise ValueError(f"schedule.end must be from 0 to 1, got {self.end}")
+
+    def warm_up(self, steps: int) -> int:
+        """Steps of the warm-up, in a run of `steps`."""
+        if self.warm_up_steps is not None:
+            return min(self.warm_up_steps, steps)
+        return round((WARM_UP_FRACTION if self.warm_up_fraction is None else self.warm_up_fraction) * steps)
 
 
 def learning_rate(config: ScheduleConfig, highest: float, step: int, steps: int) -> float:
@@ -102,7 +117,7 @@ def learning_rate(config: ScheduleConfig, highest: float, step: int, steps: int)
 
     The first step of a warm-up of n has 1/n of the highest rate, its last all of it.
     """
-    warm_up = round(config.warm_up * steps) if isinstance(config.warm_up, float) else min(config.warm_up, steps)
+    warm_up = config.warm_up(steps)
     if step < warm_up:
         return highest * (step + 1) / warm_up
     if config.name == "constant":

@@ -72,7 +72,7 @@ class State:
         for group, wanted in zip(self._optimizer.param_groups, options, strict=True):
             group.update(wanted)  # weight decay and the like are those of this run
         place = folder / _of_rank(self._world.rank)
-        known = self._world.reduced([place.is_file()])[0] == self._world.size
+        known = self._world.sum([place.is_file()])[0] == self._world.size
         if known:
             _restore(torch.load(place, weights_only=True), self._world.device)
         return known

@@ -97,7 +97,7 @@ class Step:
             )
         gradients.averaged(self.objective.parameters(), self.world)
         gradients.average_statistics(self._statistics, self.world)
-        return self.world.reduced([share.item()])[0] / self.world.size, loss_fn.pairs
+        return self.world.sum([share.item()])[0] / self.world.size, loss_fn.pairs
 
     def _source(self, indices: list[int], side: int, epoch: int) -> Any:
         return self.dataset.source(

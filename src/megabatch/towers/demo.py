@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megabatch import settings
 from megabatch.data.augment import Augmentation, unchanged
+from megabatch.data.images import fitted
 from megabatch.towers.tower import Tower
 
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -197,16 +198,3 @@ def n_grams(text: str, buckets: int, lengths: tuple[int, ...]) -> Tensor:  # (k,
 
 def _bucket(gram: str, buckets: int) -> int:
     return int.from_bytes(hashlib.blake2b(gram.encode(), digest_size=8).digest(), "little") % buckets
-
-
-def fitted(image: Tensor, size: int) -> Tensor:  # (3, H, W) uint8 -> (3, size, size) uint8
-    """The image scaled until its shorter side fits, and its middle."""
-    _, height, width = image.shape
-    if (height, width) == (size, size):
-        return image
-    shorter = min(height, width)
-    target = [max(size, round(side * size / shorter)) for side in (height, width)]
-    scaled = F.interpolate(image[None].float(), target, mode="bilinear", antialias=True)[0]
-    top, left = (target[0] - size) // 2, (target[1] - size) // 2
-    middle: Tensor = scaled[:, top : top + size, left : left + size]
-    return middle.round().clamp(0, 255).to(torch.uint8)
