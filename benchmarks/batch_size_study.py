@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch as mb
-from megabatch.bench import machine
+from megabatch import machine
+from megabatch.data.demo.wordnet import WordNet
 from megabatch.data.order import Order
-from megabatch.data.wordnet import WordNet
 from megabatch.evaluation import results, retrieval
-from megabatch.towers.small import n_grams
+from megabatch.towers.demo import n_grams
 
 RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # the learning rate grows with the batch to this power
 BASE = 1024  # pairs in the batch at which all rules agree
@@ -178,7 +178,7 @@ def run(setting: Setting, train: Pairs, test: Pairs, device: torch.device, advan
                 lambda word, definition, ids=meanings: mb.clip_loss(word, definition, log_scale.exp(), ids=ids),
                 [(tower, train.words[chosen]), (tower, train.definitions[meanings])],
                 chunk_size=CHUNK,
-                budget=math.inf,  # a bag's graph is small: nothing is encoded twice
+                budget="all",  # a bag's graph is small: nothing is encoded twice
             )
         optimizer.step()
         optimizer.zero_grad()

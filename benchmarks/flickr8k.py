@@ -39,8 +39,8 @@ from megabatch.bench.truth import clip_truth
 from megabatch.data.order import Order
 from megabatch.evaluation.embedding import evaluating
 from megabatch.evaluation.retrieval import retrieval
-from megabatch.training import optim
-from megabatch.training.schedule import ScheduleConfig, rate
+from megabatch.trainer import optim
+from megabatch.trainer.optim import ScheduleConfig, rate
 
 OURS, THEIRS, AGAIN = "megabatch", "open_clip", "open_clip, half chunks"
 RUNS = ["ViT-B-32:4096:40", "ViT-B-16:4096:12", "ViT-B-32:32768:4"]
@@ -52,7 +52,7 @@ TINY_CONFIG = {
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2},
 }
 # With 5e-4 after four steps the loss rose from 8.4 to 8.5 and 9.9 before it fell: too much for a ViT without any training.
-OPTIMIZER, SCHEDULE = optim.OptimizerConfig(lr=1e-4), ScheduleConfig(name="constant", warm_up=10)
+OPTIMIZER, SCHEDULE = optim.OptimizerConfig(lr=1e-4), ScheduleConfig(name="constant", warm_up_steps=10)
 LARGEST_SCALE = math.log(100)
 CHECK, CHECK_CHUNK, TOLERANCE = 64, 16, 1e-3  # float32 against float32, by the length of all gradients
 

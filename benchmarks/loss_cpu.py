@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megabatch.bench import machine
+from megabatch import machine
 from megabatch.bench.inputs import is_right, pairs, sampled_rows
 from megabatch.bench.loss_systems import CHUNKS, DENSE, MEGABATCH, loss_of
-from megabatch.bench.measure import ProcessError, available_memory, fresh_process, peak_memory
+from megabatch.bench.measure import ProcessError, fresh_process, peak_memory
 from megabatch.bench.truth import ClipTruth, clip_truth
+from megabatch.machine import available_memory
 
 SYSTEMS = {MEGABATCH: "tiles", DENSE: "dense", CHUNKS: "chunks of rows"}  # MEGABATCH first: the others are compared with it
 

@@ -24,7 +24,7 @@ from loss_gpu_report import table
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.bench import machine
+from megabatch import machine
 from megabatch.bench.inputs import SCALE, is_right, pairs
 from megabatch.bench.loss_systems import CUT, DENSE, INF_CL, LIGER, MEGABATCH, loss_of
 from megabatch.bench.losses import bare_products

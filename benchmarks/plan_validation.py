@@ -26,7 +26,7 @@ from plan_validation_report import report, table
 from torch import Tensor, nn
 
 import megabatch as mb
-from megabatch.bench import machine
+from megabatch import machine
 from megabatch.bench.measure import peak_memory
 from megabatch.bench.towers import CONTEXT, SIZES, VOCABULARY, Normalised, Size, SyntheticImages, replay, towers
 from megabatch.planning import gpus, step

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megabatch.bench import machine
+from megabatch import machine
 
 PATHS = ("--output", "--data")  # where things are is nobody's matter
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megabatch.bench import machine
+from megabatch import machine
 
 Run = dict[str, Any]
 

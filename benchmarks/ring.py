@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megabatch.bench import machine
+from megabatch import machine
 from megabatch.bench.inputs import is_right, pairs, sampled_rows
 from megabatch.bench.levels import LOCAL, SYSTEMS, TILES, VANILLA, mean_over_ranks, measure
 from megabatch.bench.measure import ProcessError, fresh_process

@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch
-from megabatch import ring
-from megabatch.bench import machine
+from megabatch import machine, ring
 from megabatch.bench.ranks import join
 from megabatch.planning.ring import Cluster, Link, Pass, clip_passes, predict
 from megabatch.ring import lap

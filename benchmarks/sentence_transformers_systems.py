@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch as mb
+from megabatch.cached import Budget
 
 SCALE = 20.0
 PLAIN, THEIRS, ALONE = "plain step", "sentence-transformers", "towers alone"
@@ -99,7 +100,7 @@ def plain(s: Setting) -> Tensor:
     return loss.detach()
 
 
-def ours(s: Setting, budget: str | None = None) -> Tensor:
+def ours(s: Setting, budget: Budget = None) -> Tensor:
     """`cached_backward` and `info_nce_loss`."""
     tower = Tower(s.model)
     backend = "triton" if s.device == "cuda" else "auto"

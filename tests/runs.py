@@ -14,10 +14,10 @@ from torch import nn
 from megabatch import settings
 from megabatch.data.dataset import Dataset, UnreadableSampleError
 from megabatch.towers.tower import Pair, Tower
-from megabatch.training.config import TrainConfig
-from megabatch.training.stopping import StoppedError
-from megabatch.training.trainer import Trainer
-from megabatch.training.world import World, joined
+from megabatch.trainer.config import TrainConfig
+from megabatch.trainer.loop import Trainer
+from megabatch.trainer.stopping import StoppedError
+from megabatch.world import World, joined
 from ranks import free_port
 
 SAMPLES = 40

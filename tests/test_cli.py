@@ -12,7 +12,7 @@ import torch
 from megabatch import cli, settings, towers
 from megabatch.commands import info, train
 from megabatch.evaluation import results
-from megabatch.training.observers import MetricsFile
+from megabatch.trainer.observers import MetricsFile
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 SMALL = {"width": 16, "buckets": 256}

@@ -28,7 +28,7 @@ class Block(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Block())
 import torch
 import megabatch as mb
-import megabatch.data.emoji, megabatch.data.shards, megabatch.data.tables, megabatch.data.wordnet
+import megabatch.data.demo.emoji, megabatch.data.shards, megabatch.data.tables, megabatch.data.demo.wordnet
 import megabatch.evaluation.sheet, megabatch.towers, megabatch.display, megabatch.report, megabatch.cli
 import megabatch.commands.eval, megabatch.commands.info, megabatch.commands.report, megabatch.commands.search
 import megabatch.commands.train

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from helpers import examples
 from megabatch import settings
 from megabatch.settings import SettingsError
-from megabatch.training import config as configs
-from megabatch.training.config import TrainConfig
+from megabatch.trainer import config as configs
+from megabatch.trainer.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,28 @@ def test_a_training_config_survives_toml_and_its_recipe_yields(tmp_path):
     config = configs.resolved({})
     assert through_toml(config, tmp_path / "a.toml") == config
     assert (config.data, config.model, config.batch_size, config.epochs) == ("emoji", "small", 512, 28.0)
-    assert (config.optimizer.lr, config.schedule.name, config.schedule.warm_up, config.ema) == (3e-3, "constant", 0.3, 0.95)
+    assert (config.optimizer.lr, config.schedule.name, config.schedule.warm_up_fraction, config.ema) == (
+        3e-3,
+        "constant",
+        0.3,
+        0.95,
+    )
     assert (config.model_options, config.total_steps(5)) == ({"buckets": 8192}, 140)
     words = configs.resolved({"data": "wordnet"})
     assert (words.batch_size, words.epochs, words.ema, words.model_options) == (1024, 4.0, 0.0, {})
-    assert (words.optimizer.lr, words.schedule.name, words.schedule.warm_up) == (3e-3, "cosine", 20)
+    assert (words.optimizer.lr, words.schedule.name, words.schedule.warm_up_steps) == (3e-3, "cosine", 20)
     other = configs.resolved({"model": "open_clip:ViT-B-32"}, {"data": "a.csv", "optimizer": {"lr": 1.0}})
     assert (other.optimizer.lr, other.optimizer.weight_decay, other.epochs) == (1.0, 0.2, 32.0)
     assert configs.resolved({"optimizer": {"lr": 1.0}}).optimizer.weight_decay == 0.1
     # What is written down is what was used: read again, no recipe changes it.
     assert configs.resolved(settings.read(tmp_path / "a.toml")) == config
+    # A warm-up that is given replaces the recipe's, whichever way each of them says it.
+    shorter = configs.resolved({"data": "wordnet"}, {"schedule": {"warm_up_fraction": 0.2}}).schedule
+    assert (shorter.warm_up_steps, shorter.warm_up_fraction) == (None, 0.2)
+    shorter = configs.resolved({"schedule": {"warm_up_fraction": 0.2}}, {"schedule": {"warm_up_steps": 7}}).schedule
+    assert (shorter.warm_up_steps, shorter.warm_up_fraction) == (7, None)
+    with pytest.raises(ValueError, match=r"schedule\.warm_up_steps must be left out"):
+        configs.resolved({"schedule": {"warm_up_fraction": 0.2, "warm_up_steps": 7}})
 
 
 @pytest.mark.parametrize(

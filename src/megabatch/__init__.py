@@ -1,5 +1,6 @@
 """megabatch: exact contrastive losses in memory that grows linearly with the batch."""
 
+from megabatch.cached import Encoded, HostSource, ReplayMismatchError, ReplaySource, Source, cached_backward
 from megabatch.losses import (
     ClipLoss,
     DistillClipLoss,
@@ -18,7 +19,6 @@ from megabatch.losses import (
 from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
 from megabatch.pairwise_symmetric import pairwise_symmetric_logsumexp
 from megabatch.ring import RingError
-from megabatch.training import Encoded, HostSource, ReplayMismatchError, ReplaySource, Source, cached_backward
 
 __version__ = "0.1.0"
 

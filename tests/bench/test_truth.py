@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from helpers import aligned_pairs, leaves
-from megabatch import reference
-from megabatch.bench import machine, truth
+from megabatch import machine, reference
+from megabatch.bench import truth
 
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 7, 1000])

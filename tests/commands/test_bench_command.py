@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megabatch.bench import machine, parts
+from megabatch import machine
+from megabatch.bench import parts
 from megabatch.bench.tables import kind, tables, verdict
 from megabatch.commands import bench
 

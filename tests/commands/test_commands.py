@@ -15,7 +15,7 @@ from megabatch.commands import search as search_command
 from megabatch.data.dataset import UnreadableSampleError
 from megabatch.data.tables import Table
 from megabatch.evaluation import classifier, embed, encode, evaluate, results
-from megabatch.training.world import World
+from megabatch.world import World
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 COLOURS = ("red", "green", "blue", "yellow", "black")

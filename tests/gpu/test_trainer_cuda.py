@@ -7,7 +7,7 @@ from torch import nn
 
 import runs
 from megabatch.towers.tower import Pair, Tower
-from megabatch.training.world import World
+from megabatch.world import World
 
 pytestmark = pytest.mark.gpu
 

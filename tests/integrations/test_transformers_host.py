@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 import loops
 import megabatch as mb
+from megabatch.cached.tower_io import is_sharded
 from megabatch.integrations import accelerate as loop_host
 from megabatch.integrations import transformers as host
-from megabatch.training.inputs import is_sharded
 
 accelerate = pytest.importorskip("accelerate", reason='pip install "megabatch[accelerate]"')
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from megabatch.planning.meter import ALLOCATION_UNIT, Meter, _Float32, metered, nowhere, without_data
 from megabatch.planning.models import StandIn
-from megabatch.towers.small import SmallConfig, SmallImageTower
+from megabatch.towers.demo import SmallConfig, SmallImageTower
 
 KIB = 1024
 

@@ -7,11 +7,12 @@ import torch
 
 import megabatch as mb
 from megabatch import towers
+from megabatch.data import images
 from megabatch.data.augment import NUMBERS, Augmentation, RandomCrop, unchanged
 from megabatch.data.dataset import Dataset
 from megabatch.evaluation import embed, encode, evaluate
-from megabatch.towers import small
-from megabatch.towers.small import SmallConfig
+from megabatch.towers import demo
+from megabatch.towers.demo import SmallConfig
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 COLOURS = {
@@ -102,11 +103,11 @@ def test_text_without_words_has_a_finite_embedding():
 
 
 def test_n_grams_are_the_same_in_every_process_and_tell_words_apart():
-    assert small.n_grams("Cat", 1 << 15, (3,)).tolist() == small.n_grams("cat", 1 << 15, (3,)).tolist()
-    cat, education = (set(small.n_grams(text, 1 << 30, (3,)).tolist()) for text in ("cat", "education"))
+    assert demo.n_grams("Cat", 1 << 15, (3,)).tolist() == demo.n_grams("cat", 1 << 15, (3,)).tolist()
+    cat, education = (set(demo.n_grams(text, 1 << 30, (3,)).tolist()) for text in ("cat", "education"))
     assert len(cat) == 4  # <cat>, <ca, cat, at>
     assert len(cat & education) == 1  # cat in the middle
-    assert small.n_grams("a", 1 << 15, ()).tolist() == [29968]  # Python's own hash would change from run to run
+    assert demo.n_grams("a", 1 << 15, ()).tolist() == [29968]  # Python's own hash would change from run to run
 
 
 def test_augmentation_of_nothing_changes_nothing():
@@ -144,7 +145,7 @@ def test_augmentation_moves_and_colours_as_it_says():
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (3, 1, 300), (3, 200, 3)])
 def test_small_images_are_brought_to_size(shape):
-    assert small.fitted(torch.randint(0, 256, shape, dtype=torch.uint8), 8).shape == (3, 8, 8)
+    assert images.fitted(torch.randint(0, 256, shape, dtype=torch.uint8), 8).shape == (3, 8, 8)
     crop = RandomCrop((7, 9))(torch.randint(0, 256, shape, dtype=torch.uint8), torch.Generator().manual_seed(0))
     assert crop.shape == (3, 7, 9)
     assert 0 <= crop.min() <= crop.max() <= 1
@@ -153,7 +154,7 @@ def test_small_images_are_brought_to_size(shape):
 def test_gradients_of_small_images_have_the_strides_of_their_weights():
     """DDP warns of others, which a convolution makes of channels-last images where a kernel has dimensions of length 1."""
     torch.manual_seed(0)
-    tower = small.SmallImageTower(SmallConfig(width=16, channels=(8, 16), blocks=1))
+    tower = demo.SmallImageTower(SmallConfig(width=16, channels=(8, 16), blocks=1))
     images = torch.randn(3, 3, 32, 32)
     tower(images)[:, 0].sum().backward()
     assert {name for name, p in tower.named_parameters() if p.grad.stride() != p.stride()} == set()

@@ -21,13 +21,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from megabatch.machine import ALLOCATION_FAILED
+
 T = TypeVar("T")
-
-# How PyTorch says on a CPU that an allocation failed: a plain RuntimeError, with one of these in its message.
-ALLOCATION_FAILED = ("DefaultCPUAllocator", "bad_alloc")
-
-# What a container may use, in version 2 and version 1 of control groups.
-CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class ProcessError(RuntimeError):
@@ -118,21 +114,6 @@ def _elapsed(work: Callable[[], Any], calls: int, device: str) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
-
-
-def available_memory() -> int | None:
-    """Bytes that a new program can take without pushing others out; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    for path in CONTAINER_LIMITS:
-        try:
-            available = min(available, int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return available
 
 
 def _serve(writer: Connection, call: bytes, memory_limit: int | None) -> None:

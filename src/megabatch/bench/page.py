@@ -5,7 +5,7 @@ import html
 import io
 from typing import Any
 
-from megabatch.bench import machine
+from megabatch import machine
 from megabatch.bench.tables import Table, kind, tables, verdict
 
 STYLE = """

@@ -13,10 +13,11 @@ from megabatch.bench.inputs import is_right, pairs, sampled_rows
 from megabatch.bench.levels import BLOCKS, LOCAL, TILES, VANILLA
 from megabatch.bench.loss_systems import NAMES
 from megabatch.bench.losses import FAILED, OK, WRONG, LossResult
-from megabatch.bench.measure import ProcessError, available_memory
+from megabatch.bench.measure import ProcessError
 from megabatch.bench.ranks import on_ranks
 from megabatch.bench.steps import SYSTEMS
 from megabatch.bench.truth import clip_truth
+from megabatch.machine import available_memory
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch.bench.towers import SyntheticImages
+from megabatch.cached import Budget
 
 
 @dataclass
@@ -70,7 +71,7 @@ def plain(s: Setting) -> Tensor:
     return loss.detach()
 
 
-def cached(s: Setting, budget: int | str | None = None) -> Tensor:
+def cached(s: Setting, budget: Budget = None) -> Tensor:
     """`cached_backward`."""
 
     def loss(x: Tensor, y: Tensor) -> Tensor:

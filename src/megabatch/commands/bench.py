@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> dict[str, Any]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from megabatch.bench import machine, parts
+    from megabatch import machine
+    from megabatch.bench import parts
 
     record: dict[str, Any] = {"command": _said(args), "machine": machine.describe(), "device": device}
     record |= {"dtype": "bfloat16" if device == "cuda" else "float32", "width": sizes.width}

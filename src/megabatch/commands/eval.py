@@ -15,7 +15,7 @@ from megabatch.display import numbers
 from megabatch.evaluation import classifier, embed, encode, evaluate, results, zero_shot
 from megabatch.evaluation.zero_shot import TEMPLATES
 from megabatch.towers import Pair
-from megabatch.training.world import World, joined
+from megabatch.world import World, joined
 
 DESCRIPTION = """
 Evaluates a model: where in the ranking of all images a text's own comes, and the other way round.
@@ -87,7 +87,7 @@ def classified(
     good = dataset.usable(ours).to(images.device)
     labels = torch.tensor([numbers_of[captions[index] or ""] for index in ours], device=images.device)
     found = zero_shot(images[good], labels[good], classes, name=name, group=world.group)
-    without_image = world.reduced([int((~good).sum())])[0]
+    without_image = world.sum([int((~good).sum())])[0]
     return {**found, "num_classes": len(names), "num_failed": int(without_image) + captions.count(None)}
 
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from megabatch.bench import machine
+from megabatch import machine
 from megabatch.tiles import backends
 from megabatch.tiles.precision import BFLOAT16
 

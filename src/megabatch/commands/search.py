@@ -14,7 +14,7 @@ from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
 from megabatch.evaluation import embedded, encode, search, sheet
 from megabatch.evaluation.sheet import Found, Shown
 from megabatch.towers import Pair, Tower
-from megabatch.training.world import joined
+from megabatch.world import joined
 
 DESCRIPTION = """
 Searches data with a model. A query is a text, or the path of an image; each has a row of the sheet.

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import extras, settings, towers
+from megabatch.cached import randomness
 from megabatch.data import load as data
 from megabatch.data.dataset import Dataset
 from megabatch.towers.load import POSSIBLE, image_size
-from megabatch.training import config as configs
-from megabatch.training import randomness
-from megabatch.training import run as runs
-from megabatch.training.checkpoint import CheckpointError
-from megabatch.training.config import TrainConfig
-from megabatch.training.observers import MetricsFile, Observer
-from megabatch.training.stopping import StoppedError
-from megabatch.training.trainer import Trainer
-from megabatch.training.world import World, joined
+from megabatch.trainer import config as configs
+from megabatch.trainer import run as runs
+from megabatch.trainer.checkpoint import CheckpointError
+from megabatch.trainer.config import TrainConfig
+from megabatch.trainer.loop import Trainer
+from megabatch.trainer.observers import MetricsFile, Observer
+from megabatch.trainer.stopping import StoppedError
+from megabatch.world import World, joined
 
 LOG = logging.getLogger("megabatch")
 RUNS = Path("runs")
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains."""
     given = _given(args)
-    folder, checkpoint = _places(args, settings.build(TrainConfig, settings.merged(*given)).data)
+    folder, checkpoint = _places(args, settings.build(TrainConfig, configs.merged(*given)).data)
     config = configs.resolved(_before(folder, checkpoint), *given)
     with joined(config.device) as world:
         if world.rank != 0:
@@ -160,7 +160,7 @@ def _before(folder: Path, checkpoint: Path | None) -> settings.Table:
 
 def _check_writable(folder: Path, world: World, resume: str | None) -> None:
     """Before anything is loaded, on every rank: each writes its part of a checkpoint."""
-    for rank, problem in enumerate(world.everyone(runs.unwritable(folder))):
+    for rank, problem in enumerate(world.gather_objects(runs.unwritable(folder))):
         if problem is not None:
             where = f" on rank {rank}" if world.size > 1 else ""
             elsewhere = f"--resume {folder / runs.CHECKPOINTS}/step_… --output" if resume not in (None, AUTO) else "--output"

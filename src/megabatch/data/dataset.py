@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megabatch.training.replay import ReplaySource, sample_seed
+from megabatch.cached.replay import ReplaySource, sample_seed
 
 IMAGE, TEXT = "image", "text"
 BLANK_SIZE = 8  # pixels of the grey image that stands for one that cannot be read; a tower brings it to its own size

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import extras
@@ -50,3 +51,16 @@ def to_pillow(image: Tensor) -> Any:
     _, height, width = image.shape
     pixels = image.permute(1, 2, 0).contiguous()  # (H, W, 3)
     return pillow.frombytes("RGB", (width, height), ctypes.string_at(pixels.data_ptr(), pixels.numel()))
+
+
+def fitted(image: Tensor, size: int) -> Tensor:  # (3, H, W) uint8 -> (3, size, size) uint8
+    """The image scaled until its shorter side fits, and its middle."""
+    _, height, width = image.shape
+    if (height, width) == (size, size):
+        return image
+    shorter = min(height, width)
+    target = [max(size, round(side * size / shorter)) for side in (height, width)]
+    scaled = F.interpolate(image[None].float(), target, mode="bilinear", antialias=True)[0]
+    top, left = (target[0] - size) // 2, (target[1] - size) // 2
+    middle: Tensor = scaled[:, top : top + size, left : left + size]
+    return middle.round().clamp(0, 255).to(torch.uint8)

@@ -4,8 +4,9 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from megabatch.data import emoji, tables, wordnet
+from megabatch.data import tables
 from megabatch.data.dataset import Dataset
+from megabatch.data.demo import emoji, wordnet
 from megabatch.data.shards import Shards
 from megabatch.data.tables import Table
 

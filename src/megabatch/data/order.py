@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.training.replay import sample_seed
+from megabatch.cached.replay import sample_seed
 
 
 class Batch(NamedTuple):

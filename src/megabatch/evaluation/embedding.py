@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabatch.cached.tower_io import call, map_rows
 from megabatch.data.dataset import Dataset
 from megabatch.tiles.block import windows
 from megabatch.towers.tower import Tower
-from megabatch.training.inputs import call, map_rows
 
 
 def embed(

@@ -4,14 +4,13 @@ from concurrent.futures import Executor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.data.dataset import Dataset
-from megabatch.evaluation.embedding import embed
-from megabatch.evaluation.gathering import gathered, plain
+from megabatch.evaluation.embedding import device_of, embed
 from megabatch.evaluation.retrieval import retrieval
 from megabatch.towers.tower import Pair
+from megabatch.world import World
 
 
 def evaluate(
@@ -22,17 +21,17 @@ def evaluate(
     Samples that share their first side (`dataset.items`) are one image with several captions. `num_failed` is the number of
     samples that could not be read, on all ranks.
     """
-    rank, size = (0, 1) if group is None else (dist.get_rank(plain(group)), dist.get_world_size(plain(group)))
-    indices, first, owners = _share(dataset, rank, size)
+    world = World.of(group, device_of(pair.second.module))
+    indices, first, owners = _share(dataset, world.rank, world.size)
     texts = embed(pair.second, dataset, 1, indices, chunk_size=chunk_size, workers=workers)
     images = embed(pair.first, dataset, 0, [indices[i] for i in first], chunk_size=chunk_size, workers=workers)
     good = dataset.usable(indices).to(texts.device)
-    failed = int(gathered((~good).sum()[None], group).sum())
+    failed = int(world.sum([int((~good).sum())])[0])
     if failed:  # an image that is left out takes its captions along, and one without captions goes too
         readable = dataset.usable([indices[i] for i in first]).to(texts.device)
         good &= readable[owners.to(texts.device)]
         images, owners, texts = _without(images, owners.to(texts.device), texts, good)
-    several = bool(gathered(torch.tensor([len(texts) != len(images)], device=texts.device), group).any())
+    several = bool(world.max([len(texts) != len(images)])[0])
     names = ("image", "text") if dataset.sides[0] != dataset.sides[1] else ("query", "text")
     result = retrieval(images, texts, owners.to(texts.device) if several else None, names=names, group=group)
     return {**result, "num_failed": failed}

@@ -8,14 +8,13 @@ equal, the smaller index comes first, and NaN ranks last. With one column each t
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import validation
-from megabatch.evaluation.gathering import broadcast_rows, plain, sizes_of
 from megabatch.tiles import plan
 from megabatch.tiles.block import windows
 from megabatch.tiles.precision import accumulator_dtype, rounded
+from megabatch.world import World
 
 
 class Best(NamedTuple):
@@ -49,11 +48,12 @@ def ranks_of_best(
     precision = validation.embeddings(x, y)
     validation.group(group)
     _check_pairs(x, y, rows, columns)
-    offset = 0 if group is None else sum(sizes_of(len(y), y.device, group)[: dist.get_rank(plain(group))])
+    world = World.of(group, y.device)
+    offset = world.row_offset(len(y))
     x, y = (rounded(side, precision).to(accumulator_dtype(side.dtype)) for side in (x, y))
     best = _best(x, y, rows, columns)
     count = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    for first, block in broadcast_rows(y, group):
+    for first, block in world.blocks(y):
         own = (rows, columns) if first == offset else (rows[:0], columns[:0])
         count += count_before(x, block, Best(best.similarity, best.column + offset), own, first)
     return count

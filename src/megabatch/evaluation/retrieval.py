@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import megabatch.pairwise
-from megabatch.evaluation.gathering import gathered
 from megabatch.evaluation.ranks import ranks_of_best
+from megabatch.world import World
 
 RECALLS = (1, 5, 10)
 
@@ -36,10 +36,11 @@ def retrieval(
     if owners is None:
         there, back = megabatch.pairwise.pairwise_rank(image, text, group=group, backend=backend)
     else:
-        everyone = torch.arange(len(text), device=text.device)
-        there = ranks_of_best(image, text, owners, everyone, group=group)
-        back = ranks_of_best(text, image, everyone, owners, group=group)
-    there, back = gathered(there, group), gathered(back, group)
+        texts = torch.arange(len(text), device=text.device)
+        there = ranks_of_best(image, text, owners, texts, group=group)
+        back = ranks_of_best(text, image, texts, owners, group=group)
+    world = World.of(group, image.device)
+    there, back = world.gather_rows(there), world.gather_rows(back)
     if not len(there) or not len(back):
         raise ValueError(f"image and text must have at least one row, got {len(there)} and {len(back)}")
     first, second = names

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.evaluation.gathering import gathered
 from megabatch.evaluation.ranks import ranks_of_best
+from megabatch.world import World
 
 TEMPLATES = ("{}", "a photo of a {}.", "a drawing of a {}.", "a picture of the {}.")  # short and general; a dataset has its own
 TOPS = (1, 5)
@@ -47,10 +47,10 @@ def zero_shot(image: Tensor, labels: Tensor, classes: Tensor, *, name: str = "im
         labels: (N,) int64 class numbers.
         classes: (C, D) from `classifier`, the same on all ranks.
         name: of the dataset.
-        group: the processes that share the images. All get the same result.
+        group: process group the images are sharded over (default: no sharding). All ranks get the same result.
     """
     rows = torch.arange(len(image), device=image.device)
-    ranks = gathered(ranks_of_best(image, classes.to(image), rows, labels), group)
+    ranks = World.of(group, image.device).gather_rows(ranks_of_best(image, classes.to(image), rows, labels))
     if not len(ranks):
         raise ValueError("image must have at least one row, got none")
     return {f"{name}-zeroshot-val-top{k}": (ranks < k).double().mean().item() for k in TOPS}

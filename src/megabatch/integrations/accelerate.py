@@ -1,13 +1,13 @@
 """The cached step in a loop of Accelerate's: its accumulation, its precision and scaler, its DDP or FSDP2."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from megabatch.cached import Budget, Progress
+from megabatch.cached import cached_backward as plain_cached_backward
 from megabatch.integrations.wrapping import Towers, everyone, routed, whole
-from megabatch.training import Progress
-from megabatch.training import cached_backward as plain_cached_backward
 
 __all__ = ["cached_backward", "everyone", "whole"]
 
@@ -21,8 +21,9 @@ def cached_backward(
     towers: Towers,
     *,
     chunk_size: int | Sequence[int] = 256,
-    budget: int | float | str | None = None,
-    embeddings: str = "device",
+    budget: Budget = None,
+    budget_fraction: float | None = None,
+    embeddings: Literal["device", "host"] = "device",
     on_chunk: Callable[[Progress], None] | None = None,
 ) -> Tensor:  # ()
     """In place of the forward pass, the loss and `accelerator.backward(loss)`: the same gradients, one chunk at a time.
@@ -38,7 +39,8 @@ def cached_backward(
         towers: pairs (tower, inputs), as for `megabatch.cached_backward`. A tower may be a part of the model
             (`accelerator.unwrap_model(model).text`) or a method of it; it is called through the wrapper.
         chunk_size: samples a tower encodes at once; one number, or one for each tower.
-        budget: memory for graphs that are kept from the first pass.
+        budget: bytes for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
+        budget_fraction: the same as a fraction of the free memory.
         embeddings: "device", or "host" to keep them there while the towers work.
         on_chunk: called with a `Progress` after each chunk.
 
@@ -56,6 +58,7 @@ def cached_backward(
             routed(towers, model),
             chunk_size=chunk_size,
             budget=budget,
+            budget_fraction=budget_fraction,
             scaler=accelerator.scaler,
             sync=accelerator.sync_gradients or bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")),
             embeddings=embeddings,

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch.cached import Budget, cached_backward
 from megabatch.integrations.wrapping import Towers, encoded, everyone, routed, whole
-from megabatch.training import cached_backward
 
 __all__ = ["CachedStep", "everyone", "whole"]
 
@@ -33,12 +33,14 @@ class CachedStep:
 
     Attributes:
         chunk_size: samples a tower encodes at once; one number, or one for each tower.
-        budget: memory for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
+        budget: bytes for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
+        budget_fraction: the same as a fraction of the free memory.
         accumulate: batches whose gradients make one step.
     """
 
     chunk_size: int | Sequence[int] = 256
-    budget: int | float | str | None = None
+    budget: Budget = None
+    budget_fraction: float | None = None
     accumulate: int = 1
     _waiting = 0  # batches since the last step
     trainer: Any  # Lightning's
@@ -69,6 +71,7 @@ class CachedStep:
             routed(self.towers(batch), self.trainer.model),
             chunk_size=self.chunk_size,
             budget=self.budget,
+            budget_fraction=self.budget_fraction,
             scaler=getattr(self.trainer.precision_plugin, "scaler", None),
             sync=steps,
         )

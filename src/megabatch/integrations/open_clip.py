@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import extras
+from megabatch.cached import Budget, Progress
+from megabatch.cached import cached_backward as plain_cached_backward
+from megabatch.cached.tower_io import is_sharded
 from megabatch.data import cache
 from megabatch.integrations.wrapping import unwrapped, whole
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
-from megabatch.training import Progress
-from megabatch.training import cached_backward as plain_cached_backward
-from megabatch.training.inputs import is_sharded
 
 __all__ = [
     "ClipLoss",
@@ -172,7 +172,8 @@ def cached_backward(
     *,
     teacher: nn.Module | None = None,
     chunk_size: int | Sequence[int] = 256,
-    budget: int | float | str | None = None,
+    budget: Budget = None,
+    budget_fraction: float | None = None,
     scaler: Any = None,
     sync: bool = True,
     on_chunk: Callable[[Progress], None] | None = None,
@@ -195,7 +196,8 @@ def cached_backward(
         loss: `ClipLoss`, `SigLipLoss` or `DistillClipLoss`, megabatch's or open_clip's; called with `output_dict=True`.
         teacher: for `DistillClipLoss`, the model to distil from; it gets no gradient.
         chunk_size: samples that are encoded at once; one number, or one for images and one for texts.
-        budget: memory for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
+        budget: bytes for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
+        budget_fraction: the same as a fraction of the free memory.
         scaler: a `GradScaler`.
         sync: whether DDP and FSDP2 reduce gradients; False while accumulating over several calls.
         on_chunk: called with a `Progress` after each chunk.
@@ -224,7 +226,14 @@ def cached_backward(
         return added
 
     whole_loss = plain_cached_backward(
-        total, towers, chunk_size=sizes, budget=budget, scaler=scaler, sync=sync, on_chunk=on_chunk
+        total,
+        towers,
+        chunk_size=sizes,
+        budget=budget,
+        budget_fraction=budget_fraction,
+        scaler=scaler,
+        sync=sync,
+        on_chunk=on_chunk,
     )
     return {**losses, "loss": whole_loss}
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabatch.cached import Budget
 from megabatch.integrations import accelerate
 from megabatch.integrations.wrapping import Towers, encoded, everyone, routed, unwrapped, whole
 
@@ -30,11 +31,13 @@ class CachedStep:
 
     Attributes:
         chunk_size: samples a tower encodes at once; one number, or one for each tower.
-        budget: memory for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
+        budget: bytes for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
+        budget_fraction: the same as a fraction of the free memory.
     """
 
     chunk_size: int | Sequence[int] = 256
-    budget: int | float | str | None = None
+    budget: Budget = None
+    budget_fraction: float | None = None
     # The trainer's own:
     accelerator: Any
     optimizer: Any
@@ -72,6 +75,7 @@ class CachedStep:
             self.towers(module, inputs),
             chunk_size=self.chunk_size,
             budget=self.budget,
+            budget_fraction=self.budget_fraction,
         )
 
     @torch.no_grad()

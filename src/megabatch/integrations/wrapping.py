@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.training.inputs import call, is_sharded
-from megabatch.training.outputs import opened
-from megabatch.training.roles import modules_of
-from megabatch.training.sharding import is_fully_sharded, shared_between_ranks
-from megabatch.training.sources import as_source
+from megabatch.cached.roles import modules_of
+from megabatch.cached.sharding import is_fully_sharded, shared_between_ranks
+from megabatch.cached.sources import as_source
+from megabatch.cached.tower_io import call, is_sharded, opened
+from megabatch.world import default_group
 
 Towers = Sequence[tuple[Callable[..., Any], Any]]
 
 
 def everyone() -> Any:
-    """All processes, as the `group=` of a loss; None for one alone."""
-    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+    """The process group of all processes, for `group=` of a loss; None for one process."""
+    return default_group()
 
 
 def unwrapped(model: Any) -> Any:

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.planning.meter import nowhere, without_data
+from megabatch.towers.demo import SmallConfig, SmallImageTower, SmallTextTower
 from megabatch.towers.load import POSSIBLE
-from megabatch.towers.small import SmallConfig, SmallImageTower, SmallTextTower
 
 SMALL_TEXT_GRAMS = 64  # n-grams of a name or a short sentence
 MOST_LAYERS = 1000

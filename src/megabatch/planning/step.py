@@ -1,6 +1,6 @@
 """What a training step takes on every GPU, for a batch of any size: memory by what holds it, time by what it goes into.
 
-A step of this library is `training.cached_backward`: chunks are encoded without a graph, the loss is taken once, chunks are
+A step of this library is `cached_backward`: chunks are encoded without a graph, the loss is taken once, chunks are
 encoded again with one. So memory has two moments that may be the peak: while a tower goes back through a chunk, and while the
 loss works. A plain step has one: all activations are held while the loss works.
 """

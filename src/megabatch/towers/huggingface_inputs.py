@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megabatch import extras
 from megabatch.data.augment import RandomCrop, unchanged
-from megabatch.data.images import to_pillow
-from megabatch.towers.small import fitted, n_grams
+from megabatch.data.images import fitted, to_pillow
+from megabatch.towers.demo import n_grams
 
 LONGEST = 128  # tokens; a longer text is cut, unless the model takes fewer
 IMAGE_SIZE = 224  # pixels of a side, where a config does not say

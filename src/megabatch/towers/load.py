@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megabatch.data.dataset import IMAGE, TEXT
-from megabatch.towers import huggingface, open_clip, small
+from megabatch.towers import demo, huggingface, open_clip
 from megabatch.towers.tower import Pair
 
 POSSIBLE = (
@@ -21,16 +21,16 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
     Args:
         spec: see `POSSIBLE`.
         kinds: a dataset's `sides`.
-        options: fields of `small.SmallConfig`, for "small".
+        options: fields of `demo.SmallConfig`, for "small".
     """
     family, _, name = spec.partition(":")
     if options and spec != "small":
         raise ValueError(f'model_options must be left out for models other than "small", got {", ".join(options)} for {spec!r}')
     if spec == "small":
-        config = small.configured(options)
-        text = small.text_tower(config)
-        first = small.image_tower(config) if kinds[0] == IMAGE else text
-        pair = Pair(first, text, small.INITIAL_SCALE, name=spec, options=options)
+        config = demo.configured(options)
+        text = demo.text_tower(config)
+        first = demo.image_tower(config) if kinds[0] == IMAGE else text
+        pair = Pair(first, text, demo.INITIAL_SCALE, name=spec, options=options)
     elif family == "open_clip" and name:
         pair = open_clip.load(name)
     elif family == "hf" and name:
@@ -49,4 +49,4 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
 
 def image_size(spec: str, options: Mapping[str, Any]) -> int | None:
     """Pixels of a side of the images that a model takes, for data drawn to measure (emoji); None: any will do."""
-    return small.configured(options).image_size if spec == "small" else None
+    return demo.configured(options).image_size if spec == "small" else None

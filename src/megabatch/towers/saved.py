@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabatch import extras
@@ -21,6 +20,7 @@ from megabatch.data import cache
 from megabatch.towers import huggingface, open_clip
 from megabatch.towers.load import load
 from megabatch.towers.tower import Pair
+from megabatch.world import World, default_group
 
 WEIGHTS = "model.safetensors"
 SIDES = ("first", "second")
@@ -39,7 +39,7 @@ def save(pair: Pair, folder: str | Path) -> Path:
     """
     place = Path(folder)
     weights = _weights(pair)  # before ranks part: it may need all of them
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if World.of(default_group()).rank == 0:
         description = {
             "format": _FORMAT,
             "name": pair.name,

@@ -1,0 +1,357 @@
+"""The cached step (GradCache): gradients of a batch of any size, with the activations of one chunk in memory.
+
+The loss depends on the towers only through their embeddings. First, every tower encodes all chunks without an autograd graph.
+Then the loss is computed once, on all embeddings, and gives the gradient of each embedding. Last, each chunk is encoded again,
+with a graph and the same random numbers, and its rows of that gradient are backpropagated. The sum over chunks is the exact
+gradient. See docs/cached.md.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from megabatch.cached import batchnorm, checks, randomness
+from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, Budget, Keeper
+from megabatch.cached.graphs import parameters_in, stored, weighed
+from megabatch.cached.roles import Role
+from megabatch.cached.sharding import Ranks, Reductions, not_reached
+from megabatch.cached.sources import TensorSource
+from megabatch.cached.tower_io import Encoded, map_rows
+from megabatch.world import default_group
+
+ENCODE, BACKWARD = "encode", "backward"
+
+
+class Progress(NamedTuple):
+    """The argument of `on_chunk`, after each chunk."""
+
+    stage: str  # "encode" in the first pass, "backward" in the second
+    tower: int  # index in the list of towers
+    done: int  # chunks of this stage so far, over all towers
+    total: int  # chunks of this stage, over all towers
+
+
+def cached_backward(
+    loss_fn: Callable[..., Tensor],
+    towers: Sequence[tuple[Callable[..., Any], Any]],
+    *,
+    chunk_size: int | Sequence[int] = 256,
+    budget: Budget = None,
+    budget_fraction: float | None = None,
+    scaler: Any = None,
+    sync: bool = True,
+    embeddings: Literal["device", "host"] = "device",
+    on_chunk: Callable[[Progress], None] | None = None,
+) -> Tensor:  # ()
+    """Computes `loss_fn` of all towers' embeddings, and all gradients, with the activations of one chunk in memory.
+
+    Same value and gradients as
+
+        loss = loss_fn(*(tower(inputs) for tower, inputs in towers))
+        loss.backward()
+
+    Gradients are added to `.grad` of the towers' parameters and of parameters that `loss_fn` uses itself, such as a learned
+    scale. Dropout and other random numbers are the same in both passes. Both passes run under the caller's autocast.
+
+        loss = mb.cached_backward(
+            lambda image, text: mb.clip_loss(image, text, log_scale.exp()),
+            [(image_tower, images), (text_tower, tokens)],
+            chunk_size=256,
+        )
+        optimizer.step()
+
+    Args:
+        loss_fn: called once, with the (N, D) embeddings of each tower; returns a scalar.
+        towers: pairs (tower, inputs). A tower is a module or another callable that returns (n, D) embeddings of n samples, or
+            `megabatch.Encoded(embeddings, auxiliary_loss)`. One module may occur several times. Inputs are a tensor, a mapping
+            of tensors (keyword arguments), a tuple or list of tensors (positional arguments), or a `Source`. All towers have
+            the same number of samples. An auxiliary loss is the mean over its chunk, or one number per sample; its mean over
+            all samples is added to the loss.
+        chunk_size: samples a tower encodes at once; one number, or one per tower.
+        budget: bytes for graphs that are kept from the first pass, so that their chunks are not encoded again; "auto" for most
+            of the free memory, "all" to keep every graph, None to keep none.
+        budget_fraction: the same as a fraction of the free memory, more than 0 and at most 1; in place of `budget`.
+        scaler: a `GradScaler`. The loss is scaled for the backward pass and returned unscaled.
+        sync: whether DDP and FSDP2 reduce gradients at the end of this step; False while accumulating over steps.
+        embeddings: "device", or "host" to hold embeddings and their gradients in host memory while the towers work. The loss
+            always gets them on the device.
+        on_chunk: called with a `Progress` after each chunk.
+
+    Returns:
+        The loss, detached. If the loss uses `group=`, this is this rank's share of it.
+    """
+    checks.gradients_possible()
+    checks.options(loss_fn, budget, budget_fraction, scaler, embeddings, on_chunk)
+    roles = checks.roles(towers, chunk_size)
+    step = _Step(roles, scaler, sync, embeddings, on_chunk)
+    step.equalise_passes()
+    for role in roles:
+        batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
+    try:
+        step.encode(budget, budget_fraction)
+        for role in roles:  # layers that only the calls have shown
+            batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
+        loss = step.differentiate(loss_fn)
+        step.backpropagate()
+    finally:
+        torch.clear_autocast_cache()  # the cached casts are stale after the optimizer step
+    return loss
+
+
+class _Step:
+    """The state of one call."""
+
+    def __init__(
+        self, roles: list[Role], scaler: Any, sync: bool, where: str, on_chunk: Callable[[Progress], None] | None
+    ) -> None:
+        self.roles, self.scaler, self.where, self.on_chunk = roles, scaler, where, on_chunk
+        self.reductions = Reductions([role.shared for role in roles], sync)
+        self.share = 0.0  # weight of one sample, so that the mean over ranks of their sums is the mean over the batch
+        self.graph_mode: bool | None = None
+        self.loss_trains = False
+        self.ranks: Ranks | None = None
+
+    def equalise_passes(self) -> None:
+        """Makes all ranks encode as often as the rank with the most chunks, because FSDP's collectives need every rank."""
+        shared = [module for role in self.roles for module in role.shared]
+        synchronised = [
+            layer for role in self.roles for _, layer in role.batch_norms if isinstance(layer, torch.nn.SyncBatchNorm)
+        ]
+        if shared or synchronised:
+            ranks = Ranks(shared, synchronised, next((role.device for role in self.roles if role.device), None))
+            self.ranks = ranks if ranks.size > 1 else None
+        rows = len(self.roles[0].source)
+        if rows == 0 and self.ranks is None and default_group() is None:
+            raise ValueError("towers must have at least one sample, got inputs with 0 rows")
+        unknown = [role.index for role in self.roles if rows == 0 and role.source.placeholder(role.device) is None]
+        own = [rows, unknown[0] if unknown else -1, *(role.passes for role in self.roles)]
+        table = [own] if self.ranks is None else self.ranks.gather_integers(own)
+        for rank, (_, without, *_passes) in enumerate(table):
+            if without >= 0:
+                raise ValueError(
+                    f"towers[{without}][1] must have at least one sample on every rank, because every rank encodes at least "
+                    "once and this source cannot make a dummy sample; got none"
+                    + (f" on rank {rank}" if self.ranks is not None else "")
+                )
+        for role, *passes in zip(self.roles, *(line[2:] for line in table), strict=True):
+            role.passes = max(1, *passes)
+        self.share = len(table) / max(1, sum(line[0] for line in table))
+
+    # The first pass
+
+    def encode(self, budget: Budget, budget_fraction: float | None) -> None:
+        """The first pass: embeddings of every tower, and graphs of the chunks that fit the budget."""
+        keeper = Keeper(budget, budget_fraction, self._smallest if self.ranks is not None else None)
+        progress = self._progress(ENCODE, sum(role.passes for role in self.roles))
+        for role in self.roles:
+            keeper.begin(role.device)
+            finding = role.finding_batch_norms(in_step=self.ranks is not None)
+            with closing(role.chunks(range(role.passes))) as chunks, finding:
+                for i, inputs in chunks:
+                    self._encode_chunk(role, i, inputs, keeper)
+                    progress(role)
+
+    def _encode_chunk(self, role: Role, i: int, inputs: Any, keeper: Keeper) -> None:
+        rows, with_graph = role.rows(i), role.trains and keeper.wants()
+        if role.trains:
+            role.states[i] = randomness.capture(role.devices, role.states.get(i - 1))
+        held = self.reductions.held_back(role.index) if with_graph else nullcontext()
+        without_trace = nullcontext() if rows else _without_trace(role)
+        noticing = role.noticing() if i == 0 and len(role.shared) > 1 else nullcontext()
+        with held, without_trace, noticing, self._graph(with_graph):
+            if not with_graph:
+                encoded = role.encode(inputs, rows)
+            else:
+                views = isinstance(role.source, TensorSource)
+                known = stored(role.modules)
+                if views:
+                    map_rows(known.append, inputs)
+                with weighed(role.device, known) as weight:
+                    if role.source.reuses_memory:
+                        inputs = map_rows(torch.clone, inputs)
+                    encoded = role.encode(inputs, rows)
+                role.trains = any(part is not None and part.requires_grad for part in encoded)
+                if role.trains and keeper.keeps(weight.bytes, role.passes, self._other_bytes(encoded.embeddings)):
+                    role.kept[i] = encoded
+        role.store(i, encoded.embeddings, self.where)
+        if encoded.auxiliary_loss is not None and rows:
+            part = rows * encoded.auxiliary_loss.detach()
+            role.auxiliary = part if role.auxiliary is None else role.auxiliary + part
+
+    def _other_bytes(self, embeddings: Tensor) -> int:
+        """Bytes that the step still has to allocate beside graphs: missing gradients and embeddings."""
+        parameters = {id(p): p for role in self.roles for module in role.modules for p in module.parameters()}
+        missing = sum(p.numel() * p.element_size() for p in parameters.values() if p.requires_grad and p.grad is None)
+        rows = sum(len(role.source) for role in self.roles)
+        return missing + COPIES_OF_EMBEDDINGS * rows * embeddings.shape[1] * embeddings.element_size()
+
+    def _smallest(self, number: int) -> int:
+        assert self.ranks is not None
+        return min(line[0] for line in self.ranks.gather_integers([number]))
+
+    # The loss
+
+    def differentiate(self, loss_fn: Callable[..., Tensor]) -> Tensor:  # ()
+        """Computes the loss, and for each role the gradient of its embeddings."""
+        leaves = [role.leaf() for role in self.roles]
+        with self._graph(True):
+            loss = loss_fn(*leaves)
+        checks.loss(loss)
+        total = loss.detach().reshape(()).clone()
+        for role in self.roles:
+            if role.auxiliary is not None:
+                total = total + (role.auxiliary * self.share).to(total)
+        if loss.requires_grad:
+            found = parameters_in([loss])
+            self.loss_trains = found is None or bool(found - {id(leaf) for leaf in leaves})
+            with _outside_autocast():
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        elif not any(role.trains for role in self.roles):
+            raise ValueError(_NOTHING_TO_TRAIN)
+        for role, leaf in zip(self.roles, leaves, strict=True):
+            role.take_gradient(leaf)
+        return total
+
+    # The second pass
+
+    def backpropagate(self) -> None:
+        """The second pass: backpropagates through the kept graphs, then encodes the other chunks again, one at a time."""
+        for role in self.roles:
+            if role.gradient is None and role.auxiliary is None and not role.shared:
+                role.trains = False  # the loss does not depend on it
+        learning = [role for role in self.roles if role.trains]
+        self.reductions.schedule([role.index for role in learning if len(role.kept) < role.passes])
+        progress = self._progress(BACKWARD, sum(role.passes for role in learning))
+        after = randomness.capture({device for role in self.roles for device in role.devices})
+        differences: list[tuple[Role, Tensor]] = []
+        try:
+            for role in learning:  # kept graphs first, so that their memory is free for the other chunks
+                for i in list(role.kept):
+                    with self.reductions.held_back(role.index):
+                        self._backpropagate(role, i, role.kept.pop(i), ())
+                    role.states.pop(i)
+                    progress(role)
+            for role in learning:
+                self._encode_again(role, progress, differences)
+            for index in self.reductions.left_over([role.index for role in learning if role.trains]):
+                role = self.roles[index]
+                kept = batchnorm.running_statistics_kept(role.batch_norms)
+                with self.reductions.last_pass(index) as reducing, kept, _without_trace(role), self._graph(True):
+                    placeholder = role.encode(role.source.placeholder(role.device), 0)
+                    self._backpropagate(role, role.passes, placeholder, reducing)
+        finally:
+            randomness.restore(after)
+        if not self.loss_trains and not any(role.trains for role in self.roles):
+            raise ValueError(_NOTHING_TO_TRAIN)
+        _compare(differences)
+
+    def _encode_again(self, role: Role, progress: Callable[[Role], None], differences: list[tuple[Role, Tensor]]) -> None:
+        again = sorted(role.states)  # chunks whose graph was not kept
+        difference: Tensor | None = None
+        with closing(role.chunks(again)) as chunks:
+            for i, inputs in chunks:
+                last = i == again[-1]
+                randomness.restore(role.states.pop(i))
+                around = self.reductions.last_pass(role.index) if last else self.reductions.held_back(role.index)
+                with around as reducing, batchnorm.running_statistics_kept(role.batch_norms):
+                    with nullcontext() if role.rows(i) else _without_trace(role), self._graph(True):
+                        encoded = role.encode(inputs, role.rows(i))
+                    if not any(part is not None and part.requires_grad for part in encoded):
+                        role.trains = False  # a frozen tower behind a function
+                        return
+                    if i in role.samples:
+                        difference = _larger(difference, encoded.embeddings, role.samples.pop(i))
+                    self._backpropagate(role, i, encoded, reducing or ())
+                del encoded
+                progress(role)
+        if difference is not None:
+            differences.append((role, difference))
+
+    def _backpropagate(self, role: Role, i: int, encoded: Encoded, reducing: Sequence[torch.nn.Module]) -> None:
+        outputs, gradients = [], []
+        if encoded.embeddings.requires_grad:
+            outputs.append(encoded.embeddings)
+            gradients.append(role.gradient_of(i, encoded))
+        if encoded.auxiliary_loss is not None and encoded.auxiliary_loss.requires_grad:
+            weight = torch.full_like(encoded.auxiliary_loss, role.rows(i) * self.share, requires_grad=False)
+            outputs.append(encoded.auxiliary_loss)
+            gradients.append(weight if self.scaler is None else self.scaler.scale(weight))
+        for parameter in not_reached(reducing, outputs):
+            outputs.append(parameter.view_as(parameter))
+            gradients.append(parameter.new_zeros(()).expand_as(parameter))
+        with _outside_autocast():
+            torch.autograd.backward(outputs, gradients)
+        self.reductions.done(reducing)
+
+    def _progress(self, stage: str, total: int) -> Callable[[Role], None]:
+        done = 0
+
+        def after(role: Role) -> None:
+            nonlocal done
+            done += 1
+            if self.on_chunk is not None:
+                self.on_chunk(Progress(stage, role.index, done, total))
+
+        return after
+
+    @contextmanager
+    def _graph(self, enabled: bool) -> Iterator[None]:
+        # Autocast caches casts of parameters. A cast made without a graph would cut off the gradients.
+        if self.graph_mode is not enabled:
+            torch.clear_autocast_cache()
+            self.graph_mode = enabled
+        with torch.set_grad_enabled(enabled):
+            yield
+
+
+_NOTHING_TO_TRAIN = (
+    "towers or loss_fn must have a parameter that requires a gradient, got none that the loss depends on: all towers are "
+    "frozen or run under torch.no_grad()"
+)
+
+
+@contextmanager
+def _without_trace(role: Role) -> Iterator[None]:
+    """For a dummy sample: random generators and running statistics stay as they were."""
+    with randomness.untouched(role.devices), batchnorm.at_rest(role.batch_norms):
+        yield
+
+
+@contextmanager
+def _outside_autocast() -> Iterator[None]:
+    """For backward passes, whose dtypes follow from the forward pass."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _larger(difference: Tensor | None, now: Tensor, before: Tensor) -> Tensor:  # ()
+    """The larger of `difference` and the relative change of a chunk's last embedding. Stays on the device."""
+    dtype = torch.float64 if now.dtype == torch.float64 else torch.float32
+    before, now = before.to(dtype), now.detach()[-1].to(dtype)
+    found = (now - before).norm() / before.norm().clamp_min(torch.finfo(dtype).tiny)
+    return found if difference is None else torch.maximum(difference, found)
+
+
+def _compare(differences: list[tuple[Role, Tensor]]) -> None:
+    """Warns if the second pass gave other embeddings than the first, beyond rounding."""
+    for role, difference in differences:
+        dtypes = {p.dtype for module in role.modules for p in module.parameters() if p.dtype.is_floating_point}
+        dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+        if torch.get_float32_matmul_precision() != "highest":
+            dtypes.add(torch.bfloat16)
+        bound = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps) ** 0.5
+        value = difference.item()
+        if value > bound:
+            warn(
+                f"{role.name} must give the same embeddings in both passes, got a relative difference of {value:.1e}, so its "
+                "gradients are wrong. Does the tower change a state between calls, or use a random generator of its own?",
+                RuntimeWarning,
+                stacklevel=4,
+            )

@@ -1,0 +1,205 @@
+"""A role: one (tower, inputs) pair of a step, with its chunks, and the state of each chunk between the passes."""
+
+import inspect
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.cached import batchnorm
+from megabatch.cached.randomness import States
+from megabatch.cached.sharding import shared_between_ranks
+from megabatch.cached.sources import Source, Span, TensorSource, as_source
+from megabatch.cached.streaming import closed_at_the_end
+from megabatch.cached.tower_io import Encoded, call, is_sharded, opened
+
+DEVICE, HOST = "device", "host"
+
+
+class Role:
+    """One (tower, inputs) of a step."""
+
+    def __init__(self, index: int, tower: Callable[..., Any], inputs: Any, chunk_size: int) -> None:
+        self.index, self.name, self.tower = index, f"towers[{index}]", tower
+        self.modules = modules_of(tower)
+        parameters = [p for module in self.modules for p in module.parameters()]
+        self.device = parameters[0].device if parameters else None
+        self.source: Source = as_source(inputs, f"{self.name}[1]", self.device)
+        self.spans: list[Span] = [
+            (start, min(start + chunk_size, len(self.source))) for start in range(0, len(self.source), chunk_size)
+        ]
+        self.passes = len(self.spans)  # more if another rank has more chunks; the rest are dummy passes
+        self.chunk_size = chunk_size
+        self.shared = shared_between_ranks(self.modules)
+        self.batch_norms = batchnorm.layers([*self.modules, *_named_in(tower)])  # `finding_batch_norms` adds to it
+        inputs_train = isinstance(self.source, TensorSource) and self.source.requires_grad
+        # A function whose modules are unknown counts as trained until a pass shows otherwise.
+        self.trains = not self.modules or inputs_train or any(p.requires_grad for p in parameters)
+        self.devices = {p.device for p in parameters}  # whose random generators are replayed
+        self.states: dict[int, States] = {}
+        self.kept: dict[int, Encoded] = {}
+        self.samples: dict[int, Tensor] = {}  # (D,) the last embedding of a chunk, to compare with the second pass
+        self.auxiliary: Tensor | None = None  # (), Σ n · auxiliary loss over chunks
+        self.embeddings: Tensor | None = None  # (N, D)
+        self.gradient: Tensor | None = None  # (N, D)
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Keeps in `shared` only the wrappers that the pass inside calls: a method may use one of two wrapped parts."""
+        called: list[nn.Module] = []
+        hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in self.shared]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if called:  # empty if a wrapper is reached without its forward hooks
+            self.shared[:] = [module for module in self.shared if any(module is other for other in called)]
+
+    @contextmanager
+    def finding_batch_norms(self, *, in_step: bool) -> Iterator[None]:
+        """Around the first pass: adds the batch-norm layers that a function calls, which are unknown before it runs.
+
+        Args:
+            in_step: whether all ranks are known to encode equally often, which SyncBatchNorm needs.
+        """
+
+        def see(module: nn.Module) -> None:
+            known = {id(layer) for _, layer in self.batch_norms}
+            new = [(name, layer) for name, layer in batchnorm.layers([module]) if id(layer) not in known]
+            for name, layer in new:
+                if not in_step and batchnorm.waits_for_ranks(layer):
+                    raise ValueError(
+                        f"{self.name}[0] must be a module if it has SyncBatchNorm, because all ranks must encode equally "
+                        f"often, which has to be known before a function runs; got {type(self.tower).__name__} that calls "
+                        f"{type(module).__name__} with SyncBatchNorm {name!r}"
+                    )
+            self.batch_norms += new
+
+        if isinstance(self.tower, nn.Module):
+            yield
+        else:
+            with batchnorm.watched(see):
+                yield
+
+    def rows(self, i: int) -> int:
+        """Samples in pass i; 0 in a dummy pass."""
+        return self.spans[i][1] - self.spans[i][0] if i < len(self.spans) else 0
+
+    def chunks(self, passes: Sequence[int]) -> Generator[tuple[int, Any], None, None]:
+        """(pass, inputs) of these passes, in order."""
+        iterator = self.source.chunks([self.spans[i] for i in passes if i < len(self.spans)], self.device)
+        with closed_at_the_end(iterator):
+            for i in passes:
+                if i < len(self.spans):
+                    try:
+                        chunk = next(iterator)
+                    except StopIteration:
+                        raise ValueError(
+                            f"{self.name}[1] must give a chunk for each span it is asked for, got none for samples "
+                            f"{self.spans[i][0]} to {self.spans[i][1] - 1}"
+                        ) from None
+                else:
+                    chunk = self.source.placeholder(self.device)
+                yield i, chunk
+                del chunk
+
+    def encode(self, inputs: Any, rows: int) -> Encoded:
+        """Calls the tower and checks its output; the auxiliary loss is averaged. `rows` is 0 for a dummy sample of any size."""
+        answer, auxiliary = opened(call(self.tower, inputs), self.name)
+        if is_sharded(answer):
+            answer = answer.full_tensor()  # type: ignore[attr-defined]
+        if answer.dim() != 2 or (rows and len(answer) != rows) or not answer.dtype.is_floating_point:
+            dtype = str(answer.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{self.name} must return embeddings of shape ({rows or 'n'}, D) for a chunk of {rows or 'n'} samples, "
+                f"got shape {tuple(answer.shape)} of {dtype}"
+            )
+        if torch.is_grad_enabled() and answer.is_inference():
+            raise ValueError(
+                f"{self.name} must not run in inference mode, because it is trained; got an inference tensor from it "
+                "(for a frozen tower use torch.no_grad())"
+            )
+        return Encoded(answer, None if auxiliary is None else self._mean(auxiliary, rows))
+
+    def _mean(self, auxiliary: Any, rows: int) -> Tensor:
+        if not isinstance(auxiliary, Tensor) or (rows and auxiliary.shape not in ((), (1,), (rows,))):
+            shape = f"shape {tuple(auxiliary.shape)}" if isinstance(auxiliary, Tensor) else type(auxiliary).__name__
+            raise ValueError(
+                f"{self.name} must return an auxiliary loss that is a scalar (the mean over the chunk) or has one number for "
+                f"each of the {rows} samples, got {shape}"
+            )
+        return auxiliary.mean()
+
+    def store(self, i: int, embeddings: Tensor, where: str) -> None:
+        """Copies a chunk's embeddings into the (N, D) buffer; the first chunk allocates it."""
+        if self.embeddings is None:
+            shape = len(self.source), embeddings.shape[1]
+            self.embedding_device = embeddings.device
+            if where == HOST:
+                pinned = embeddings.device.type == "cuda"
+                self.embeddings = torch.empty(shape, dtype=embeddings.dtype, pin_memory=pinned)
+            else:
+                self.embeddings = torch.empty(shape, dtype=embeddings.dtype, device=embeddings.device)
+        if not self.rows(i):
+            return
+        start, stop = self.spans[i]
+        place = self.embeddings[start:stop]
+        if place.shape != embeddings.shape or place.dtype != embeddings.dtype:
+            raise ValueError(
+                f"{self.name} must return embeddings of one width and dtype, got ({place.shape[1]}, {place.dtype}) first and "
+                f"({embeddings.shape[1]}, {embeddings.dtype}) for samples {start} to {stop - 1}"
+            )
+        place.copy_(embeddings.detach(), non_blocking=True)
+        if self.trains:
+            self.samples[i] = embeddings.detach()[-1].clone()
+
+    def leaf(self) -> Tensor:  # (N, D)
+        """The embeddings as a leaf for the loss: on the device, with requires_grad if the tower is trained."""
+        assert self.embeddings is not None, "all chunks have been encoded"
+        leaf = self.embeddings.to(self.embedding_device, non_blocking=True).detach()
+        return leaf.requires_grad_(self.trains)
+
+    def take_gradient(self, leaf: Tensor) -> None:
+        """Keeps the gradient of the embeddings, in the buffer of the embeddings if that is on the host."""
+        held, self.embeddings = self.embeddings, None
+        if leaf.grad is not None and held is not None and held.device != leaf.device:
+            self.gradient = held.copy_(leaf.grad, non_blocking=True)
+        else:
+            self.gradient = leaf.grad
+
+    def gradient_of(self, i: int, encoded: Encoded) -> Tensor:  # (n, D)
+        """The gradient of the embeddings of pass i; zero in a dummy pass, or if the loss does not use the tower."""
+        if self.gradient is None or not self.rows(i):
+            return torch.zeros_like(encoded.embeddings)
+        start, stop = self.spans[i]
+        return self.gradient[start:stop].to(encoded.embeddings.device, non_blocking=True)
+
+
+def modules_of(tower: Any) -> list[nn.Module]:
+    """The modules of a tower: a module itself, the owner of a method, the modules in a partial; none for other functions."""
+    if isinstance(tower, nn.Module):
+        return [tower]
+    if isinstance(tower, partial):
+        parts = [tower.func, *tower.args, *tower.keywords.values()]
+        return [module for part in parts for module in modules_of(part)]
+    owner = getattr(tower, "__self__", None)
+    return [owner] if isinstance(owner, nn.Module) else []
+
+
+def _named_in(tower: Any) -> list[nn.Module]:
+    """Modules among the globals and closure variables that a function's code names: known before it runs, compiled or not."""
+    while isinstance(tower, partial):
+        tower = tower.func
+    function = inspect.unwrap(tower)
+    if not isinstance(function, FunctionType):
+        return []
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not assigned yet
+            named.append(cell.cell_contents)
+    return [value for value in named if isinstance(value, nn.Module)]

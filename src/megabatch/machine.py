@@ -1,0 +1,137 @@
+"""The machine a number was measured on: what it can do, not whose it is."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+VERSIONS_OF = ("megabatch", "torch", "triton", "open_clip_torch")
+PEERS = ("transformers", "sentence-transformers", "pytorch-metric-learning", "info-nce-pytorch", "lightly")
+
+# How PyTorch says on a CPU that an allocation failed: a plain RuntimeError, with one of these in its message.
+ALLOCATION_FAILED = ("DefaultCPUAllocator", "bad_alloc")
+
+# What a container may use, in version 2 and version 1 of control groups.
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def describe(*packages: str) -> dict[str, str | int | None]:
+    """Processor, GPU, memory and versions; None where there is no such thing. No names of hosts or users, and no paths.
+
+    Args:
+        packages: whose versions matter too.
+    """
+    return {
+        "cpu": _cpu_name(),
+        "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": _memory(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpus": torch.cuda.device_count(),
+        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        **{name: _version(name) for name in (*VERSIONS_OF, *packages)},
+    }
+
+
+def summary(machine: dict[str, str | int | None]) -> str:
+    """`describe()` in one line, for people."""
+
+    def gibibytes(key: str) -> str:
+        size = machine[key]
+        return f"{size / 2**30:.0f} GiB" if isinstance(size, int) else "memory unknown"
+
+    parts = [f"{machine['cpu']} ({machine['cpu_instructions']}), {machine['cores']} cores, {gibibytes('memory_bytes')}"]
+    if machine["gpu"] is not None:
+        parts.append(f"{machine['gpus']} × {machine['gpu']}, {gibibytes('gpu_memory_bytes')}")
+    parts.append(f"{machine['platform']}, Python {machine['python']}")
+    known = (name for name in (*VERSIONS_OF, *PEERS) if machine.get(name) is not None)
+    parts += [f"{name} {machine[name]}" for name in known]
+    return "; ".join(parts)
+
+
+class Others:
+    """How much of the cores programs other than this one use, from when it is made; this one's children are not others."""
+
+    def __init__(self) -> None:
+        self._begun = _processor_seconds()
+
+    def share(self) -> float | None:
+        """Of all cores, so far; None where the system does not say."""
+        now = _processor_seconds()
+        if self._begun is None or now is None:
+            return None
+        possible, used, own = (after - before for before, after in zip(self._begun, now, strict=True))
+        return max(0.0, used - own) / possible if possible > 0 else 0.0
+
+
+def _processor_seconds() -> tuple[float, float, float] | None:
+    """Of all cores since the machine started: those that there were, those that were used, those of this program."""
+    try:
+        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return None
+    whole, idle = sum(fields), sum(fields[3:5])  # the fifth waits for disks
+    tick = os.sysconf("SC_CLK_TCK")
+    return whole / tick, (whole - idle) / tick, sum(os.times()[:4])
+
+
+def available_memory() -> int | None:
+    """Bytes that a new program can take without pushing others out; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    for path in CONTAINER_LIMITS:
+        try:
+            available = min(available, int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return available
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that was in use at any time: tensors on a CUDA device, else what of this process was resident."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    if platform.system() == "Darwin":
+        ask = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+        if ask.returncode == 0:
+            return ask.stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None

@@ -1,0 +1,1 @@
+"""The application: trains two towers from a config, with checkpoints, evaluations and logs. See docs/training.md."""

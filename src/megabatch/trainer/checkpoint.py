@@ -1,0 +1,216 @@
+"""Checkpoints on disk: whole or not there, the last few kept, and a damaged one passed over for the one before.
+
+A checkpoint is a folder `step_00000160`. It is written under another name, every file of it goes to the disk, a table of
+contents with sizes and checksums is written last, and then it is renamed: whatever is killed or pulled out when, a folder of
+the final name is whole. Before one is used the table is compared with the files, because disks have accidents of their own.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megabatch.world import World
+
+LOG = logging.getLogger("megabatch")
+CONTENTS = "checkpoint.json"
+_NAME = re.compile(r"step_(\d{8,})")
+_PIECE = 1 << 24  # bytes read at once
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and how many to keep."""
+
+    every: int = 0  # steps between checkpoints; 0 for ten in a run. There is always one at the end
+    keep: int = 2  # the last ones
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.every < 0:
+            raise ValueError(f"checkpoint.every must be at least 0, got {self.every}")
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep must be at least 1, got {self.keep}")
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether to save after `step` of `steps`."""
+        return step == steps or step % (self.every or max(1, steps // 10)) == 0
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read; says what was kept."""
+
+
+class Checkpoints:
+    """A folder of them, which all ranks share.
+
+    Args:
+        folder: made when the first one is written.
+        keep: how many.
+        world: the ranks. All call the same methods in the same order.
+    """
+
+    def __init__(self, folder: Path, keep: int, world: World) -> None:
+        self.folder, self._keep, self._world = folder, keep, world
+
+    def save(self, step: int, about: dict[str, Any], write: Callable[[Path], None]) -> Path:
+        """Writes the checkpoint of a step.
+
+        Args:
+            step: its number.
+            about: what goes into the table of contents, as JSON can hold it.
+            write: writes this rank's files into a folder.
+
+        Raises:
+            CheckpointError: on all ranks, if any of them could not. The checkpoints before are as they were.
+        """
+        final = self.folder / f"step_{step:08d}"
+        partial = self.folder / f".partial_{final.name}"
+        self._together(lambda: _emptied(partial), "prepared", partial, only_first=True)
+        self._together(lambda: _written(partial, write), "written", partial)
+        self._together(lambda: _finished(partial, final, about), "finished", partial, only_first=True)
+        if self._world.rank == 0:
+            self._forget_old()
+        return final
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The last one that is whole, and what its table of contents says; damaged ones are named. None if there is none."""
+        return self._world.from_first(self._newest() if self._world.rank == 0 else None)  # type: ignore[no-any-return]
+
+    def set_aside_after(self, step: int) -> None:
+        """Gives those of later steps another name: a run that continues from `step` will make its own."""
+        if self._world.rank == 0:
+            for path in self._all():
+                if int(path.name.removeprefix("step_")) > step:
+                    aside = path.rename(_free_name(path, "abandoned"))
+                    LOG.warning("the run continues from step %d; %s is now called %s", step, path, aside.name)
+
+    def _newest(self) -> tuple[Path, dict[str, Any]] | None:
+        for path in reversed(self._all()):
+            try:
+                return path, contents(path)
+            except CheckpointError as error:
+                LOG.warning("%s; the one before it is looked at", error)
+        return None
+
+    def _all(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+    def _forget_old(self) -> None:
+        for path in self._all()[: -self._keep]:
+            path.rename(_free_name(path, ".deleted"))  # so that one that is half deleted is not taken for a damaged one
+        for left in [*self.folder.glob(".deleted_*"), *self.folder.glob(".partial_*")]:
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _together(self, work: Callable[[], None], what: str, partial: Path, *, only_first: bool = False) -> None:
+        """All ranks' work, or nobody's: where it fails for one, the rest is taken away and all raise the same."""
+        problem = None
+        try:
+            if not only_first or self._world.rank == 0:
+                work()
+        except Exception as error:
+            problem = _reason(error)
+        problems = {rank: text for rank, text in enumerate(self._world.gather_objects(problem)) if text is not None}
+        if problems:
+            if self._world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            rank, text = next(iter(problems.items()))
+            where = f" on rank {rank}" if self._world.size > 1 else ""
+            raise CheckpointError(f"a checkpoint could not be {what} in {self.folder}{where}: {text}")
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """The table of contents of a whole checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing, or is not as it was written.
+    """
+    try:
+        table: dict[str, Any] = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
+        files = table["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {CONTENTS} cannot be read: {error}") from error
+    for name, (size, check) in files.items():
+        place = path / name
+        if not place.is_file():
+            raise CheckpointError(f"the checkpoint {path} is damaged: {name} is missing")
+        if place.stat().st_size != size:
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: {name} has {place.stat().st_size} bytes instead of {size}"
+            )
+        if _checksum(place) != check:
+            raise CheckpointError(f"the checkpoint {path} is damaged: {name} is not as it was written")
+    return table
+
+
+def _emptied(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _written(partial: Path, write: Callable[[Path], None]) -> None:
+    before = set(partial.iterdir())
+    write(partial)
+    for path in set(partial.iterdir()) - before:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _finished(partial: Path, final: Path, about: dict[str, Any]) -> None:
+    table = {**about, "files": {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(partial.iterdir())}}
+    with (partial / CONTENTS).open("w", encoding="utf-8") as file:
+        json.dump(table, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(partial)
+    if final.exists():  # the same step, done once more
+        final.rename(_free_name(final, ".deleted"))
+    partial.rename(final)
+    _sync_folder(final.parent)
+
+
+def _free_name(path: Path, prefix: str) -> Path:
+    number = 0
+    while (other := path.with_name(f"{prefix}_{path.name}" + (f"_{number}" if number else ""))).exists():
+        number += 1
+    return other
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        for piece in _pieces(file):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def _pieces(file: Any) -> Iterator[bytes]:
+    while piece := file.read(_PIECE):
+        yield piece
+
+
+def _reason(error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+            return "the disk is full"
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}"

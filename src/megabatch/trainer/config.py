@@ -1,0 +1,162 @@
+"""All settings of a training run, and the recipes that settle those nobody gave.
+
+Each part is beside what it configures; here they come together. A run's settings are, from weak to strong: the defaults, the
+recipe of the model and the data, a TOML file, flags, `--set`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megabatch import settings
+from megabatch.trainer.checkpoint import CheckpointConfig
+from megabatch.trainer.fit import MemoryConfig
+from megabatch.trainer.objective import LossConfig
+from megabatch.trainer.optim import OptimizerConfig, ScheduleConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run."""
+
+    data: str = "emoji"  # what is trained on; see `megabatch.data.load.POSSIBLE`
+    validation: str = ""  # what is evaluated on; left empty for the test split of `data`, or nothing where it has none
+    model: str = "small"  # see `megabatch.towers.load.POSSIBLE`
+    batch_size: int = 1024  # pairs in a step, over all ranks
+    chunk_size: int | Literal["auto"] = "auto"  # samples that a tower encodes at once
+    epochs: float = 32.0
+    steps: int = 0  # in all; 0 for as many as `epochs` has
+    seed: int = 0
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # how ranks share the towers, under torchrun
+    ema: float = 0.0  # decay of an average of the weights, such as 0.999, which is then what is evaluated and saved; 0 for none
+    evaluate_every: int = 0  # steps between evaluations; 0 for one at the end
+    augment: bool = True
+    workers: int = 0  # threads that read and decode samples; 0 to read when asked
+    lock: Literal["none", "first", "second"] = "none"  # LiT: the side of the model that stays as it is
+    keep_locked: bool = True  # its embeddings are computed once and kept; its inputs are then not augmented
+    data_options: dict[str, Any] = field(default_factory=dict)  # of the dataset's class, such as a table's columns
+    validation_options: dict[str, Any] = field(default_factory=dict)
+    model_options: dict[str, Any] = field(default_factory=dict)  # sizes of "small"
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        """Checks what one field alone does not show."""
+        for name, least in (("batch_size", 1), ("steps", 0), ("evaluate_every", 0), ("workers", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if isinstance(self.chunk_size, int) and self.chunk_size < 1:
+            raise ValueError(f'chunk_size must be at least 1, or "auto", got {self.chunk_size}')
+        if not self.epochs > 0 or not math.isfinite(self.epochs):
+            raise ValueError(f"epochs must be more than 0, got {self.epochs}")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"ema must be at least 0 and less than 1, got {self.ema}")
+        if self.precision == "fp16" and self.parallel == "fsdp":
+            raise ValueError('precision must be "bf16" or "fp32" with parallel "fsdp", got "fp16"')
+
+    def total_steps(self, batches_per_epoch: int) -> int:
+        """Steps in all."""
+        return self.steps or max(1, round(self.epochs * batches_per_epoch))
+
+
+# What decides the course of a run: with another value a checkpoint would not be continued but misunderstood. Options of the
+# data decide which samples there are and what they are, and so what the saved position in their order means.
+FIXED = (
+    "batch_size",
+    "seed",
+    "data",
+    "data_options",
+    "augment",
+    "model",
+    "model_options",
+    "lock",
+    "keep_locked",
+    "loss",
+    "optimizer.name",
+    "ema",
+)
+# How long, how fast, where and with which memory a run goes on, and what is looked at on the way.
+FREE = (
+    "epochs",
+    "steps",
+    "optimizer",  # but its name
+    "schedule",
+    "chunk_size",
+    "memory",
+    "workers",
+    "device",
+    "precision",
+    "parallel",
+    "checkpoint",
+    "evaluate_every",
+    "validation",
+    "validation_options",
+)
+
+
+WARM_UPS = ("warm_up_steps", "warm_up_fraction")  # two ways to say one thing
+
+
+def resolved(*given: Mapping[str, Any]) -> TrainConfig:
+    """The settings of a run from what was given, the strongest last, over the recipe for its model and data."""
+    asked = merged(*given)
+    chosen = settings.build(TrainConfig, asked)
+    return settings.build(TrainConfig, merged(recipe(chosen.model, chosen.data), asked))
+
+
+def merged(*tables: Mapping[str, Any]) -> settings.Table:
+    """Later values in place of earlier ones. A later warm-up in steps replaces an earlier one as a fraction, and vice versa."""
+    result: settings.Table = {}
+    for one in tables:
+        schedule, known = one.get("schedule"), result.get("schedule")
+        if isinstance(schedule, Mapping) and isinstance(known, Mapping) and any(name in schedule for name in WARM_UPS):
+            result["schedule"] = {key: value for key, value in known.items() if key not in WARM_UPS}
+        result = settings.merged(result, one)
+    return result
+
+
+def recipe(model: str, data: str) -> settings.Table:
+    """Settings that suit a model and data; the measurements are in docs/log.md, "Emoji"."""
+    found: settings.Table = {}
+    if model == "small":
+        optimizer = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
+        found = {"optimizer": optimizer, "schedule": {"warm_up_steps": 20}}
+    if (model, data) == ("small", "emoji"):
+        # A minute or two on two cores. An average of the weights takes the place of a falling learning rate: in so few steps a
+        # cosine falls before much is learned.
+        schedule = {"name": "constant", "warm_up_fraction": 0.3}
+        found |= {"batch_size": 512, "epochs": 28.0, "schedule": schedule, "ema": 0.95, "model_options": {"buckets": 8192}}
+    if data == "wordnet":
+        found["epochs"] = 4.0
+    return found
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Which of the settings that may not change have changed, each with both values, as `settings.table` has them."""
+    found: list[str] = []
+    for key in FIXED:
+        _compare(key, _at(before, key), _at(now, key), found)
+    return found
+
+
+def _compare(key: str, old: Any, new: Any, found: list[str]) -> None:
+    """Tables entry by entry, so that the setting is named as a user writes it."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in dict.fromkeys((*old, *new)):
+            _compare(f"{key}.{name}", old.get(name), new.get(name), found)
+    elif old != new:
+        was, is_now = ("left out" if value is None else repr(value) for value in (old, new))
+        found.append(f"{key} was {was} and is {is_now}")
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    found: Any = values
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found

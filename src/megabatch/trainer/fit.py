@@ -1,0 +1,156 @@
+"""What fits into memory: how many samples a tower encodes at once, and how many bytes of graphs a step may keep.
+
+Chunks grow by doubling while the next one would surely fit its share of the free memory; if memory runs out in training all
+the same, both are halved and the step is done again. A chunk only has to be large enough to keep the device busy, and what is
+left is better spent on graphs that need no second pass, so the share is small. What was found is kept with checkpoints: another
+chunk size rounds differently, and a run that continues is to end with the same bits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megabatch.cached import batchnorm, randomness
+from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, free_memory
+from megabatch.cached.tower_io import call, count_rows, local, map_rows, opened
+from megabatch.evaluation.embedding import evaluating
+from megabatch.machine import ALLOCATION_FAILED
+from megabatch.world import World
+
+ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
+FIRST_TRIED = 32  # samples, on CUDA
+OPTIMIZER_COPIES = 3  # of the parameters, that come with the first step: gradients and two moments
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """How much of the free memory is used, and for what."""
+
+    chunk: float = 0.25  # share for the activations of a chunk, where chunk_size is "auto"
+    graphs: float = 0.5  # share for graphs that are kept from the first pass; 0 keeps none
+
+    def __post_init__(self) -> None:
+        """Checks the shares."""
+        for name in ("chunk", "graphs"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"memory.{name} must be a share from 0 to 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a step is given."""
+
+    chunk_sizes: tuple[int, ...]  # of each side
+    graph_bytes: int
+
+    def halved(self) -> "Fit":
+        """For a step that did not fit."""
+        return Fit(tuple(max(1, size // 2) for size in self.chunk_sizes), self.graph_bytes // 2)
+
+
+def what_fits(
+    config: MemoryConfig,
+    chunk_size: int | str,
+    modules: Sequence[nn.Module],
+    samples: Callable[[int, int], Any],
+    pairs: int,
+    world: World,
+) -> Fit:
+    """Chunk sizes for towers and memory for graphs, the same on all ranks.
+
+    Args:
+        config: the shares.
+        chunk_size: a number, or "auto".
+        modules: of the sides, as a step calls them.
+        samples: a side's number and how many samples to their inputs.
+        pairs: of a batch on this rank.
+        world: the ranks.
+    """
+    free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.local_size)
+    if isinstance(chunk_size, int):
+        sizes = [chunk_size] * len(modules)
+    elif world.device.type == "cuda":
+        with randomness.untouched([world.device]):
+            sizes = [
+                largest_chunk(pairs, _Peak(module, samples(side, min(pairs, FIRST_TRIED)), world), int(config.chunk * free))
+                for side, module in enumerate(modules)
+            ]
+    else:
+        sizes = [ON_CPU] * len(modules)
+    sizes = [max(1, min(size, pairs)) for size in sizes]
+    graph_bytes = config.graphs * (free - _coming(modules, samples, pairs, world.device))
+    least = world.min([*sizes, max(0.0, graph_bytes)])
+    return Fit(tuple(int(size) for size in least[:-1]), int(least[-1]))
+
+
+def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> int:
+    """Doubles while the next size would fit, halves where even the first does not.
+
+    Args:
+        most: samples there are.
+        peak: the bytes that a chunk of a size takes at its peak; None if memory runs out. The same on all ranks.
+        budget: bytes.
+    """
+    size = min(FIRST_TRIED, most)
+    while True:
+        used = peak(size)
+        if used is None:
+            if size == 1:
+                raise MemoryError("a chunk of a single sample must fit into memory, and does not")
+            size //= 2
+            most = size  # what is larger has been tried
+        elif size >= most or 2 * used > budget:  # bytes grow no faster than samples
+            return size
+        else:
+            size = min(2 * size, most)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether memory was the reason."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in ALLOCATION_FAILED)
+
+
+class _Peak:
+    """The peak of encoding n samples and going back, on CUDA."""
+
+    def __init__(self, module: nn.Module, inputs: Any, world: World) -> None:
+        self._module, self._world = module, world
+        self._inputs = map_rows(lambda tensor: tensor.to(world.device), inputs)
+        self._rows = count_rows(self._inputs, "inputs")
+
+    def __call__(self, size: int) -> int | None:
+        times = -(-size // self._rows)
+        device, used = self._world.device, math.inf
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        try:
+            self._encode(map_rows(lambda tensor: torch.cat([tensor] * times)[:size], self._inputs))
+            used = torch.cuda.max_memory_allocated(device) - before
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+        self._module.zero_grad(set_to_none=True)
+        used = self._world.max([used])[0]
+        return None if math.isinf(used) else int(used)
+
+    def _encode(self, inputs: Any) -> None:
+        with batchnorm.running_statistics_kept(batchnorm.layers([self._module])):
+            output: Any = opened(call(self._module, inputs), type(self._module).__name__).embeddings
+            if output.requires_grad:
+                output.float().sum().backward()
+
+
+def _coming(modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pairs: int, device: torch.device) -> int:
+    """Bytes that training will take beside graphs and the chunk at work: gradients, moments, embeddings."""
+    parameters = {id(p): local(p) for module in modules for p in module.parameters() if p.requires_grad}
+    learned = sum(p.numel() * p.element_size() for p in parameters.values())
+    with torch.no_grad(), evaluating(modules[0]):
+        output = call(modules[0], map_rows(lambda tensor: tensor.to(device), samples(0, 1)))
+    width = opened(output, type(modules[0]).__name__).embeddings.shape[1]
+    return OPTIMIZER_COPIES * learned + COPIES_OF_EMBEDDINGS * len(modules) * pairs * width * 4

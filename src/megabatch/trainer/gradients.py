@@ -1,0 +1,66 @@
+"""Gradients between the backward pass and the optimizer: those of the loss averaged over ranks, their length, limited."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megabatch.cached.tower_io import is_sharded, local
+from megabatch.world import World
+
+
+@torch.no_grad()
+def averaged(parameters: Iterable[nn.Parameter], world: World) -> None:
+    """The mean over ranks of gradients that no wrapper has in charge: those of scale and bias."""
+    if world.group is None:
+        return
+    for parameter in parameters:
+        if parameter.grad is None:  # another rank's share may depend on it
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, group=world.group)
+        parameter.grad /= world.size
+
+
+@torch.no_grad()
+def length(parameters: Iterable[nn.Parameter], world: World) -> Tensor:  # ()
+    """The Euclidean length of all gradients together, the same on all ranks."""
+    sharded: list[Tensor] = []
+    whole: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            (sharded if is_sharded(parameter.grad) else whole).append(_square(local(parameter.grad)))
+    total = torch.stack(whole).sum() if whole else torch.zeros((), device=world.device)
+    if sharded:
+        parts = torch.stack(sharded).sum()
+        dist.all_reduce(parts, group=world.group)
+        total = total + parts
+    return total.sqrt()
+
+
+@torch.no_grad()
+def shorten(parameters: Iterable[nn.Parameter], now: Tensor, longest: float) -> None:
+    """All gradients times the same number, so that together they are no longer than `longest`. The host does not wait."""
+    share = (longest / now).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = local(parameter.grad)
+            gradient.mul_(share.to(gradient.dtype))
+
+
+def _square(values: Tensor) -> Tensor:  # ()
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    return wide.square().sum() if wide.numel() else wide.new_zeros(())
+
+
+@torch.no_grad()
+def average_statistics(statistics: Sequence[Tensor], world: World) -> None:
+    """The mean over ranks, in one message: after a step each has those of its own pairs, and a model is to have one."""
+    if world.group is None or not statistics:
+        return
+    flat = torch.cat([statistic.flatten() for statistic in statistics])
+    dist.all_reduce(flat, group=world.group)
+    flat /= world.size
+    means = torch.split(flat, [statistic.numel() for statistic in statistics])
+    for statistic, mean in zip(statistics, means, strict=True):
+        statistic.copy_(mean.view_as(statistic))

@@ -1,0 +1,142 @@
+"""Locked-image tuning (LiT): one side of a trained model stays as it is, and the other learns to match it.
+
+A locked side always makes the same embeddings of the same inputs. Where its inputs are not augmented, they are therefore
+computed once and kept, in blocks in the run's folder: every later epoch, and a run that continues, reads them.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.cached import batchnorm
+from megabatch.cached.graphs import parameters_in
+from megabatch.cached.replay import checksum
+from megabatch.cached.tower_io import call, is_sharded, map_rows
+from megabatch.data import cache
+from megabatch.data.dataset import Dataset
+from megabatch.evaluation.embedding import embed
+from megabatch.towers.tower import Pair
+from megabatch.world import World
+
+SIDES = ("first", "second")
+ROWS = 1 << 16  # of a block: few enough to be held, enough that there are not too many files
+
+
+def lock(pair: Pair, side: int, samples: Sequence[Any]) -> None:
+    """Freezes what one side is made of, and puts it into evaluation mode.
+
+    Args:
+        pair: the towers, which may be one module with parts for each side.
+        side: which one.
+        samples: inputs of each side, of a sample or more; in a module for both sides they show which parts are whose.
+    """
+    tower, other = pair.towers[side], pair.towers[1 - side]
+    if tower.module is other.module:
+        mine, theirs = (_used(tower.module, samples[number]) for number in (side, 1 - side))
+        if mine & theirs:
+            raise ValueError(
+                f'lock must be "none" for {pair.name or "this model"}, because its two sides share parameters, got '
+                f"{SIDES[side]!r}"
+            )
+    else:
+        mine = {id(parameter) for parameter in tower.module.parameters()}
+    for parameter in tower.module.parameters():
+        if id(parameter) in mine:
+            parameter.requires_grad_(False)
+    _evaluating(tower.module)
+
+
+def _used(module: nn.Module, inputs: Any) -> set[int]:
+    device = next(module.parameters()).device
+    with torch.enable_grad(), batchnorm.running_statistics_kept(batchnorm.layers([module])):
+        found = parameters_in([call(module, map_rows(lambda tensor: tensor.to(device), inputs))])
+    if found is None:
+        raise ValueError("lock must be used without reentrant checkpoints, which hide the parameters of a side")
+    return found
+
+
+def _evaluating(module: nn.Module) -> None:
+    """Every part of which nothing learns, without dropout and with statistics that stay."""
+    parameters = list(module.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        module.eval()
+        return
+    for part in module.children():
+        _evaluating(part)
+
+
+class KeptEmbeddings:
+    """One side's embeddings of a whole dataset, on disk, without augmentation.
+
+    Args:
+        folder: of all ranks; blocks that are there already are used if they were made by the same tower.
+        dataset: what is encoded.
+        side: which side of it.
+        pair: the towers.
+        chunk_size: samples encoded at once.
+        workers: as for `Dataset.source`.
+        world: the ranks, which share the work.
+        report: told what is being done.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dataset: Dataset,
+        side: int,
+        pair: Pair,
+        *,
+        chunk_size: int,
+        workers: Any,
+        world: World,
+        report: Callable[[str], None],
+    ) -> None:
+        tower = pair.towers[side]
+        self._places = [
+            folder / f"{_fingerprint(tower.module, dataset)}_{start:010d}.pt" for start in range(0, len(dataset), ROWS)
+        ]
+        for number, place in enumerate(self._places):
+            if number % world.size == world.rank and not _whole(place):
+                rows = range(number * ROWS, min((number + 1) * ROWS, len(dataset)))
+                report(f"encoding samples {rows.start} to {rows.stop - 1} of {len(dataset)} with the locked tower, once")
+                found = embed(tower, dataset, side, rows, chunk_size=chunk_size, workers=workers).cpu()
+                failures = {index: dataset.failures[index] for index in rows if index in dataset.failures}
+                cache.write(place, partial(torch.save, {"embeddings": found, "failures": failures}))
+        world.gather_objects(None)  # a barrier: all blocks are written
+        self._blocks: list[Tensor] = []
+        for place in self._places:
+            block = torch.load(place, mmap=True, weights_only=True)
+            self._blocks.append(block["embeddings"])
+            dataset.failures |= {index: reason for index, reason in block["failures"].items() if index not in dataset.failures}
+
+    def rows(self, indices: Tensor) -> Tensor:  # (n,) int64 -> (n, D)
+        """Of these samples."""
+        result = self._blocks[0].new_empty(len(indices), self._blocks[0].shape[1])
+        blocks = indices // ROWS
+        for number in sorted(set(blocks.tolist())):
+            here = blocks == number
+            result[here] = self._blocks[number][indices[here] - number * ROWS]
+        return result
+
+
+def _fingerprint(module: nn.Module, dataset: Dataset) -> str:
+    """Of the number of samples and of the weights that do not learn."""
+    value = zlib.crc32(f"{len(dataset)}".encode())
+    fixed = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+    for name, tensor in (*fixed, *module.named_buffers()):
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        value = zlib.crc32(f"{name} {checksum(whole)}".encode(), value)
+    return f"{value:08x}"
+
+
+def _whole(place: Path) -> bool:
+    try:
+        torch.load(place, mmap=True, weights_only=True)
+    except Exception:  # not there, or damaged: it is made again
+        return False
+    return True

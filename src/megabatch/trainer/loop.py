@@ -1,0 +1,331 @@
+"""Training from beginning to end, or from a checkpoint to the end: steps, evaluations, checkpoints, and a model that is saved.
+
+    trainer = Trainer(config, pair, dataset, Path("runs/mine"), validation=other_dataset)
+    trainer.fit()
+
+All ranks make one with the same arguments. What a step is, is in step.py; the settings are in config.py.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megabatch import settings, towers
+from megabatch.cached import randomness
+from megabatch.cached.replay import sample_seed
+from megabatch.data.dataset import Dataset
+from megabatch.data.order import Order
+from megabatch.evaluation import evaluate
+from megabatch.machine import peak_bytes
+from megabatch.towers.tower import Pair
+from megabatch.trainer import locked, optim, parallel
+from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents
+from megabatch.trainer.config import FREE, TrainConfig, differences
+from megabatch.trainer.ema import Average
+from megabatch.trainer.fit import Fit, what_fits
+from megabatch.trainer.objective import Objective
+from megabatch.trainer.observers import Observer, Observers, Unreadable
+from megabatch.trainer.run import CHECKPOINTS, LOCKED, Run
+from megabatch.trainer.state import State
+from megabatch.trainer.step import Outcome, Step, autocast, grad_scaler
+from megabatch.trainer.stopping import Request, StoppedError, requests
+from megabatch.world import World
+
+LOG = logging.getLogger("megabatch")
+SAMPLES_SHOWN = 2  # to towers, to find out what they are like
+
+
+class Trainer:
+    """A model, its data, and how far it has come.
+
+    Args:
+        config: all settings. Names of data and model in it are not looked at: they are what the next two are.
+        pair: the towers, with the weights to begin with, the same on all ranks. Moved to the device, and changed in place.
+        dataset: pairs to train on.
+        folder: of the run; all ranks see the same one.
+        validation: pairs to evaluate on, or None.
+        observers: told what happens, on the first rank.
+        world: the ranks; None for this process alone, on the CPU.
+        command: that started the run, to be written down.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        pair: Pair,
+        dataset: Dataset,
+        folder: Path,
+        *,
+        validation: Dataset | None = None,
+        observers: Sequence[Observer] = (),
+        world: World | None = None,
+        command: str = "",
+    ) -> None:
+        self.config, self.pair, self.dataset, self.validation = config, pair, dataset, validation
+        self.world = world or World(torch.device("cpu"))
+        if config.batch_size < self.world.size:
+            raise ValueError(f"batch_size must be at least 1 for each of {self.world.size} ranks, got {config.batch_size}")
+        if validation is not None and tuple(validation.sides) != tuple(dataset.sides):
+            raise ValueError(
+                f"validation must have the sides of the training data, {' and '.join(dataset.sides)}, "
+                f"got {' and '.join(validation.sides)}"
+            )
+        groups: Any = getattr(dataset, "groups", len(dataset))
+        self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
+        self.steps = config.total_steps(self.order.batches_per_epoch)
+        self.step, self.pairs, self.seconds = 0, 0, 0.0
+        self.run = Run(folder, config, command, self.steps)
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep, self.world)
+        self._observers = Observers(observers if self.world.rank == 0 else ())
+        self._unreadable = Unreadable(dataset)
+        self._save_failed = False  # the last time
+        self._rate = optim.scaled_rate(config.optimizer, config.batch_size)
+        self._build()
+
+    def _build(self) -> None:
+        """Everything that learns, from the towers."""
+        config, modules = self.config, [tower.module.to(self.world.device) for tower in self.pair.towers]
+        shown = [self._samples(side, SAMPLES_SHOWN) for side in (0, 1)]
+        if config.lock != "none":
+            with randomness.untouched([self.world.device]):
+                locked.lock(self.pair, locked.SIDES.index(config.lock), shown)
+        with randomness.untouched([self.world.device]):
+            self._called = parallel.wrapped(modules, shown, self.world, config.parallel)
+        self._modules = parallel.distinct(modules)
+        dtype = torch.float64 if next(modules[0].parameters()).dtype == torch.float64 else torch.float32
+        self.objective = Objective(config.loss, self.pair.logit_scale, self.pair.logit_bias, dtype).to(self.world.device)
+        groups = optim.parameter_groups(self._modules, self.objective, config.optimizer.weight_decay)
+        self.optimizer = optim.build(config.optimizer, groups)
+        named = dict(zip(locked.SIDES, self._modules, strict=False)) | {"loss": self.objective}
+        self.average = Average(named, config.ema) if config.ema else None
+        self._scaler = grad_scaler(config.precision, self.world.device)
+        sharded = self.world.size > 1 and config.parallel == parallel.FSDP
+        self._state = State(named, self.optimizer, self.average, self._scaler, self.world, sharded=sharded)
+        self._fit: Fit | None = None
+
+    def _samples(self, side: int, count: int) -> Any:
+        """Inputs of the first samples of a side."""
+        indices = range(min(count, len(self.dataset)))
+        source = self.dataset.source(indices, side, self.pair.towers[side], augment=False)
+        return next(iter(source.chunks([(0, len(indices))], None)))
+
+    # From a checkpoint
+
+    def resume(self, checkpoint: Path | None = None) -> bool:
+        """Continues from a checkpoint, or from the last whole one of the run's folder.
+
+        Returns:
+            Whether there was one. A checkpoint that is named has to be there and whole.
+        """
+        found = self.checkpoints.newest() if checkpoint is None else (checkpoint, contents(checkpoint))
+        if found is None:
+            return False
+        path, about = found
+        changed = differences(about["config"], settings.table(self.config))
+        if about["samples"] != len(self.dataset):
+            changed.append(f"the data had {about['samples']} samples and has {len(self.dataset)}")
+        if changed:
+            raise ValueError(
+                f"a run can only continue with what it began with, but in {path} {'; '.join(changed)}. "
+                f"What may change: {', '.join(FREE)}"
+            )
+        same_generators = self._state.read(path)
+        if not same_generators and self.world.rank == 0:
+            LOG.warning("%s is of %d ranks; dropout and the like draw new numbers", path, about["world_size"])
+        if not same_generators:
+            self._seed(about["step"])
+        self.step, self.pairs, self.seconds = about["step"], about["pairs"], about["seconds"]
+        if self._fits_as_before(about):
+            self._fit = Fit(tuple(about["chunk_sizes"]), about["graph_bytes"])
+        if path.resolve().parent == self.checkpoints.folder.resolve():
+            self.checkpoints.set_aside_after(self.step)
+        return True
+
+    def _fits_as_before(self, about: dict[str, Any]) -> bool:
+        """Whether what was found for a checkpoint's run is what this one would look for."""
+        before, now = about["config"], settings.table(self.config)
+        same_place = (about["world_size"], about.get("device")) == (self.world.size, self.world.device.type)
+        return same_place and all(before[name] == now[name] for name in ("chunk_size", "memory"))
+
+    # To the end
+
+    def fit(self) -> dict[str, float] | None:
+        """Trains to the last step, evaluates and saves the model.
+
+        Returns:
+            What the last evaluation found; None without one.
+
+        Raises:
+            StoppedError: by Ctrl-C or SIGTERM, after it has been saved.
+        """
+        self.run.first_step = self.run.step = self.step
+        if self.world.rank == 0:
+            self.run.write()
+        self._observers.start(self.run)
+        try:
+            with self._workers() as workers, requests(impatient=self.world.size == 1) as request:
+                self._train(self._ready(workers), request)
+                self._save_model()  # first: what was learned does not depend on whether it can be evaluated
+                result = self._evaluate(workers) if self.validation is not None else None
+        finally:
+            self._observers.finish(self.run)
+            self._unreadable.count()
+        return result
+
+    def _ready(self, workers: int | Executor) -> Step:
+        if self.step == 0:
+            self._seed(0)
+        if self._fit is None:
+            share = -(-self.config.batch_size // self.world.size)
+            modules = [tower.module for tower in self.pair.towers]
+            with autocast(self.config.precision, self.world.device):
+                self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
+        return Step(
+            self.config,
+            self.pair,
+            self._called,
+            self.objective,
+            self.optimizer,
+            self._scaler,
+            self.dataset,
+            self._known(workers, self._fit),
+            self.world,
+            self._fit,
+            workers,
+        )
+
+    def _known(self, workers: int | Executor, fit: Fit) -> dict[int, locked.KeptEmbeddings]:
+        if self.config.lock == "none" or not self.config.keep_locked:
+            return {}
+        side = locked.SIDES.index(self.config.lock)
+        if self.config.augment and self.world.rank == 0:
+            LOG.info("the locked side is not augmented, because its embeddings are kept (keep_locked)")
+        with parallel.whole(self._modules), autocast(self.config.precision, self.world.device):
+            kept = locked.KeptEmbeddings(
+                self.run.folder / LOCKED,
+                self.dataset,
+                side,
+                self.pair,
+                chunk_size=fit.chunk_sizes[side],
+                workers=workers,
+                world=self.world,
+                report=LOG.info,
+            )
+        return {side: kept}
+
+    def _train(self, step: Step, request: Request) -> None:
+        for batch in self.order.batches(self.step, self.steps):
+            began = time.perf_counter()
+            rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
+            outcome = step(batch, rate)
+            self.step = self.run.step = batch.number + 1
+            self._fit = step.fit
+            if self.average is not None:
+                self.average.update(self.step)
+            stop = int(self.world.max([request.number])[0])
+            self._record(outcome, batch.epoch, rate, time.perf_counter() - began)
+            self._unreadable.name_new()
+            if self.config.checkpoint.due(self.step, self.steps) or stop:
+                self._save(must=bool(stop) or self.step == self.steps)
+            if stop:
+                raise StoppedError(self._farewell(stop), stop)
+            if self.validation is not None and self.config.evaluate_every and self.step % self.config.evaluate_every == 0:
+                if self.step < self.steps:  # the last one comes at the end
+                    self._evaluate(step.workers)
+
+    def _record(self, outcome: Outcome, epoch: int, rate: float, seconds: float) -> None:
+        self.pairs += outcome.pairs
+        self.seconds += seconds
+        numbers = self.objective.numbers()
+        record = {
+            "step": self.step,
+            "epoch": epoch,
+            "pairs": self.pairs,
+            "loss": outcome.loss,
+            **numbers,
+            "learning_rate": rate,
+            "gradient_norm": outcome.gradient_norm,
+            "pairs_per_second": outcome.pairs / seconds,
+            "memory_bytes": peak_bytes(self.world.device),
+            "seconds": self.seconds,
+        }
+        self._observers.step(record)
+
+    def _evaluate(self, workers: int | Executor) -> dict[str, float]:
+        assert self.validation is not None
+        averaged = nullcontext() if self.average is None else self.average.in_place()
+        with averaged, parallel.whole(self._modules), autocast(self.config.precision, self.world.device):
+            # What fits with a graph fits without.
+            chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)
+            result = evaluate(self.pair, self.validation, chunk_size=chunk_size, workers=workers, group=self.world.group)
+        self._observers.evaluated({"step": self.step, "evaluation": result})
+        return result
+
+    # To disk
+
+    def _save(self, *, must: bool) -> None:
+        """A checkpoint. One on the way that cannot be written is not the end, and said once: the next may."""
+        assert self._fit is not None
+        about = {
+            "step": self.step,
+            "pairs": self.pairs,
+            "seconds": self.seconds,
+            "samples": len(self.dataset),
+            "world_size": self.world.size,
+            "device": self.world.device.type,
+            "chunk_sizes": list(self._fit.chunk_sizes),
+            "graph_bytes": self._fit.graph_bytes,
+            "config": settings.table(self.config),
+        }
+        try:
+            path = self.checkpoints.save(self.step, about, self._state.write)
+        except CheckpointError as error:
+            if must:
+                raise
+            if self.world.rank == 0 and not self._save_failed:
+                LOG.warning("%s; training goes on, and the checkpoints before are as they were", error)
+            self._save_failed = True
+            return
+        if self.world.rank == 0 and self._save_failed:
+            LOG.warning("checkpoints are written again: %s", path)
+        self._save_failed = False
+        self._observers.saved(path)
+
+    def _save_model(self) -> None:
+        with nullcontext() if self.average is None else self.average.in_place():
+            numbers = self.objective.numbers()
+            trained = dataclasses.replace(
+                self.pair, logit_scale=numbers["scale"], logit_bias=numbers.get("bias", self.pair.logit_bias)
+            )
+            path = towers.save(trained, self.run.folder)
+        self._observers.saved(path)
+
+    def _farewell(self, number: int) -> str:
+        import signal
+
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        return (
+            f"stopped by {name} after step {self.step} of {self.steps}, and saved; continue with "
+            f"megabatch train --resume {self.run.folder}"
+        )
+
+    def _seed(self, step: int) -> None:
+        seed = sample_seed(sample_seed(self.config.seed, step), self.world.rank)
+        randomness.seed_host(seed)
+        if self.world.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    @contextmanager
+    def _workers(self) -> Iterator[int | Executor]:
+        if self.config.workers == 0:
+            yield 0
+            return
+        with ThreadPoolExecutor(self.config.workers, thread_name_prefix="megabatch-read") as executor:
+            yield executor

@@ -1,0 +1,107 @@
+"""The loss that is trained: CLIP's or SigLIP's over all ranks, with a scale and bias that learn, of what could be read."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.losses import clip_loss, siglip_loss
+from megabatch.world import World
+
+SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # where SigLIP's paper begins
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is trained for."""
+
+    name: Literal["clip", "siglip"] = "clip"
+    ids: bool = True  # whether pairs that share the dataset's id are kept from being each other's negatives
+    scale: float | None = None  # where it begins; left out for the model's own
+    bias: float | None = None  # SigLIP's, where it begins; left out for the model's own
+    largest_scale: float = 100.0
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        for name in ("scale", "largest_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"loss.{name} must be more than 0, got {value}")
+
+
+class Objective(nn.Module):
+    """The loss and what it learns itself.
+
+    Args:
+        config: which loss.
+        scale: the model's own, exponentiated.
+        bias: the model's own; None if it was not made for SigLIP.
+        dtype: of the two parameters.
+    """
+
+    def __init__(self, config: LossConfig, scale: float, bias: float | None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.bias: nn.Parameter | None = None
+        if config.name == "siglip":
+            if bias is None:  # made for another loss: its scale goes with that
+                scale, bias = SIGLIP_SCALE, SIGLIP_BIAS
+            self.bias = nn.Parameter(torch.tensor(bias if config.bias is None else config.bias, dtype=dtype))
+        beginning = min(scale if config.scale is None else config.scale, config.largest_scale)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(beginning), dtype=dtype))
+
+    def forward(self, first: Tensor, second: Tensor, ids: Tensor | None, world: World) -> Tensor:  # ()
+        """This rank's share of the loss over all ranks."""
+        scale = self.log_scale.exp()
+        if self.bias is None:
+            return clip_loss(first, second, scale, ids=ids, group=world.group)
+        return siglip_loss(first, second, scale, self.bias, ids=ids, group=world.group)
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        """Keeps the scale in bounds, after a step of the optimizer."""
+        self.log_scale.clamp_(max=math.log(self.config.largest_scale))
+
+    def numbers(self) -> dict[str, float]:
+        """Scale and bias now, for records and for the model that is saved."""
+        found = {"scale": self.log_scale.detach().exp().item()}
+        return found if self.bias is None else {**found, "bias": self.bias.detach().item()}
+
+
+class ReadablePairs:
+    """One step's loss as a function of embeddings: pairs of which a side could not be read are left out.
+
+    Args:
+        objective: the loss.
+        world: the ranks.
+        usable: which of this rank's pairs can be used, asked once both sides have been read.
+        ids: this rank's, or None.
+        known: embeddings of a side that are not encoded in this step, by the side's number.
+    """
+
+    def __init__(
+        self, objective: Objective, world: World, usable: Callable[[], Tensor], ids: Tensor | None, known: dict[int, Tensor]
+    ) -> None:
+        self._objective, self._world, self._usable, self._ids, self._known = objective, world, usable, ids, known
+        self.pairs = 0  # that were used, on all ranks; known after the call
+
+    def __call__(self, *encoded: Tensor) -> Tensor:  # ()
+        """This rank's share of the loss; zero, with gradients of zero, where no rank has a pair that can be used."""
+        first, second = self._both(encoded)
+        usable = self._usable().to(first.device)  # (n,)
+        self.pairs = round(self._world.sum([int(usable.sum())])[0])
+        if self.pairs == 0:
+            return sum((part.sum() for part in encoded), self._objective.log_scale.sum()) * 0
+        ids = None if self._ids is None else self._ids.to(first.device)
+        if not bool(usable.all()):
+            first, second, ids = first[usable], second[usable], None if ids is None else ids[usable]
+        loss: Tensor = self._objective(first, second, ids, self._world)
+        return loss
+
+    def _both(self, encoded: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        waiting = iter(encoded)
+        first, second = (self._known[side] if side in self._known else next(waiting) for side in (0, 1))
+        return first, second

@@ -1,0 +1,94 @@
+"""Towers on their device, and shared between ranks: DDP copies them, FSDP2 cuts them up."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.cached import batchnorm
+from megabatch.cached.graphs import parameters_in
+from megabatch.cached.sharding import shared_between_ranks
+from megabatch.cached.tower_io import call, map_rows, opened
+from megabatch.world import World
+
+DDP, FSDP = "ddp", "fsdp"
+
+
+def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Each once: both sides of a model may have one."""
+    return list({id(module): module for module in modules}.values())
+
+
+def wrapped(modules: Sequence[nn.Module], samples: Sequence[Any], world: World, how: str) -> list[nn.Module]:
+    """The modules as a step calls them, in the same order.
+
+    Args:
+        modules: of the sides, on their device. FSDP2 changes them in place, DDP makes a wrapper.
+        samples: inputs of each side, of a sample or more, to find out what a wrapper has to know.
+        world: the ranks; one alone needs no wrapper.
+        how: "ddp" or "fsdp".
+    """
+    made: dict[int, nn.Module] = {}
+    for module in distinct(modules):
+        learns = any(parameter.requires_grad for parameter in module.parameters())
+        if world.size == 1 or not learns:  # what does not learn has no gradients to share
+            made[id(module)] = module
+        elif how == FSDP:
+            made[id(module)] = _sharded(module, world)
+        else:
+            inputs = [sample for side, sample in zip(modules, samples, strict=True) if side is module]
+            made[id(module)] = DistributedDataParallel(
+                module,
+                device_ids=[world.device] if world.device.type == "cuda" else None,
+                process_group=world.group,
+                find_unused_parameters=_has_unused(module, inputs, world.device),
+            )
+    return [made[id(module)] for module in modules]
+
+
+def _sharded(module: nn.Module, world: World) -> nn.Module:
+    """Cut up in place: each layer of a list of layers by itself, so that one is whole at a time, and what is left."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(world.group, world.device.type)
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList):
+            for layer in part:
+                if any(True for _ in layer.parameters()) and not isinstance(layer, nn.ModuleList):
+                    fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def _has_unused(module: nn.Module, inputs: Sequence[Any], device: torch.device) -> bool:
+    """Whether some parameter never gets a gradient, which DDP would wait for; transformers' poolers are such."""
+    with torch.enable_grad(), batchnorm.running_statistics_kept(batchnorm.layers([module])):
+        outputs = [call(module, map_rows(lambda tensor: tensor.to(device), chunk)) for chunk in inputs]
+    reached = parameters_in([opened(output, type(module).__name__).embeddings for output in outputs])
+    return reached is None or any(p.requires_grad and id(p) not in reached for p in module.parameters())
+
+
+@contextmanager
+def whole(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Parameters of sharded modules in one piece on every rank, so that each may encode as often as it likes."""
+    roots: list[Any] = [m for m in shared_between_ranks(modules) if not isinstance(m, DistributedDataParallel)]
+    if not roots:
+        yield
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = [part for root in roots for part in root.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+            # As FSDP2 has it by itself: a root stays whole between its forward and its backward pass.
+            part.set_reshard_after_forward(not any(part is root for root in roots), recurse=False)

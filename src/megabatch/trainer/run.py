@@ -1,0 +1,66 @@
+"""A run's folder: where it is, what is in it, and what a command line says about it."""
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from megabatch import settings
+from megabatch.data import cache
+from megabatch.trainer.config import TrainConfig
+
+PROBE = 1 << 16  # bytes: more than settings and the first lines of metrics take
+CONFIG, COMMAND, CHECKPOINTS, LOCKED = "config.toml", "command.txt", "checkpoints", "locked"
+
+
+@dataclass
+class Run:
+    """What observers are told about."""
+
+    folder: Path
+    config: TrainConfig
+    command: str  # that started it, as typed
+    total_steps: int
+    first_step: int = 0  # steps that were done before, by the run that this one continues
+    step: int = 0  # done so far
+
+    @property
+    def batch_size(self) -> int:
+        """Pairs in a step."""
+        return self.config.batch_size
+
+    def write(self) -> None:
+        """The configuration and the command, beside everything else."""
+        text = settings.to_toml(settings.table(self.config))
+        cache.write(self.folder / CONFIG, lambda file: file.write(text.encode()))
+        if self.command:
+            cache.write(self.folder / COMMAND, lambda file: file.write(f"{self.command}\n".encode()))
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why a run could not write into its folder, which need not be there yet; None if it can. Leaves nothing behind."""
+    for wanted in (folder, folder / CHECKPOINTS):  # the second may be another user's
+        place = next(part for part in (wanted, *wanted.parents) if os.path.lexists(part))
+        try:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(bytes(PROBE))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return f"{place}: {error.strerror or error}"
+    return None
+
+
+def unused(parent: Path, name: str) -> Path:
+    """The first of `parent/name-1`, `name-2` … that does not exist."""
+    number = 1
+    while (parent / f"{name}-{number}").exists():
+        number += 1
+    return parent / f"{name}-{number}"
+
+
+def newest(parent: Path, name: str) -> Path | None:
+    """The last of `parent/name-1`, `name-2` … that has begun to save; None if none has."""
+    found = [path for path in parent.glob(f"{name}-*") if path.name.removeprefix(f"{name}-").isdigit()]
+    found = [path for path in found if (path / CHECKPOINTS).is_dir()]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)

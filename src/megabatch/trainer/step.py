@@ -1,0 +1,180 @@
+"""One step of training: the cached step over this rank's pairs, gradients made ready, the optimizer, and what follows it."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megabatch.cached import batchnorm, randomness
+from megabatch.cached.backward import cached_backward
+from megabatch.data.dataset import Dataset
+from megabatch.data.order import Batch
+from megabatch.towers.tower import Pair
+from megabatch.trainer import gradients
+from megabatch.trainer.config import TrainConfig
+from megabatch.trainer.fit import Fit, ran_out
+from megabatch.trainer.locked import KeptEmbeddings
+from megabatch.trainer.objective import Objective, ReadablePairs
+from megabatch.world import World
+
+LOG = logging.getLogger("megabatch")
+
+
+class Outcome(NamedTuple):
+    """Of a step, the same on all ranks."""
+
+    loss: float  # NaN where no pair could be read
+    gradient_norm: float  # before it was shortened
+    pairs: int  # that could be read
+
+
+@dataclass
+class Step:
+    """Takes batches, one after the other.
+
+    Args:
+        config: of the run.
+        pair: the towers; their modules as they are.
+        modules: the modules of the two sides as they are called: wrapped, where ranks share them.
+        objective: the loss.
+        optimizer: of the parameters of both.
+        scaler: for fp16.
+        dataset: what the batches are of.
+        known: embeddings of a locked side, by its number.
+        world: the ranks.
+        fit: what memory allows; halved here if it was too much.
+        workers: that read.
+    """
+
+    config: TrainConfig
+    pair: Pair
+    modules: Sequence[nn.Module]
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    dataset: Dataset
+    known: dict[int, KeptEmbeddings]
+    world: World
+    fit: Fit
+    workers: int | Executor = 0
+
+    def __post_init__(self) -> None:
+        """Looks for what ranks share besides gradients."""
+        found = [batchnorm.running_statistics(tower.module) for tower in self.pair.towers]
+        self._statistics = list({id(value): value for side in found for value in side.values()}.values())
+
+    def __call__(self, batch: Batch, rate: float) -> Outcome:
+        """The step for this rank's part of a batch."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss, pairs = self._retried(lambda: self._backward(batch))
+        if pairs == 0:
+            LOG.warning("step %d changes nothing: none of its pairs could be read", batch.number + 1)
+            self.optimizer.zero_grad()
+            return Outcome(math.nan, 0.0, 0)
+        return Outcome(loss, self._update(loss, batch.number + 1), pairs)
+
+    def _backward(self, batch: Batch) -> tuple[float, int]:
+        indices = batch.indices.tolist()
+        sides = [side for side in (0, 1) if side not in self.known]
+        roles = [(self.modules[side], self._source(indices, side, batch.epoch)) for side in sides]
+        known = {side: kept.rows(batch.indices).to(self.world.device) for side, kept in self.known.items()}
+        ids = self.dataset.ids(indices) if self.config.loss.ids else None
+        loss_fn = ReadablePairs(self.objective, self.world, lambda: self.dataset.usable(indices), ids, known)
+        with autocast(self.config.precision, self.world.device):
+            share = cached_backward(
+                loss_fn,
+                roles,
+                chunk_size=[self.fit.chunk_sizes[side] for side in sides],
+                budget=self.fit.graph_bytes,
+                scaler=self.scaler,
+            )
+        gradients.averaged(self.objective.parameters(), self.world)
+        gradients.average_statistics(self._statistics, self.world)
+        return self.world.sum([share.item()])[0] / self.world.size, loss_fn.pairs
+
+    def _source(self, indices: list[int], side: int, epoch: int) -> Any:
+        return self.dataset.source(
+            indices,
+            side,
+            self.pair.towers[side],
+            seed=self.config.seed,
+            epoch=epoch,
+            augment=self.config.augment,
+            workers=self.workers,
+        )
+
+    def _retried(self, work: Callable[[], tuple[float, int]]) -> tuple[float, int]:
+        """Once more with half the memory, until it fits; for a process alone, whose state nobody else waits for."""
+        while True:
+            states = randomness.capture([self.world.device])
+            statistics = [statistic.clone() for statistic in self._statistics]
+            try:
+                return work()
+            except (RuntimeError, MemoryError) as error:
+                if not ran_out(error):
+                    raise
+                if self.world.size > 1 or (max(self.fit.chunk_sizes) == 1 and not self.fit.graph_bytes):
+                    raise MemoryError(
+                        f"memory ran out with chunks of {self.fit.chunk_sizes} samples; continue with a smaller --chunk-size, "
+                        f"or a smaller memory.graphs: {error}"
+                    ) from error
+            # Outside of the handler, whose traceback holds what has to be freed.
+            self.optimizer.zero_grad()
+            randomness.restore(states)
+            for statistic, before in zip(self._statistics, statistics, strict=True):
+                statistic.copy_(before)  # the chunks that did fit have moved it
+            self.fit = self.fit.halved()
+            LOG.warning("memory ran out; the step is done again with chunks of %s samples", self.fit.chunk_sizes)
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _update(self, loss: float, step: int) -> float:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        length = gradients.length(parameters, self.world)
+        norm = length.item()
+        if self.scaler is None:  # which leaves out such steps by itself
+            _check_finite(step, {"loss": loss, "gradient norm": norm})
+        if self.config.optimizer.clip_norm:
+            gradients.shorten(parameters, length, self.config.optimizer.clip_norm)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.objective.clamp()
+        return norm
+
+
+def _check_finite(step: int, numbers: dict[str, float]) -> None:
+    """Before the optimizer: one step with NaN in it would be in the weights, and in every checkpoint after it."""
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the {name} of step {step} is {value}; the weights are as they were before it. A smaller learning rate, a "
+                "longer warm-up or optimizer.clip_norm may help"
+            )
+
+
+_AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """For "bf16" and "fp16"; with "fp32" parameters' own type is what is computed in."""
+    if precision not in _AUTOCAST_TYPES:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=_AUTOCAST_TYPES[precision])
+
+
+def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
+    """For fp16, whose smallest numbers are too large for gradients."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None

@@ -1,0 +1,147 @@
+"""The ranks that share a job: this process, its device and its process group, and the messages between ranks outside of a loss.
+
+A loss takes a process group and has its own exchange (ring/). Training, evaluation and the cached step ask a `World`.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """This process and the other ranks of its process group.
+
+    Args:
+        device: of this process.
+        group: process group of all ranks; None for one process.
+    """
+
+    device: torch.device
+    group: Any = None
+
+    @classmethod
+    def of(cls, group: Any, device: torch.device | None = None) -> "World":
+        """The world of a process group, a 1-D `DeviceMesh` or None."""
+        return cls(device or torch.device("cpu"), group.get_group() if hasattr(group, "get_group") else group)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this machine, which share its memory, as torchrun sets it."""
+        return min(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    # Numbers: the same result on every rank. Exact up to 2⁵³.
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each number summed over ranks."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """The largest of each number over ranks."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def min(self, values: Sequence[float]) -> list[float]:
+        """The smallest of each number over ranks."""
+        return self._reduced(values, dist.ReduceOp.MIN)
+
+    def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """The integers of each rank, equally many on all of them, in order of rank. One all-gather."""
+        if self.group is None:
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.int64, device=self._message_device())
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self.group)
+        return [line.tolist() for line in found]
+
+    # Small objects
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A small picklable object of each rank, in order of rank."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def from_first(self, value: Any) -> Any:
+        """The first rank's value, on every rank."""
+        return self.gather_objects(value if self.rank == 0 else None)[0]
+
+    # Tensors with a different number of rows on each rank
+
+    def row_offset(self, rows: int) -> int:
+        """Rows on the ranks before this one, which has `rows`."""
+        return sum(line[0] for line in self.gather_integers([rows])[: self.rank])
+
+    def blocks(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Each rank's rows in turn, broadcast to all, with their offset. Two ranks' rows are in memory at any time."""
+        if self.group is None:
+            yield 0, rows
+            return
+        sizes = [line[0] for line in self.gather_integers([len(rows)])]
+        for rank, size in enumerate(sizes):
+            block = rows.contiguous() if rank == self.rank else rows.new_empty(size, *rows.shape[1:])
+            if size:
+                dist.broadcast(block, src=dist.get_global_rank(self.group, rank), group=self.group)
+            yield sum(sizes[:rank]), block
+
+    def gather_rows(self, values: Tensor) -> Tensor:  # (n, …) -> (sum of n over ranks, …)
+        """The rows of all ranks, in order of rank. For a number per sample, not for embeddings."""
+        return torch.cat([block for _, block in self.blocks(values)])
+
+    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
+        if self.group is None:
+            return [float(value) for value in values]
+        numbers = torch.tensor(values, dtype=torch.float64, device=self._message_device())
+        dist.all_reduce(numbers, operation, group=self.group)
+        return [float(value) for value in numbers.tolist()]
+
+    def _message_device(self) -> torch.device:
+        return torch.device("cpu") if "gloo" in dist.get_backend(self.group) else self.device
+
+
+def default_group() -> Any:
+    """The process group of all processes; None for one process, or where `torch.distributed` is not initialized."""
+    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+@contextmanager
+def joined(device: str = "auto") -> Iterator[World]:
+    """The world of this process: all ranks that torchrun started, or this process alone.
+
+    Args:
+        device: "cuda", "cpu", or "auto" for CUDA if it is available.
+    """
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device must be "cpu" or "auto" on this machine, got "cuda", and PyTorch finds no CUDA device')
+    place = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield World(place)
+        return
+    if place.type == "cuda":
+        dist.init_process_group("nccl", device_id=place)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield World(place, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

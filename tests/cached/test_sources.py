@@ -1,0 +1,287 @@
+"""Sources: what they give, that replay repeats itself to the bit, that it says so when it does not, and that workers end."""
+
+import multiprocessing
+import random
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+import megabatch as mb
+from megabatch.cached import ReplayMismatchError
+from megabatch.cached.replay import PIECE, checksum, sample_seed, stack
+from steps import Loss, cached, data, plain, tower
+
+IMAGES = data(6, 0, 50)
+
+
+def augmented(index, generator):
+    """Crop, flip and noise, drawn from the sample's own generator."""
+    image = IMAGES[index]
+    if torch.rand((), generator=generator) < 0.5:
+        image = image.flip(0)
+    return image + 0.1 * torch.randn(6, generator=generator, dtype=torch.float64)
+
+
+def augmented_by_globals(index, generator):
+    image = IMAGES[index] * random.random() + float(np.random.rand())
+    return image + torch.rand(6, dtype=torch.float64)
+
+
+def in_memory(read, references, seed):
+    """All samples at once, by definition."""
+    samples = []
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    for i, reference in enumerate(references):
+        own = sample_seed(seed, i)
+        torch.manual_seed(own)
+        random.seed(own)
+        np.random.seed(own % 2**32)
+        samples.append(read(reference, torch.Generator().manual_seed(own)))
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    np.random.set_state(state[2])
+    return torch.stack(samples)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("budget", [None, 700])
+def test_replay_equals_the_batch_in_memory_bit_for_bit(workers, budget):
+    references = [int(i) for i in torch.randperm(50, generator=torch.Generator().manual_seed(1))[:41]]
+    image, text, loss = tower(6, 0, dropout=0.5), tower(5, 1), Loss()
+    texts, modules = (text, data(5, 1, 41)), (image, text, loss)
+    torch.manual_seed(5)
+    wanted = cached(loss, [(image, in_memory(augmented, references, 9)), texts], modules, chunk_size=20, budget=budget)
+    torch.manual_seed(5)
+    source = mb.ReplaySource(references, augmented, seed=9, workers=workers)
+    found = cached(loss, [(image, source), texts], modules, chunk_size=20, budget=budget)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    torch.manual_seed(5)
+    other = cached(loss, [(image, mb.ReplaySource(references, augmented, seed=10)), texts], modules, chunk_size=20)
+    assert not torch.equal(other[0], wanted[0])
+
+
+def test_global_randomness_is_replayed_without_workers_and_leaves_no_trace():
+    image, text, loss = tower(6, 0), tower(5, 1), Loss()
+    texts, modules = (text, data(5, 1, 7)), (image, text, loss)
+    wanted = cached(loss, [(image, in_memory(augmented_by_globals, range(7), 3)), texts], modules, chunk_size=3)
+    before = torch.get_rng_state(), random.getstate()
+    source = mb.ReplaySource(range(7), augmented_by_globals, seed=3)
+    found = cached(loss, [(image, source), texts], modules, chunk_size=3)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+@pytest.mark.thorough
+def test_processes_replay_global_randomness_too():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        source = mb.ReplaySource(range(5), plain_numbers, seed=3, workers=executor)
+        first = [chunk.clone() for chunk in source.chunks([(0, 3), (3, 5)], None)]
+        again = [chunk.clone() for chunk in source.chunks([(0, 3), (3, 5)], None)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert len(set(torch.cat(first).tolist())) == 5
+
+
+def plain_numbers(index, generator):
+    return index + random.random()
+
+
+def test_a_source_that_does_not_repeat_itself_is_caught_and_the_samples_are_named():
+    reads = []
+
+    def forgetful(path, generator):
+        reads.append(path)
+        value = data(6, 0)[int(path[3:])]
+        return value + 1e-12 * len(reads) if path in ("img4", "img7") else value
+
+    image, text, loss = tower(6, 0), tower(5, 1), Loss()
+    source = mb.ReplaySource([f"img{i}" for i in range(11)], forgetful)
+    names = r"read must return the same .* 2 of samples 4 to 7 .*: sample 4 \('img4'\), sample 7 \('img7'\)\. Draw"
+    with pytest.raises(ReplayMismatchError, match=names):
+        mb.cached_backward(loss, [(image, source), (text, data(5, 1))], chunk_size=(4, 11))
+
+
+def test_many_mismatches_are_counted_and_a_few_named():
+    source = mb.ReplaySource(range(20), lambda i, generator: torch.tensor(time.perf_counter_ns()))
+    list(source.chunks([(0, 20)], None))
+    with pytest.raises(ReplayMismatchError, match=r"20 of samples 0 to 19 .*sample 4 \(4\) and 15 more"):
+        list(source.chunks([(0, 20)], None))
+
+
+def test_a_collate_that_does_not_repeat_itself_is_caught():
+    counter = iter(range(100))
+
+    def collate(samples):
+        return torch.stack(samples) + next(counter)
+
+    source = mb.ReplaySource(range(4), lambda i, generator: torch.tensor(float(i)), collate=collate)
+    list(source.chunks([(0, 2), (2, 4)], None))
+    with pytest.raises(ReplayMismatchError, match=r"collate must return the same .* samples 2 to 3"):
+        list(source.chunks([(2, 4)], None))
+
+
+def test_collate_pads():
+    def words(n, generator):
+        return torch.arange(n)
+
+    def pad(samples):
+        return {"tokens": torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), "flag": True}
+
+    source = mb.ReplaySource([1, 3, 2], words, collate=pad)
+    (first, second) = source.chunks([(0, 2), (2, 3)], None)
+    assert first["tokens"].tolist() == [[0, 0, 0], [0, 1, 2]]
+    assert second["tokens"].tolist() == [[0, 1]]
+    assert second["flag"] is True
+
+
+def test_structured_samples_are_stacked():
+    samples = [{"a": torch.ones(2), "b": (1, np.float32(2.5))}, {"a": torch.zeros(2), "b": (3, np.float32(4.5))}]
+    made = stack(samples)
+    assert made["a"].tolist() == [[1, 1], [0, 0]]
+    assert [t.tolist() for t in made["b"]] == [[1, 3], [2.5, 4.5]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.arange(4.0), torch.arange(4.0).flip(0)),
+        (torch.arange(4.0), torch.arange(4.0).view(2, 2)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+        ({"a": torch.ones(1)}, {"b": torch.ones(1)}),
+        ((torch.ones(1), 1), (torch.ones(1), 2)),
+        (np.arange(3), np.arange(3)[::-1].copy()),
+    ],
+)
+def test_checksums_see_order_shape_type_and_names(first, second):
+    assert checksum(first) == checksum(first)
+    assert checksum(first) != checksum(second)
+
+
+def test_checksum_of_views_and_nothing():
+    whole = torch.arange(12).view(3, 4)
+    assert checksum(whole.T) == checksum(whole.T.contiguous())
+    assert checksum(torch.empty(0, 3)) != checksum(torch.empty(3, 0))
+
+
+def test_seeds_differ():
+    seeds = {sample_seed(seed, i) for seed in range(20) for i in range(500)}
+    assert len(seeds) == 10_000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_workers_read_ahead_in_order_and_wait_when_they_are_ahead():
+    started, lock = [], threading.Lock()
+
+    def slow(i, generator):
+        with lock:
+            started.append(i)
+        if i % PIECE == 0:
+            time.sleep(0.01 * (3 - i // PIECE % 3))  # later pieces are done first
+        return torch.tensor(i)
+
+    spans = [(start, start + 2 * PIECE) for start in range(0, 20 * PIECE, 2 * PIECE)]
+    source = mb.ReplaySource(range(20 * PIECE), slow, workers=3, ahead=2)
+    chunks = source.chunks(spans, None)
+    for position, chunk in enumerate(chunks):
+        assert chunk.tolist() == list(range(*spans[position]))
+        if position == 2:
+            time.sleep(0.2)
+            with lock:
+                assert max(started) < spans[position + 2][1]  # this one, and two ahead
+                assert max(started) >= spans[position + 1][0]
+    assert sorted(started) == list(range(20 * PIECE))
+
+
+def replay_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("megabatch-replay")]
+
+
+def test_errors_of_workers_name_the_sample_and_threads_end():
+    def broken(path, generator):
+        if path == "img20":
+            raise OSError("truncated file")
+        return torch.zeros(6, dtype=torch.float64)
+
+    source = mb.ReplaySource([f"img{i}" for i in range(40)], broken, workers=2)
+    pairs = [(tower(6, 0), source), (tower(5, 1), data(5, 1, 40))]
+    with pytest.raises(RuntimeError, match=r"read failed for sample 20 \('img20'\): OSError: truncated file") as error:
+        mb.cached_backward(Loss(), pairs, chunk_size=8)
+    assert isinstance(error.value.__cause__, OSError)
+    assert not replay_threads()
+
+
+def test_threads_end_when_the_step_fails():
+    def fails(x):
+        raise KeyError("the tower's own error")
+
+    source = mb.ReplaySource(range(40), augmented, workers=2)
+    with pytest.raises(KeyError, match="the tower's own error"):
+        mb.cached_backward(Loss(), [(fails, source), (tower(5, 1), data(5, 1, 40))], chunk_size=8)
+    assert not replay_threads()
+
+
+def test_an_executor_stays_open_for_the_next_batch():
+    image, text, loss = tower(6, 0), tower(5, 1), Loss()
+    with ThreadPoolExecutor(2) as executor:
+        for seed in range(2):
+            source = mb.ReplaySource(range(11), augmented, seed=seed, workers=executor)
+            batch = [(image, in_memory(augmented, range(11), seed)), (text, data(5, 1))]
+            found = cached(loss, [(image, source), batch[1]], (image, text, loss), chunk_size=4)
+            wanted = plain(loss, batch, (image, text, loss))
+            for a, b in zip(found, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+class Numbers(mb.Source):
+    """A source of one's own: rows computed from their index."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return 11
+
+    def chunks(self, spans, device):
+        for start, stop in spans:
+            self.asked.append((start, stop))
+            yield data(6, 0)[start:stop]
+
+
+def test_a_source_of_ones_own_is_asked_again_only_for_what_was_not_kept():
+    image, text, loss = tower(6, 0), tower(5, 1), Loss()
+    modules, source = (image, text, loss), Numbers()
+    wanted = plain(loss, [(image, data(6, 0)), (text, data(5, 1))], modules)
+    found = cached(loss, [(image, source), (text, data(5, 1))], modules, chunk_size=4)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert source.asked == 2 * [(0, 4), (4, 8), (8, 11)]
+    source.asked.clear()
+    cached(loss, [(image, source), (text, data(5, 1))], modules, chunk_size=4, budget="all")
+    assert source.asked == [(0, 4), (4, 8), (8, 11)]
+
+
+def test_a_source_that_ends_early_is_named():
+    class Short(Numbers):
+        def chunks(self, spans, device):
+            yield data(6, 0)[: spans[0][1]]
+
+    with pytest.raises(ValueError, match=r"towers\[0\]\[1\] must give a chunk for each span.* samples 4 to 7"):
+        mb.cached_backward(Loss(), [(tower(6, 0), Short()), (tower(5, 1), data(5, 1))], chunk_size=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"read": "path"}, TypeError, "read must be a function of a reference and a generator, got str"),
+        ({"workers": -1}, ValueError, "workers must be a number of threads.*got -1"),
+        ({"workers": "four"}, ValueError, "workers must be .* got 'four'"),
+        ({"ahead": 0}, ValueError, "ahead must be a number of chunks of at least 1, got 0"),
+    ],
+)
+def test_wrong_options(options, error, message):
+    with pytest.raises(error, match=message):
+        mb.ReplaySource(range(3), **{"read": augmented, **options})

@@ -1,0 +1,97 @@
+"""LiT: a locked side that is encoded once, or every time, trains the other side alike."""
+
+import pytest
+import torch
+
+import runs
+from megabatch import towers
+from megabatch.trainer import locked
+
+LIT = {"lock": "first", "augment": False}
+
+
+def trained(folder, changes, **options):
+    made = runs.trainer(folder, changes, **options)
+    made.fit()
+    return made
+
+
+def test_kept_embeddings_train_as_embeddings_made_every_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(locked, "ROWS", 16)  # several blocks
+    wanted = trained(tmp_path / "encoded", {**LIT, "keep_locked": False}, pair=runs.tiny(0.3))
+    data = runs.Numbers()
+    made = trained(tmp_path / "kept", LIT, pair=runs.tiny(0.3), data=data)
+    for name, value in runs.weights(wanted).items():
+        torch.testing.assert_close(runs.weights(made)[name], value, rtol=1e-10, atol=1e-10)
+    start = runs.tiny(0.3)
+    assert runs.same_bits(made.pair.first.module.state_dict(), start.first.module.state_dict()) == []
+    changed = runs.same_bits(made.pair.second.module.state_dict(), start.second.module.state_dict())
+    assert len(changed) == len(list(start.second.module.parameters()))
+    assert not made.pair.first.module.dropout.training
+    assert len(list((tmp_path / "kept" / "locked").iterdir())) == 3
+    firsts = 40 + 2 + 1  # each once, and what the tower is shown before
+    seconds = 2 + 7 * 12 * 2
+    assert data.reads == firsts + seconds
+
+
+def test_kept_embeddings_are_read_again_by_a_run_that_continues(tmp_path):
+    trained(tmp_path, {**LIT, "steps": 4})
+    data = runs.Numbers()
+    made = runs.trainer(tmp_path, {**LIT, "steps": 4}, data=data)
+    assert made.resume()
+    reads = data.reads
+    made.fit()
+    assert data.reads == reads
+    (block,) = (tmp_path / "locked").iterdir()
+    block.write_bytes(block.read_bytes()[:50])
+    made = runs.trainer(tmp_path, {**LIT, "steps": 4}, data=data)
+    reads = data.reads
+    made.resume()
+    made.fit()
+    assert data.reads == reads + 40  # the damaged block is made again
+
+
+def test_kept_embeddings_know_what_could_not_be_read(tmp_path):
+    changes = {**LIT, "steps": 3}
+    wanted = trained(tmp_path / "encoded", {**changes, "keep_locked": False}, data=runs.Numbers((2, 9, 31)))
+    trained(tmp_path / "kept", changes, data=runs.Numbers((2, 9, 31)))
+    data = runs.Numbers()  # they can be read now, but the embeddings that were kept are of blanks
+    made = trained(tmp_path / "kept", {**changes, "checkpoint": {"every": 100}}, data=data)
+    assert set(data.failures) == {2, 9, 31}
+    for name, value in runs.weights(wanted).items():
+        torch.testing.assert_close(runs.weights(made)[name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_two_ranks_share_the_encoding(pool, tmp_path):
+    wanted = runs.weights(trained(tmp_path / "one", LIT))
+    for found in pool.run(runs.on_rank, 2, tmp_path / "two", LIT, {}):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_augmentation_is_said_to_be_off(tmp_path, caplog):
+    caplog.set_level("INFO")
+    trained(tmp_path, {"lock": "first", "steps": 1})
+    assert "the locked side is not augmented, because its embeddings are kept" in caplog.text
+
+
+def test_a_model_that_is_one_module_locks_the_parts_of_one_side(tmp_path):
+    pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    pair = towers.load("open_clip:ViT-S-32-alt")
+    image = torch.zeros(1, 3, pair.first.module.model.visual.image_size[0], pair.first.module.model.visual.image_size[1])
+    samples = [{"image": image}, pair.second.collate(["a text"])]
+    locked.lock(pair, 0, samples)
+    model = pair.first.module.model
+    assert not any(p.requires_grad for p in model.visual.parameters())
+    assert not model.visual.training
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learning == {
+        name for name, _ in model.named_parameters() if not name.startswith("visual.") and name != "logit_scale"
+    }
+    assert model.transformer.training
+
+
+def test_one_encoder_for_both_sides_cannot_be_locked(tmp_path):
+    pair = towers.load("small", ("text", "text"), width=8, buckets=64)
+    with pytest.raises(ValueError, match='lock must be "none" for small, because its two sides share parameters'):
+        locked.lock(pair, 0, [pair.first.collate([pair.first.prepare("a", None)])] * 2)

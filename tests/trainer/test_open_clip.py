@@ -1,0 +1,48 @@
+"""An open_clip model from the command line: locked or not, and what open_clip then loads."""
+
+import json
+
+import pytest
+import torch
+
+from megabatch import cli, towers
+from megabatch.commands import train
+from megabatch.evaluation import results
+from megabatch.trainer.observers import MetricsFile
+
+pytestmark = pytest.mark.thorough
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")
+    lines = []
+    for number, colour in enumerate(("red", "green", "blue", "white", "black", "yellow")):
+        image.new("RGB", (40, 30), colour).save(tmp_path / f"{number}.png")
+        lines.append(json.dumps({"image": f"{number}.png", "caption": f"something {colour}"}))
+    lines.append(json.dumps({"image": "missing.png", "caption": "nothing"}))
+    (tmp_path / "photos.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "_observers", lambda args: [MetricsFile()])
+    return tmp_path
+
+
+@pytest.mark.parametrize("lock", ["none", "first"])
+def test_open_clip_trains_and_loads_the_result(photos, lock):
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    model = ["--data", "photos.jsonl", "--model", "open_clip:ViT-S-32-alt", "--batch-size", "7", "--chunk-size", "3"]
+    settings = ["--set", "steps=2", "--set", f"lock={lock}", "--set", "checkpoint.keep=1", "--set", "optimizer.name=adafactor"]
+    assert cli.main(["train", *model, *settings, "--output", "run", "--no-report"]) == 0
+    lines = results.read(photos / "run" / "metrics.jsonl")
+    assert [line["pairs"] for line in lines] == [6, 12]  # the missing one is left out
+    loaded = open_clip.create_model("local-dir:run")
+    state = torch.load("run/checkpoints/step_00000002/state.pt")["model"]
+    for name, value in loaded.state_dict().items():
+        if name != "logit_scale":
+            assert torch.equal(value, state[f"first.model.{name}"]), name
+    assert loaded.logit_scale.exp().item() == pytest.approx(lines[-1]["scale"], rel=1e-5)
+    torch.manual_seed(0)
+    start = towers.load("open_clip:ViT-S-32-alt").first.module.model.state_dict()
+    changed = {name.split(".")[0] for name, value in loaded.state_dict().items() if not torch.equal(value, start[name])}
+    assert ("visual" in changed) == (lock == "none")
+    assert "token_embedding" in changed

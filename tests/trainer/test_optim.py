@@ -1,0 +1,211 @@
+"""Optimizers, parameter groups, learning rates: against formulas written out."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch.trainer import optim
+from megabatch.trainer.adafactor import AdaFactor, factored_dims
+from megabatch.trainer.objective import LossConfig, Objective
+from megabatch.trainer.optim import OptimizerConfig, ScheduleConfig
+
+
+def plain_adafactor(parameter, gradients, *, lr, momentum, weight_decay):
+    """The formulas of adafactor.py in float64 with loops, for a matrix or anything that is not factored."""
+    p = parameter.double().clone()
+    rows = columns = second = 0.0
+    first = torch.zeros_like(p)
+    for t, g in enumerate(gradients, 1):
+        beta = min(1 - t**-0.8, 0.999)
+        square = g.double() ** 2 + 1e-30
+        if p.dim() == 2 and min(p.shape) >= 32:
+            rows = beta * rows + (1 - beta) * square.mean(1, keepdim=True)
+            columns = beta * columns + (1 - beta) * square.mean(0, keepdim=True)
+            moment = rows * columns / rows.mean()
+        else:
+            moment = second = beta * second + (1 - beta) * square
+        change = g.double() / moment.sqrt()
+        if momentum:
+            first = momentum * first.bfloat16().double() + (1 - momentum) * change
+            change = first
+        p -= lr * (change + weight_decay * p)
+    return p
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (48, 32), (31, 64), (7,), (), (1, 40)])
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.9, 0.1), (0.0, 0.0)])
+def test_adafactor_is_its_formulas(shape, momentum, weight_decay):
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(shape, generator=generator, dtype=torch.float64)
+    gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** (-k) for k in range(6)]
+    wanted = plain_adafactor(start, gradients, lr=0.01, momentum=momentum, weight_decay=weight_decay)
+    parameter = nn.Parameter(start.clone())
+    optimizer = AdaFactor([parameter], lr=0.01, momentum=momentum, weight_decay=weight_decay)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_adafactor_factors_the_two_longest_dimensions_and_survives_zeros():
+    assert factored_dims((64, 32, 3, 3)) == (1, 0)
+    assert factored_dims((3, 3, 64, 128)) == (2, 3)
+    assert factored_dims((64, 16, 3, 3)) is None
+    parameter = nn.Parameter(torch.randn(64, 40, 3, 3))
+    optimizer = AdaFactor([parameter])
+    before = parameter.detach().clone()
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.equal(parameter, before)
+    state = optimizer.state[parameter]
+    assert state["rows"].shape == (1, 40, 3, 3)
+    assert state["columns"].shape == (64, 1, 3, 3)
+    assert state["momentum"].dtype == torch.bfloat16
+    parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    assert parameter.isfinite().all()
+    # A second moment that has the form rows × columns is kept without loss.
+    exact = nn.Parameter(torch.zeros(33, 50, dtype=torch.float64))
+    exact.grad = (torch.rand(33, 1, dtype=torch.float64) + 1) * (torch.rand(1, 50, dtype=torch.float64) + 1)
+    AdaFactor([exact], lr=1.0, momentum=0.0).step()
+    torch.testing.assert_close(exact.detach(), -torch.ones_like(exact))
+
+
+def sharded(group, rank, shape, dim, steps):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    start, gradients = numbers(shape, steps)
+    parameter = nn.Parameter(distribute_tensor(start, mesh, [Shard(dim)]))
+    optimizer = AdaFactor([parameter], lr=0.01, weight_decay=0.1)
+    for gradient in gradients:
+        parameter.grad = distribute_tensor(gradient, mesh, [Shard(dim)])
+        optimizer.step()
+    kept = [value for value in optimizer.state[parameter].values() if hasattr(value, "placements")]
+    assert kept
+    assert not any(place.is_partial() for value in kept for place in value.placements)  # a checkpoint could not hold it
+    return parameter.detach().full_tensor()
+
+
+def numbers(shape, steps):
+    generator = torch.Generator().manual_seed(1)
+    start, *gradients = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(steps + 1))
+    return start, gradients
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((33, 50), 0), ((50, 33), 0), ((40, 35), 1), ((32, 64, 3), 0), ((7, 3), 0)])
+def test_adafactor_of_a_sharded_parameter_is_that_of_the_whole(pool, shape, dim):
+    start, gradients = numbers(shape, 3)
+    parameter = nn.Parameter(start.clone())
+    optimizer = AdaFactor([parameter], lr=0.01, weight_decay=0.1)
+    for gradient in gradients:
+        parameter.grad = gradient
+        optimizer.step()
+    for found in pool.run(sharded, 2, shape, dim, 3):
+        torch.testing.assert_close(found, parameter.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_adafactor_continues_with_the_same_bits_and_types():
+    def made():
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(40, 40))
+        return parameter, AdaFactor([parameter], lr=0.1)
+
+    def step(parameter, optimizer, seed):
+        parameter.grad = torch.randn(40, 40, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+
+    (whole, first), (half, second), (rest, third) = made(), made(), made()
+    for seed in range(4):
+        step(whole, first, seed)
+    for seed in range(2):
+        step(half, second, seed)
+    rest.data.copy_(half.data)
+    third.load_state_dict(second.state_dict())
+    assert third.state[rest]["momentum"].dtype == torch.bfloat16
+    for seed in range(2, 4):
+        step(rest, third, seed)
+    assert torch.equal(rest, whole)
+
+
+class Odd(nn.Module):
+    """What has two dimensions and should not decay, and what is shared, frozen, or of a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.shared = self.linear
+        self.norm = nn.LayerNorm((3, 4))  # its weight is a matrix
+        self.batch_norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.table = nn.Embedding(5, 4)
+        self.pair_bias = nn.Parameter(torch.zeros(2, 2))
+
+
+def test_weight_decay_spares_norms_biases_and_the_scale():
+    model, loss = Odd(), Objective(LossConfig("siglip"), 10.0, None)
+    decaying, sparing, of_loss = optim.parameter_groups([model, model], loss, 0.3)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert sorted(names[id(p)] for p in decaying["params"]) == ["linear.weight", "table.weight"]
+    assert sorted(names[id(p)] for p in sparing["params"]) == [
+        "batch_norm.bias",
+        "batch_norm.weight",
+        "linear.bias",
+        "norm.bias",
+        "norm.weight",
+        "pair_bias",
+    ]
+    assert {id(p) for p in of_loss["params"]} == {id(loss.log_scale), id(loss.bias)}
+    assert [group["weight_decay"] for group in (decaying, sparing, of_loss)] == [0.3, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion"])
+def test_every_optimizer_by_its_name(name):
+    if name == "lion":
+        pytest.importorskip("timm", reason="Lion comes with timm")
+    model, loss = Odd(), Objective(LossConfig(), 10.0, None)
+    optimizer = optim.build(OptimizerConfig(name), optim.parameter_groups([model], loss, 0.1))
+    before = model.linear.weight.detach().clone()
+    (model.linear(torch.ones(1, 4)).sum() * loss.log_scale).backward()
+    optimizer.step()
+    assert not torch.equal(model.linear.weight, before)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.0]
+
+
+def test_learning_rates_by_batch_size():
+    for scaling, wanted in (("none", 1e-3), ("sqrt", 4e-3), ("linear", 16e-3)):
+        config = OptimizerConfig(lr=1e-3, scaling=scaling, reference_batch=1024)
+        assert optim.scaled_rate(config, 16384) == pytest.approx(wanted)
+        assert optim.scaled_rate(config, 1024) == 1e-3
+    for wrong in ({"lr": 0.0}, {"lr": math.nan}, {"betas": (0.9, 1.0)}, {"weight_decay": -1.0}, {"reference_batch": 0}):
+        with pytest.raises(ValueError, match=rf"optimizer.{next(iter(wrong))} must be"):
+            OptimizerConfig(**wrong)
+
+
+def test_schedules():
+    def rates(steps, **config):
+        return [optim.learning_rate(ScheduleConfig(**config), 2.0, step, steps) for step in range(steps)]
+
+    assert rates(4, name="constant", warm_up_steps=0) == [2.0] * 4
+    assert rates(6, name="constant", warm_up_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert rates(8, name="constant", warm_up_fraction=0.5)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    cosine = rates(10, warm_up_steps=2)
+    assert cosine[:3] == [1.0, 2.0, 2.0]
+    assert cosine[6] == pytest.approx(1.0)  # half of the way from the end of the warm-up
+    assert cosine[-1] == pytest.approx(2.0 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(cosine[2:]))
+    assert optim.learning_rate(ScheduleConfig(warm_up_fraction=0.0, end=0.25), 2.0, 10, 10) == pytest.approx(0.5)
+    assert rates(3, warm_up_steps=100) == pytest.approx([2 / 3, 4 / 3, 2.0])  # shorter than its warm-up
+    assert rates(20, name="constant")[:3] == [1.0, 2.0, 2.0]  # a tenth of the run
+    # One step and the whole run, which 1 and 1.0 would not tell apart.
+    assert rates(4, name="constant", warm_up_steps=1) == [2.0] * 4
+    assert rates(4, name="constant", warm_up_fraction=1) == [0.5, 1.0, 1.5, 2.0]
+    for wrong in ({"warm_up_steps": -1}, {"warm_up_fraction": 1.5}, {"warm_up_fraction": math.nan}):
+        with pytest.raises(ValueError, match=rf"schedule\.{next(iter(wrong))} must be .*got {next(iter(wrong.values()))}"):
+            ScheduleConfig(**wrong)
+    with pytest.raises(ValueError, match=r"schedule\.warm_up_steps must be left out .*0\.5, got 3"):
+        ScheduleConfig(warm_up_steps=3, warm_up_fraction=0.5)
