@@ -36,12 +36,12 @@ class Table:
     marks: Mapping[int, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        """Plain columns. Headings are wrapped if the table would be wider than `TEXT_WIDTH`."""
+        """Plain columns, closer together and with wrapped headings if the table would be wider than `TEXT_WIDTH`."""
         rows = self._cells()
         widths = [max(map(len, column)) for column in zip(self.headings, *rows, strict=True)]
-        head = [list(self.headings)]
+        head, gap = [list(self.headings)], "  "
         if sum(width + 2 for width in widths) > TEXT_WIDTH:
-            widths = self._least_widths()
+            widths, gap = self._least_widths(), " "
             wrapped = [textwrap.wrap(name, width) for name, width in zip(self.headings, widths, strict=True)]
             height = max(map(len, wrapped))
             head = [list(line) for line in zip(*([""] * (height - len(lines)) + lines for lines in wrapped), strict=True)]
@@ -51,7 +51,7 @@ class Table:
                 cell.ljust(width) if column in self.names else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
-            lines.append(("  " + "  ".join(placed)).rstrip())
+            lines.append((gap + gap.join(placed)).rstrip())
         return "\n".join([*lines, *([textwrap.fill(self.notes, TEXT_WIDTH)] if self.notes else [])])
 
     def markdown(self) -> str:
