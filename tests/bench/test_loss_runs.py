@@ -66,7 +66,7 @@ def test_a_peer_that_fails_is_named_and_the_others_are_measured(monkeypatch):
     assert [by[DENSE, batch].status for batch in (96, 200)] == ["failed: RuntimeError: no such instruction"] * 2
     assert by[CHUNKS, 200].status == OK
     record = {"losses": [asdict(r) for r in by.values()], "products": [asdict(p) for p in products]}
-    (table, *_) = tables({**record, "levels": [], "steps": [], "device": "cpu", "dtype": "float32", "width": 24})
+    (table,) = tables({**record, "levels": [], "steps": [], "device": "cpu", "dtype": "float32", "width": 24}).values()
     assert [cells[2] for cells in table.rows if cells[:2] == ["96", DENSE]] == ["failed"]
     assert "open_clip failed: RuntimeError: no such instruction." in table.notes
 

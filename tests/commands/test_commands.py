@@ -206,15 +206,3 @@ def test_help_teaches_in_a_hundred_columns(command, capsys):
     assert "  megabatch " in told
     assert max(map(len, command.DESCRIPTION.splitlines())) <= 100
     assert all(action.help for action in parser._actions)
-
-
-def test_a_terminal_gets_a_table_of_rich(monkeypatch, capsys):
-    pytest.importorskip("rich", reason='pip install "megabatch[train]"')
-    from megabatch.commands import terminal
-
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    terminal.table("[title]", ["", "value"], [["[bold]name", "12"]])
-    printed = capsys.readouterr().out
-    assert "[title]" in printed
-    assert "[bold]name" in printed  # names are no markup
-    assert "─" in printed

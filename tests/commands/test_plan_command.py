@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 
 import pytest
 
@@ -17,7 +18,7 @@ def run(*words):
 def test_a_plan_is_printed_and_written(tmp_path, capsys):
     assert run("--model", "small", "--gpus", "8xA800-80GB", "--nodes", "2", "--batch", "1M", "--output", str(tmp_path)) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0] == "It is your loss that is in the way of 1,048,576 pairs, not your encoder."
+    assert out.splitlines()[0] == "With 1,048,576 pairs the loss does not fit; the encoder does."
     for words in ("Largest batch, pairs", "activations of a chunk", "waiting for messages", "2 × 8 × A800-80GB"):
         assert words in out
     record = json.loads((tmp_path / "plan.json").read_text())
@@ -80,3 +81,10 @@ def test_links_and_rates_are_taken(tmp_path):
     setup = json.loads((tmp_path / "plan.json").read_text())["setup"]
     assert (setup["gpu"]["inside"], setup["gpu"]["between"], setup["gpu"]["rail_each"]) == (20, 1, False)
     assert setup["host_memory"] == 64 * 2**30
+
+
+def test_without_matplotlib_the_plan_names_the_extra(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run("--model", "small", "--gpus", "H200", "--output", str(tmp_path)) == 0
+    assert 'matplotlib is not installed (pip install "megabatch[train]")' in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.txt", "plan.json"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megabatch import extras
-from megabatch.display import ProgressDisplay, TensorBoardLog, WandbLog, numbers
+from megabatch.display import ProgressDisplay, TensorBoardLog, WandbLog, metrics, numbers
 
 
 @dataclass
@@ -246,6 +246,33 @@ def test_numbers_for_people():
     assert [numbers.short(value) for value in (0, 0.00012, 3.14159, 123456, None, float("nan"), True)] == [
         *("0", "1.20e-04", "3.142", "1.23e+05", "–", "–", "–")
     ]
-    assert numbers.headline(EVALUATION) == ("text_to_image_R@1", 0.345)
-    assert numbers.headline({"x": 1, "emoji-zeroshot-val-top1": 0.5}) == ("emoji-zeroshot-val-top1", 0.5)
-    assert numbers.headline({}) is None
+    assert [numbers.pairs(value) for value in (100, 1024, 1536, 65536, 3 * 2**19, 1_000_000)] == [
+        *("100", "1k", "1.5k", "64k", "1.5M", "1,000,000")
+    ]
+    assert [numbers.cell(None, ".2f"), numbers.cell(0.0, ".2f"), numbers.gib(None), numbers.gib(2**30)] == [
+        "",
+        "0.00",
+        "",
+        "1.00",
+    ]
+    assert [numbers.ratio(3, 2), numbers.ratio(None, 2), numbers.ratio(3, None, ".1f"), numbers.ratio(3, 0)] == [
+        "1.50",
+        "",
+        "",
+        "",
+    ]
+
+
+def test_metrics_for_people():
+    assert metrics.headline(EVALUATION) == ("text_to_image_R@1", 0.345)
+    assert metrics.headline({"x": 1, "emoji-zeroshot-val-top1": 0.5}) == ("emoji-zeroshot-val-top1", 0.5)
+    assert metrics.headline({}) is None
+    made = metrics.table(EVALUATION, "title")
+    assert made.text().splitlines() == [
+        "title",
+        "                  R@1   R@10",
+        "  image → text  25.0%      –",
+        "  text → image  34.5%  60.0%",
+        "samples: 9",
+    ]
+    assert metrics.table({"loss": 1.5, "num_classes": 3}).text().splitlines() == ["  loss  1.5", "classes: 3"]

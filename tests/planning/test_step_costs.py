@@ -163,11 +163,11 @@ def test_a_chunk_is_chosen_by_the_memory():
 @pytest.mark.parametrize(
     ("batch", "gb", "says"),
     [
-        (256, 1, "Neither your loss nor your encoder is in the way of 256 pairs"),
-        (20000, 1, "It is your loss that is in the way of 20,000 pairs, not your encoder"),
-        (100, 0.0029, "It is your encoder that is in the way of 100 pairs, not your loss"),
-        (3000, 0.01, "Both your loss and your encoder are in the way of 3,000 pairs"),
-        (1000, 0.0238, "Your loss and your encoder fit 1,000 pairs each alone, not together"),
+        (256, 1, "A plain step with 256 pairs fits"),
+        (20000, 1, "With 20,000 pairs the loss does not fit; the encoder does"),
+        (100, 0.0029, "With 100 pairs the encoder does not fit; the loss does"),
+        (3000, 0.01, "With 3,000 pairs neither the loss nor the encoder fits"),
+        (1000, 0.0238, "With 1,000 pairs the loss and the encoder each fit alone, but not together"),
     ],
 )
 def test_is_it_my_loss_or_my_encoder(batch, gb, says):

@@ -1,8 +1,9 @@
-"""Is it really better than what I have? Losses and training steps on this machine, beside whichever peers are installed."""
+"""`megabatch bench`: losses, levels of tiling and training steps on this machine, beside the installed peers."""
 
 import argparse
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,12 +16,11 @@ if TYPE_CHECKING:
     from megabatch.bench.parts import Sizes
 
 PARTS = ("losses", "levels", "steps")
-LINE_SECONDS = 5.0  # between lines where output is no terminal
-SYSTEM_WIDTH = 9  # of a column that a narrow terminal may fold
+LINE_SECONDS = 5.0  # between progress lines if the output is not a terminal
 DESCRIPTION = """
-Is it really better than what you have? Losses, levels of tiling and training steps on this
-machine, beside whichever peers are installed. A result is compared with float64 before it is
-timed; a wrong one gets no speed.
+Measures losses, levels of tiling and training steps on this machine, beside the peers that are
+installed (open_clip, Inf-CL, Liger, cut-cross-entropy). Each result is compared with float64
+first; a wrong result is not timed. Exit status 1: a result of megabatch is wrong.
 
   megabatch bench --quick                       small sizes: under a minute on a CPU, two on a GPU
   megabatch bench --parts losses --batches 4096 16384 --width 512
@@ -28,20 +28,20 @@ timed; a wrong one gets no speed.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `megabatch bench`."""
+    """Adds the arguments of `megabatch bench`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--quick", action="store_true", help="small sizes: under a minute on a CPU, two on a GPU")
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these (all)")
-    add("--batches", nargs="+", type=whole, metavar="B", help="pairs, for the losses")
-    add("--width", type=whole, metavar="D", help="of the embeddings, for losses and levels")
-    add("--cpu", action="store_true", help="also where there is a CUDA device")
-    files = "for bench.html, bench.json and plots (%(default)s)"
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
+    add("--batches", nargs="+", type=whole, metavar="B", help="batch sizes of the losses, in pairs")
+    add("--width", type=whole, metavar="D", help="embedding width of losses and levels")
+    add("--cpu", action="store_true", help="use the CPU even if there is a CUDA device")
+    files = "folder for bench.html, bench.json and the plots (default: %(default)s)"
     add("--output", type=Path, default=Path("megabatch-bench"), metavar="FOLDER", help=files)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints and writes; 1 if a result of ours is wrong, 2 if something is missing."""
+    """Measures, prints and writes. Returns 1 if a result of megabatch is wrong, 2 if a package is missing."""
     import importlib.util
 
     missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
@@ -99,7 +99,7 @@ def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> dict[str,
 
 
 def _said(args: argparse.Namespace) -> str:
-    """The command that repeats the measurement."""
+    """The command line that repeats the measurement."""
     words = ["--quick"] * args.quick + ["--cpu"] * args.cpu
     if tuple(args.parts) != PARTS:
         words += ["--parts", *args.parts]
@@ -111,46 +111,27 @@ def _said(args: argparse.Namespace) -> str:
 
 
 def _show(record: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from megabatch.bench.tables import tables, verdict
 
-    from megabatch.bench.tables import kind, tables, verdict
-
-    console = Console(highlight=False, markup=False)
-    wide = Console(highlight=False, markup=False, width=1000)  # a file has room; and a number is rather wrapped than cut
-    styles = {"wrong": "red", "ours": "bold", "": None}
-    for table in tables(record):
-        console.print(f"\n{table.title}", style="bold")
-        shown = Table(box=box.SIMPLE_HEAD, padding=0)
-        least = 1  # columns of a terminal
-        for column, heading in enumerate(table.headings):
-            words = heading.split(" ", 1)
-            longest = max(len(text) for text in (*words, *(cells[column] for cells in table.rows)))
-            if heading == "system":  # gives way
-                longest = min(longest, SYSTEM_WIDTH)
-                shown.add_column(heading, overflow="fold", min_width=longest)
-            else:
-                shown.add_column("\n".join(words), justify="right", no_wrap=True, min_width=longest)
-            least += longest + 1
-        for cells in table.rows:
-            shown.add_row(*cells, style=styles[kind(cells)])
-        (console if sys.stdout.isatty() and least <= console.width else wide).print(shown)
-        console.print(table.notes)
-    console.print("", *verdict(record), sep="\n")
+    for table in tables(record).values():
+        print()
+        table.print()
+    print()
+    for sentence in verdict(record):
+        print(textwrap.fill(sentence, 80))
 
 
 def _write(record: dict[str, Any], folder: Path) -> list[str]:
     from megabatch.bench.figures import figures
     from megabatch.bench.page import page
+    from megabatch.display import plots
 
     folder.mkdir(parents=True, exist_ok=True)
     made = figures(record)
     for name, (_, figure) in made.items():
-        for kind in ("png", "svg"):
-            figure.savefig(folder / f"{name}.{kind}", dpi=140)
+        plots.save(figure, folder / f"{name}.png", folder / f"{name}.svg")
     (folder / "bench.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "bench.html").write_text(page(record, made))
+    (folder / "bench.html").write_text(page(record, made), "utf-8")
     return ["bench.html", "bench.json", f"{len(made)} plots as PNG and SVG"]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megabatch.commands import model, terminal
+from megabatch.commands import model
 from megabatch.commands.options import whole
 from megabatch.data.dataset import IMAGE, Dataset, UnreadableSampleError
-from megabatch.display import numbers
+from megabatch.display import metrics
 from megabatch.evaluation import classifier, embed, encode, evaluate, results, zero_shot
 from megabatch.evaluation.zero_shot import TEMPLATES
 from megabatch.towers import Pair
@@ -106,6 +106,4 @@ def _threads(workers: int) -> Any:
 
 def show(title: str, found: dict[str, float]) -> None:
     """Prints the result."""
-    header, rows, rest = numbers.as_table(found)
-    terminal.table(title, header, rows)
-    print(", ".join(rest))
+    metrics.table(found, title).print()

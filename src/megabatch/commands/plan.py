@@ -1,8 +1,7 @@
-"""What fits, and how long does it take? A model's largest batch on given GPUs, its memory and time, before anything is run."""
+"""`megabatch plan`: largest batch, memory and time of a model on given GPUs, estimated without running on them."""
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,8 @@ from megabatch.planning.models import STAND_IN, number
 
 BATCH = 32768
 DESCRIPTION = """
-What fits, and how long does it take? A model's largest batch on given GPUs with four losses, its
-memory and the time of a step, before anything is run. The first line says whether it is the loss
-or the encoder that is in the way.
+Estimates a model's largest batch on given GPUs with four losses, its memory and the time of a
+step, without running on them. The first line says whether the loss or the encoder is the limit.
 
   megabatch plan --model open_clip:ViT-L-14 --gpus 8xA800-80GB
   megabatch plan --model open_clip:ViT-B-16 --gpus 8xH100 --nodes 4 --batch 1M --output plan
@@ -24,58 +22,84 @@ or the encoder that is in the way.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `megabatch plan`."""
+    """Adds the arguments of `megabatch plan`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     names = ", ".join(gpu.name for gpu in gpus.CATALOGUE)
     add = parser.add_argument
     add("--model", required=True, help=f"small, open_clip:MODEL, hf:NAME, hf:IMAGES+TEXTS, hf-config:FOLDER, or {STAND_IN}")
-    add("--gpus", required=True, metavar="8xNAME", help=f"of a node: {names}; or memory and dense rate, 8x80GB@312TFLOPS")
-    add("--nodes", type=whole, default=1, metavar="N", help="of so many GPUs each (1)")
+    add("--gpus", required=True, metavar="8xNAME", help=f"GPUs of a node: {names}; or memory and dense rate, 8x80GB@312TFLOPS")
+    add("--nodes", type=whole, default=1, metavar="N", help="number of nodes (default: 1)")
     add(
         "--batch",
         type=_count,
         default=BATCH,
         metavar="B",
-        help=f"pairs, for memory and time ({BATCH}); 64k is 65536, 1M is 1048576",
+        help=f"pairs, for memory and time; 64k is 65536, 1M is 1048576 (default: {BATCH})",
     )
     add(
         "--chunk",
         type=whole,
         metavar="C",
-        help="samples encoded at once (the largest whose activations take a fifth of a GPU)",
+        help="samples encoded at once (default: the largest whose activations take a fifth of a GPU)",
     )
-    add("--image-size", type=whole, metavar="PIXELS", help="of a side (the model's own)")
-    add("--length", type=whole, metavar="TOKENS", help="of a text (the model's own)")
+    add("--image-size", type=whole, metavar="PIXELS", help="side length of an image (default: the model's own)")
+    add("--length", type=whole, metavar="TOKENS", help="tokens of a text (default: the model's own)")
     add(
         "--precision",
         choices=list(step.PRECISIONS),
         default="bf16",
-        help="bf16 and fp16 are autocast; weights are float32 (bf16)",
+        help="bf16 and fp16 are autocast with float32 weights (default: %(default)s)",
     )
-    add("--optimizer", choices=list(step.OPTIMIZERS), default="adamw", help="(adamw)")
+    add("--optimizer", choices=list(step.OPTIMIZERS), default="adamw", help="default: %(default)s")
     add(
         "--sharding",
         choices=list(step.SHARDINGS),
         default="none",
-        help="none is DDP; optimizer is ZeRO 1; fsdp shards weights, too",
+        help="none is DDP; optimizer is ZeRO 1; fsdp shards weights, too (default: %(default)s)",
     )
-    add("--inside", type=_positive, metavar="GB/s", help="one way, of a GPU to others of its node (the GPU's own)")
-    add("--between", type=_positive, metavar="GB/s", help="one way, of a link between nodes (50, or 12.5 for PCIe cards)")
-    add("--one-link", action="store_true", help="a node has one link to the others, not one for each GPU")
-    add("--host-memory", type=_positive, metavar="GiB", help=f"of a node, for inputs there ({step.HOST_MEMORY / 2**30:.0f})")
+    add(
+        "--inside",
+        type=_positive,
+        metavar="GB/s",
+        help="one-way bandwidth from a GPU to the others of its node (default: the GPU's own)",
+    )
+    add(
+        "--between",
+        type=_positive,
+        metavar="GB/s",
+        help="one-way bandwidth of a link between nodes (default: 50, or 12.5 for PCIe cards)",
+    )
+    add("--one-link", action="store_true", help="a node has one link to other nodes instead of one for each GPU")
+    add(
+        "--host-memory",
+        type=_positive,
+        metavar="GiB",
+        help=f"memory of a node for inputs on the host (default: {step.HOST_MEMORY / 2**30:.0f})",
+    )
     add(
         "--encoder-efficiency",
         type=_share,
         default=gpus.ENCODER_EFFICIENCY,
         metavar="SHARE",
-        help="of the GPU's rate (%(default)s)",
+        help="share of the GPU's rate that encoders reach (default: %(default)s)",
     )
-    add("--loss-efficiency", type=_share, default=gpus.LOSS_EFFICIENCY, metavar="SHARE", help="of the GPU's rate (%(default)s)")
-    add("--output", type=Path, metavar="FOLDER", help="also write plan.txt, plan.json, plan.png and plan.svg there")
+    add(
+        "--loss-efficiency",
+        type=_share,
+        default=gpus.LOSS_EFFICIENCY,
+        metavar="SHARE",
+        help="share of the GPU's rate that the loss reaches (default: %(default)s)",
+    )
+    add(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for plan.txt, plan.json, plan.png and plan.svg (default: none is written)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan; 2 where an argument is not understood."""
+    """Prints the plan. Returns 2 if an argument is not understood."""
     from megabatch.planning import models, report
 
     try:
@@ -96,12 +120,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plots(plan: step.Plan, args: argparse.Namespace) -> str:
+    from megabatch.display.plots import EXTRA, available
     from megabatch.planning import plots
 
-    try:
-        plots.draw(plan, args.batch, [args.output / "plan.png", args.output / "plan.svg"])
-    except ModuleNotFoundError:
-        return '; no plots, because matplotlib is not installed (pip install "megabatch[bench]")'
+    if not available():
+        return f'; no plots, because matplotlib is not installed (pip install "megabatch[{EXTRA}]")'
+    plots.draw(plan, args.batch, args.output / "plan.png", args.output / "plan.svg")
     return ", plan.png, plan.svg"
 
 
@@ -135,21 +159,15 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a number of 1 or more, such as 32768 or 1M, got {text!r}") from None
 
 
-def _positive(text: str) -> float:
+def _positive(text: str, most: float = sys.float_info.max, told: str = "above 0") -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    if not 0 < value <= most:
+        raise argparse.ArgumentTypeError(f"must be a number {told}, got {text!r}")
     return value
 
 
 def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 and at most 1, got {text!r}")
-    return value
+    return _positive(text, 1.0, "above 0 and at most 1")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megabatch.commands import model, terminal
+from megabatch.commands import model
 from megabatch.commands.options import whole
 from megabatch.data import images
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
+from megabatch.display.tables import Table
 from megabatch.evaluation import embedded, encode, search, sheet
 from megabatch.evaluation.sheet import Found, Shown
 from megabatch.towers import Pair, Tower
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         found = searched(chosen, queries, args)
     for text, row in zip(args.queries, found, strict=True):
         rows = [[str(place), _told(match, chosen.dataset), f"{match.score:.3f}"] for place, match in enumerate(row, 1)]
-        terminal.table(text, ["", "found", "similarity"], rows, left=(1,))
+        Table(["", "found", "similarity"], rows, text, names=(1,)).print()
     sheet.draw(args.sheet, queries, found, title=f"{chosen.data}, searched with {args.model}", credits=chosen.dataset.credits)
     print(f"drawn in {args.sheet}")
     if chosen.dataset.failures:

@@ -1,10 +1,9 @@
-"""Numbers as people read them, and which of an evaluation's to show first."""
+"""Numbers as text for people."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
-_FIRST = ("text_to_image_R@1", "query_to_text_R@1")  # what a search by text finds at once
+MISSING = "–"
 
 
 def count(value: float) -> str:
@@ -13,6 +12,14 @@ def count(value: float) -> str:
         return f"{value:,.0f}"
     power, letter = next(pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= pair[0])
     return f"{value / power:,.1f}{letter}".replace(".0", "")
+
+
+def pairs(value: float) -> str:
+    """A batch size in powers of two: 512, 64k for 65,536, 1M for 1,048,576."""
+    for unit, letter in ((2**20, "M"), (2**10, "k")):
+        if value >= unit and value % (unit / 4) == 0:
+            return f"{value / unit:g}{letter}"
+    return f"{value:,g}" if value < 1e6 else f"{value:,.0f}"
 
 
 def size(value: float) -> str:
@@ -26,7 +33,7 @@ def size(value: float) -> str:
 def duration(seconds: float) -> str:
     """4 s, 1:02, 3:04:05, 2 d 3 h."""
     if not math.isfinite(seconds) or seconds < 0:
-        return "–"
+        return MISSING
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -38,46 +45,29 @@ def duration(seconds: float) -> str:
 
 
 def short(value: Any) -> str:
-    """A number with four digits that mean something; a dash where there is none."""
+    """Four significant digits; a dash for None, NaN and infinity."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return "–"
+        return MISSING
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:.4g}"
     return f"{value:.2e}"
 
 
 def percent(value: Any) -> str:
-    """A share as a percentage with one decimal."""
-    return f"{value:.1%}" if isinstance(value, int | float) and math.isfinite(value) else "–"
+    """A fraction as a percentage with one decimal; a dash for None, NaN and infinity."""
+    return f"{value:.1%}" if isinstance(value, int | float) and math.isfinite(value) else MISSING
 
 
-def headline(evaluation: Mapping[str, Any]) -> tuple[str, float] | None:
-    """The name and value of the one number to show: recall@1 of a search by text, or the first share there is."""
-    shares = [name for name in evaluation if "R@" in name or "-top" in name]
-    name = next((name for name in (*_FIRST, *shares) if isinstance(evaluation.get(name), int | float)), None)
-    return None if name is None else (name, float(evaluation[name]))
+def cell(value: float | None, form: str) -> str:
+    """`format(value, form)`, or an empty cell for None."""
+    return "" if value is None else format(value, form)
 
 
-def words(metric: str) -> str:
-    """A metric's name for people: "text → image R@1"."""
-    return metric.replace("_to_", " → ").replace("_", " ")
+def ratio(value: float | None, base: float | None, form: str = ".2f") -> str:
+    """`value / base`, or an empty cell if one of them is missing or zero."""
+    return format(value / base, form) if value and base else ""
 
 
-def as_table(evaluation: Mapping[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
-    """An evaluation as header and rows, ways as rows and shares and ranks as columns; and the rest, how many there were."""
-    counts = [name for name in evaluation if name.startswith("num_")]
-    rest = [f"{words(name.removeprefix('num_'))}: {evaluation[name]:,}" for name in counts]
-    ways = list(dict.fromkeys(name.rsplit("_R@", 1)[0] for name in evaluation if "_R@" in name))
-    if not ways:
-        rows = [[name, _cell(name, value)] for name, value in evaluation.items() if name not in counts]
-        return ["", ""], rows, rest
-    columns = list(
-        dict.fromkeys(name.removeprefix(f"{way}_") for way in ways for name in evaluation if name.startswith(f"{way}_"))
-    )
-    columns.sort(key=lambda name: "R@" not in name)
-    cells = [[words(way), *(_cell(name, evaluation.get(f"{way}_{name}")) for name in columns)] for way in ways]
-    return ["", *map(words, columns)], cells, rest
-
-
-def _cell(name: str, value: Any) -> str:
-    return percent(value) if "R@" in name or "-top" in name else short(value)
+def gib(value: float | None, form: str = ".2f") -> str:
+    """Bytes as GiB without the unit, or an empty cell for None."""
+    return "" if value is None else format(value / 2**30, form)

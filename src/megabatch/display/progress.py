@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megabatch import extras
-from megabatch.display import numbers
+from megabatch.display import metrics, numbers
 
 LINE_SECONDS = 10.0  # between lines where output is no terminal
 
@@ -62,12 +62,12 @@ class ProgressDisplay:
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """There is a new evaluation."""
-        found = numbers.headline(record["evaluation"])
+        found = metrics.headline(record["evaluation"])
         if found is None:
             return
         self._recall = f"R@1 {numbers.percent(found[1])}" if found[0].endswith("R@1") else f"top {numbers.percent(found[1])}"
-        shares = {name: value for name, value in record["evaluation"].items() if "R@" in name or "-top" in name}
-        shown = "  ".join(f"{numbers.words(name)} {numbers.percent(value)}" for name, value in shares.items())
+        shares = {name: value for name, value in record["evaluation"].items() if metrics.is_share(name)}
+        shown = "  ".join(f"{metrics.words(name)} {numbers.percent(value)}" for name, value in shares.items())
         self._print(f"step {record['step']:,}: {shown}")
         if self._bar is not None and self._record:
             self._show_bar()  # with the new recall, which after the last step no other step would show

@@ -1,8 +1,9 @@
-"""A plan in words and tables, and as data."""
+"""A plan as text with tables, and as data."""
 
 from dataclasses import asdict
 from typing import Any
 
+from megabatch.display.tables import Table
 from megabatch.planning import gpus, losses, step
 from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA
 from megabatch.planning.step import DEVICE, HOST, REPLAY, Memory, Plan
@@ -28,38 +29,39 @@ TIMES = {
 
 
 def verdict(plan: Plan, batch: int) -> str:
-    """Is it my loss or my encoder?"""
+    """The part of a plain step that does not fit: the loss, the encoder, both or neither."""
     usable, whole = plan.setup.gpu.usable, plan.plain(batch, LOCAL)
     encoder_fits, loss_fits = whole.total - whole.loss <= usable, whole.total - whole.activations <= usable
-    took = (
-        f".\nA plain step holds {gib(whole.activations)} GiB of activations on each GPU, a dense loss {gib(whole.loss)} GiB; "
-        f"{gib(usable)} GiB are usable."
-    )
     if whole.total <= usable:
-        return f"Neither your loss nor your encoder is in the way of {batch:,} pairs{took}"
-    if encoder_fits and loss_fits:
-        return f"Your loss and your encoder fit {batch:,} pairs each alone, not together{took}"
-    if encoder_fits:
-        return f"It is your loss that is in the way of {batch:,} pairs, not your encoder{took}"
-    if loss_fits:
-        return f"It is your encoder that is in the way of {batch:,} pairs, not your loss{took}"
-    return f"Both your loss and your encoder are in the way of {batch:,} pairs{took}"
+        said = f"A plain step with {batch:,} pairs fits: neither loss nor encoder is the limit"
+    elif encoder_fits and loss_fits:
+        said = f"With {batch:,} pairs the loss and the encoder each fit alone, but not together"
+    elif encoder_fits:
+        said = f"With {batch:,} pairs the loss does not fit; the encoder does"
+    elif loss_fits:
+        said = f"With {batch:,} pairs the encoder does not fit; the loss does"
+    else:
+        said = f"With {batch:,} pairs neither the loss nor the encoder fits"
+    return (
+        f"{said}.\nA plain step holds {gib(whole.activations)} GiB of activations on each GPU, a dense loss "
+        f"{gib(whole.loss)} GiB; {gib(usable)} GiB are usable."
+    )
 
 
 def advice(plan: Plan) -> str:
-    """What comes after the first limit."""
+    """The limits of a cached step."""
     activations = max(tower.backward.at(plan.chunk) for tower in plan.encoders)
     dense, ours = plan.largest(LOCAL, REPLAY), plan.largest(MEGABATCH, REPLAY)
     if ours == 0:
         return f"Not even one pair a GPU fits in chunks of {plan.chunk}: try fsdp, a smaller chunk, or more memory."
     return (
-        f"In a cached step with chunks of {plan.chunk} the activations are {gib(activations)} GiB whatever the batch.\n"
-        f"Then the dense loss is the limit, at {dense:,} pairs; megabatch, which holds no similarities, goes on to {ours:,}."
+        f"A cached step with chunks of {plan.chunk} holds {gib(activations)} GiB of activations at any batch size.\n"
+        f"Its limit is {dense:,} pairs with a dense loss and {ours:,} with megabatch, which holds no similarity matrix."
     )
 
 
 def text(plan: Plan, batch: int) -> str:
-    """All of it."""
+    """The whole plan."""
     setup = plan.setup
     pair = sum(tower.forward_operations for tower in plan.encoders)
     shared = f"{setup.nodes} × {setup.per_node}" if setup.nodes > 1 else f"{setup.per_node}"
@@ -69,19 +71,13 @@ def text(plan: Plan, batch: int) -> str:
         f"GPUs      {shared} × {setup.gpu.name}: {gib(setup.gpu.usable)} GiB usable of each",
         f"Training  {setup.precision}, {setup.optimizer}, sharding {setup.sharding}, chunks of {plan.chunk}",
     ]
-    parts = [
-        verdict(plan, batch) + "\n" + advice(plan),
-        "\n".join(about),
-        "Largest batch, pairs\n" + _table(_largest_batches(plan)),
-        f"Memory of each GPU at {batch:,} pairs with megabatch, inputs replayed, GiB\n" + _table(_memory(plan, batch)),
-        f"Seconds of a step at {batch:,} pairs, cached\n" + _table(_seconds(plan, batch)),
-        _notes(plan),
-    ]
+    tables = [_largest_batches(plan), _memory(plan, batch), _seconds(plan, batch)]
+    parts = [verdict(plan, batch) + "\n" + advice(plan), "\n".join(about), *(table.text() for table in tables), _notes(plan)]
     return "\n\n".join(parts) + "\n"
 
 
 def data(plan: Plan, batch: int) -> dict[str, Any]:
-    """The same as numbers: bytes, seconds, pairs."""
+    """The plan as numbers: bytes, seconds, pairs."""
     return {
         "model": plan.model.name,
         "parameters": plan.model.parameters,
@@ -106,36 +102,35 @@ def data(plan: Plan, batch: int) -> dict[str, Any]:
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB: one digit after the point below 100, two below 1."""
+    """Bytes as GiB: one decimal below 100, two below 1."""
     value = size / GIB
     return f"{value:,.2f}" if value < 1 else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def _largest_batches(plan: Plan) -> list[list[str]]:
-    rows = [["", "plain step", "cached, inputs on GPU", "… on host", "… replayed"]]
+def _largest_batches(plan: Plan) -> Table:
+    rows = []
     for system in step.SYSTEMS:
         sizes = [f"{plan.largest(system, source):,}" for source in (None, DEVICE, HOST)]
-        replayed = f"{plan.largest(system, REPLAY):,}" if system == MEGABATCH else ""
-        rows.append([system, *sizes, replayed])
-    return rows
+        rows.append([system, *sizes, f"{plan.largest(system, REPLAY):,}" if system == MEGABATCH else ""])
+    return Table(["", "plain step", "cached, inputs on GPU", "… on host", "… replayed"], rows, "Largest batch, pairs")
 
 
-def _memory(plan: Plan, batch: int) -> list[list[str]]:
+def _memory(plan: Plan, batch: int) -> Table:
     moments: list[Memory] = [plan.while_encoding(batch, REPLAY), plan.while_comparing(batch, MEGABATCH, REPLAY)]
-    rows = [["", "while towers work", "while the loss works"]]
-    rows += [[name, *(gib(getattr(moment, part)) for moment in moments)] for part, name in PARTS.items()]
-    return [*rows, ["total", *(gib(moment.total) for moment in moments)]]
+    parts = PARTS | {"total": "total"}
+    rows = [[name, *(gib(getattr(moment, part)) for moment in moments)] for part, name in parts.items()]
+    title = f"Memory of each GPU at {batch:,} pairs with megabatch, inputs replayed, GiB"
+    return Table(["", "in the towers", "in the loss"], rows, title)
 
 
-def _seconds(plan: Plan, batch: int) -> list[list[str]]:
+def _seconds(plan: Plan, batch: int) -> Table:
     systems = (LOCAL, INF_CL, MEGABATCH)
     found = [plan.seconds(batch, system) for system in systems]
-    rows = [["", *systems]]
-    rows += [[name, *(_short(getattr(seconds, part)) for seconds in found)] for part, name in TIMES.items()]
-    rows.append(["total", *(_short(seconds.total) for seconds in found)])
+    parts = TIMES | {"total": "total"}
+    rows = [[name, *(_short(getattr(seconds, part)) for seconds in found)] for part, name in parts.items()]
     fits = [plan.largest(system, HOST if system != MEGABATCH else REPLAY) >= batch for system in systems]
     pace = [f"{batch / seconds.total:,.0f}" if fit else "does not fit" for seconds, fit in zip(found, fits, strict=True)]
-    return [*rows, ["pairs a second", *pace]]
+    return Table(["", *systems], [*rows, ["pairs a second", *pace]], f"Seconds of a cached step at {batch:,} pairs")
 
 
 def _short(seconds: float) -> str:
@@ -150,19 +145,10 @@ def _notes(plan: Plan) -> str:
     memory = f"{gpus.USABLE:.0%} of the memory" + (" that error correction leaves" if setup.gpu.correction_gb else "")
     inside = f"{setup.gpu.inside:g} GB/s inside a node" + (f", {setup.gpu.to_one:g} to one GPU" if setup.gpu.to_one else "")
     lines = [
-        f"{VANILLA}: all logits on every GPU. {LOCAL}: those of its own rows. Host memory of a node: {host}.",
-        "Counted: activations and operations, by running the towers on tensors without data.",
-        f"The vendor's: rates and memory ({setup.gpu.source}).",
+        f"{VANILLA}: all logits on every GPU. {LOCAL}: the logits of a GPU's own rows. Host memory of a node: {host}.",
+        "Measured: activations and operations, by running the towers on tensors without data.",
+        f"From the vendor: rates and memory ({setup.gpu.source}).",
         f"Assumed: {memory} usable; {shares};",
         f"{gpus.LINK_EFFICIENCY:.0%} of {inside}, and of {between} between nodes.",
     ]
-    return "\n".join(lines)
-
-
-def _table(rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A run on one page: `write_report(folder)` makes report.html of what is in the folder; it needs no other file."""
+"""A run's report: `write_report(folder)` writes report.html, one page that needs no other file."""
 
 from megabatch.report.page import write_report
 

@@ -1,77 +1,104 @@
-"""A run's curves: loss, recall, and what else its metrics have."""
+"""A run's curves: loss, recall, and its other metrics."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
-from megabatch.display import numbers
-from megabatch.report.plot import Series, plot, smoothed
+from megabatch.display import metrics, numbers, pages, plots
 from megabatch.report.run import Run
 
-_COLOURS = ("blue", "orange", "green", "violet")
+SIZE = (5.0, 2.9)  # inches of a plot
+DOTS = 30  # a curve of fewer points has a marker at each
 
 
 def curves(run: Run) -> str:
-    """The plots, as far as there are numbers for them."""
+    """The section with plots of all metrics that the run has; a sentence if matplotlib is missing."""
+    title = "How it went"
+    if not run.training and not run.evaluations:
+        return ""
+    if not plots.available():
+        told = f'No curves: matplotlib is not installed; pip install "megabatch[{plots.EXTRA}]" brings it.'
+        return pages.section(title, pages.faint(told))
     drawn = [
-        _line(run, "Loss", "loss", zero=False, smooth=True),
+        _metric(run, "Loss", "loss", zero=False, smooth=True),
         _recalls(run),
-        _line(run, "Learning rate", "learning_rate"),
-        _line(run, "Scale", "scale", zero=False),
-        _line(run, "Bias", "bias", zero=False),
-        _line(run, "Gradient norm", "gradient_norm", smooth=True),
-        _line(run, "Pairs a second", "pairs_per_second", numbers.count, smooth=True),
-        _line(run, "Memory, GiB", "memory_bytes", unit=2.0**30),
+        _metric(run, "Learning rate", "learning_rate"),
+        _metric(run, "Scale", "scale", zero=False),
+        _metric(run, "Bias", "bias", zero=False),
+        _metric(run, "Gradient norm", "gradient_norm", smooth=True),
+        _metric(run, "Pairs a second", "pairs_per_second", smooth=True),
+        _metric(run, "Memory, GiB", "memory_bytes", unit=2.0**30),
     ]
-    found = "".join(drawn)
-    return f'<h2>How it went</h2><div class="plots">{found}</div>' if found else ""
+    return pages.section(title, pages.figures(one for one in drawn if one is not None))
 
 
 def known(run: Run, key: str) -> list[float]:
-    """A metric of the training steps, where it is a number."""
+    """A metric of the training steps, without missing values."""
     return [record[key] for record in run.training if isinstance(record.get(key), int | float)]
 
 
-def _line(
-    run: Run,
-    title: str,
-    key: str,
-    form: Callable[[float], str] = numbers.short,
-    *,
-    zero: bool = True,
-    smooth: bool = False,
-    unit: float = 1.0,
-) -> str:
-    steps = [float(record["step"]) for record in run.training]
-    values = [None if record.get(key) is None else record[key] / unit for record in run.training]
-    name, window = title.split(",")[0].lower(), len(values) // 25
-    lines = [Series(name, steps, values, "blue")]
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """The mean over a window around each value, without NaN; NaN stays NaN."""
+    found = []
+    for i, value in enumerate(values):
+        near = [other for other in values[max(0, i - window // 2) : i + window // 2 + 1] if other == other]
+        found.append(sum(near) / len(near) if value == value else value)
+    return found
+
+
+def _metric(
+    run: Run, title: str, key: str, *, zero: bool = True, smooth: bool = False, unit: float = 1.0
+) -> tuple[str, Any] | None:
+    """A metric of the training steps against the step; with `smooth`, the values are faint behind their running mean."""
+    found = [value / unit for value in known(run, key)]
+    if not found:
+        return None
+    figure, axes = _axes(title)
+    steps = [record["step"] for record in run.training]
+    values = [record[key] / unit if isinstance(record.get(key), int | float) else float("nan") for record in run.training]
+    window = len(values) // 25
     if smooth and window > 2:
-        lines = [Series(name, steps, values, "blue faint"), Series(name, steps, smoothed(values, window), "blue")]
-    return plot(title, lines, form, zero=zero, step=numbers.count)
+        axes.plot(steps, values, color=plots.BLUE, linewidth=1, alpha=0.35)
+        values = smoothed(values, window)
+    _line(axes, steps, values, "", plots.BLUE)
+    if zero:
+        bottom = min(0.0, *found)
+        axes.set_ylim(bottom, bottom + 1.08 * (max(found) - bottom) or 1.0)
+    return f"{title}: from {numbers.short(found[0])} to {numbers.short(found[-1])}", figure
 
 
-def _recalls(run: Run) -> str:
-    """A colour for each recall; the way back dashed."""
-    if not run.evaluations:
-        return ""
-    last = run.evaluations[-1]["evaluation"]
-    steps = [float(record["step"]) for record in run.evaluations]
-    found = numbers.headline(last)
-    if found is None:
-        return ""
-    way = found[0].split("R@")[0]
-    names = sorted((name for name in last if "R@" in name or "-top" in name), key=lambda name: not name.startswith(way))
+def _recalls(run: Run) -> tuple[str, Any] | None:
+    """One colour for each k; the direction of the headline solid, the other dashed."""
+    last = run.evaluations[-1]["evaluation"] if run.evaluations else {}
+    first = metrics.headline(last)
+    if first is None:
+        return None
+    way = first[0].split("R@")[0]
+    names = sorted((name for name in last if metrics.is_share(name)), key=lambda name: not name.startswith(way))
     shares = list(dict.fromkeys(_share(name) for name in names))
-    lines = []
+    figure, axes = _axes("Recall")
+    steps = [record["step"] for record in run.evaluations]
     for name in names:
-        colour = _COLOURS[shares.index(_share(name)) % len(_COLOURS)]
-        style = colour if name.startswith(way) else f"{colour} dashed"
-        lines.append(Series(numbers.words(name), steps, [one["evaluation"].get(name) for one in run.evaluations], style))
-    return plot("Recall", lines, _percent, zero=True, step=numbers.count)
+        colour = plots.PALETTE[shares.index(_share(name)) % len(plots.PALETTE)]
+        values = [float("nan") if (value := one["evaluation"].get(name)) is None else value for one in run.evaluations]
+        _line(axes, steps, values, metrics.words(name), colour, linestyle="-" if name.startswith(way) else "--")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
+    plots.legend(axes, fontsize=7, handlelength=3)
+    return f"Recall: {metrics.words(first[0])} {numbers.percent(first[1])} at the end", figure
+
+
+def _axes(title: str) -> tuple[Any, Any]:
+    figure, ((axes,),) = plots.figure(title, size=SIZE)
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_formatter(lambda value, _: numbers.count(value))
+    return figure, axes
+
+
+def _line(axes: Any, steps: Sequence[int], values: Sequence[float], name: str, colour: str, **style: Any) -> None:
+    dots = "o" if len(values) < DOTS else None
+    plots.line(axes, list(zip(steps, values, strict=True)), name, colour, marker=dots, markersize=3, **style)
 
 
 def _share(name: str) -> str:
     return name.rsplit("_", 1)[-1].rsplit("-", 1)[-1]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
