@@ -1,4 +1,4 @@
-"""Draws docs/cached.svg: what a cached step does when, and what it holds meanwhile.
+"""Draws docs/cached.svg: the timeline of a cached step, with and without a memory budget.
 
 python docs/cached_picture.py
 """
@@ -11,7 +11,7 @@ ENCODE, AGAIN, KEEP, LOSS = "#a9cbb9", "#0b6e4f", "#b8860b", "#c1440e"
 
 
 def draw(axes: Any, kept: int, title: str) -> None:
-    """Time from left to right; a chunk that is encoded without a graph is light, one with a graph is dark."""
+    """Time runs from left to right. Light boxes are chunks encoded without a graph, dark boxes with a graph."""
     now = 0.0
 
     def box(row: float, width: float, colour: str, text: str) -> None:

@@ -1,8 +1,8 @@
-"""For the documentation site: pages of the repository that are not in docs/, and links between pages as a repository has them.
+"""mkdocs hook: adds pages from outside docs/ to the site, and converts links from repository paths to site paths.
 
-On the site what is in docs/ lies at the root, and everything else where it lies in the repository. A link is written for the
-repository, `../benchmarks/results/ring.md`, and is turned here into one that is right on the site. Docstrings name a page by
-its place, `docs/ring.md`; that becomes a link, too.
+On the site, the files of docs/ are at the root; all other files keep their path in the repository. Links are written for the
+repository, such as `../benchmarks/results/ring.md`, and are converted here. A page named in a docstring, such as
+`docs/ring.md`, becomes a link as well.
 """
 
 import posixpath
@@ -20,7 +20,7 @@ NAMED = re.compile(r"(?<![\w/>\"])docs/(\w+\.md)")  # in a sentence, not in code
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages and pictures from outside."""
+    """Adds the pages and pictures from outside docs/."""
     for pattern in OUTSIDE:
         for path in sorted(ROOT.glob(pattern)):
             files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
@@ -28,7 +28,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with links that are right on the site; what is not on it stays, and a strict build names it."""
+    """Converts the links of a page. A link to a file outside the site is left as it is, and a strict build reports it."""
     here = page.file.src_uri
     in_repository = here if page.file.generated_by else f"docs/{here}"
 
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with links to pages that sentences of it name."""
+    """Turns page names in sentences into links."""
 
     def linked(match: re.Match[str]) -> str:
         file = files.get_file_from_path(match[1])

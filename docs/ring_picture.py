@@ -1,4 +1,4 @@
-"""Draws docs/ring.svg from the schedules themselves: who works on which block at each step, and what is under way meanwhile.
+"""Draws docs/ring.svg from the schedules: the block that each rank works on in each step, and the blocks in transit.
 
 python docs/ring_picture.py
 """
@@ -13,7 +13,7 @@ NODES = ((0, 1), (2, 3))
 
 
 def draw(axes: Any, schedule: Schedule, title: str) -> None:
-    """Ranks from top to bottom, steps from left to right; arrows are blocks under way while a step is worked on."""
+    """Ranks from top to bottom, steps from left to right. Arrows are blocks in transit during a step."""
     ranks = len(schedule.node_of)
     row = {rank: ranks - 1 - rank - 0.35 * schedule.node_of[rank] for rank in range(ranks)}
     for step, work in enumerate(schedule.work):

@@ -1,4 +1,4 @@
-"""Draws docs/tiles.svg: the matrix of similarities that is never there, and what stays of a tile.
+"""Draws docs/tiles.svg: one tile of the similarity matrix, and the sums or gradients that it adds to.
 
 python docs/tiles_picture.py
 """

@@ -1,8 +1,8 @@
-"""A loop of Accelerate's with the cached step in the place of `accelerator.backward`.
+"""An Accelerate training loop with the cached step in place of `accelerator.backward`.
 
     accelerate launch examples/accelerate_loop.py --accumulate 2
 
-Precision, scaler, accumulation, DDP and FSDP2 are as the accelerator was set up.
+Precision, gradient scaler, accumulation, DDP and FSDP2 follow the settings of the accelerator.
 """
 
 import argparse
@@ -35,17 +35,17 @@ class Views(torch.utils.data.Dataset):
 
 
 class Model(nn.Module):
-    """Two towers and the scale that the loss uses."""
+    """Two towers, and the logarithm of the logit scale."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
-        self.log_scale = nn.Parameter(torch.tensor([2.7]))  # FSDP2 wants a dimension
+        self.log_scale = nn.Parameter(torch.tensor([2.7]))  # FSDP2 needs at least one dimension
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=2048, help="of one process")
+    parser.add_argument("--batch", type=int, default=2048, help="pairs per process")
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=32768)
@@ -68,7 +68,7 @@ def main(argv=None):
     for _ in range(args.epochs):
         for x, y in data:
             with accelerator.accumulate(model):
-                towers = [(module.first, x), (module.second, y)]  # parts of the model: called through its wrapper
+                towers = [(module.first, x), (module.second, y)]  # called through the wrapper of the model
                 share = cached_backward(accelerator, model, loss_fn, towers, chunk_size=args.chunk)
                 optimizer.step()
                 optimizer.zero_grad()

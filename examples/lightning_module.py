@@ -1,6 +1,8 @@
-"""A LightningModule with batches of any size: two methods say what is encoded and what the loss is, the mixin does the rest.
+"""A LightningModule with batches of any size.
 
-python examples/lightning_module.py --devices 2 --accumulate 2
+    python examples/lightning_module.py --devices 2 --accumulate 2
+
+`towers` returns the encoders and their inputs, `embedding_loss` the loss. The mixin `CachedStep` does the rest.
 """
 
 import argparse
@@ -50,8 +52,8 @@ class Model(CachedStep, lightning.LightningModule):
         return mb.clip_loss(F.normalize(a, dim=-1), F.normalize(b, dim=-1), whole(self.log_scale).exp(), group=group)
 
     def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)  # gradients, and the optimizer's step where it is due
-        self.log("loss", loss, prog_bar=True, sync_dist=True)  # over processes, the mean of their shares
+        loss = super().training_step(batch, batch_idx)  # gradients, and the optimizer step after `accumulate` batches
+        self.log("loss", loss, prog_bar=True, sync_dist=True)  # the loss is the mean of the shares of all processes
         self.losses.append(loss.item())
 
     def on_before_optimizer_step(self, optimizer):
@@ -63,7 +65,7 @@ class Model(CachedStep, lightning.LightningModule):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=2048, help="of one process")
+    parser.add_argument("--batch", type=int, default=2048, help="pairs per process")
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=32768)

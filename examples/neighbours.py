@@ -1,11 +1,11 @@
-"""How much of the nearest neighbours a cheaper embedding keeps, among a million points, in memory that grows with the points.
+"""Nearest-neighbour recall of compressed embeddings among a million points, in memory linear in the number of points.
 
     python examples/neighbours.py --points 1000000
 
-Exact neighbours of some queries are found chunk by chunk; what is held is a chunk of similarities and the best so far. Cheaper
-embeddings are the first columns of the same ones, a quarter of their width, and one byte a number. Their recall@k is the part
-of the k true neighbours that are among the k they find. For pairs, of which each is the other's only answer, `pairwise_rank`
-counts without searching: here whether points find their own noisy copies, and copies their points, in one pass.
+The search goes chunk by chunk and holds one chunk of similarities and the best k results so far. There are two compressed
+embeddings: the first quarter of the columns, and one byte per number. Their recall@k is the fraction of the k exact
+neighbours among the k neighbours that they find. For pairs with one correct answer each, `pairwise_rank` counts ranks
+without a search: here the ranks of points among noisy copies and of copies among points, in one pass.
 """
 
 import argparse
@@ -22,7 +22,7 @@ CHUNK = 8192
 
 
 def points(count: int, width: int) -> Tensor:  # (N, D)
-    """Of unit length, about as many centres as there are hundreds of points, and the first columns matter most."""
+    """Unit vectors around cluster centres, about 100 points per centre. The first columns have the largest variance."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(max(1, count // 100), width, generator=generator) / torch.arange(1, width + 1).sqrt()
     found = torch.empty(count, width)
@@ -35,7 +35,7 @@ def points(count: int, width: int) -> Tensor:  # (N, D)
 
 
 def nearest(queries: Tensor, z: Tensor, k: int, cheaper: Callable[[Tensor], Tensor] = Tensor.clone) -> Tensor:  # (Q, k)
-    """Indices of the points most similar to each query, both as `cheaper` makes them."""
+    """Indices of the k points most similar to each query, after `cheaper` has compressed both."""
     queries = cheaper(queries)
     scores = queries.new_empty(len(queries), 0)
     indices = torch.empty(len(queries), 0, dtype=torch.int64)
@@ -48,6 +48,7 @@ def nearest(queries: Tensor, z: Tensor, k: int, cheaper: Callable[[Tensor], Tens
 
 
 def recall(found: Tensor, wanted: Tensor) -> float:  # (Q, k), (Q, k)
+    """Fraction of the wanted indices that are among those found."""
     return (found[:, :, None] == wanted[:, None, :]).any(2).float().mean().item()
 
 
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--points", type=int, default=100_000, help="(default %(default)s)")
     parser.add_argument("--width", type=int, default=64, help="(default %(default)s)")
     parser.add_argument("--queries", type=int, default=1000, help="(default %(default)s)")
-    parser.add_argument("--pairs", type=int, default=10_000, help="points that look for their copy (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=10_000, help="points ranked against noisy copies (default %(default)s)")
     parser.add_argument("--k", type=int, default=10, help="neighbours (default %(default)s)")
     options = parser.parse_args(arguments)
 
@@ -76,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     copy = F.normalize(chosen + 0.1 * torch.randn(chosen.shape), dim=1)
     forth, back = mb.pairwise_rank(copy, chosen)
     found = [(rank == 0).float().mean().item() for rank in (forth, back)]
-    print(f"copies that find their point: {found[0]:.3f}, and points their copy: {found[1]:.3f}")
+    print(f"recall@1 from copies to points: {found[0]:.3f}, from points to copies: {found[1]:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""An open_clip model in a loop of your own: what `--accum-freq` is for, in one step and with the right gradient of the scale.
+"""An open_clip model in your own loop: a cached step in place of `--accum-freq`, with the correct gradient of the scale.
 
     python examples/open_clip_loop.py
     torchrun --nproc-per-node 2 examples/open_clip_loop.py
 
-Images are coloured noise and captions name the colour, so that there is something to learn without a download. The
-checkpoint it writes is one that open_clip's own trainer resumes from.
+Images are coloured noise and captions name the colour, so the example has something to learn without a download.
+open_clip's own trainer can resume from the checkpoint that it writes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SIZE, LENGTH, VOCABULARY = 32, 8, 512
 
 
 def batch(count, seed):
-    """Images of one colour each, and its three parts as tokens between a first and a last one."""
+    """Images of one colour each, and captions: a start token, one token per colour channel, an end token."""
     generator = torch.Generator().manual_seed(seed)
     colours = torch.randint(0, 128, (count, 3), generator=generator)
     noise = torch.randn(count, 3, SIZE, SIZE, generator=generator)
@@ -40,11 +40,11 @@ def tiny_model():
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=2048, help="of all processes together")
+    parser.add_argument("--batch", type=int, default=2048, help="pairs over all processes")
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--model", help="any name open_clip knows; a tiny one if left out")
-    parser.add_argument("--checkpoint", help="where to write one at the end")
+    parser.add_argument("--model", help="an open_clip model name (default: a tiny model)")
+    parser.add_argument("--checkpoint", help="file for a checkpoint at the end (default: none)")
     args = parser.parse_args(argv)
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,13 +1,14 @@
-"""Entropic optimal transport between two clouds of points, in memory that grows with the points and not with their pairs.
+"""Entropic optimal transport between two point clouds, in memory linear in the number of points.
 
     python examples/optimal_transport.py --points 20000
 
-Sinkhorn's algorithm looks for potentials f and g such that the plan a_i·b_j·exp((f_i + g_j − C_ij)/ε) has the marginals a and
-b. With C_ij = ‖x_i − y_j‖²/2 its exponent is ⟨x_i, y_j⟩/ε plus a number for the row and one for the column: what
-`pairwise_logsumexp` takes. One pass gives both directions, and the mean of old and new potentials converges. The cost of the
-plan comes from a gradient: that of the row sums with respect to 1/ε is the mean of ⟨x_i, y_j⟩ under the plan.
+Sinkhorn's algorithm finds potentials f and g such that the plan a_i·b_j·exp((f_i + g_j − C_ij)/ε) has the marginals a and
+b. With C_ij = ‖x_i − y_j‖²/2 the exponent is ⟨x_i, y_j⟩/ε plus a row offset and a column offset, the form of
+`pairwise_logsumexp`. One pass gives both directions. Each step averages the old and the new potentials, and this converges.
+The cost of the plan comes from a gradient: the gradient of the row sums with respect to 1/ε is the mean of ⟨x_i, y_j⟩ under
+the plan.
 
-With few points, and the package POT, the result is compared with its dense one.
+With at most 4,000 points and the package POT installed, the result is compared with POT's dense result.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import megabatch as mb
 
 
 class Plan:
-    """Uniform weights on both clouds, and the potentials so far."""
+    """A transport plan between uniform weights, given by its potentials."""
 
     def __init__(self, x: Tensor, y: Tensor, epsilon: float) -> None:  # (N, D), (M, D)
         self.x, self.y, self.epsilon = x, y, epsilon
@@ -33,7 +34,7 @@ class Plan:
         return mb.pairwise_logsumexp(self.x, self.y, scale, row_bias, col_bias)
 
     def improve(self) -> float:
-        """One step of both potentials at once; returns how far the rows' marginal was from uniform, in total."""
+        """One step of both potentials. Returns the total deviation of the row marginal from uniform before the step."""
         row, col = self.sums(1 / self.epsilon)
         self.f -= self.epsilon * (row + math.log(len(self.x))) / 2
         self.g -= self.epsilon * (col + math.log(len(self.y))) / 2
@@ -48,7 +49,7 @@ class Plan:
 
 
 def dense_cost(x: Tensor, y: Tensor, epsilon: float) -> float | None:
-    """By POT, if it is installed."""
+    """The cost by POT, if it is installed."""
     try:
         import ot
     except ImportError:
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=4000, help="in each cloud (default %(default)s)")
     parser.add_argument("--width", type=int, default=8, help="dimensions (default %(default)s)")
-    parser.add_argument("--epsilon", type=float, default=0.5, help="how far the plan may blur (default %(default)s)")
+    parser.add_argument("--epsilon", type=float, default=0.5, help="entropic regularisation (default %(default)s)")
     parser.add_argument("--tolerance", type=float, default=1e-6, help="of the marginals (default %(default)s)")
     options = parser.parse_args(arguments)
 

@@ -1,6 +1,7 @@
-"""A contrastive model in a plain PyTorch loop: one loss over a batch whose activations would never fit.
+"""A contrastive model in a plain PyTorch loop: one loss over a batch whose activations would not fit in memory.
 
-Pairs are two noisy views of the same hidden point. The towers see `--chunk` samples at a time, the loss sees all of them.
+Pairs are two noisy views of the same hidden point. The towers encode `--chunk` samples at a time; the loss uses the whole
+batch.
 """
 
 import argparse
@@ -15,7 +16,7 @@ WIDTH = 32  # of a view; the hidden points have a quarter of it
 
 
 def views(count, seed=0):
-    """Two views of `count` points; the way from a point to its views is the same for every seed."""
+    """Two views of `count` random points. The maps from points to views do not depend on the seed."""
     fixed, fresh = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + seed)
     maps = torch.randn(2, WIDTH // 4, WIDTH, generator=fixed)
     points = torch.randn(count, WIDTH // 4, generator=fresh)
@@ -23,7 +24,7 @@ def views(count, seed=0):
 
 
 class Tower(nn.Module):
-    """An encoder, to unit length. Any module that returns (n, D) embeddings will do."""
+    """An encoder with embeddings of unit length. Any module that returns (n, D) embeddings works."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +35,7 @@ class Tower(nn.Module):
 
 
 def recall(first, second, count=1024):
-    """How often the partner of a new sample is found first among 1,024."""
+    """Recall@1: the fraction of new samples whose own partner is the nearest of `count`."""
     x, y = views(count, seed=10**6)
     with torch.no_grad():
         ranks, _ = mb.pairwise_rank(first(x), second(y))

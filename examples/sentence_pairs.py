@@ -1,12 +1,12 @@
-"""A text encoder of sentence-transformers learns pairs in its own trainer, in batches that do not depend on memory.
+"""Trains a sentence-transformers encoder on text pairs in its own trainer, with a batch size independent of memory.
 
     pip install "megabatch[sentence_transformers]"
     python examples/sentence_pairs.py --model sentence-transformers/all-MiniLM-L6-v2 --data pairs.csv --batch 4096
     torchrun --nproc-per-node 8 examples/sentence_pairs.py --model … --data pairs.csv --batch 4096
 
-The table has a column for each side, and no header. A text that occurs several times on the left has several positives: its
-rows share a label, and are not each other's negatives. The temperature is learned. At the end, recall@1 of unseen pairs before
-and after: one of 50 rows is kept for that.
+The CSV file has two columns, one text of the pair in each, and no header. A text that occurs several times in the first
+column has several positives: its rows share a label and are not each other's negatives. The temperature is learned. Every
+50th row is held out; the script prints recall@1 on the held-out rows before and after training.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from megabatch.integrations.sentence_transformers import CachedMultipleNegatives
 
 
 def recall(model: SentenceTransformer, rows: Sequence[Sequence[str]]) -> float:
-    """How many texts on the left find their own on the right first; ranks are counted without a matrix of similarities."""
+    """Recall@1 from the first column to the second, without a matrix of similarities."""
     left, right = (model.encode([row[side] for row in rows], convert_to_tensor=True) for side in (0, 1))
     rank, _ = mb.pairwise_rank(left, right)
     return (rank == 0).float().mean().item()
@@ -30,10 +30,10 @@ def recall(model: SentenceTransformer, rows: Sequence[Sequence[str]]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a name or a folder that SentenceTransformer takes")
+    parser.add_argument("--model", required=True, help="name or folder of a SentenceTransformer")
     parser.add_argument("--data", required=True, help="a CSV file of pairs")
-    parser.add_argument("--batch", type=int, default=4096, help="pairs of a device in a step")
-    parser.add_argument("--mini-batch", type=int, default=64, help="texts that are encoded at once")
+    parser.add_argument("--batch", type=int, default=4096, help="pairs per device and step")
+    parser.add_argument("--mini-batch", type=int, default=64, help="texts encoded at once")
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--output", default="runs/sentences")

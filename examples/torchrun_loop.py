@@ -1,8 +1,8 @@
-"""The plain loop on many processes: negatives come from all of them, gradients are those of one process with the whole batch.
+"""The plain loop on many processes: negatives from all of them, and the gradients of one process with the whole batch.
 
     torchrun --nproc-per-node 2 examples/torchrun_loop.py
 
-DDP wraps both towers and the scale in one module, which is called with one side at a time.
+DDP wraps one module with both towers and the scale. Each call encodes one side.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def views(count, seed):
 
 
 class Model(nn.Module):
-    """Both towers, and the scale that the loss uses."""
+    """Both towers, and the logarithm of the logit scale."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def train(args, device, group):
-    """All steps; returns the loss of each, over all processes."""
+    """Runs all steps. Returns the global loss of each step."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(0)
     module = Model().to(device)
@@ -48,7 +48,7 @@ def train(args, device, group):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in range(args.steps):
-        # This rank's share; shares may have different sizes.
+        # This rank's shard; shards may have different sizes.
         x, y = (side.tensor_split(world)[rank].to(device) for side in views(args.batch, step))
         share = mb.cached_backward(
             lambda a, b: mb.clip_loss(a, b, module.log_scale.exp(), group=group),
@@ -57,14 +57,14 @@ def train(args, device, group):
         )
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(share, group=group)  # the mean of the shares is the loss
+        dist.all_reduce(share, group=group)  # the loss is the mean of the shares
         losses.append(share.item() / world)
     return losses
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=16384, help="of all processes together")
+    parser.add_argument("--batch", type=int, default=16384, help="pairs over all processes")
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args(argv)

@@ -1,11 +1,12 @@
-"""A two-tower recommender: users find the items they will choose among those that the other users of the batch chose.
+"""A two-tower recommender with in-batch negatives and logQ correction.
 
     python examples/two_towers.py
 
-In-batch negatives come as often as they are popular, and a model trained on them learns to mark popular items down. Corrected
-similarities have the logarithm of how often an item comes, log Q, taken off: `col_bias` of `pairwise_logsumexp`.
-An item that several users of a batch chose is nobody's negative there (`exclude`). Users and items here are made up: a user
-chooses by taste and by popularity. The same towers are trained with and without the correction, and the correction wins.
+The negatives of a user are the items that the other users of the batch chose. Popular items are negatives more often, so a
+model learns scores that are too low for them. The correction subtracts log Q, the logarithm of an item's sampling
+frequency, from the logits: `col_bias` of `pairwise_logsumexp`. An item chosen by several users of a batch is not a negative
+for any of them (`exclude`). The data is synthetic: a user chooses by taste and by popularity. The script trains the same
+towers with and without the correction; recall@10 is higher with it.
 """
 
 import argparse
@@ -21,7 +22,7 @@ SCALE = 10.0
 
 
 class Choices:
-    """Users and items with tastes, and who chooses what: more often what is popular."""
+    """Synthetic users and items. The probability of a choice grows with common taste and with popularity."""
 
     def __init__(self, users: int, items: int, generator: torch.Generator, width: int = 8) -> None:
         self.generator = generator
@@ -30,25 +31,25 @@ class Choices:
         self.probability = (6.0 * self.users @ self.items.T + popularity.log()).softmax(1)  # (users, items)
 
     def draw(self, count: int) -> tuple[Tensor, Tensor]:  # (count,), (count,)
-        """Random users, and an item that each has chosen."""
+        """Random users, and one chosen item for each."""
         user = torch.randint(len(self.users), (count,), generator=self.generator)
         return user, torch.multinomial(self.probability[user], 1, generator=self.generator).squeeze(1)
 
 
 class Tower(nn.Module):
-    """A vector for each of `count` users or items; any encoder of their features would do."""
+    """One learned vector for each of `count` users or items. An encoder of their features works as well."""
 
     def __init__(self, count: int, width: int = 32) -> None:
         super().__init__()
         self.vectors = nn.Embedding(count, width)
 
     def forward(self, index: Tensor) -> Tensor:  # (N,) → (N, D)
-        """Of about unit length."""
+        """Vectors of about unit length."""
         return self.vectors(index) / self.vectors.embedding_dim**0.5
 
 
 def loss_of_batch(query: Tensor, key: Tensor, item: Tensor, log_q: Tensor) -> Tensor:
-    """−log of the probability of the item that was chosen, among those of the batch; `log_q` (N,) is that of each column."""
+    """Cross-entropy of the chosen item among the items of the batch. `log_q` (N,) is the log frequency of each item."""
     row, _ = mb.pairwise_logsumexp(query, key, SCALE, col_bias=-log_q, exclude=(item, item))
     match = SCALE * (query * key).sum(1) - log_q
     return F.softplus(row - match).mean()
@@ -58,7 +59,7 @@ def train(choices: Choices, corrected: bool, steps: int, batch: int) -> tuple[To
     torch.manual_seed(0)
     towers = Tower(len(choices.users)), Tower(len(choices.items))
     optimizer = torch.optim.Adam([p for tower in towers for p in tower.parameters()], lr=0.03)
-    seen = torch.ones(len(choices.items))  # how often each item has come
+    seen = torch.ones(len(choices.items))  # count of each item so far
     for _ in range(steps):
         user, item = choices.draw(batch)
         seen += torch.bincount(item, minlength=len(seen))
@@ -71,7 +72,7 @@ def train(choices: Choices, corrected: bool, steps: int, batch: int) -> tuple[To
 
 
 def recall(choices: Choices, towers: tuple[Tower, Tower], k: int = 10, count: int = 2000) -> float:
-    """How many of the users' next choices are among the k best items."""
+    """Fraction of new choices that are among the user's k best items."""
     user, item = choices.draw(count)
     found = search(towers[0](user), towers[1](torch.arange(len(choices.items))), k)
     return (found.indices == item[:, None]).any(1).float().mean().item()
