@@ -78,16 +78,16 @@ def _group(item: pytest.Item) -> str | None:
 
 @pytest.fixture
 def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches and strips of kernels so small that little inputs have several."""
+    """Makes launches and strips so small that small inputs have several of each."""
     from megabatch.tiles import plan
 
-    monkeypatch.setattr(plan, "MARCH_ROWS", 256)
-    monkeypatch.setattr(plan, "MARCH_PANELS", 1)
+    monkeypatch.setattr(plan, "LAUNCH_ROWS", 256)
+    monkeypatch.setattr(plan, "LAUNCH_PANELS", 1)
     monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
     if importlib.util.find_spec("triton") is not None:
-        from megabatch.tiles import triton_guided
+        from megabatch.tiles import triton_guided_logsumexp
 
-        monkeypatch.setattr(triton_guided, "_COLUMNS", 16)
+        monkeypatch.setattr(triton_guided_logsumexp, "_BLOCK_M", 16)
 
 
 @pytest.fixture(scope="session")

@@ -17,15 +17,19 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.tiles import (
-    gluon_panels,
+    gluon_warp_specialized,
     in_memory,
     plan,
     triton_backward,
-    triton_forward,
-    triton_guided,
+    triton_distillation,
+    triton_embeddings,
+    triton_exponent_scale,
+    triton_gradient,
+    triton_guided_logsumexp,
+    triton_logsumexp,
+    triton_online_logsumexp,
+    triton_partial_sums,
     triton_rank,
-    triton_rows,
-    triton_soft,
 )
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
@@ -80,7 +84,7 @@ class Compiles:
     def type_of(value, constant):
         if constant or value is None:
             return "constexpr"
-        if isinstance(value, gluon_panels.TensorDescriptor):
+        if isinstance(value, gluon_warp_specialized.TensorDescriptor):
             return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
         if isinstance(value, TensorDescriptor):
             return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
@@ -94,20 +98,20 @@ def main(capability: int, precision: str, features: bool) -> None:
     plan.shared_memory = lambda device: SHARED_MEMORY[capability]
     plan.has_gluon = lambda device: capability == 90
     kernels = (
-        (triton_forward, "_march"),
-        (triton_forward, "_online_rows"),
-        (triton_backward, "_strip"),
-        (triton_rank, "_count"),
-        (triton_rows, "_largest_norms"),
-        (triton_rows, "_exponent_scale"),
-        (triton_rows, "_dots"),
-        (triton_rows, "_finish"),
-        (triton_rows, "_add_parts"),
-        (triton_soft, "_sums"),
-        (triton_soft, "_weights"),
-        (triton_guided, "_sums"),
-        (triton_guided, "_weights"),
-        (gluon_panels, "_panels"),
+        (triton_logsumexp, "_logsumexp_kernel"),
+        (triton_online_logsumexp, "_online_logsumexp_kernel"),
+        (triton_gradient, "_gradient_strip_kernel"),
+        (triton_rank, "_rank_kernel"),
+        (triton_exponent_scale, "_largest_norm_kernel"),
+        (triton_exponent_scale, "_exponent_scale_kernel"),
+        (triton_embeddings, "_matching_products_kernel"),
+        (triton_embeddings, "_finish_gradient_kernel"),
+        (triton_partial_sums, "_add_partial_sums_kernel"),
+        (triton_distillation, "_soft_sums_kernel"),
+        (triton_distillation, "_soft_gradient_kernel"),
+        (triton_guided_logsumexp, "_guided_logsumexp_kernel"),
+        (triton_guided_logsumexp, "_guided_gradient_kernel"),
+        (gluon_warp_specialized, "_warp_specialized_kernel"),
     )
     for module, name in kernels:
         setattr(module, name, Compiles(getattr(module, name), target))
@@ -129,16 +133,16 @@ def walk(D: int, precision: str, features: bool, N: int = 300) -> None:
     block = Block(x, y, torch.tensor(1.0), precision, skip_diagonal=True, **extra)
     needs = Needs(True, True, True, features, features)
     sums = ColumnGradients(torch.zeros(N, D), bias if features else None)
-    triton_rows.matching_products(block)
-    triton_forward.logsumexp_statistics(block)
+    triton_embeddings.matching_products(block)
+    triton_logsumexp.logsumexp_statistics(block)
     one = torch.ones(N)
     for strip in triton_backward.logsumexp_gradients(block, LogSum(one, one), LogSum(one, one), one, one, sums, needs):
-        triton_rows.finish_rows(strip.dx, x.clone(), one[0], own=x, partners=y, dmatch=one, precision=precision)
+        triton_embeddings.finish_rows(strip.dx, x.clone(), one[0], own=x, partners=y, dmatch=one, precision=precision)
     for _ in triton_backward.softplus_gradients(block, one, sums, needs, total=one):
         pass
     triton_backward.softplus_sums(block)
     alone = replace(block, limit=bias if features else None)  # without columns
-    triton_forward.row_statistics(alone)
+    triton_logsumexp.row_statistics(alone)
     for _ in triton_backward.logsumexp_gradients(alone, LogSum(one, one), None, one, None, sums, needs):
         pass
     if features:
@@ -147,18 +151,20 @@ def walk(D: int, precision: str, features: bool, N: int = 300) -> None:
             pass
     if features:
         plain = Block(x, y, torch.tensor(1.0), precision)
-        row, col = triton_soft.soft_statistics(replace(plain, companion=plain))
-        for _ in triton_soft.soft_gradients(replace(plain, companion=plain), row, col, one, one, sums, Needs(True, True, True)):
+        row, col = triton_distillation.soft_statistics(replace(plain, companion=plain))
+        for _ in triton_distillation.soft_gradients(
+            replace(plain, companion=plain), row, col, one, one, sums, Needs(True, True, True)
+        ):
             pass
         for guided in (replace(alone, companion=plain), replace(plain, limit=bias, companion=plain)):
-            row = triton_guided.row_statistics(guided)
-            for _ in triton_guided.row_gradients(guided, row, one, sums, needs):
+            row = triton_guided_logsumexp.row_statistics(guided)
+            for _ in triton_guided_logsumexp.row_gradients(guided, row, one, sums, needs):
                 pass
         if precision in HALF_DTYPE:  # weights in half precision, as on a device
-            in_memory.rounds_gradients = triton_guided.rounds_gradients = lambda block: True
+            in_memory.rounds_gradients = triton_guided_logsumexp.rounds_gradients = lambda block: True
             in_memory.product_dtype = lambda precision, device: HALF_DTYPE[precision]
             without = ColumnGradients(sums.dy, None)
-            for _ in triton_guided.row_gradients(guided, row, one, without, Needs(True, True, True)):
+            for _ in triton_guided_logsumexp.row_gradients(guided, row, one, without, Needs(True, True, True)):
                 pass
     if not features:
         triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))

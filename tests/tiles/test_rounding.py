@@ -33,7 +33,7 @@ def test_gradients_with_another_tile_in_backward(monkeypatch, columns):
     """A product's rounding depends on its shape wherever a BLAS chooses its kernel by the shape, as the interpreter's does."""
     x, y = (unit(size, 40, seed=seed, dtype=torch.float32) for seed, size in enumerate((70, 90)))
     tile = plan.KernelTile(32, columns, 16, 4, 1)
-    monkeypatch.setattr(plan, "strip_tile", lambda *_: tile)
+    monkeypatch.setattr(plan, "gradient_tile", lambda *_: tile)
     found = gradients_rounded_differently(x, y, 1e8, "float32", "triton")
     for gradient, (truth, bound) in zip(found, truth_and_bounds(x, y, 1e8), strict=True):
         assert ((gradient.double() - truth).abs() <= bound).all()

@@ -156,15 +156,15 @@ def test_nothing_is_spent_on_columns(monkeypatch):
 
 
 def test_nothing_is_stored_for_columns_by_the_kernel(monkeypatch):
-    triton_forward = pytest.importorskip("megabatch.tiles.triton_forward")
+    triton_logsumexp = pytest.importorskip("megabatch.tiles.triton_logsumexp")
     asked = []
-    original = triton_forward._march_down
+    original = triton_logsumexp._launch
 
-    def watched(*args, by_column):
-        asked.append(by_column)
-        return original(*args, by_column=by_column)
+    def watched(*args, with_columns):
+        asked.append(with_columns)
+        return original(*args, with_columns=with_columns)
 
-    monkeypatch.setattr(triton_forward, "_march_down", watched)
+    monkeypatch.setattr(triton_logsumexp, "_launch", watched)
     x, y = (unit(40, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
     row_logsumexp(x, y, 1.0, backend="triton")
     assert asked

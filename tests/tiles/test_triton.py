@@ -129,31 +129,31 @@ def test_error_is_at_most_twice_that_of_dense_or_of_similarities_rounded_twice(l
 
 
 def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
-    from megabatch.tiles import triton_forward
+    from megabatch.tiles import triton_logsumexp
 
     recomputed = []
-    original = triton_forward.recompute_lost
+    original = triton_logsumexp.recompute_out_of_range
 
-    def watched(given, block, total, *, transposed):
-        shift = original(given, block, total, transposed=transposed)
-        recomputed.append((shift != given.shift).sum().item())
+    def watched(operands, block, total, *, transposed):
+        shift = original(operands, block, total, transposed=transposed)
+        recomputed.append((shift != operands.shift).sum().item())
         return shift
 
-    monkeypatch.setattr(triton_forward, "recompute_lost", watched)
+    monkeypatch.setattr(triton_logsumexp, "recompute_out_of_range", watched)
     x, y = (unit(80, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
-    for odd in (False, True):
-        if odd:
+    for outlier in (False, True):
+        if outlier:
             x[9] *= 8  # sets a bound that most others are far below
         recomputed.clear()
         inputs = leaves(x, y)
         found = mb.pairwise_logsumexp(*inputs, 20.0, backend="triton")
-        assert (sum(recomputed) > 0) == odd
+        assert (sum(recomputed) > 0) == outlier
         assert sum(recomputed) < 160
         wide = leaves(*(t.double() for t in inputs))
         wanted = reference.pairwise_logsumexp(*wide, 20.0)
         results = [[*f, *torch.autograd.grad(f[0].sum() + f[1].sum(), i)] for f, i in ((found, inputs), (wanted, wide))]
         for actual, expected in zip(*results, strict=True):
-            close(actual.detach(), expected.detach(), 160.0 if odd else 20.0, f"odd {odd}")
+            close(actual.detach(), expected.detach(), 160.0 if outlier else 20.0, f"outlier {outlier}")
 
 
 @pytest.mark.quick({"factor": 1e6})
@@ -305,12 +305,12 @@ def test_strips_stay_within_the_workspace(monkeypatch, N, M):
         assert min(size.rows, N) * D * 4 <= 64 * 2**20
         assert size.rows % 256 == size.columns % 256 == 0
     for panels in (1, 3, 256):
-        strips, rows = plan.march_strips(panels, N, 256, 132)
-        assert strips * rows >= N > (strips - 1) * rows
+        splits, rows = plan.row_splits(panels, N, 256, 132)
+        assert splits * rows >= N > (splits - 1) * rows
 
 
 @pytest.mark.parametrize(("panels", "programs"), [(1, 132), (64, 128), (86, 129), (128, 128), (132, 132), (256, 128)])
-def test_programs_march_in_step(panels, programs):
+def test_programs_work_on_the_same_rows_at_the_same_time(panels, programs):
     assert plan.panel_programs(panels, 132) == programs
     assert plan.panel_programs(panels, 4) == 4
 

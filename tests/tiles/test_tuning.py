@@ -42,35 +42,35 @@ def test_the_fastest_is_kept_and_remembered(folder, monkeypatch):
     tried, ran = [], []
     wanted = KernelTile(128, 64, 32, 4, 2, per_multiprocessor=2)
     monkeypatch.setattr(tuning, "_milliseconds", fastest_is(wanted, tried))
-    assert tuning.tile("march", block(), DEFAULT, ran.append) == wanted
+    assert tuning.tile("logsumexp", block(), DEFAULT, ran.append) == wanted
     assert len(set(tried)) == len(tried) == len(ran) > 5
-    assert tuning.tile("march", block(), DEFAULT, ran.append) == wanted
+    assert tuning.tile("logsumexp", block(), DEFAULT, ran.append) == wanted
     tuning._remembered.cache_clear()  # another process
-    assert tuning.tile("march", block(), DEFAULT, ran.append) == wanted
+    assert tuning.tile("logsumexp", block(), DEFAULT, ran.append) == wanted
     assert len(tried) == len(ran)
-    tuning.tile("march", block(D=41), DEFAULT, ran.append)
+    tuning.tile("logsumexp", block(D=41), DEFAULT, ran.append)
     assert len(tried) == 2 * len(set(tried))
 
 
-@pytest.mark.parametrize("text", ['{"march": {"rows"', "[]", '{"march": 3}'])
+@pytest.mark.parametrize("text", ['{"logsumexp": {"rows"', "[]", '{"logsumexp": 3}'])
 def test_a_broken_file_is_no_obstacle(folder, monkeypatch, text):
     folder.mkdir()
     (folder / "tiles.json").write_text(text)
     monkeypatch.setattr(tuning, "_milliseconds", fastest_is(DEFAULT, []))
-    assert tuning.tile("march", block(), DEFAULT, lambda size: None) == DEFAULT
+    assert tuning.tile("logsumexp", block(), DEFAULT, lambda size: None) == DEFAULT
     assert json.loads((folder / "tiles.json").read_text())
 
 
 def test_a_folder_that_cannot_be_written_is_no_obstacle(folder, monkeypatch):
     folder.write_text("a file where the folder should be")
     monkeypatch.setattr(tuning, "_milliseconds", fastest_is(DEFAULT, []))
-    assert tuning.tile("march", block(), DEFAULT, lambda size: None) == DEFAULT
+    assert tuning.tile("logsumexp", block(), DEFAULT, lambda size: None) == DEFAULT
 
 
 def test_nothing_is_tried_unless_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "ENABLED", False)
     monkeypatch.setattr(tuning, "_milliseconds", lambda *_: pytest.fail("measured"))
-    assert tuning.tile("march", block(), DEFAULT, lambda size: None) == DEFAULT
+    assert tuning.tile("logsumexp", block(), DEFAULT, lambda size: None) == DEFAULT
 
 
 def test_candidates_fit_the_chip(monkeypatch):
@@ -100,5 +100,5 @@ def test_tuned_kernels_give_the_same_loss(folder, monkeypatch):
 def test_no_tile_is_too_wide_for_its_kernel(folder, monkeypatch):
     tried = []
     monkeypatch.setattr(tuning, "_milliseconds", fastest_is(DEFAULT, tried))
-    tuning.tile("strip", block(), DEFAULT, lambda size: None, widest=128)
+    tuning.tile("gradient", block(), DEFAULT, lambda size: None, widest=128)
     assert max(size.columns for size in tried) == 128

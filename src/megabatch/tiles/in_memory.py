@@ -1,8 +1,8 @@
-"""Tiles of similarities that a library's products form in memory, and what gradient tiles are multiplied into.
+"""Tiles of similarities that library products form in memory, and the products of gradient tiles with x and y.
 
-`eager` works on them with PyTorch operations, and so do the kernels that look at two similarities of a pair, because none forms
-two tiles at once (`triton_soft`, `triton_guided`). A tile is formed in a buffer that is allocated once and reused, worked on in
-place, and gone with the next one.
+The eager backend turns such tiles into sums or gradients with PyTorch operations. So do the kernels that need two products of
+each pair, because the tiles of both would not fit in registers (`triton_distillation`, `triton_guided_logsumexp`). A tile is
+formed in a reused buffer and modified in place; the next tile overwrites it.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,39 +30,39 @@ class Tiles:
     def __init__(self, block: Block, *, keep_products: bool = False) -> None:
         size = plan.eager_tile(block.x.device, block.dtype)
         if block.companion is not None or block.ids_are_positives:
-            size = plan.TileSize(max(1, size.rows // 2), size.columns)  # one more tile has to fit in the same workspace
+            size = plan.TileSize(max(1, size.rows // 2), size.columns)  # the workspace has to hold one more tile
         size = size.fitted(block.N, block.M)
         self.block = block
         self.rows = list(windows(block.N, size.rows))
         self.columns = list(windows(block.M, size.columns))
         self._elements = size.rows * size.columns
-        self.room = self.buffer()  # where similarities are formed
+        self.room = self.buffer()  # the buffer of the similarities
         self.products = self.buffer() if keep_products else self.room
-        self._above: Callable[[int, int], Tensor] | None = None  # made when it is asked for: kernels have no use for it
+        self._above: Callable[[int, int], Tensor] | None = None  # allocated on first use: kernels never use it
         self._signs = self.buffer() if block.ids_are_positives else None
         self.companion = None if block.companion is None else _Companion(block.companion, self)
 
     def buffer(self, dtype: torch.dtype | None = None) -> Callable[[int, int], Tensor]:
-        """Room for one tile: called with its shape, gives a tensor to write to."""
+        """A function (n, m) → uninitialised tensor (n, m), always in the same memory."""
         room = torch.empty(self._elements, dtype=dtype or self.block.dtype, device=self.block.x.device)
         return lambda n, m: room[: n * m].view(n, m)
 
     def x(self, rows: slice) -> Tensor:  # (n, D)
-        """Some rows of x, as the products see them."""
+        """Rows of x, rounded to the block's precision."""
         return rounded(self.block.x[rows], self.block.precision)
 
     def y(self, columns: slice) -> Tensor:  # (m, D)
-        """Some rows of y, as the products see them."""
+        """Rows of y, rounded to the block's precision."""
         return rounded(self.block.y[columns], self.block.precision)
 
     def form_products(self, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
-        """⟨x_i, y_j⟩ of some rows and columns. Overwrites the previous ones."""
+        """⟨x_i, y_j⟩ of rounded rows x and y. Overwrites the previous tile."""
         products = self.products(len(x), len(y))
         multiply_into(products, x, y.T)
         return products
 
     def similarities(self, rows: slice, columns: slice, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
-        """The tile at (rows, columns); −inf where the pair is left out. Overwrites the previous one."""
+        """The tile of similarities at (rows, columns); −inf for excluded pairs. Overwrites the previous tile."""
         block = self.block
         products, s = self.form_products(x, y), self.room(len(x), len(y))
         above = self._above_limit(products, rows, columns)
@@ -82,7 +82,7 @@ class Tiles:
         return s if above is None else s.masked_fill_(above, -torch.inf)
 
     def signs(self, rows: slice, columns: slice) -> Tensor | None:  # (n, m)
-        """−1 where equal ids are positives, 1 elsewhere; None if they are not."""
+        """−1 for pairs of equal ids, 1 elsewhere; None unless the block's ids are positives."""
         row_ids, col_ids = self.block.row_ids, self.block.col_ids
         if self._signs is None or row_ids is None or col_ids is None:
             return None
@@ -90,11 +90,12 @@ class Tiles:
         return self._signs(*same.shape).fill_(1.0).masked_fill_(same, -1.0)
 
     def teacher(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
-        """The companion's tile at (rows, columns), in the type of the block's own."""
+        """The companion's tile at (rows, columns), in the block's dtype."""
         assert self.companion is not None
         return self.companion.similarities(rows, columns).to(self.block.dtype)
 
     def _above_limit(self, products: Tensor, rows: slice, columns: slice) -> Tensor | None:  # (n, m) bool
+        """Mask of the pairs that the limit excludes."""
         limit = self.block.limit
         if limit is None:
             return None
@@ -104,14 +105,14 @@ class Tiles:
 
 
 class _Companion:
-    """The tiles of a block's companion, cut as the block's own."""
+    """The tiles of a block's companion, at the same rows and columns as the block's."""
 
     def __init__(self, block: Block, tiles: Tiles) -> None:
         self.block = block
         self._buffer = tiles.buffer(block.dtype)
 
     def products(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
-        """Those at (rows, columns), in the companion's own type. Overwrites the previous ones."""
+        """The products at (rows, columns), in the companion's dtype. Overwrites the previous tile."""
         block = self.block
         x, y = rounded(block.x[rows], block.precision), rounded(block.y[columns], block.precision)
         out = self._buffer(len(x), len(y))
@@ -119,12 +120,12 @@ class _Companion:
         return out
 
     def similarities(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
-        """The same times the companion's scale."""
+        """The products times the companion's scale."""
         return self.products(rows, columns).mul_(self.block.scale)
 
 
 def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
-    """A view of the entries of `tile` that lie on the block's main diagonal; often there are none."""
+    """A view of the entries of `tile` on the block's main diagonal; empty if it does not cross the tile."""
     offset = rows.start - columns.start
     if -tile.shape[0] < offset < tile.shape[1]:
         return tile.diagonal(offset)
@@ -132,12 +133,12 @@ def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
 
 
 def gradient_tiles(block: Block) -> Tiles:
-    """For `tile_gradients`."""
+    """The tiles that `tile_gradients` takes."""
     return Tiles(block, keep_products=rounds_gradients(block))
 
 
 def rounds_gradients(block: Block) -> bool:
-    """Whether a gradient tile is rounded to the inputs' type before it is multiplied with them."""
+    """Whether gradient tiles are rounded to the precision of the inputs before the products with them."""
     return block.x.device.type == "cuda" and block.precision in (TF32, BFLOAT16, FLOAT16)
 
 
@@ -147,7 +148,7 @@ def tile_gradients(
     sums: ColumnGradients,
     needs: Needs,
 ) -> Iterator[RowGradients]:
-    """Weighs tile after tile, and multiplies with both sides."""
+    """Turns each tile of similarities into a gradient tile and multiplies it with x and y."""
     as_factor = product_factor(tiles)
 
     def gradient_tile(
@@ -162,12 +163,12 @@ def tile_gradients(
             dscale += tiles.products(*g.shape).mul_(g).sum(1)
         return as_factor(g)
 
-    # The gradient of the scale is small against its terms. Σ_i ⟨x_i, dx_i⟩ is good enough while g is exact; once it is
-    # rounded, the roundings do not cancel as the terms do, and the sum is taken over g and the products themselves.
-    return multiplied(tiles, gradient_tile, sums, needs, scale_from_dx=not rounds_gradients(tiles.block))
+    # dscale is small against its terms, which nearly cancel. Σ_i ⟨x_i, dx_i⟩ is accurate as long as g is not rounded. Rounding
+    # errors of g would not cancel, so dscale is then Σ_ij g_ij·⟨x_i, y_j⟩ with unrounded g.
+    return multiply_tiles(tiles, gradient_tile, sums, needs, scale_from_dx=not rounds_gradients(tiles.block))
 
 
-def multiplied(
+def multiply_tiles(
     tiles: Tiles,
     gradient_tile: Callable[[slice, slice, Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
     sums: ColumnGradients,
@@ -175,15 +176,15 @@ def multiplied(
     *,
     scale_from_dx: bool = False,
 ) -> Iterator[RowGradients]:
-    """Multiplies gradient tiles with both sides.
+    """Multiplies gradient tiles with x and y.
 
     Args:
-        tiles: which there are.
-        gradient_tile: given rows, columns, x and y of them, makes the tile of g as products take it; and adds its row sums to
-            the gradients of scale (times products) and row offsets where it is given these, and to column offsets itself.
-        sums: over rows, added to.
-        needs: which gradients are asked for.
-        scale_from_dx: whether the gradient of the scale is Σ_i ⟨x_i, dx_i⟩; it is then not asked of `gradient_tile`.
+        tiles: the tiles to loop over.
+        gradient_tile: (rows, columns, x, y, dscale, drow_bias) → tile of g in the type in which it is multiplied. It adds the
+            row sums of g·product to `dscale` and of g to `drow_bias` unless they are None, and column sums to dcol_bias.
+        sums: column gradients, added to.
+        needs: the gradients to compute.
+        scale_from_dx: compute dscale as Σ_i ⟨x_i, dx_i⟩; `gradient_tile` then gets None for it.
     """
     block = tiles.block
     for rows in tiles.rows:
@@ -204,7 +205,7 @@ def multiplied(
 
 
 def product_factor(tiles: Tiles) -> Callable[[Tensor], Tensor]:
-    """How a gradient tile enters a product with rounded inputs: itself, or rounded to their type."""
+    """A function that prepares a gradient tile for its products: rounds it to the inputs' precision if that is needed."""
     block = tiles.block
     if not rounds_gradients(block):
         return lambda g: g
@@ -215,5 +216,5 @@ def product_factor(tiles: Tiles) -> Callable[[Tensor], Tensor]:
 
 
 def half_buffer(tiles: Tiles) -> Callable[[int, int], Tensor]:
-    """Room for a gradient tile in the type of the inputs."""
+    """A buffer for a gradient tile in the inputs' dtype."""
     return tiles.buffer(product_dtype(tiles.block.precision, tiles.block.x.device.type))

@@ -1,6 +1,6 @@
 """The matching pairs (i, i) of a block, which no walk has to look for, and what else is done row by row: O(N·D).
 
-In PyTorch operations; `triton_rows` does the same in one launch each.
+In PyTorch operations; `triton_embeddings` does the same in one launch each.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Tile sizes, as data, each with the measurement that chose it."""
+"""Tile sizes and the choice of kernel, as data, each with the measurement that chose it."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ class TileSize:
     columns: int
 
     def fitted(self, N: int, M: int) -> "TileSize":
-        """No larger than N×M, and where one side is short, longer on the other."""
+        """This tile cut to N×M. If one side is shorter, the other grows to keep the number of elements."""
         elements = self.rows * self.columns
         rows = max(1, min(N, self.rows))
         columns = max(1, min(M, elements // rows))
@@ -31,85 +31,87 @@ class TileSize:
 CPU = TileSize(rows=1024, columns=1024)
 
 # One H200, 32k rows and columns, D = 512, bf16 / fp32, clip_loss forward + backward in ms: 1024×1024 693 / 590,
-# 2048×2048 187 / 189, 4096×4096 72 / 143, 8192×8192 52 / 132. Launching is what small tiles cost. With every buffer a walk
-# can ask for (15 bytes an element in the worst case) this size stays below the 512 MiB that a workspace may take; 8192×8192
-# would not.
+# 2048×2048 187 / 189, 4096×4096 72 / 143, 8192×8192 52 / 132. Small tiles cost launches. All buffers of a pass (15 bytes an
+# element in the worst case) stay below the 512 MiB limit of a workspace at this size; 8192×8192 would exceed it.
 ACCELERATOR = TileSize(rows=4096, columns=8192)
 ACCELERATOR_FLOAT64 = TileSize(rows=4096, columns=4096)
 
 
 def eager_tile(device: torch.device, dtype: torch.dtype) -> TileSize:
-    """The tile that PyTorch operations walk on `device`, for similarities of `dtype`."""
+    """The tile of the eager backend on `device`, for similarities of `dtype`."""
     if device.type == "cpu":
         return CPU
     return ACCELERATOR_FLOAT64 if dtype == torch.float64 else ACCELERATOR
 
 
-# Squares on the diagonal of a symmetric block, which are walked whole: T/N more products than the upper half needs, 12 % at 64k
-# rows. A multiple of 256, which every kernel's tile divides. Smaller ones need more launches, of which the host makes few in a
-# millisecond: H200, 64k × 768, squares of 4096, each with all the work around a launch: 159 ms, where the whole square takes
-# 40. Squares of 8192 with that work done once (`triton_symmetric`): 23 ms.
+# Rows T of the squares on the diagonal of a symmetric block. Squares are computed whole: T/N more products than the upper half
+# needs, 12 % at 64k rows. T is a multiple of 256, which every kernel's tile divides. Smaller squares need more launches, and
+# the host makes few in a millisecond: H200, 64k × 768, squares of 4096, operands prepared for each: 159 ms, where the whole
+# matrix takes 40. Squares of 8192, operands prepared once (`triton_symmetric`): 23 ms.
 SYMMETRIC_SQUARE = 8192
 
 
 def symmetric_square(device: torch.device, dtype: torch.dtype, eager: bool) -> int:
-    """Rows of a square on the diagonal: a tile of PyTorch operations, or enough for a kernel to be worth its launch."""
+    """Rows of a square on the diagonal: an eager tile, or enough rows to be worth a kernel launch."""
     return eager_tile(device, dtype).rows if eager else SYMMETRIC_SQUARE
 
 
 def rows_at_once(device: torch.device, D: int) -> int:
-    """Rows of embeddings for elementwise work: few launches on an accelerator, the cache on a CPU; 32 MiB in float32."""
+    """Rows of embeddings for elementwise work: 32 MiB in float32 on an accelerator, for few launches; few on a CPU, for its
+    cache.
+    """
     return CPU.rows if device.type == "cpu" else max(1024, 2**23 // D)
 
 
 @dataclass(frozen=True)
 class KernelTile:
-    """One tile of a Triton kernel: rows × columns, `width` of the embeddings at a time."""
+    """One tile of a Triton kernel: rows × columns, and `width` of the embeddings' dimensions in each step."""
 
     rows: int
     columns: int
     width: int
     warps: int
     stages: int
-    group: int = 8  # tiles of rows that programs share before they go on to the next columns
+    group: int = 8  # tiles of rows that programs finish for some columns before they go on to the next columns
     per_multiprocessor: int = 1
 
     @property
     def options(self) -> dict[str, int]:
-        """What every launch passes on."""
+        """The tile as arguments of a launch."""
         blocks = {"BLOCK_N": self.rows, "BLOCK_M": self.columns, "BLOCK_D": self.width}
         return blocks | {"num_warps": self.warps, "num_stages": self.stages}
 
 
-# H200, bf16, 32k×32k, TFLOP/s at D = 512 / 768 / 1024, diagonal left out; cuBLAS's bare product in that run: 648 / 681 / 729.
+# H200, bf16, 32k×32k, TFLOP/s at D = 512 / 768 / 1024, diagonal excluded; cuBLAS's bare product in that run: 648 / 681 / 729.
 # 256×128, 8 warps, 3 stages: 655 / 712 / 735. 128×128, 4 warps: 598 / 537 / 511. 128×256, 8 warps: 257 / 288 / 326.
-_MARCH = KernelTile(rows=256, columns=128, width=64, warps=8, stages=3)
-_MARCH_TF32 = KernelTile(rows=128, columns=128, width=32, warps=8, stages=3)
-_MARCH_FLOAT32 = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
-_MARCH_SMALL = KernelTile(rows=128, columns=128, width=64, warps=8, stages=2)  # compiled for sm_89, not measured
+_LOGSUMEXP = KernelTile(rows=256, columns=128, width=64, warps=8, stages=3)
+_LOGSUMEXP_TF32 = KernelTile(rows=128, columns=128, width=32, warps=8, stages=3)
+_LOGSUMEXP_FLOAT32 = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
+_LOGSUMEXP_SMALL = KernelTile(rows=128, columns=128, width=64, warps=8, stages=2)  # compiled for sm_89, not measured
 
 # H200, bf16, strips of 8448×33792, TFLOP/s at D = 512 / 768 / 1024; cuBLAS's bare product in that run: 633 / 638 / 721.
 # 128×128, 4 warps, 3 stages, groups of 8, two programs an SM: 519 / 622 / 653. Groups of 16: 511 / 601 / 633.
-# 128×256, 8 warps, 4 stages: 508 / 571 / –. 256×128, 8 warps, 4 stages: 499 / – / 642. All in two halves; in one piece less.
-_STRIP = KernelTile(rows=128, columns=128, width=64, warps=4, stages=3, per_multiprocessor=2)
-_STRIP_TF32 = KernelTile(rows=128, columns=128, width=32, warps=8, stages=3)
-# Of half the columns, Triton 3.6 makes a program that reads from wrong addresses (`tests/tiles/compile_kernels.py`).
-_STRIP_FLOAT32 = KernelTile(rows=64, columns=128, width=32, warps=4, stages=2, per_multiprocessor=2)
-_STRIP_SMALL = KernelTile(rows=128, columns=128, width=64, warps=8, stages=2)  # compiled for sm_89, not measured
+# 128×256, 8 warps, 4 stages: 508 / 571 / –. 256×128, 8 warps, 4 stages: 499 / – / 642. All tiles stored in two halves; stored
+# whole, they are slower.
+_GRADIENT = KernelTile(rows=128, columns=128, width=64, warps=4, stages=3, per_multiprocessor=2)
+_GRADIENT_TF32 = KernelTile(rows=128, columns=128, width=32, warps=8, stages=3)
+# With half as many columns, Triton 3.6 compiles reads from wrong addresses (`tests/tiles/compile_kernels.py`).
+_GRADIENT_FLOAT32 = KernelTile(rows=64, columns=128, width=32, warps=4, stages=2, per_multiprocessor=2)
+_GRADIENT_SMALL = KernelTile(rows=128, columns=128, width=64, warps=8, stages=2)  # compiled for sm_89, not measured
 
-# Shared memory of one program that the measured tiles need; smaller chips get the small ones.
+# Shared memory of one program that the measured tiles need; chips with less get the small tiles.
 _LARGE_SHARED_MEMORY = 152 * 2**10
 
-# For the few rows that need a shift of their own.
+# For the few rows that are recomputed by online softmax.
 ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 
-# Rows and panels of columns of one launch of the forward walk: its row partials take 128 MiB at most.
-MARCH_ROWS, MARCH_PANELS = 131072, 256
+# Rows and panels of columns of one launch of the logsumexp kernel: its partial row sums take 128 MiB at most.
+LAUNCH_ROWS, LAUNCH_PANELS = 131072, 256
 
-# A strip of gradients; half of the 512 MiB that a workspace may take, because others are alive beside it. Its sides decide how
-# well tiles of dx and dy fill the multiprocessors. H200, bf16, 64k×64k, both products with fp32 sums, ms at D = 512 / 768 /
-# 1024: 8192×16384 11.2 / 17.4 / 22.5, 16384×8192 11.3 / 16.7 / 23.1, 11008×16384 11.9 / 17.8 / 25.6, 13312×13312 12.5 / 18.7 /
-# 25.6.
+# Bytes of a strip of gradients: half of the 512 MiB limit of a workspace, because other buffers are alive beside it. Its sides
+# decide how well the tiles of dx and dy fill the multiprocessors. H200, bf16, 64k×64k, both products with fp32 sums, ms at
+# D = 512 / 768 / 1024: 8192×16384 11.2 / 17.4 / 22.5, 16384×8192 11.3 / 16.7 / 23.1, 11008×16384 11.9 / 17.8 / 25.6,
+# 13312×13312 12.5 / 18.7 / 25.6.
 _STRIP_BYTES = 256 * 2**20
 
 
@@ -117,47 +119,51 @@ def _strip_rows(D: int) -> int:
     return 16384 if 512 < D < 1024 else 8448
 
 
-# Versions of Triton whose Gluon, which is experimental, the kernels of `gluon_panels` were compiled and run with.
+# Versions of Triton that `gluon_warp_specialized` was compiled and run with; Gluon is experimental.
 _GLUON_VERSIONS = ((3, 6), (3, 9))
 
 
 @dataclass(frozen=True)
-class Panel:
-    """Columns that a program of `gluon_panels` owns, and how 192 KiB of slots are divided between what stays and a ring."""
+class HopperTile:
+    """The panel of the warp-specialised kernel, and the division of its 192 KiB of slots into resident columns and a ring."""
 
     resident: int  # steps of the width whose columns stay in shared memory
-    ring: int  # slots for what passes by
+    ring: int  # slots for rows and streamed columns
     width: int = 64  # of a step, and of a slot
     columns: int = 128
 
 
-def panel(block: Block, task: str) -> Panel | None:
-    """Where the warp-specialised kernels serve and measured faster; `task` is "sums", "softmax" or "sigmoid".
+def hopper_tile(block: Block, task: str) -> HopperTile | None:
+    """The tile of the warp-specialised kernel if it serves `block` and was measured faster; otherwise None.
+
+    `task` is "sums", "softmax" or "sigmoid".
 
     H200, bf16, 64k×64k in strips of 8192×16384, TFLOP/s at D = 512 / 768 / 1024; cuBLAS's bare product: 656 / 701 / 710.
-    Sums 753 / 747 / 757, softmax weights 676 / 701 / 693, sigmoid weights 528 / 625 / 680; `_march` sums 679 / 730 / 756,
-    `_strip` softmax weights 519 / 622 / 653. How many steps stay, softmax / sigmoid / sums: at 768 6 701 / 625 / 747,
-    7 633 / 578 / 685, 8 563 / 522 / 617; at 1024 6 684 / 661 / 722, 5 693 / 639 / 743, 4 675 / 680 / 757. Slots of half the
-    width, twice as many: 631 / 531 / 684 at 512, and 0.85 of the others at 768.
+    Sums 753 / 747 / 757, softmax weights 676 / 701 / 693, sigmoid weights 528 / 625 / 680. The Triton kernels: sums
+    679 / 730 / 756 (`triton_logsumexp`), softmax weights 519 / 622 / 653 (`triton_gradient`).
+    By resident steps, softmax / sigmoid / sums: D = 768, 6 steps 701 / 625 / 747, 7 steps 633 / 578 / 685, 8 steps
+    563 / 522 / 617; D = 1024, 6 steps 684 / 661 / 722, 5 steps 693 / 639 / 743, 4 steps 675 / 680 / 757.
+    Twice as many slots of half the width: 631 / 531 / 684 at D = 512, and 0.85 of the above at 768.
     """
     half = block.precision in (BFLOAT16, FLOAT16)
     biased = block.col_bias is not None or (block.row_bias is not None and task != "sigmoid")
-    chosen = block.row_ids is not None or block.limit is not None
-    if block.D > 1024 or not half or biased or chosen or not has_gluon(block.x.device):
+    excludes = block.row_ids is not None or block.limit is not None
+    if block.D > 1024 or not half or biased or excludes or not has_gluon(block.x.device):
         return None
     steps = -(-block.D // 64)
     if steps <= 8:
-        return Panel(steps, min(8, 12 - steps))
+        return HopperTile(steps, min(8, 12 - steps))
     if steps <= 12:
-        return Panel(6, 6)
-    return Panel(5, 7) if task == "softmax" else Panel(4, 8)
+        return HopperTile(6, 6)
+    return HopperTile(5, 7) if task == "softmax" else HopperTile(4, 8)
 
 
 def panel_programs(panels: int, multiprocessors: int) -> int:
-    """How many programs share the tiles of `panels`, each the same number of them, one after the other.
+    """How many programs divide the tiles of `panels` evenly among themselves.
 
-    Programs that are at the same row at the same time share its copy in the L2 cache: 128 panels on 132 multiprocessors run at
-    551 TFLOP/s with 132 programs, all at different rows, and at 684 with 128 (softmax weights, D = 1024). So a few may be idle.
+    Programs that work on the same rows at the same time share them in the L2 cache: 128 panels on 132 multiprocessors run at
+    551 TFLOP/s with 132 programs, all at different rows, and at 684 with 128 (softmax weights, D = 1024). So a few
+    multiprocessors may be left idle.
     """
 
     def cost(programs: int) -> float:
@@ -169,7 +175,7 @@ def panel_programs(panels: int, multiprocessors: int) -> int:
 
 @cache
 def has_gluon(device: torch.device) -> bool:
-    """Whether the warp-specialised kernels run on `device`: Hopper, and a Triton they were tried with."""
+    """Whether the warp-specialised kernel runs on `device`: Hopper, and a tested version of Triton."""
     import triton
 
     version = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -177,14 +183,14 @@ def has_gluon(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and first <= version < after_last
 
 
-def march_tile(precision: str, device: torch.device) -> KernelTile:
-    """The tile of the forward kernel."""
-    return _tile(_MARCH, _MARCH_TF32, _MARCH_FLOAT32, _MARCH_SMALL, precision, device)
+def logsumexp_tile(precision: str, device: torch.device) -> KernelTile:
+    """The tile of the logsumexp kernel."""
+    return _tile(_LOGSUMEXP, _LOGSUMEXP_TF32, _LOGSUMEXP_FLOAT32, _LOGSUMEXP_SMALL, precision, device)
 
 
-def strip_tile(precision: str, device: torch.device) -> KernelTile:
-    """The tile of the gradient kernel."""
-    return _tile(_STRIP, _STRIP_TF32, _STRIP_FLOAT32, _STRIP_SMALL, precision, device)
+def gradient_tile(precision: str, device: torch.device) -> KernelTile:
+    """The tile of the gradient-strip kernel."""
+    return _tile(_GRADIENT, _GRADIENT_TF32, _GRADIENT_FLOAT32, _GRADIENT_SMALL, precision, device)
 
 
 def _tile(
@@ -197,37 +203,37 @@ def _tile(
     return tf32 if precision == TF32 else half
 
 
-def march_strips(panels: int, rows: int, tile_rows: int, multiprocessors: int) -> tuple[int, int]:
-    """(how many programs share a panel, rows of each): the fewest that leave the fewest multiprocessors idle at the end."""
+def row_splits(panels: int, rows: int, tile_rows: int, multiprocessors: int) -> tuple[int, int]:
+    """(programs that split a panel's rows, rows of each): the fewest programs that leave the fewest multiprocessors idle."""
     tiles = -(-rows // tile_rows)
 
-    def idle(strips: int) -> float:
-        waves = panels * strips / multiprocessors
-        return -(-panels * strips // multiprocessors) / waves
+    def idle(splits: int) -> float:
+        waves = panels * splits / multiprocessors
+        return -(-panels * splits // multiprocessors) / waves
 
-    strips = min(range(1, min(tiles, 8 + multiprocessors // panels) + 1), key=lambda count: (round(idle(count), 2), count))
-    strip_rows = -(-tiles // strips) * tile_rows
-    return -(-rows // strip_rows), strip_rows
+    splits = min(range(1, min(tiles, 8 + multiprocessors // panels) + 1), key=lambda count: (round(idle(count), 2), count))
+    split_rows = -(-tiles // splits) * tile_rows
+    return -(-rows // split_rows), split_rows
 
 
 def strip_size(N: int, M: int, D: int, element_size: int) -> TileSize:
-    """Rows and columns of one strip of gradients: all of equal size, as few as the workspace allows.
+    """Rows and columns of one strip of gradients: strips of equal size, as few as the workspace allows.
 
-    A strip of dx is alive beside it, in fp32, and so is a temporary of its size: 64 MiB each at most.
+    The strip's rows of dx are alive beside it, in fp32, and so is a temporary of that size: 64 MiB each at most.
     """
     rows = _even(N, min(_strip_rows(D), max(256, 2**24 // D)))
     return TileSize(rows, _even(M, _STRIP_BYTES // element_size // rows))
 
 
 def _even(length: int, most: int) -> int:
-    """The size of equal pieces of `length`, each a multiple of 256 and at most `most`."""
-    pieces = max(1, -(-length // (most // 256 * 256)))
-    return -(-length // pieces // 256) * 256
+    """`length` divided into equal parts, each a multiple of 256 and at most `most`: their size."""
+    parts = max(1, -(-length // (most // 256 * 256)))
+    return -(-length // parts // 256) * 256
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have; a CPU interpreting kernels has enough."""
+    """Bytes of shared memory that one program may use; on a CPU, where kernels are interpreted, more than enough."""
     if device.type != "cuda":
         return 2**20
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
@@ -235,5 +241,5 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; a CPU interpreting kernels counts as a small one."""
+    """Multiprocessors of a CUDA device; 4 on a CPU, where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,25 +1,27 @@
-"""What the Triton walks are given: inputs that the copy engine can read, and exponents in units of log 2.
+"""Inputs of the Triton kernels: embeddings that the copy engine can read, and exponents in units of log 2.
 
-The softmax kernels compute t_ij = k·⟨x_i, y_j⟩ + row_offset_i + col_offset_j, where k = scale · log2 e and the offsets hold the
-biases and minus one shift C for the whole block. C is the least that keeps the largest exponent that norms and biases allow
-below `HEADROOM`, so that 2^t stays in fp32's range from 2⁶⁰ down: one exponential per element serves rows and columns alike.
-Where that loses digits, because a row is far below what the largest norm or bias allows, the exponents are formed again
-without C.
+The softmax kernels compute t_ij = k·⟨x_i, y_j⟩ + row_offset_i + col_offset_j, where k = scale · log2 e. The offsets hold the
+biases and minus one shift C for the whole block. C is the least shift that keeps t below `HEADROOM` for every product and bias
+that the norms and the largest biases allow. So 2^t stays in fp32's range from 2⁶⁰ down, and one exponential per element serves
+rows and columns. A row far below the bound of the largest norm or bias loses digits; its exponents are formed again without C
+(`triton_online_logsumexp`).
 
-What every row shares must not be rounded: such an error does not average out. C is kept in float64, and the part of it that the
-kernels subtract is a whole number; sums become logarithms, and weights, in float64.
+An error that all rows share does not average out. So C is kept in float64, the part of it that the kernels subtract is a whole
+number, and sums become logarithms and weights in float64.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.tiles.block import Block
-from megabatch.tiles.precision import HALF_DTYPE, TF32, round_to_tf32
-from megabatch.tiles.triton_rows import exponent_scale
+from megabatch.tiles.plan import KernelTile
+from megabatch.tiles.precision import FLOAT32, HALF_DTYPE, TF32, round_to_tf32
+from megabatch.tiles.triton_exponent_scale import exponent_scale
 
 LOG2E = 1 / math.log(2)
 HEADROOM = 60.0
@@ -27,23 +29,27 @@ HEADROOM = 60.0
 
 @dataclass(frozen=True)
 class Operands:
-    """A block as the kernels see it."""
+    """A block as the kernels read it."""
 
-    x: Tensor  # (N, D) rounded, rows of whole 16 bytes
+    x: Tensor  # (N, D) rounded; each row starts at a multiple of 16 bytes
     y: Tensor  # (M, D)
-    exponent_scale: Tensor  # (3,) k, what rounding took from it, and the offset of columns where there is no vector
+    exponent_scale: Tensor  # (3,) k, its rounding error, and the column offset to use where col_offset is None
     shift: Tensor  # () C, float64
-    row_offset: Tensor | None  # (N,) for exponents relative to C
+    row_offset: Tensor | None  # (N,) of exponents relative to C
     col_offset: Tensor | None  # (M,)
-    row_plain: Tensor | None  # (N,) for exponents as they are
-    col_plain: Tensor | None  # (M,)
+    row_offset_unshifted: Tensor | None  # (N,) of exponents without C
+    col_offset_unshifted: Tensor | None  # (M,)
     row_ids: Tensor | None  # (N,)
     col_ids: Tensor | None  # (M,)
-    limit: Tensor | None = None  # (N,) products above are left out
+    limit: Tensor | None = None  # (N,) pairs with a larger product are excluded
+
+    def descriptors(self, tile: KernelTile) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Descriptors of x and y for a kernel's tile."""
+        return descriptor(self.x, tile.rows, tile.width), descriptor(self.y, tile.columns, tile.width)
 
 
 def exponent_operands(block: Block) -> Operands:
-    """For softmax: exponents of 2, relative to C."""
+    """Operands of the softmax kernels: exponents of 2, relative to C."""
     x = _operand(block.x, block.precision)
     y = x if block.y is block.x else _operand(block.y, block.precision)
     constants, shift = exponent_scale(x, y, block.scale, HEADROOM)
@@ -63,8 +69,8 @@ def exponent_operands(block: Block) -> Operands:
         shift=shift,
         row_offset=row_offset,
         col_offset=col_offset,
-        row_plain=None if row is None else row.float(),
-        col_plain=None if col is None else col.float(),
+        row_offset_unshifted=None if row is None else row.float(),
+        col_offset_unshifted=None if col is None else col.float(),
         row_ids=packed(block.row_ids),
         col_ids=packed(block.col_ids),
         limit=None if block.limit is None else block.limit.contiguous(),
@@ -72,40 +78,56 @@ def exponent_operands(block: Block) -> Operands:
 
 
 def similarity_operands(block: Block) -> Operands:
-    """For everything else: the similarities themselves, C = 0 and k the scale."""
+    """Operands of the other kernels: t is the similarity itself, k the scale and C = 0."""
     x, y = _operand(block.x, block.precision), _operand(block.y, block.precision)
-    nothing = torch.zeros_like(block.scale)
+    zero = torch.zeros_like(block.scale)
     return Operands(
         x=x,
         y=y,
-        exponent_scale=torch.stack((block.scale, nothing, nothing)),
-        shift=nothing.double(),
+        exponent_scale=torch.stack((block.scale, zero, zero)),
+        shift=zero.double(),
         row_offset=None if block.row_bias is None else block.row_bias.contiguous(),
         col_offset=None if block.col_bias is None else block.col_bias.contiguous(),
-        row_plain=None,
-        col_plain=None,
+        row_offset_unshifted=None,
+        col_offset_unshifted=None,
         row_ids=packed(block.row_ids),
         col_ids=packed(block.col_ids),
     )
 
 
+def kernel_options(block: Block, tile: KernelTile) -> dict[str, Any]:
+    """Compile-time arguments of every kernel that computes exponents.
+
+    EXACT: whether exponents use all digits of k. Products of half-precision inputs are rougher than the rounding of k.
+    """
+    exact = block.precision in (FLOAT32, TF32)
+    constants = {"D": block.D, "SKIP_DIAGONAL": block.skip_diagonal, "PRECISION": dot_precision(block), "EXACT": exact}
+    return constants | tile.options
+
+
+def dot_precision(block: Block) -> str:
+    """`input_precision` of `tl.dot`. TF32 inputs are rounded already, so the bits that it truncates are zero."""
+    return "ieee" if block.precision == FLOAT32 else "tf32"
+
+
 def descriptor(values: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """For blocks of rows × columns; what lies beyond the edge reads as 0 and is not written."""
+    """Descriptor for tiles of rows × columns. Elements beyond the edge read as 0 and are not written."""
     return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, columns])
 
 
-def whole_rows(like: Tensor, rows: int, columns: int) -> Tensor:  # (rows, columns)
-    """An uninitialised matrix that the copy engine can write: its rows start at multiples of 16 bytes."""
+def aligned_empty(like: Tensor, rows: int, columns: int) -> Tensor:  # (rows, columns)
+    """An uninitialised matrix that the copy engine can write: each row starts at a multiple of 16 bytes."""
     step = 16 // like.element_size()
     return like.new_empty(rows, -(-columns // step) * step)[:, :columns]
 
 
 def packed(ids: Tensor | None) -> Tensor | None:
-    """As wide as any: kernels would compare int8 with uint8 by their bits."""
+    """Ids as contiguous int64: a kernel would compare int8 with uint8 bit by bit."""
     return None if ids is None else ids.long().contiguous()
 
 
 def _operand(values: Tensor, precision: str) -> Tensor:
+    """`values` rounded to `precision`, copied if the copy engine cannot read them where they are."""
     if precision == TF32:
         values = round_to_tf32(values)
     elif precision in HALF_DTYPE:
@@ -118,8 +140,9 @@ def _operand(values: Tensor, precision: str) -> Tensor:
         and values.data_ptr() % 16 == 0
     ):
         return values
-    return whole_rows(values, *values.shape).copy_(values)
+    return aligned_empty(values, *values.shape).copy_(values)
 
 
 def _largest(values: Tensor) -> Tensor:
+    """The largest finite value; 0 if there is none."""
     return torch.where(values.isfinite(), values, -torch.inf).amax().nan_to_num(neginf=0.0)

@@ -1,6 +1,6 @@
-"""How many entries come before the matching one, in every row and column: one pass, sums of integers.
+"""Ranks of the matching pairs: how many entries of each row and each column come before the matching one, in one pass.
 
-Integer atomics give the same counts in any order, so partials need no buffer of their own here.
+Counts are integers: atomics give the same result in any order, so there are no partial sums.
 """
 
 import torch
@@ -11,15 +11,14 @@ from torch import Tensor
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block, Pairs
 from megabatch.tiles.matching import pairs_on_the_diagonal, rank_noise
-from megabatch.tiles.triton_forward import dot_precision
-from megabatch.tiles.triton_operands import descriptor, similarity_operands
-from megabatch.tiles.triton_rows import matching_products
+from megabatch.tiles.triton_embeddings import matching_products
+from megabatch.tiles.triton_operands import dot_precision, similarity_operands
 
 
 @triton.jit
-def _count(
-    x_desc,
-    y_desc,
+def _rank_kernel(
+    x_desc,  # (N, D)
+    y_desc,  # (M, D)
     scale,  # ()
     row_match,  # (N,)
     col_match,  # (M,)
@@ -57,25 +56,24 @@ def _count(
 
 
 def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:  # (N,), (M,) int64
-    """How many entries of row i, and of column i, come before s_ii, or before the pairs given; as `eager.rank_counts` says."""
+    """How many entries of row i, and of column i, come before s_ii, or before the matching pairs in `pairs`.
+
+    Ties are decided as in `eager.rank_counts`.
+    """
     pairs = pairs_on_the_diagonal(block, matching_products(block)) if pairs is None else pairs
     row_rank, col_rank = (torch.zeros(size, dtype=torch.int64, device=block.x.device) for size in (block.N, block.M))
-    size = plan.strip_tile(block.precision, block.x.device)
-    given = similarity_operands(block)
-    row_noise, col_noise = rank_noise(block)
-    _count[(triton.cdiv(block.N, size.rows), triton.cdiv(block.M, size.columns))](
-        descriptor(given.x, size.rows, size.width),
-        descriptor(given.y, size.columns, size.width),
+    tile = plan.gradient_tile(block.precision, block.x.device)
+    _rank_kernel[(triton.cdiv(block.N, tile.rows), triton.cdiv(block.M, tile.columns))](
+        *similarity_operands(block).descriptors(tile),
         block.scale,
         *(part.contiguous() for part in pairs),
-        row_noise,
-        col_noise,
+        *rank_noise(block),
         row_rank,
         col_rank,
         block.N,
         block.M,
         D=block.D,
         PRECISION=dot_precision(block),
-        **size.options,
+        **tile.options,
     )
     return row_rank, col_rank

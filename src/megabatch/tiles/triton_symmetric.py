@@ -1,7 +1,7 @@
-"""The upper half of a symmetric block by the kernels: what is done around a launch is done once, and not for every rectangle.
+"""The upper half of a symmetric block by the Triton kernels; operands are prepared once and not for every rectangle.
 
-Sums of all rectangles are at the one shift of the block, so that they are simply added, those of rows and of columns alike, and
-become logarithms at the end; weights of rows are those of columns.
+The sums of all rectangles share the block's shift C. So row sums and column sums are simply added, and become logarithms at the
+end. Row weights and column weights of the gradient are the same vector.
 """
 
 from torch import Tensor
@@ -10,39 +10,37 @@ from megabatch.tiles.backends import TRITON
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.symmetric import Half, Side
-from megabatch.tiles.triton_backward import ODD_SOFTMAX, SOFTMAX, Weights, any_in_tile, relative, strip_tile, walk
-from megabatch.tiles.triton_forward import add_totals, log_sum, recompute_lost
+from megabatch.tiles.triton_backward import gradient_strips, side_weights, softmax_task
+from megabatch.tiles.triton_logsumexp import add_sums, log_sum
+from megabatch.tiles.triton_online_logsumexp import recompute_out_of_range
 from megabatch.tiles.triton_operands import exponent_operands
 
 
 class KernelHalf(Half):
-    """`Half` for a block of this backend's own rows."""
+    """`Half` of a block by the Triton backend."""
 
     def __init__(self) -> None:
         super().__init__(TRITON)
 
-    def statistics(self, block: Block) -> LogSum:
-        """Sums of exp(s) over each row, (N,)."""
+    def statistics(self, block: Block) -> LogSum:  # (N,)
+        """Row sums of exp(s)."""
         if block.is_empty:
             return super().statistics(block)
-        given = exponent_operands(block)
+        operands = exponent_operands(block)
         total = block.zeros(block.N)
         for rows, columns in self.upper_half(block):
-            add_totals(given, block, rows, columns, total, None if rows == columns else total)
-        return log_sum(total, recompute_lost(given, block, total, transposed=False))
+            add_sums(operands, block, rows, columns, total, None if rows == columns else total)
+        return log_sum(total, recompute_out_of_range(operands, block, total, transposed=False))
 
     def gradients(self, block: Block, side: Side, dscale: Tensor | None) -> None:
         """Adds the gradients of ⟨dsums, log sums⟩."""
         if block.is_empty:
             return
-        given = exponent_operands(block)
-        size = strip_tile(given, block, SOFTMAX)
-        weight, cap, shift = relative(side.sums, side.dsums, given.shift, block.N)
-        row_odd, col_odd = any_in_tile(shift, size.rows), any_in_tile(shift, size.columns)
-        odd = row_odd.amax() + col_odd.amax()
-        weights = Weights(weight, weight, cap, cap, shift, shift, odd, row_odd, col_odd)
+        operands = exponent_operands(block)
+        weights = side_weights(side.sums, side.dsums, operands.shift, block.N)
+        task = softmax_task(operands, block, weights, weights)
         for rows, columns in self.upper_half(block):
             needs = Needs(dx=True, dy=rows != columns, dscale=dscale is not None)
             sums = ColumnGradients(side.dz if needs.dy else None, None)
-            strips = walk(given, block, size, (SOFTMAX, ODD_SOFTMAX), weights, sums, needs, within=(rows, columns))
+            strips = gradient_strips(task, sums, needs, within=(rows, columns))
             self.take(strips, block, side.dz, dscale, share=1.0 if needs.dy else 0.5)

@@ -1,21 +1,21 @@
 """The Triton backend: the same functions as `eager`.
 
-No kernel forms two tiles of similarities at once. Of a student's and a teacher's, and of those that a guide looks at too,
-`triton_soft` and `triton_guided` take what libraries formed.
+A teacher or a guide adds a second product for each pair. Two tiles do not fit in a kernel's registers, so library products form
+both in memory, and `triton_distillation` and `triton_guided_logsumexp` read them.
 """
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-from megabatch.tiles import triton_backward, triton_forward, triton_guided
+from megabatch.tiles import triton_backward, triton_guided_logsumexp, triton_logsumexp
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.triton_backward import softplus_gradients, softplus_sums
-from megabatch.tiles.triton_forward import logsumexp_statistics
+from megabatch.tiles.triton_distillation import soft_gradients, soft_statistics
+from megabatch.tiles.triton_embeddings import finish_rows, matching_products
+from megabatch.tiles.triton_logsumexp import logsumexp_statistics
 from megabatch.tiles.triton_rank import rank_counts
-from megabatch.tiles.triton_rows import finish_rows, matching_products
-from megabatch.tiles.triton_soft import soft_gradients, soft_statistics
 
 __all__ = [
     "finish_rows",
@@ -31,22 +31,22 @@ __all__ = [
 ]
 
 
-def row_statistics(block: Block) -> LogSum:
-    """Row sums (N,) of exp(s)."""
-    return triton_forward.row_statistics(block) if block.companion is None else triton_guided.row_statistics(block)
+def row_statistics(block: Block) -> LogSum:  # (N,)
+    """Row sums of exp(s)."""
+    return (triton_logsumexp if block.companion is None else triton_guided_logsumexp).row_statistics(block)
 
 
 def logsumexp_gradients(
     block: Block,
-    row: LogSum,
-    col: LogSum | None,
-    drow: Tensor | None,
-    dcol: Tensor | None,
+    row: LogSum,  # (N,)
+    col: LogSum | None,  # (M,)
+    drow: Tensor | None,  # (N,)
+    dcol: Tensor | None,  # (M,)
     sums: ColumnGradients,
     needs: Needs,
 ) -> Iterator[RowGradients]:
-    """As in `triton_backward`; a guide knows rows alone."""
+    """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩; with a guide, of rows alone."""
     if block.companion is not None:
         assert dcol is None
-        return triton_guided.row_gradients(block, row, drow, sums, needs)
+        return triton_guided_logsumexp.row_gradients(block, row, drow, sums, needs)
     return triton_backward.logsumexp_gradients(block, row, col, drow, dcol, sums, needs)

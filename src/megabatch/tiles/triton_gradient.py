@@ -1,0 +1,282 @@
+"""The gradient-strip kernel: recomputes tiles of similarities and stores a strip of weights g = d loss / d s.
+
+The kernel is a persistent matrix product whose tile is turned into weights before it is stored. It is stored in two halves:
+half the shared memory for the store leaves room for one more stage of loads.
+
+With the common shift C of `triton_operands` both softmax weights share one exponential: g = 2^t · (row weight + column weight).
+A sum that fp32 cannot hold at C has a shift of its own. A second launch forms the tiles that touch such a row or column again,
+with two exponentials; if there are none, as nearly always, it returns at once.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megabatch.tiles import plan
+from megabatch.tiles.block import Block
+from megabatch.tiles.precision import TF32
+from megabatch.tiles.triton_device import equal_ids, exponents, log1p, offsets, product_less_one, round_to_tf32
+from megabatch.tiles.triton_operands import Operands, descriptor, kernel_options
+from megabatch.tiles.triton_partial_sums import add_partial_sums
+
+# Kinds of weights.
+SOFTMAX, SOFTMAX_OWN_SHIFT, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _gradient_strip_kernel(
+    x_desc,  # (N, D)
+    y_desc,  # (M, D)
+    g_desc,  # (rows of the strip, columns of the strip), or None
+    exponent_scale,  # (3,)
+    row_offset,  # (N,) or None
+    col_offset,  # (M,) or None
+    row_offset_unshifted,  # (N,) or None
+    col_offset_unshifted,  # (M,) or None
+    row_ids,  # (N,) or None
+    col_ids,  # (M,) or None
+    limit,  # (N,) or None
+    row_weight,  # (N,), or None for 1
+    col_weight,  # (M,)
+    row_cap,  # (N,) the row's sum: no term of it is larger
+    col_cap,  # (M,)
+    row_shift,  # (N,) the row's own shift, or −inf for C
+    col_shift,  # (M,)
+    any_own_shift,  # () whether any row or column has its own shift
+    row_tile_own_shift,  # (tiles of N,) whether any row of the tile has its own shift
+    col_tile_own_shift,  # (tiles of M,)
+    softplus_part,  # (2 · tiles of M, rows) row sums of softplus, negated, or None
+    row_part,  # (2 · tiles of M, rows) row sums of g, or None
+    scale_part,  # (2 · tiles of M, rows) row sums of g times product, or None
+    col_part,  # (tiles of N, columns) column sums of g, or None
+    first_row,
+    last_row,
+    first_column,
+    last_column,
+    N,
+    M,
+    D: tl.constexpr,
+    KIND: tl.constexpr,
+    SKIP_DIAGONAL: tl.constexpr,
+    IDS_ARE_POSITIVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+    TF32: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    HALF: tl.constexpr = BLOCK_M // 2
+    if KIND == SOFTMAX_OWN_SHIFT:
+        if tl.load(any_own_shift) == 0:
+            return
+    rows, columns = last_row - first_row, last_column - first_column
+    tiles_n, tiles_m = tl.cdiv(rows, BLOCK_N), tl.cdiv(columns, BLOCK_M)
+    HAS_ROW: tl.constexpr = row_offset is not None
+    k, k_rest, base = tl.load(exponent_scale), tl.load(exponent_scale + 1), tl.load(exponent_scale + 2)
+    for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=KIND != SOFTMAX_OWN_SHIFT):
+        # GROUP tiles of rows at a time, so that the operands of concurrent programs stay in the L2 cache.
+        group = tile // (GROUP * tiles_m)
+        index = tile % (GROUP * tiles_m)
+        group_rows = tl.minimum(tiles_n - group * GROUP, GROUP)
+        tile_n = group * GROUP + index % group_rows
+        tile_m = index // group_rows
+        n, m = first_row + tile_n * BLOCK_N, first_column + tile_m * BLOCK_M
+        is_needed = True
+        if KIND == SOFTMAX_OWN_SHIFT:
+            is_needed = (tl.load(row_tile_own_shift + n // BLOCK_N) + tl.load(col_tile_own_shift + m // BLOCK_M)) > 0
+        if is_needed:
+            s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for d in range(0, D, BLOCK_D):
+                s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
+            offs_n = n + tl.arange(0, BLOCK_N)
+            if row_weight is not None:
+                a = tl.load(row_weight + offs_n, mask=offs_n < N, other=0.0)
+            left, right = s.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1).split()
+            for half in tl.static_range(2):
+                part = left if half == 0 else right
+                mh = m + half * HALF
+                offs_m = mh + tl.arange(0, HALF)
+                column, row = offsets(col_offset, base, offs_m, M, 0), offsets(row_offset, 0.0, offs_n, N, 1)
+                t = exponents(
+                    part, k, k_rest, column, row, row_ids, col_ids, limit, n, mh, N, M,
+                    HAS_ROW, EXACT, SKIP_DIAGONAL, IDS_ARE_POSITIVES,
+                )  # fmt: skip
+                if KIND == SIGMOID:
+                    small = tl.exp2(-1.4426950408889634 * tl.abs(t))  # exp(−|t|) cannot overflow
+                    g = tl.where(t >= 0, 1.0, small) / (1.0 + small)
+                    if row_weight is not None:
+                        g = a[:, None] * g
+                    if IDS_ARE_POSITIVES:
+                        g = tl.where(equal_ids(row_ids, col_ids, offs_n, offs_m, N, M), -g, g)
+                else:
+                    b = tl.load(col_weight + offs_m, mask=offs_m < M, other=0.0)
+                    cap_a = tl.load(row_cap + offs_n, mask=offs_n < N, other=0.0)[:, None]
+                    cap_b = tl.load(col_cap + offs_m, mask=offs_m < M, other=0.0)[None, :]
+                    if KIND == SOFTMAX:
+                        g = tl.minimum(tl.minimum(tl.exp2(t), cap_a), cap_b) * (a[:, None] + b[None, :])
+                    else:
+                        column = offsets(col_offset_unshifted, 0.0, offs_m, M, 0)
+                        row = offsets(row_offset_unshifted, 0.0, offs_n, N, 1)
+                        unshifted = exponents(
+                            part, k, k_rest, column, row, row_ids, col_ids, limit, n, mh, N, M, HAS_ROW, EXACT, SKIP_DIAGONAL
+                        )
+                        shift_a, shift_b = offsets(row_shift, 0.0, offs_n, N, 1), offsets(col_shift, 0.0, offs_m, M, 0)
+                        none = -float("inf")
+                        g = a[:, None] * tl.minimum(tl.exp2(tl.where(shift_a == none, t, unshifted - shift_a)), cap_a)
+                        g += b[None, :] * tl.minimum(tl.exp2(tl.where(shift_b == none, t, unshifted - shift_b)), cap_b)
+                mask_n, mask_m = offs_n < last_row, offs_m < last_column
+                offs_part = (2 * tile_m + half).to(tl.int64) * rows + (offs_n - first_row)
+                if softplus_part is not None:
+                    tl.static_assert(HALF <= 64, "product_less_one holds 64 terms")
+                    above_zero = tl.sum(tl.where(mask_m[None, :], tl.maximum(t, 0.0), 0.0), 1)
+                    product = tl.reduce(tl.where(mask_m[None, :], small, 0.0), 1, product_less_one)
+                    tl.store(softplus_part + offs_part, -(above_zero + log1p(product)), mask=mask_n)
+                if row_part is not None:
+                    tl.store(row_part + offs_part, tl.sum(tl.where(mask_m[None, :], g, 0.0), 1), mask=mask_n)
+                if scale_part is not None:
+                    tl.store(scale_part + offs_part, tl.sum(tl.where(mask_m[None, :], g * part, 0.0), 1), mask=mask_n)
+                if col_part is not None:
+                    offs_part = tile_n.to(tl.int64) * columns + (offs_m - first_column)
+                    tl.store(col_part + offs_part, tl.sum(tl.where(mask_n[:, None], g, 0.0), 0), mask=mask_m)
+                if g_desc is not None:
+                    if TF32:
+                        g = round_to_tf32(g)
+                    g_desc.store([n - first_row, mh - first_column], g.to(g_desc.dtype))
+
+
+class SideWeights(NamedTuple):
+    """Softmax weights of the rows or of the columns of a block."""
+
+    weight: Tensor  # (K,) drow_i / row_i at the shift
+    cap: Tensor  # (K,) row_i at the shift
+    shift: Tensor  # (K,) −inf for C, otherwise a shift of its own
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Vectors that turn exponents into weights. A sigmoid has row weights alone, or none if they are all 1."""
+
+    row_weight: Tensor | None  # (N,)
+    col_weight: Tensor | None = None  # (M,)
+    row_cap: Tensor | None = None  # (N,)
+    col_cap: Tensor | None = None  # (M,)
+    row_shift: Tensor | None = None  # (N,)
+    col_shift: Tensor | None = None  # (M,)
+    any_own_shift: Tensor | None = None  # () int32
+    row_tile_own_shift: Tensor | None = None  # (tiles of N,) int32
+    col_tile_own_shift: Tensor | None = None  # (tiles of M,) int32
+
+    @classmethod
+    def of_softmax(cls, row: SideWeights, col: SideWeights, tile: plan.KernelTile) -> "Weights":
+        """Weights of rows and columns; `tile` is the kernel's."""
+        by_row, by_column = _has_own_shift(row.shift, tile.rows), _has_own_shift(col.shift, tile.columns)
+        vectors = (vector for pair in zip(row, col, strict=True) for vector in pair)
+        return cls(*vectors, by_row.amax() + by_column.amax(), by_row, by_column)
+
+
+@dataclass(frozen=True)
+class StripTask:
+    """The inputs that all strips of one backward pass share."""
+
+    operands: Operands
+    block: Block
+    tile: plan.KernelTile
+    kinds: tuple[tl.constexpr, ...]  # one launch each
+    weights: Weights
+
+
+class RowSums(NamedTuple):
+    """Row sums (n,) of a strip that its launch adds to; None for those not needed."""
+
+    softplus: Tensor | None = None
+    g: Tensor | None = None
+    g_times_product: Tensor | None = None
+
+
+def form_strip(
+    task: StripTask,
+    rows: slice,
+    columns: slice,
+    g: Tensor | None,  # (n, m) written
+    row_sums: RowSums,
+    col_sum: Tensor | None,  # (m,) column sums of g, added to
+) -> None:
+    """Writes the strip of weights at (rows, columns) and adds its row and column sums."""
+    operands, block, tile, weights = task.operands, task.block, task.tile, task.weights
+    kinds, hopper = task.kinds, hopper_tile(block, task.kinds[0])
+    n, m = rows.stop - rows.start, columns.stop - columns.start
+    tiles_m = 2 * triton.cdiv(m, tile.columns) if hopper is None else triton.cdiv(m, hopper.columns)
+    row_parts = [None if whole is None else _partial_sums(block, tiles_m, n) for whole in row_sums]
+    col_part = None if col_sum is None else _partial_sums(block, triton.cdiv(n, tile.rows), m)
+    if hopper is not None:
+        from megabatch.tiles import gluon_warp_specialized as gluon
+
+        if SIGMOID in kinds:
+            parts = row_parts[0], row_parts[1]
+            gluon.sigmoid_weights(hopper, operands, weights.row_weight, rows, columns, g, parts, block.skip_diagonal)
+        else:
+            row, col = (weights.row_weight, weights.row_cap), (weights.col_weight, weights.col_cap)
+            gluon.softmax_weights(hopper, operands, row, col, rows, columns, g, block.skip_diagonal)
+        kinds = kinds[1:]
+    programs = plan.multiprocessors(block.x.device) * tile.per_multiprocessor
+    for kind in kinds:
+        _gradient_strip_kernel[(programs,)](
+            *operands.descriptors(tile),
+            None if g is None else descriptor(g, tile.rows, tile.columns // 2),
+            operands.exponent_scale,
+            operands.row_offset,
+            operands.col_offset,
+            operands.row_offset_unshifted,
+            operands.col_offset_unshifted,
+            operands.row_ids,
+            operands.col_ids,
+            operands.limit,
+            weights.row_weight,
+            weights.col_weight,
+            weights.row_cap,
+            weights.col_cap,
+            weights.row_shift,
+            weights.col_shift,
+            weights.any_own_shift,
+            weights.row_tile_own_shift,
+            weights.col_tile_own_shift,
+            *row_parts,
+            col_part,
+            rows.start,
+            rows.stop,
+            columns.start,
+            columns.stop,
+            block.N,
+            block.M,
+            KIND=kind,
+            IDS_ARE_POSITIVES=block.ids_are_positives,
+            TF32=block.precision == TF32,
+            GROUP=tile.group,
+            PROGRAMS=programs,
+            **kernel_options(block, tile),
+        )
+    add_partial_sums(row_parts, row_sums)
+    if col_sum is not None and col_part is not None:
+        col_sum += col_part.sum(0)
+
+
+def hopper_tile(block: Block, kind: tl.constexpr) -> plan.HopperTile | None:
+    """The tile of the warp-specialised kernel if it serves this block and kind."""
+    return plan.hopper_tile(block, "sigmoid" if kind == SIGMOID else "softmax")
+
+
+def _has_own_shift(shift: Tensor, tile: int) -> Tensor:  # (tiles,) int32
+    """Whether any row (or column) of each tile has a shift of its own."""
+    padding = -len(shift) % tile
+    return torch.nn.functional.pad(shift != -torch.inf, (0, padding)).view(-1, tile).any(1).int()
+
+
+def _partial_sums(block: Block, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=block.dtype, device=block.x.device)

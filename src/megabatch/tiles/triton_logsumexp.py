@@ -1,0 +1,195 @@
+"""Row and column sums of exp(s) in one pass over the tiles, at the speed of the bare product.
+
+A program owns a panel of BLOCK_M columns and loops over the rows, BLOCK_N at a time. One exponential per element serves both
+directions. Row sums of a tile are stored as partial sums. Column sums stay in registers: each thread adds up the rows it owns,
+and the threads' sums are reduced once, after the loop. There are no atomics; partial sums are added in a fixed order.
+
+All sums share one shift (`triton_operands`). Sums that fp32 cannot hold at that shift are recognised by their values, and
+`triton_online_logsumexp` recomputes them. Unit-length embeddings have none at scales below 48, and at 100 only in rows where
+no cosine is above 0.035.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megabatch.tiles import plan, tuning
+from megabatch.tiles.block import Block, pieces
+from megabatch.tiles.logsum import LogSum
+from megabatch.tiles.triton_device import exponents, offsets
+from megabatch.tiles.triton_online_logsumexp import recompute_out_of_range
+from megabatch.tiles.triton_operands import Operands, exponent_operands, kernel_options
+
+
+@triton.jit
+def _logsumexp_kernel(
+    x_desc,  # (N, D)
+    y_desc,  # (M, D)
+    exponent_scale,  # (3,)
+    row_offset,  # (N,) or None
+    col_offset,  # (M,) or None
+    row_ids,  # (N,) or None
+    col_ids,  # (M,) or None
+    limit,  # (N,) or None
+    row_part,  # (panels, rows of this launch)
+    col_part,  # (splits, columns of this launch), or None
+    first_row,
+    last_row,
+    first_column,
+    last_column,
+    split_rows,
+    N,
+    M,
+    D: tl.constexpr,
+    SKIP_DIAGONAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    panel, split = tl.program_id(0), tl.program_id(1)
+    m = first_column + panel * BLOCK_M
+    offs_m = m + tl.arange(0, BLOCK_M)
+    HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
+    k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
+    column = offsets(col_offset, tl.load(exponent_scale + 2), offs_m, M, 0)
+    if col_part is not None:
+        col = tl.zeros((BLOCK_N // 32, 8, BLOCK_M), tl.float32)
+    begin = first_row + split * split_rows
+    for n in tl.range(begin, tl.minimum(begin + split_rows, last_row), BLOCK_N, flatten=True):
+        s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for d in range(0, D, BLOCK_D):
+            s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
+        offs_n = n + tl.arange(0, BLOCK_N)
+        row = offsets(row_offset, 0.0, offs_n, N, 1)
+        t = exponents(s, k, k_rest, column, row, row_ids, col_ids, limit, n, m, N, M, HAS_ROW_OFFSET, EXACT, SKIP_DIAGONAL)
+        e = tl.exp2(t)
+        offs_part = panel.to(tl.int64) * (last_row - first_row) + (offs_n - first_row)
+        tl.store(row_part + offs_part, tl.sum(e, 1), mask=offs_n < last_row)
+        if col_part is not None:
+            pairs = tl.sum(e.reshape(BLOCK_N // 16, 2, 8, BLOCK_M), 1)  # one thread holds rows r and r + 8 of a fragment
+            col += tl.sum(pairs.reshape(2, BLOCK_N // 32, 8, BLOCK_M), 0)  # and the same rows of both halves of the tile
+    if col_part is not None:
+        offs_part = split.to(tl.int64) * (last_column - first_column) + (offs_m - first_column)
+        tl.store(col_part + offs_part, tl.sum(tl.sum(col, 0), 0), mask=offs_m < last_column)
+
+
+def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:  # (N,), (M,)
+    """Row sums and column sums of exp(s), from one pass over the tiles."""
+    assert block.limit is None, "a limit applies to row sums only"
+    operands = exponent_operands(block)
+    row_total, col_total = block.zeros(block.N), block.zeros(block.M)
+    add_sums(operands, block, slice(0, block.N), slice(0, block.M), row_total, col_total)
+    row_shift = recompute_out_of_range(operands, block, row_total, transposed=False)
+    col_shift = recompute_out_of_range(operands, block, col_total, transposed=True)
+    return log_sum(row_total, row_shift), log_sum(col_total, col_shift)
+
+
+def row_statistics(block: Block) -> LogSum:  # (N,)
+    """Row sums of exp(s)."""
+    operands = exponent_operands(block)
+    row_total = block.zeros(block.N)
+    add_sums(operands, block, slice(0, block.N), slice(0, block.M), row_total, None)
+    return log_sum(row_total, recompute_out_of_range(operands, block, row_total, transposed=False))
+
+
+def log_sum(total: Tensor, shift: Tensor) -> LogSum:
+    """The sums 2^shift · total with the shift in natural units, float64. An empty sum has shift −inf and total 0."""
+    return LogSum(torch.where(total == 0, -torch.inf, shift * math.log(2)), total.double())
+
+
+def add_sums(
+    operands: Operands,
+    block: Block,
+    rows: slice,
+    columns: slice,
+    row_total: Tensor,  # (N,) added to
+    col_total: Tensor | None,  # (M,) added to
+) -> None:
+    """Adds the row and column sums of 2^t of a rectangle, which starts and ends at tile boundaries or edges of the block."""
+    hopper = plan.hopper_tile(block, "sums")
+    tile = plan.logsumexp_tile(block.precision, block.x.device) if hopper is not None else _tuned_tile(operands, block)
+    width = tile.columns if hopper is None else hopper.columns
+    for row_range in _row_ranges(rows, tile, hopper):
+        for col_range in pieces(columns, plan.LAUNCH_PANELS * width):
+            panels = triton.cdiv(col_range.stop - col_range.start, width)
+            row_part = torch.empty(panels, row_range.stop - row_range.start, dtype=block.dtype, device=block.x.device)
+            if hopper is None:
+                with_columns = col_total is not None
+                col_part = _launch(operands, block, tile, row_range, col_range, row_part, with_columns=with_columns)
+            else:
+                from megabatch.tiles import gluon_warp_specialized
+
+                col_part = gluon_warp_specialized.sums(hopper, operands, row_range, col_range, row_part, block.skip_diagonal)
+            row_total[row_range] += row_part.sum(0)
+            if col_total is not None and col_part is not None:
+                col_total[col_range] += col_part.sum(0)
+
+
+def _tuned_tile(operands: Operands, block: Block) -> plan.KernelTile:
+    """The kernel's tile: the default of `plan`, or a measured one if autotuning is on."""
+    rows, columns = slice(0, min(block.N, 16384)), slice(0, min(block.M, 8192))
+
+    def trial(tile: plan.KernelTile) -> None:
+        panels = triton.cdiv(columns.stop, tile.columns)
+        row_part = torch.empty(panels, rows.stop, dtype=block.dtype, device=block.x.device)
+        _launch(operands, block, tile, rows, columns, row_part, with_columns=True)
+
+    return tuning.tile("logsumexp", block, plan.logsumexp_tile(block.precision, block.x.device), trial)
+
+
+def _row_ranges(rows: slice, tile: plan.KernelTile, hopper: plan.HopperTile | None) -> Iterator[slice]:
+    """The rows of each launch.
+
+    A last, incomplete tile of rows gets its own launch: it needs row offsets, which would slow down all other tiles
+    of `_logsumexp_kernel`.
+    """
+    whole = rows.stop if hopper is not None else rows.stop - (rows.stop - rows.start) % tile.rows
+    yield from pieces(slice(rows.start, whole), plan.LAUNCH_ROWS)
+    if whole < rows.stop:
+        yield slice(whole, rows.stop)
+
+
+def _launch(
+    operands: Operands,
+    block: Block,
+    tile: plan.KernelTile,
+    rows: slice,
+    columns: slice,
+    row_part: Tensor,  # (panels, n) written
+    *,
+    with_columns: bool,
+) -> Tensor | None:  # (splits, m)
+    """Writes partial row sums. Returns partial column sums if `with_columns`."""
+    n, m = rows.stop - rows.start, columns.stop - columns.start
+    row_offset = operands.row_offset
+    if row_offset is None and n % tile.rows and with_columns:
+        # The copy engine reads zeros beyond the last row. An offset of −inf keeps them out of the column sums.
+        row_offset = block.zeros(block.N)
+    splits, split_rows = plan.row_splits(len(row_part), n, tile.rows, plan.multiprocessors(block.x.device))
+    col_part = torch.empty(splits, m, dtype=block.dtype, device=block.x.device) if with_columns else None
+    _logsumexp_kernel[(len(row_part), splits)](
+        *operands.descriptors(tile),
+        operands.exponent_scale,
+        row_offset,
+        operands.col_offset,
+        operands.row_ids,
+        operands.col_ids,
+        operands.limit,
+        row_part,
+        col_part,
+        rows.start,
+        rows.stop,
+        columns.start,
+        columns.stop,
+        split_rows,
+        block.N,
+        block.M,
+        **kernel_options(block, tile),
+    )
+    return col_part
