@@ -75,5 +75,5 @@ def test_what_is_memory_that_ran_out():
     assert fit.ran_out(torch.OutOfMemoryError("CUDA out of memory"))
     assert fit.ran_out(RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory"))
     assert not fit.ran_out(RuntimeError("shapes do not match"))
-    with pytest.raises(ValueError, match=r"memory.chunk must be a share from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match=r"memory.chunk must be a fraction from 0 to 1, got 2"):
         MemoryConfig(chunk=2.0)
