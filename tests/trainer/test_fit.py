@@ -33,7 +33,7 @@ def test_chunks_grow_until_the_budget_and_shrink_when_memory_runs_out(most, budg
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error():
-    with pytest.raises(MemoryError, match="a chunk of a single sample must fit"):
+    with pytest.raises(MemoryError, match="a chunk of one sample must fit"):
         largest_chunk(10, lambda size: None, 10**9)
 
 

@@ -1,4 +1,4 @@
-"""Tables in a terminal: rich's where it is installed, plain columns otherwise."""
+"""Tables in a terminal: with rich if it is installed, else plain columns."""
 
 import sys
 from collections.abc import Sequence

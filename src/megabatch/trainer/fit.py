@@ -1,9 +1,9 @@
 """Memory: the chunk size of each tower, and the budget for graphs.
 
 The chunk size doubles while the next size surely fits into its fraction of the free memory. If memory runs out in training,
-both are halved and the step is repeated. A chunk only needs to keep the device busy; the rest of the memory is better spent on kept
-graphs, which save second passes, so the fraction is small. Checkpoints store the result: another chunk size rounds differently,
-and a resumed run should give the same bits.
+both are halved and the step is repeated. A chunk only needs to keep the device busy; the rest of the memory is better spent on
+kept graphs, which save second passes, so the fraction is small. Checkpoints store the result, because another chunk size rounds
+differently, and a resumed run should give the same bits.
 """
 
 import math
