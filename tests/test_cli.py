@@ -177,7 +177,7 @@ def test_ctrl_c_before_a_run_begins_is_a_line(pairs, capsys, monkeypatch):
     ],
 )
 def test_a_run_is_called_after_its_data(source, name):
-    assert train._called(source) == name
+    assert train._run_name(source) == name
 
 
 @pytest.mark.thorough

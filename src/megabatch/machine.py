@@ -1,4 +1,4 @@
-"""The machine a number was measured on: what it can do, not whose it is."""
+"""The machine: processor, GPU, memory and versions, without names of hosts or users."""
 
 import importlib.metadata
 import os
@@ -12,10 +12,10 @@ import torch
 VERSIONS_OF = ("megabatch", "torch", "triton", "open_clip_torch")
 PEERS = ("transformers", "sentence-transformers", "pytorch-metric-learning", "info-nce-pytorch", "lightly")
 
-# How PyTorch says on a CPU that an allocation failed: a plain RuntimeError, with one of these in its message.
+# A failed allocation on a CPU is a plain RuntimeError with one of these in its message.
 ALLOCATION_FAILED = ("DefaultCPUAllocator", "bad_alloc")
 
-# What a container may use, in version 2 and version 1 of control groups.
+# Memory limit of a container, in control groups version 2 and version 1.
 CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -84,7 +84,7 @@ def _processor_seconds() -> tuple[float, float, float] | None:
 
 
 def available_memory() -> int | None:
-    """Bytes that a new program can take without pushing others out; None where the system does not say."""
+    """Bytes that a new program can allocate without swapping; None if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -99,7 +99,7 @@ def available_memory() -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was in use at any time: tensors on a CUDA device, else what of this process was resident."""
+    """Peak memory so far: bytes of tensors on a CUDA device, else resident bytes of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:

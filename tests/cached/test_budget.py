@@ -11,7 +11,7 @@ from torch import nn
 import megabatch as mb
 from megabatch.cached import budget as budgets
 from megabatch.cached.budget import Keeper
-from megabatch.cached.graphs import stored, weighed
+from megabatch.cached.graphs import measured, stored
 from steps import Counted, Loss, assert_same, cached, data, plain, tower
 
 N = 12
@@ -40,9 +40,9 @@ def setting():
 
 def test_a_graph_is_weighed_without_what_is_there_anyway():
     module, x = Wide(), data(6, 0, 3)
-    with weighed(torch.device("cpu"), [*stored([module]), x]) as weight:
+    with measured(torch.device("cpu"), [*stored([module]), x]) as graph:
         kept = module(x)
-    assert weight.bytes == CHUNK
+    assert graph.bytes == CHUNK
     kept.sum().backward()
     assert all(p.grad is not None for p in module.parameters())
 

@@ -33,7 +33,7 @@ def test_chunks_grow_until_the_budget_and_shrink_when_memory_runs_out(most, budg
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error():
-    with pytest.raises(MemoryError, match="a chunk of a single sample must fit"):
+    with pytest.raises(MemoryError, match="a chunk of one sample must fit"):
         largest_chunk(10, lambda size: None, 10**9)
 
 
@@ -75,5 +75,5 @@ def test_what_is_memory_that_ran_out():
     assert fit.ran_out(torch.OutOfMemoryError("CUDA out of memory"))
     assert fit.ran_out(RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory"))
     assert not fit.ran_out(RuntimeError("shapes do not match"))
-    with pytest.raises(ValueError, match=r"memory.chunk must be a share from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match=r"memory.chunk must be a fraction from 0 to 1, got 2"):
         MemoryConfig(chunk=2.0)

@@ -202,12 +202,12 @@ def test_what_cannot_be_read_is_left_out(tmp_path):
 
 def test_what_cannot_be_read_is_named_once_and_counted(tmp_path, caplog):
     runs.trainer(tmp_path / "few", data=runs.Numbers((1, 5))).fit()
-    assert caplog.text.count("left out: sample 1 is damaged") == caplog.text.count("left out: sample 5 is damaged") == 1
-    assert "2 samples could not be read and were left out" in caplog.text
+    assert caplog.text.count("skipped: sample 1 is damaged") == caplog.text.count("skipped: sample 5 is damaged") == 1
+    assert "2 samples could not be read and were skipped" in caplog.text
     caplog.clear()
     runs.trainer(tmp_path / "many", {"steps": 4}, data=runs.Numbers(range(0, runs.SAMPLES, 2))).fit()
-    assert caplog.text.count("left out: ") == caplog.text.count("is damaged") == 5
-    assert "further samples that cannot be read are counted, not named" in caplog.text
+    assert caplog.text.count("skipped: ") == caplog.text.count("is damaged") == 5
+    assert "further unreadable samples are counted, not named" in caplog.text
     caplog.clear()
     runs.trainer(tmp_path / "none").fit()
     assert "could not be read" not in caplog.text

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megabatch.cached import batchnorm, checks, randomness
 from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, Budget, Keeper
-from megabatch.cached.graphs import parameters_in, stored, weighed
+from megabatch.cached.graphs import measured, parameters_in, stored
 from megabatch.cached.roles import Role
 from megabatch.cached.sharding import Ranks, Reductions, not_reached
 from megabatch.cached.sources import TensorSource
@@ -170,12 +170,12 @@ class _Step:
                 known = stored(role.modules)
                 if views:
                     map_rows(known.append, inputs)
-                with weighed(role.device, known) as weight:
+                with measured(role.device, known) as graph:
                     if role.source.reuses_memory:
                         inputs = map_rows(torch.clone, inputs)
                     encoded = role.encode(inputs, rows)
                 role.trains = any(part is not None and part.requires_grad for part in encoded)
-                if role.trains and keeper.keeps(weight.bytes, role.passes, self._other_bytes(encoded.embeddings)):
+                if role.trains and keeper.keeps(graph.bytes, role.passes, self._other_bytes(encoded.embeddings)):
                     role.kept[i] = encoded
         role.store(i, encoded.embeddings, self.where)
         if encoded.auxiliary_loss is not None and rows:

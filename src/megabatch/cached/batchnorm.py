@@ -1,7 +1,7 @@
-"""Batch normalisation in towers that see a chunk at a time: said aloud once, and running statistics counted once.
+"""Batch normalisation in towers that see one chunk at a time: one warning, and running statistics that are updated once.
 
-Statistics over a chunk are not those over the batch, and no second pass can change that. What can be avoided is that the second
-pass moves the running statistics again, or a pass that only keeps ranks in step, and that ranks have statistics of their own.
+Statistics of a chunk differ from those of the batch. The cached step cannot change that, so it warns. It does make sure that
+neither the second pass nor a dummy pass updates the running statistics.
 """
 
 import threading
@@ -20,7 +20,7 @@ _warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def layers(modules: Iterable[nn.Module]) -> list[tuple[str, _BatchNorm]]:
-    """Those that normalise by the statistics of what they are given, each once."""
+    """(name, layer) of the layers that normalise by the statistics of their input, each once."""
     found = {
         id(layer): (name, layer)
         for module in modules
@@ -35,16 +35,16 @@ _watching: list[Callable[[nn.Module], None]] = []
 
 
 def _tell(module: nn.Module, _: object) -> None:
-    if not torch.compiler.is_compiling():  # compiled code is to be the same with this hook and without
+    if not torch.compiler.is_compiling():  # compiled code must not depend on this hook
         for tell in list(_watching):
             tell(module)
 
 
 @contextmanager
 def watched(see: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Calls `see` with each module that this thread is about to call, unless another one around it was seen before.
+    """Calls `see` with each outermost module that this thread calls inside, and so finds the modules behind a function.
 
-    It shows the modules behind any function. Compiled code shows its outermost module; a compiled function shows none.
+    Of compiled modules it sees the outermost one; of a compiled function it sees none.
     """
     thread, inside = threading.get_ident(), set[int]()
 
@@ -56,8 +56,8 @@ def watched(see: Callable[[nn.Module], None]) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
         _watching.append(tell)
-        # Under one name always, which `register_module_forward_pre_hook` would not give it: compiled code depends on the
-        # names of hooks, and would be compiled again for every new one.
+        # Always under one name: compiled code depends on the names of hooks and would be compiled again for a new one, and
+        # `register_module_forward_pre_hook` makes a new one each time.
         _global_forward_pre_hooks[_HOOK] = _tell  # type: ignore[index]
         try:
             yield
@@ -68,14 +68,14 @@ def watched(see: Callable[[nn.Module], None]) -> Iterator[None]:
 
 
 def waits_for_ranks(layer: _BatchNorm) -> bool:
-    """Whether its passes wait for other ranks."""
+    """Whether it is a SyncBatchNorm over several ranks."""
     if not isinstance(layer, nn.SyncBatchNorm) or not dist.is_initialized():
         return False
     return dist.get_world_size(layer.process_group) > 1
 
 
 def warn(found: list[tuple[str, _BatchNorm]], tower: str, chunk_size: int, rows: int) -> None:
-    """One warning for each tower, once."""
+    """Warns once for each tower."""
     if not found or chunk_size >= rows or found[0][1] in _warned:
         return
     name, layer = found[0]
@@ -84,9 +84,8 @@ def warn(found: list[tuple[str, _BatchNorm]], tower: str, chunk_size: int, rows:
     everywhere = ", over all ranks," if isinstance(layer, nn.SyncBatchNorm) else ""
     warnings.warn(
         f"{tower} has {type(layer).__name__} {name!r}{more} in training mode. It normalises by the mean and variance of one "
-        f"chunk of {chunk_size} samples{everywhere} and not of the batch of {rows}: gradients are those of a model that sees "
-        "chunks. Use a chunk_size that is large enough for its statistics, put the layer into eval(), or use a normalisation "
-        "that looks at one sample (LayerNorm, GroupNorm)",
+        f"chunk of {chunk_size} samples{everywhere} instead of the batch of {rows}, so the gradients are those of that model. "
+        "Use a larger chunk_size, put the layer into eval(), or use LayerNorm or GroupNorm, which normalise each sample",
         UserWarning,
         stacklevel=3,
     )
@@ -94,7 +93,7 @@ def warn(found: list[tuple[str, _BatchNorm]], tower: str, chunk_size: int, rows:
 
 @contextmanager
 def running_statistics_kept(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
-    """For a second pass: the layers normalise as in the first, and their running statistics stay as it left them."""
+    """For a second pass: the layers normalise as in the first pass and do not update their running statistics."""
     tracking = [layer for _, layer in found if layer.track_running_stats]
     for layer in tracking:
         layer.track_running_stats = False
@@ -107,9 +106,9 @@ def running_statistics_kept(found: list[tuple[str, _BatchNorm]]) -> Iterator[Non
 
 @contextmanager
 def at_rest(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
-    """For a pass whose result is not used: the layers normalise by what they know, and one sample is enough for that.
+    """For a dummy pass: the layers normalise by their running statistics, since one sample has no variance.
 
-    Those that all ranks normalise in together take part, because the others wait for them.
+    SyncBatchNorm takes part as usual, because the other ranks wait for it.
     """
     resting = [layer for _, layer in found if layer.training and not isinstance(layer, nn.SyncBatchNorm)]
     for layer in resting:
@@ -122,7 +121,7 @@ def at_rest(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
 
 
 def running_statistics(module: nn.Module) -> dict[str, Tensor]:
-    """The running means and variances of all its layers, by name; not copied."""
+    """The running means and variances of all its layers by name, not copied."""
     return {
         f"{name}.{kind}" if name else kind: statistic
         for name, layer in module.named_modules()

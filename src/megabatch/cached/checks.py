@@ -1,4 +1,4 @@
-"""Arguments of `cached_backward`: what was expected and what came, before any work is done."""
+"""Checks of the arguments of `cached_backward`, before any computation."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
@@ -12,7 +12,7 @@ from megabatch.cached.roles import DEVICE, HOST, Role
 
 
 def gradients_possible() -> None:
-    """A step that computes gradients cannot run where there are none."""
+    """Refuses a call under `no_grad` or `inference_mode`."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("cached_backward must be called with gradients enabled, got a call under torch.inference_mode()")
     if not torch.is_grad_enabled():
@@ -20,7 +20,7 @@ def gradients_possible() -> None:
 
 
 def roles(towers: Any, chunk_size: Any) -> list[Role]:
-    """A role for each pair."""
+    """One role for each pair (tower, inputs)."""
     if not isinstance(towers, Sequence) or isinstance(towers, str):
         raise TypeError(f"towers must be a list of pairs (tower, inputs), got {_kind(towers)}")
     if not towers:
@@ -37,7 +37,7 @@ def roles(towers: Any, chunk_size: Any) -> list[Role]:
         if any(getattr(module, "static_graph", False) for module in role.shared):
             raise ValueError(
                 f"{role.name}[0] must be wrapped without static_graph=True, got a DistributedDataParallel with it, which "
-                "cannot leave out a reduction; a step has a backward pass for every chunk"
+                "cannot skip a reduction; a cached step has a backward pass for every chunk and one reduction"
             )
     counts = [len(role.source) for role in made]
     if len(set(counts)) > 1:
@@ -60,7 +60,7 @@ def _chunk_sizes(value: Any, towers: int) -> list[int]:
 
 
 def options(loss_fn: Any, budget: Any, budget_fraction: Any, scaler: Any, embeddings: Any, on_chunk: Any) -> None:
-    """The rest, one by one."""
+    """Checks the other arguments."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of the embeddings of each tower, got {_kind(loss_fn)}")
     _budget(budget, budget_fraction)
@@ -86,7 +86,7 @@ def _budget(value: Any, fraction: Any) -> None:
 
 
 def loss(value: Any) -> None:
-    """What `loss_fn` returned."""
+    """Checks the value that `loss_fn` returned."""
     if not isinstance(value, Tensor):
         raise TypeError(f"loss_fn must return a scalar tensor, got {_kind(value)}")
     if value.numel() != 1 or not value.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""What an autograd graph reaches, and what it weighs."""
+"""Autograd graphs: the parameters that they reach, and the bytes that they keep in memory."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from megabatch.cached.tower_io import local
 
 
 def parameters_in(outputs: Sequence[Tensor]) -> set[int] | None:
-    """The ids of all leaves that get a gradient from these; None where a node hides what is behind it."""
+    """The ids of all leaves that get a gradient from these outputs; None if a reentrant checkpoint hides them."""
     found: set[int] = set()
     seen: set[object] = set()
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -21,7 +21,7 @@ def parameters_in(outputs: Sequence[Tensor]) -> set[int] | None:
         if node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":  # reentrant: the graph is made when it is needed
+        if node.name() == "CheckpointFunctionBackward":  # reentrant: its graph is built in the backward pass
             return None
         leaf = getattr(node, "variable", None)
         if leaf is not None:
@@ -30,26 +30,26 @@ def parameters_in(outputs: Sequence[Tensor]) -> set[int] | None:
     return found
 
 
-class Weight:
-    """Bytes that a graph made inside `weighed` keeps in memory."""
+class GraphSize:
+    """Bytes that a graph built inside `measured` keeps in memory."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
 
 @contextmanager
-def weighed(device: torch.device | None, known: Iterable[Tensor]) -> Iterator[Weight]:
-    """Measures what is kept when it ends: allocated bytes on CUDA; elsewhere the tensors that autograd saves.
+def measured(device: torch.device | None, known: Iterable[Tensor]) -> Iterator[GraphSize]:
+    """Measures the graph built inside: allocated bytes on CUDA, elsewhere the tensors that autograd saves.
 
     Args:
-        device: where the work is done.
-        known: tensors that are in memory anyway, which a graph only refers to.
+        device: of the tower.
+        known: tensors that are in memory anyway, such as parameters and inputs. They do not count.
     """
-    weight = Weight()
+    size = GraphSize()
     if device is not None and device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
-        yield weight
-        weight.bytes = max(0, torch.cuda.memory_allocated(device) - before)
+        yield size
+        size.bytes = max(0, torch.cuda.memory_allocated(device) - before)
         return
     seen = {tensor.untyped_storage().data_ptr() for tensor in known}
 
@@ -57,19 +57,19 @@ def weighed(device: torch.device | None, known: Iterable[Tensor]) -> Iterator[We
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            weight.bytes += storage.nbytes()
-        return tensor.detach()  # with its graph it would hold the node that holds it
+            size.bytes += storage.nbytes()
+        return tensor.detach()  # with its grad_fn it would form a reference cycle with its node
 
     def unpack(tensor: Tensor) -> Tensor:
         return tensor
 
     hooks = [pack, unpack]
-    if "torch._dynamo" in sys.modules:  # around a compiled tower it would try to compile these
+    if "torch._dynamo" in sys.modules:  # around a compiled tower, Dynamo would try to compile the hooks
         hooks = [torch.compiler.disable(hook) for hook in hooks]  # type: ignore[no-untyped-call]
     with torch.autograd.graph.saved_tensors_hooks(*hooks):
-        yield weight
+        yield size
 
 
 def stored(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Parameters and buffers, this rank's part of those that are sharded."""
+    """Parameters and buffers; of a DTensor this rank's shard."""
     return [local(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())]

@@ -1,7 +1,7 @@
-"""Random numbers twice the same: generator states before a chunk is encoded, and the same states when it is encoded again.
+"""The same random numbers in both passes: generator states are saved before a chunk is encoded, and restored later.
 
-Towers draw from PyTorch's generators, of the CPU and of each device, and some from Python's and NumPy's (masking of speech,
-dropped layers). All of them are kept. A state that did not change between two chunks is kept once.
+Towers draw from PyTorch's generators of the CPU and of each device; some also from Python's and NumPy's (masking of speech,
+layer drop). All states are saved. A state that did not change between two chunks is stored once.
 """
 
 import random
@@ -15,16 +15,16 @@ from torch import Tensor
 
 
 class States(NamedTuple):
-    """Of all generators a tower may draw from."""
+    """States of all random generators that a tower may use."""
 
     cpu: Tensor
     cuda: tuple[tuple[int, Tensor], ...]  # (device index, state)
     python: Any
-    numpy: Any  # None where NumPy has not been imported
+    numpy: Any  # None if NumPy was never imported
 
 
 def capture(devices: Iterable[torch.device], before: States | None = None) -> States:
-    """The states now; what equals `before` is shared with it."""
+    """The current states; a state that equals the one in `before` is shared with it."""
     numpy = sys.modules.get("numpy.random")
     now = States(
         torch.get_rng_state(),
@@ -43,7 +43,7 @@ def capture(devices: Iterable[torch.device], before: States | None = None) -> St
 
 
 def restore(states: States) -> None:
-    """Makes all generators continue from `states`."""
+    """Sets all generators to `states`."""
     torch.set_rng_state(states.cpu)
     for index, state in states.cuda:
         torch.cuda.set_rng_state(state, index)
@@ -54,7 +54,7 @@ def restore(states: States) -> None:
 
 @contextmanager
 def untouched(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Whatever is drawn or set inside, the generators continue afterwards as if nothing had been."""
+    """Restores all generators afterwards."""
     states = capture(devices)
     try:
         yield
@@ -63,7 +63,7 @@ def untouched(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def seed_host(seed: int) -> None:
-    """The generators of the host, all three; those of devices are left alone."""
+    """Seeds the host generators of PyTorch, Python and NumPy; not those of devices."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy.random")
@@ -81,7 +81,7 @@ def _cuda_indices(devices: Iterable[torch.device]) -> list[int]:
 def _same_numpy(first: Any, second: Any) -> bool:
     if first is None or second is None:
         return first is second
-    if {first["bit_generator"], second["bit_generator"]} != {"MT19937"}:  # somebody has put in another, of unknown form
+    if {first["bit_generator"], second["bit_generator"]} != {"MT19937"}:  # another bit generator, whose state has another form
         return False
     a, b = first["state"], second["state"]
     return a["pos"] == b["pos"] and bool((a["key"] == b["key"]).all()) and first["gauss"] == second["gauss"]

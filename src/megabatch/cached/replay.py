@@ -1,7 +1,7 @@
-"""Inputs that are read, decoded and augmented again for the second pass: neither the host nor the device ever holds a batch.
+"""Replay: samples are read, decoded and augmented again for the second pass, so that no memory ever holds the batch.
 
-Kept per sample: its reference (a path, an index, whatever `read` understands), a seed that follows from its position, and a
-32-bit checksum of what was read the first time. A second reading that differs is an error that names the samples.
+Per sample, only a reference (a path, an index, any argument of `read`) and a 32-bit checksum are kept. Its seed follows from
+its position. If the second reading differs from the first, an error names the samples.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from megabatch.cached import randomness
 from megabatch.cached.sources import Source, Span
 from megabatch.cached.streaming import streamed
 
-PIECE = 16  # samples a worker is given at once: enough that handing over costs nothing, few enough that a chunk is shared out
+PIECE = 16  # samples per task: enough to hide the overhead of a task, few enough to spread a chunk over workers
 NAMED = 5  # samples that an error lists
 _UNREAD = 2**32  # no checksum
 
@@ -31,25 +31,28 @@ Read = Callable[[Any, torch.Generator], Any]
 
 
 class ReplayMismatchError(RuntimeError):
-    """The second reading gave other tensors than the first; gradients would have been wrong."""
+    """The second reading of a sample gave other tensors than the first, so the gradients would be wrong."""
 
 
 class ReplaySource(Source):
-    """Samples that are read when they are needed, each time the same.
+    """Samples that are read when they are needed, identically each time.
 
-    `read(reference, generator)` returns one sample: a tensor, or a mapping or tuple of tensors and numbers. All randomness in
-    it has to come from `generator`, which starts from the sample's own seed. Where samples are read in the main thread of a
-    process (`workers=0`, or an executor of processes) the global generators of PyTorch, Python and NumPy start from it too, so
-    that transforms which draw from those are replayed as well. Threads share the global generators and cannot.
+    `read(reference, generator)` returns one sample: a tensor, or a mapping or tuple of tensors and numbers. All its randomness
+    must come from `generator`, which is seeded for the sample. If samples are read in the main thread of a process (`workers=0`
+    or a process pool), the global generators of PyTorch, Python and NumPy are seeded too, so transforms that use them are
+    replayed as well. Threads share the global generators, so this does not work in a thread pool.
 
     Args:
-        references: one for each sample; anything with a length and an index.
+        references: one for each sample; any sequence.
         read: reads one sample.
-        seed: of the batch; sample i gets a seed made of this and i. Give every batch another one.
-        workers: 0 to read when asked; n for n threads; or a `concurrent.futures.Executor` that you keep over many batches and
-            shut down yourself.
-        collate: makes the inputs of a tower of a list of samples; by default tensors are stacked. Runs in the main thread.
-        ahead: chunks that are read before they are asked for; workers wait when there are as many.
+        seed: of the batch. Sample i gets a seed made of this one and i. Use another seed for every batch.
+        workers: 0 to read on demand; n for n threads; or your own `concurrent.futures.Executor`, shared by many batches.
+        collate: turns a list of samples into inputs of the tower (default: stacks tensors). Runs in the main thread.
+        ahead: chunks that workers read in advance.
+
+    Example:
+        source = mb.ReplaySource(paths, lambda path, generator: crop(decode(path), generator), seed=step, workers=8)
+        mb.cached_backward(loss_fn, [(image_tower, source), (text_tower, tokens)])
     """
 
     reuses_memory = True
@@ -73,14 +76,14 @@ class ReplaySource(Source):
         self._references, self._read, self._seed = references, read, seed
         self._workers, self._collate, self._ahead = workers, collate, ahead
         self._checksums = array("Q", [_UNREAD]) * len(references)
-        self._collated: dict[Span, int] = {}  # checksums of what `collate` made
+        self._collated: dict[Span, int] = {}  # checksums of the collated chunks
 
     def __len__(self) -> int:
         """The number of samples."""
         return len(self._references)
 
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
-        """Reads the spans in order, ahead of the work, and checks what was read before."""
+        """Reads the spans in order and ahead of the computation, and compares repeated samples with their checksum."""
         pinned = device is not None and device.type == "cuda"
         return streamed(self._assembled(spans, pinned), device)
 
@@ -139,7 +142,7 @@ class ReplaySource(Source):
 
 
 def sample_seed(seed: int, position: int) -> int:
-    """63 well mixed bits of both (the finaliser of splitmix64), so that neighbours share nothing."""
+    """63 bits that mix both numbers (the finaliser of splitmix64), so that neighbouring samples are independent."""
     state = (seed * 0xD1342543DE82EF95 + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
@@ -147,7 +150,7 @@ def sample_seed(seed: int, position: int) -> int:
 
 
 def stack(samples: list[Any], pinned: bool = False) -> Any:
-    """Samples of one structure as one structure of tensors, a row for each; in pinned memory if a device will read it."""
+    """Stacks samples of one structure into tensors with one row per sample; in pinned memory if a GPU will read it."""
     first = samples[0]
     if isinstance(first, Mapping):
         return {key: stack([sample[key] for sample in samples], pinned) for key in first}
@@ -161,7 +164,7 @@ def stack(samples: list[Any], pinned: bool = False) -> Any:
 
 
 def checksum(inputs: Any) -> int:
-    """32 bits of every tensor's bytes, shape and type, and of everything else as it prints."""
+    """CRC-32 over the bytes, shape and dtype of every tensor, and over the `repr` of everything else."""
     value = 0
 
     def add(tensor: Tensor) -> None:
@@ -193,7 +196,7 @@ def checksum(inputs: Any) -> int:
 
 
 def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any, int]]:
-    """Samples and their checksums. In a worker, or in the main thread with nothing of it left behind."""
+    """Samples and their checksums. In the main thread the global random generators are restored afterwards."""
     in_thread = threading.current_thread() is not threading.main_thread()
     with ExitStack() as cleanup:
         if not in_thread:
@@ -219,10 +222,10 @@ def _cancel(waiting: deque[list[Future[Any]]]) -> None:
 
 
 class _Inline(Executor):
-    """Reads when asked, in the thread that asks."""
+    """Reads on demand, in the calling thread."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """A future whose work is done when its result is asked for: nothing is read ahead, nothing in vain."""
+        """A future that runs when its result is requested: nothing is read ahead."""
         return _Later(partial(function, *args, **kwargs))
 
 

@@ -1,8 +1,7 @@
-"""Towers whose parameters or gradients ranks share: when gradients are reduced, and how often a rank has to encode.
+"""Towers under DDP or FSDP2: one reduction of gradients per step, and equally many passes on every rank.
 
-DDP and FSDP2 reduce gradients with a backward pass; a step has one for every chunk and wants one reduction. And FSDP2 gathers
-parameters in every pass, so ranks that encode a different number of chunks would wait for one another for ever. Both are
-settled here; towers that are not shared between ranks need neither.
+DDP and FSDP2 reduce gradients in every backward pass. A cached step has one backward pass per chunk and needs one reduction.
+FSDP2 also gathers parameters in every pass, so ranks with a different number of chunks would wait for each other forever.
 """
 
 import math
@@ -21,7 +20,7 @@ from megabatch.world import World
 
 
 def shared_between_ranks(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The DDP wrappers in these modules, and the outermost modules that are fully sharded."""
+    """The DDP wrappers in these modules, and the outermost modules sharded by FSDP2."""
     found: list[nn.Module] = []
     for module in modules:
         _collect(module, found)
@@ -38,23 +37,23 @@ def _collect(module: nn.Module, found: list[nn.Module]) -> None:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 has it in charge by itself."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it nothing is sharded
+    """Whether `fully_shard` was applied to this module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it was never imported, nothing is sharded
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 class Reductions:
-    """One reduction of every gradient in a step, with the last backward pass that reaches its module.
+    """Reduces every gradient once per step, in the last backward pass that reaches its module.
 
     Args:
-        modules: of each role.
-        sync: whether to reduce at all; not while gradients are accumulated over several steps.
+        modules: DDP and FSDP2 modules of each role.
+        sync: whether to reduce in this step; False while accumulating gradients over steps.
     """
 
     def __init__(self, modules: Sequence[Sequence[nn.Module]], sync: bool) -> None:
         self._modules = modules
         self._pending: list[nn.Module] = []
-        self._final: dict[int, list[nn.Module]] = {}  # role → what its last pass reduces
+        self._final: dict[int, list[nn.Module]] = {}  # role → modules that its last pass reduces
         if sync:
             for module in (module for group in modules for module in group):
                 off = isinstance(module, DistributedDataParallel) and not module.require_backward_grad_sync  # its no_sync()
@@ -62,7 +61,7 @@ class Reductions:
                     self._pending.append(module)
 
     def schedule(self, encoding_again: Sequence[int]) -> None:
-        """Given the roles that will encode again, in order: which of them ends with which reduction."""
+        """Assigns each module's reduction to the last of the roles that use it, given the roles that encode again, in order."""
         for module in self._pending:
             users = [role for role in encoding_again if any(module is other for other in self._modules[role])]
             if users:
@@ -70,23 +69,23 @@ class Reductions:
 
     @contextmanager
     def held_back(self, role: int) -> Iterator[None]:
-        """Forward and backward of this role inside add to gradients and reduce nothing."""
+        """Forward and backward passes inside accumulate gradients without a reduction."""
         with self._only(self._modules[role], ()):
             yield
 
     @contextmanager
     def last_pass(self, role: int) -> Iterator[list[nn.Module]]:
-        """Forward and backward inside reduce what this role is the last to reach; gives the modules they reduce."""
+        """Forward and backward passes inside reduce the modules that this role is the last to use; yields these modules."""
         final = self._final.get(role, [])
         with self._only(self._modules[role], final):
             yield final
 
     def done(self, modules: Sequence[nn.Module]) -> None:
-        """Says that a backward pass has reduced these."""
+        """Records that a backward pass has reduced these modules."""
         self._pending = [module for module in self._pending if not any(module is other for other in modules)]
 
     def left_over(self, roles: Iterable[int]) -> Iterator[int]:
-        """Roles that have to make one more pass, to reduce what none of the passes has: chunks may all have kept graphs."""
+        """Roles that need one more pass for the reduction, because all their chunks had kept graphs."""
         for role in roles:
             own = [m for m in self._pending if any(m is other for other in self._modules[role])]
             if own:
@@ -103,7 +102,7 @@ class Reductions:
                         held.enter_context(module.no_sync())
                 else:
                     _reduce_fully_sharded(module, reduce)
-                    held.callback(_reduce_fully_sharded, module, True)  # as FSDP2 itself has it
+                    held.callback(_reduce_fully_sharded, module, True)  # the default of FSDP2
             yield
 
 
@@ -113,10 +112,10 @@ def _reduce_fully_sharded(module: Any, reduce: bool) -> None:
 
 
 def not_reached(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Parameters that have a gradient from elsewhere (the loss, another role) and that DDP would wait for in vain.
+    """Parameters that already have a gradient, from the loss or another role, and that this backward pass does not reach.
 
-    DDP reduces when all its parameters have had their turn in *this* backward pass. A learned scale had its turn in that of the
-    loss. Wrappers that look for unused parameters find these themselves.
+    DDP reduces once all its parameters have got a gradient in *this* backward pass, so it would wait for these forever: a
+    learned scale got its gradient in the backward pass of the loss. With `find_unused_parameters` DDP finds them itself.
     """
     waiting = [
         parameter
@@ -128,7 +127,7 @@ def not_reached(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> list
     if not waiting:
         return []
     reached = parameters_in(outputs)
-    if reached is None:  # not to be seen, with reentrant checkpoints; DDP says so itself if it misses any
+    if reached is None:  # hidden by reentrant checkpoints; DDP raises an error if it misses any
         return []
     return [parameter for parameter in waiting if id(parameter) not in reached]
 
@@ -151,7 +150,7 @@ class Ranks:
 
 
 def _groups(modules: Sequence[nn.Module], synchronised: Sequence[nn.Module]) -> list["dist.ProcessGroup"]:
-    """Of the first module that has any; one for each dimension of a mesh. All towers are taken to have the same ranks."""
+    """The process groups of the first module that has any, one for each mesh dimension. All towers must have the same ranks."""
     for module in modules:
         if isinstance(module, DistributedDataParallel):
             return [module.process_group] if module.process_group.size() > 1 else []

@@ -1,7 +1,7 @@
-"""Where a tower's inputs come from, chunk by chunk, as often as a step asks: tensors on the device or the host, or replay.
+"""Sources of a tower's inputs, chunk by chunk: tensors on the device, tensors on the host, or replay.
 
-A step reads every chunk once, and the chunks whose graph it did not keep once more. A source therefore has to give the same
-tensors for the same span each time. `ReplaySource` (replay.py) reads and augments again; the two here keep tensors.
+A step reads every chunk once, and a second time if its graph was not kept. A source must return the same tensors for the same
+span each time. The two sources here hold tensors; `ReplaySource` (replay.py) reads and augments the samples again.
 """
 
 from abc import ABC, abstractmethod
@@ -19,9 +19,9 @@ Span = tuple[int, int]  # first sample, one past the last
 
 
 class Source(ABC):
-    """Inputs of a tower that are fetched when they are needed. Subclass it for storage of your own."""
+    """Inputs of a tower, fetched when they are needed. Subclass it for your own storage."""
 
-    reuses_memory = False  # whether a chunk's tensors are overwritten after the next but one has been asked for
+    reuses_memory = False  # whether a chunk's memory is overwritten once the chunk after the next is requested
 
     @abstractmethod
     def __len__(self) -> int:
@@ -29,15 +29,15 @@ class Source(ABC):
 
     @abstractmethod
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
-        """The inputs of each span, in order, on `device` (where the tower is, None if nobody knows).
+        """The inputs of each span, in order, on `device` (the tower's; None if it has no parameters).
 
-        A generator, so that what works in the background ends when the step closes it. The same span gives the same tensors.
+        A generator, so that the step can close it and end background work. The same span always gives the same tensors.
         """
 
     def placeholder(self, device: torch.device | None) -> Any:
-        """Inputs of one sample, any sample, for a pass whose result is not used.
+        """Inputs of one dummy sample, for a pass whose result is not used.
 
-        On many ranks all have to encode equally often, also one that has fewer samples. None if there is nothing to show.
+        All ranks must encode equally often, so a rank with fewer chunks encodes a dummy. None if the source cannot make one.
         """
         if len(self) == 0:
             return None
@@ -47,7 +47,7 @@ class Source(ABC):
 
 
 class TensorSource(Source):
-    """Tensors that are where the tower is: a chunk is a view. What inputs become that are no source."""
+    """Tensors on the tower's device; a chunk is a view. Plain tensor inputs become this source."""
 
     def __init__(self, inputs: Any, name: str = "inputs") -> None:
         self._inputs = map_rows(local, inputs)
@@ -59,7 +59,7 @@ class TensorSource(Source):
         return self._rows
 
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
-        """Views, on whatever device the tensors are."""
+        """Views of the tensors, on their own device."""
         for start, stop in spans:
             yield map_rows(lambda tensor, a=start, b=stop: tensor[a:b], self._inputs)  # type: ignore[misc]
 
@@ -69,14 +69,17 @@ class TensorSource(Source):
 
 
 class HostSource(Source):
-    """Tensors on the host, copied to the device ahead of the work: at most two chunks are there at any time.
+    """Tensors on the host, copied to the device ahead of the computation: at most two chunks are there at any time.
 
-    Pinned tensors (`tensor.pin_memory()`) are copied as they are; others go through two pinned chunks, which costs a copy by
-    the processor. A tower's inputs that are on the host while the tower is on a CUDA device become one by themselves.
+    Pinned tensors (`tensor.pin_memory()`) are copied directly. Other tensors go through two pinned buffers, which costs another
+    copy by the CPU. Inputs on the host become a `HostSource` by themselves if the tower is on a CUDA device.
 
     Args:
         inputs: a tensor, or a mapping, tuple or list of tensors, one row for each sample.
-        device: where to copy to; None for where the tower's parameters are.
+        device: to copy to (default: the device of the tower's parameters).
+
+    Example:
+        mb.cached_backward(loss_fn, [(image_tower, mb.HostSource(images.pin_memory())), (text_tower, tokens)])
     """
 
     reuses_memory = True
@@ -90,7 +93,7 @@ class HostSource(Source):
         return len(self._tensors)
 
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
-        """Copies on the device; a chunk's memory is used again for the next but one."""
+        """Copies on the device; the chunk after the next reuses a chunk's memory."""
         return streamed(self._tensors.chunks(spans, None), self._device or device)
 
     def placeholder(self, device: torch.device | None) -> Any:
@@ -100,7 +103,7 @@ class HostSource(Source):
 
 
 def as_source(inputs: Any, name: str, device: torch.device | None) -> Source:
-    """A source as it is; tensors as the source that suits where they are."""
+    """A source unchanged; tensors as a `TensorSource`, or as a `HostSource` if they have to be copied to a CUDA device."""
     if isinstance(inputs, Source):
         return inputs
     source = TensorSource(inputs, name)

@@ -1,7 +1,7 @@
-"""Chunks from the host to a CUDA device, copied while the device works on the chunk before.
+"""Double-buffered copies from the host to a CUDA device: the next chunk is copied while the device works on the present one.
 
-Two places on the device, used in turn. A copy into one waits, on a stream of its own, for the work that used what was there;
-the work waits for the copy. So two chunks are on the device at any time, however far the host runs ahead.
+There are two buffers on the device, used in turn. A copy runs on its own stream and waits for the computation that used the
+buffer before; the computation waits for the copy. So the device holds two chunks, however far the host runs ahead.
 """
 
 from collections.abc import Generator, Iterator
@@ -15,10 +15,10 @@ from megabatch.cached.tower_io import map_rows
 
 
 def streamed(chunks: Iterator[Any], device: torch.device | None) -> Iterator[Any]:
-    """The chunks on `device`; elsewhere than on CUDA they are just moved. A chunk is overwritten by the next but one."""
+    """The chunks on `device`. On CUDA a chunk is overwritten by the chunk after the next; other devices get plain copies."""
     with closed_at_the_end(chunks):
         if device is not None and device.type == "cuda":
-            yield from _through_two_places(chunks, device)
+            yield from _double_buffered(chunks, device)
             return
         for chunk in chunks:
             yield chunk if device is None else map_rows(lambda tensor: tensor.to(device), chunk)
@@ -26,7 +26,7 @@ def streamed(chunks: Iterator[Any], device: torch.device | None) -> Iterator[Any
 
 @contextmanager
 def closed_at_the_end(iterator: Iterator[Any]) -> Iterator[None]:
-    """Ends a generator, and so whatever works for it in the background; other iterators have nothing to end."""
+    """Closes a generator, and with it its background work; other iterators need no closing."""
     try:
         yield
     finally:
@@ -34,36 +34,36 @@ def closed_at_the_end(iterator: Iterator[Any]) -> Iterator[None]:
             iterator.close()
 
 
-def _through_two_places(chunks: Iterator[Any], device: torch.device) -> Iterator[Any]:
+def _double_buffered(chunks: Iterator[Any], device: torch.device) -> Iterator[Any]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    places = _Place(device, stream), _Place(device, stream)
-    ahead: _Place | None = None
+    buffers = _Buffer(device, stream), _Buffer(device, stream)
+    ahead: _Buffer | None = None
     for i, chunk in enumerate(chunks):
-        place = places[i % 2]
-        place.load(chunk)
+        buffer = buffers[i % 2]
+        buffer.load(chunk)
         if ahead is not None:
             yield ahead.show()
             ahead.release()
-        ahead = place
+        ahead = buffer
     if ahead is not None:
         yield ahead.show()
         ahead.release()
 
 
-class _Place:
-    """Memory for one chunk on the device, and pinned memory for it on the host if the chunk comes unpinned."""
+class _Buffer:
+    """Device memory for one chunk, and pinned host memory for chunks that are not pinned."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device, self._stream = device, stream
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._done: torch.cuda.Event | None = None  # the work on what was here before
+        self._done: torch.cuda.Event | None = None  # computation on the previous chunk
         self._buffers: list[Tensor] = []
         self._staging: list[Tensor] = []
-        self._from: list[Tensor] = []  # held until they have been copied
+        self._from: list[Tensor] = []  # kept alive until the copy has finished
         self._chunk: Any = None
 
     def load(self, chunk: Any) -> None:
-        """Starts the copy; waits for nothing but, on the host, for an older copy out of the same pinned memory."""
+        """Starts the copy. The host waits only for an earlier copy out of the same pinned memory."""
         if self._from:
             self._copied.synchronize()
         self._from = []
@@ -82,25 +82,25 @@ class _Place:
             with torch.cuda.stream(self._stream):
                 return target.copy_(tensor, non_blocking=True)
 
-        # Fresh memory may be in use by work that is queued; afterwards only what was here before matters.
+        # The copy must not overwrite the previous chunk while queued kernels still read it.
         if self._done is not None:
             self._stream.wait_event(self._done)
         self._chunk = map_rows(copy, chunk)
         self._copied.record(self._stream)
 
     def show(self) -> Any:
-        """The chunk, for work on the current stream."""
+        """The chunk, for kernels on the current stream."""
         torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self._chunk
 
     def release(self) -> None:
-        """Says that all work on the chunk has been queued."""
+        """Records that all kernels that use the chunk have been queued."""
         self._chunk = None
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done.record(torch.cuda.current_stream(self._device))
 
     def _buffer(self, buffers: list[Tensor], position: int, like: Tensor, *, pinned: bool) -> Tensor:
-        """Rows of a buffer that has room for `like`; a chunk of another shape (longer texts) gets a new one."""
+        """Rows of a tensor with room for `like`; a chunk of another shape, such as longer texts, gets a new tensor."""
         rows, rest = len(like), like.shape[1:]
         if position < len(buffers):
             old = buffers[position]

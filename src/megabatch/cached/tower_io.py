@@ -1,8 +1,8 @@
 """Inputs and outputs of a tower.
 
 Inputs are a tensor, or tensors in mappings, tuples and lists, with one row for each sample. A mapping becomes keyword
-arguments, a tuple or list positional arguments, a tensor the only argument. Numbers, strings, None and 0-d tensors are the same for all
-samples and are passed unchanged.
+arguments, a tuple or list positional arguments, a tensor the only argument. Numbers, strings, None and 0-d tensors are the
+same for all samples and are passed unchanged.
 
 Outputs are embeddings alone, or `Encoded(embeddings, auxiliary_loss)`. A plain tuple is refused: many encoders return one, and
 its second entry is rarely a loss (it may be a logit scale, or the tokens before pooling), so the
@@ -26,9 +26,8 @@ def map_rows(function: Callable[[Tensor], Any], inputs: Any) -> Any:
         return {key: map_rows(function, value) for key, value in inputs.items()}
     if isinstance(inputs, tuple | list):
         values = [map_rows(function, value) for value in inputs]
-        return (
-            type(inputs)(*values) if hasattr(inputs, "_fields") else type(inputs)(values)
-        )  # a named tuple takes separate arguments
+        is_named = hasattr(inputs, "_fields")  # a named tuple takes separate arguments
+        return type(inputs)(*values) if is_named else type(inputs)(values)
     return inputs
 
 

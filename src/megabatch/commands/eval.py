@@ -1,4 +1,4 @@
-"""`megabatch eval`: how well a model finds images by text and texts by image, and classifies by names."""
+"""`megabatch eval`: recall and ranks of a model on data, and zero-shot classification."""
 
 import argparse
 from concurrent.futures import ThreadPoolExecutor
@@ -18,40 +18,40 @@ from megabatch.towers import Pair
 from megabatch.world import World, joined
 
 DESCRIPTION = """
-Evaluates a model: where in the ranking of all images a text's own comes, and the other way round.
+Evaluates retrieval: the rank of each text's own image among all images, and of each image's own text.
 
-  megabatch eval runs/emoji                                 a run, on the data it was tested on
+  megabatch eval runs/emoji                                 a run, on its own test data
   megabatch eval runs/flickr --data coco/val.csv            a run, on other data
   megabatch eval open_clip:ViT-B-32@laion2b_s34b_b79k --data "coco/{00000..00004}.tar"
-  megabatch eval runs/emoji --zero-shot                     captions are names of classes
-  torchrun --nproc-per-node 8 -m megabatch eval runs/flickr   shared out over eight devices
+  megabatch eval runs/emoji --zero-shot                     captions are class names
+  torchrun --nproc-per-node 8 -m megabatch eval runs/flickr   on eight devices
 
-Recall@k (R@k) is the share of queries whose match is among the first k; ranks count from 1. For an
-image with several captions the best of them counts. Samples that cannot be read are left out and
-counted. Memory grows with the number of samples, never with its square. The result is added as a
-JSON line, under open_clip's names, to evaluation.jsonl in the run's folder, or to --output.
+Recall@k (R@k) is the fraction of queries whose match is among the first k; ranks count from 1. For an
+image with several captions the best one counts. Unreadable samples are skipped and counted. Memory
+grows linearly with the number of samples. The result is appended as a JSON line, with open_clip's
+names, to evaluation.jsonl in the run's folder, or to --output.
 """
 FILE = "evaluation.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `megabatch eval`."""
+    """Arguments of `megabatch eval`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     model.add_arguments(parser)
-    parser.add_argument("--zero-shot", action="store_true", help="classify images; their captions are the names of the classes")
-    parser.add_argument("--classes", metavar="FILE", help="names of classes, one a line (default: all captions of the data)")
+    parser.add_argument("--zero-shot", action="store_true", help="classify images; captions are the class names")
+    parser.add_argument("--classes", metavar="FILE", help="class names, one per line (default: all captions of the data)")
     parser.add_argument(
-        "--templates", metavar="FILE", help='texts with "{}" for the name, one a line (default: a few general ones)'
+        "--templates", metavar="FILE", help='prompts with "{}" for the class name, one per line (default: a few general ones)'
     )
     parser.add_argument("--chunk-size", type=whole, default=256, help="samples encoded at once (default: %(default)s)")
     parser.add_argument(
-        "--workers", type=int, default=0, help="threads that read data; 0 reads in between (default: %(default)s)"
+        "--workers", type=int, default=0, help="threads that read data; 0 for the main thread (default: %(default)s)"
     )
-    parser.add_argument("--output", metavar="FILE", help=f"where to add the result (default: {FILE} in the run's folder)")
+    parser.add_argument("--output", metavar="FILE", help=f"file to append the result to (default: {FILE} in the run's folder)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates, prints and writes."""
+    """Evaluates, prints and writes the result."""
     with joined(args.device) as world, _threads(args.workers) as workers:
         chosen = model.choose(args, world.device)
         if args.zero_shot:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def classified(
     pair: Pair, dataset: Dataset, world: World, args: argparse.Namespace, *, name: str, workers: Any = 0
 ) -> dict[str, float]:
-    """Zero-shot accuracy; each rank has every size-th sample."""
+    """Zero-shot accuracy; samples are distributed over ranks."""
     if dataset.sides[0] != IMAGE:
         raise ValueError(f"--zero-shot must have data with images, got {dataset.sides[0]} and {dataset.sides[1]}")
     captions = [_caption(dataset, index) for index in range(len(dataset))]
@@ -100,7 +100,7 @@ def _caption(dataset: Dataset, index: int) -> str | None:
 
 
 def _threads(workers: int) -> Any:
-    """Threads for the whole evaluation; without any, data is read in between."""
+    """A thread pool for the whole evaluation, or 0."""
     return ThreadPoolExecutor(workers) if workers else nullcontext(0)
 
 

@@ -1,4 +1,4 @@
-"""`megabatch info`: what is installed, what the machine has, and what would be used."""
+"""`megabatch info`: versions, devices, backends and installed extras."""
 
 import argparse
 import importlib.metadata
@@ -12,21 +12,21 @@ from megabatch.tiles import backends
 from megabatch.tiles.precision import BFLOAT16
 
 DESCRIPTION = """
-Prints versions, devices, the backends that serve each of them, and which extras are installed.
+Prints versions, devices, the default backend of each device, and the installed extras.
 
-  megabatch info                 add it to a report of a problem: it names no hosts, users or paths
+  megabatch info                 for bug reports: contains no names of hosts or users, and no paths
 """
 _OLDER_PYTHON = re.compile(r"""python_version < ["']([\d.]+)["']""")
 _REQUIREMENT = re.compile(r"""^([\w.-]+)(?:\[[^\]]*\])?[^;]*;\s*.*extra == ["']([\w-]+)["']""")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """`megabatch info` has no arguments."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints."""
+    """Prints the information."""
     for name, value in machine.describe().items():
         if value is not None:
             print(f"{name:18} {value}")
@@ -41,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def extras() -> dict[str, list[str]]:
-    """The packages that each extra asks for by itself."""
+    """The packages of each extra."""
     found: dict[str, list[str]] = {}
     for line in importlib.metadata.requires("megabatch") or []:
         match, newer = _REQUIREMENT.match(line), _OLDER_PYTHON.search(line)
         if newer is not None and sys.version_info >= tuple(map(int, newer[1].split("."))):
-            continue  # this Python has it by itself
+            continue  # part of this Python
         if match is not None and match[1] != "megabatch":
             found.setdefault(match[2], []).append(match[1])
     return found

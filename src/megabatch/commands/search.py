@@ -1,4 +1,4 @@
-"""`megabatch search`: what a model finds, as a contact sheet and in the terminal."""
+"""`megabatch search`: the best matches of texts or images, printed and as a contact sheet."""
 
 import argparse
 import math
@@ -18,7 +18,7 @@ from megabatch.towers import Pair, Tower
 from megabatch.world import joined
 
 DESCRIPTION = """
-Searches data with a model. A query is a text, or the path of an image; each has a row of the sheet.
+Searches data with a model. A query is a text or the path of an image.
 
   megabatch search runs/emoji "smiling cat" "red heart"     texts find images
   megabatch search runs/emoji cat.png                       an image finds texts
@@ -26,29 +26,29 @@ Searches data with a model. A query is a text, or the path of an image; each has
   megabatch search runs/wordnet "animal with a trunk"       texts find texts
   megabatch search open_clip:ViT-B-32@laion2b_s34b_b79k "dog on a beach" --data photos.csv
 
-Matches are printed, best first with their similarity (1 is the same direction, 0 unrelated), and
-drawn as a PNG. Nothing but the best is held, so data may be of any size.
+Prints the matches of each query, best first, with their cosine similarity, and draws a contact sheet
+(PNG) with one row per query. Only the best matches are in memory, so the data may be of any size.
 """
 PICTURE = 96  # pixels of a drawing's side on the sheet
 KINDS = {"images": IMAGE, "texts": TEXT}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `megabatch search`."""
+    """Arguments of `megabatch search`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     model.add_arguments(parser)
     parser.add_argument("queries", nargs="+", metavar="QUERY", help="a text, or the path of an image")
-    parser.add_argument("-k", type=int, default=8, help="matches of each query (default: %(default)s)")
+    parser.add_argument("-k", type=int, default=8, help="matches per query (default: %(default)s)")
     parser.add_argument("--among", choices=tuple(KINDS), help="what to search (default: images for texts, texts for images)")
-    parser.add_argument("--sheet", metavar="PNG", default="found.png", help="where to draw (default: %(default)s)")
+    parser.add_argument("--sheet", metavar="PNG", default="found.png", help="file of the contact sheet (default: %(default)s)")
     parser.add_argument("--chunk-size", type=whole, default=256, help="samples encoded at once (default: %(default)s)")
     parser.add_argument(
-        "--workers", type=int, default=0, help="threads that read data; 0 reads in between (default: %(default)s)"
+        "--workers", type=int, default=0, help="threads that read data; 0 for the main thread (default: %(default)s)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches, prints and draws."""
+    """Searches, prints the matches and draws the sheet."""
     with joined(args.device) as world:
         if world.size > 1:
             raise ValueError(f"megabatch search must be one process, got {world.size}; start it without torchrun")
@@ -88,7 +88,7 @@ def searched(chosen: model.Chosen, queries: list[Shown], args: argparse.Namespac
 
 
 def _readable(chosen: model.Chosen, side: int, args: argparse.Namespace) -> Iterator[Tensor]:
-    """Embeddings chunk by chunk, NaN for what cannot be read: `search` finds it last, with −∞."""
+    """Embeddings chunk by chunk. Unreadable samples are NaN, which `search` ranks last, with −∞."""
     position = 0
     options = {"chunk_size": args.chunk_size, "workers": args.workers}
     for chunk in embedded(chosen.pair.towers[side], chosen.dataset, side, **options):
@@ -98,7 +98,7 @@ def _readable(chosen: model.Chosen, side: int, args: argparse.Namespace) -> Iter
 
 
 def _query(text: str) -> Shown:
-    """An image where there is such a file, a text otherwise; what looks like an image's path and is none is an error."""
+    """An image if the file exists, else a text; a missing file with an image's extension is an error."""
     path = Path(text)
     if path.is_file():
         try:
@@ -111,7 +111,7 @@ def _query(text: str) -> Shown:
 
 
 def _side(dataset: Dataset, kind: str, among: str | None) -> int:
-    """Which side of the data is searched. Of texts and texts the first: a query is like the second."""
+    """The side of the data to search. In text–text data it is the first, because a query is like the second."""
     wanted = KINDS[among] if among else IMAGE if kind == TEXT and IMAGE in dataset.sides else TEXT
     if wanted not in dataset.sides:
         raise ValueError(f"--among must be what the data has, {' and '.join(dataset.sides)}, got {wanted}")
@@ -119,7 +119,7 @@ def _side(dataset: Dataset, kind: str, among: str | None) -> int:
 
 
 def _encoder(pair: Pair, kind: str, *, other: int) -> Tower:
-    """The tower for queries; of two for texts that of the side which is not searched."""
+    """The tower for queries; of two text towers, the one of the side that is not searched."""
     if pair.towers[1 - other].kind == kind:
         return pair.towers[1 - other]
     if pair.towers[other].kind == kind:
@@ -128,7 +128,7 @@ def _encoder(pair: Pair, kind: str, *, other: int) -> Tower:
 
 
 def _found(drawn: Dataset, index: int, side: int, score: float) -> Found:
-    """An image with its caption, whichever of them was searched; of two texts the one that was, with the other below."""
+    """An image with its caption, whichever was searched; of two texts, the searched one with the other below."""
     shown = drawn.sides.index(IMAGE) if IMAGE in drawn.sides else side
     return Found(_read(drawn, index, shown), str(_read(drawn, index, 1 - shown)), score)
 

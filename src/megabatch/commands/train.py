@@ -1,4 +1,4 @@
-"""`megabatch train`: a model from pairs, in one command."""
+"""`megabatch train`: trains a model on pairs."""
 
 import argparse
 import logging
@@ -28,7 +28,7 @@ RUNS = Path("runs")
 AUTO = "auto"
 PROBLEMS_NAMED = 5
 DESCRIPTION = f"""
-Trains two towers so that what belongs together is found among everything else.
+Trains two towers with a contrastive loss, so that each sample is most similar to its own match.
 
   megabatch train                                  emoji and their names; two small towers, two cores, three minutes
   megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384 --epochs 10 --lr 5e-4
@@ -37,42 +37,42 @@ Trains two towers so that what belongs together is found among everything else.
   torchrun --nproc-per-node 8 -m megabatch train --config run.toml
   megabatch train --resume runs/emoji-1            from its last checkpoint, with its settings
 
-The batch is a number of pairs, over all processes, and does not depend on memory: towers encode a chunk
-at a time, and the loss holds no matrix. The chunk size is found by itself.
+The batch size is the number of pairs over all processes. It does not depend on memory: towers encode one
+chunk at a time, and the loss needs no similarity matrix. The chunk size is chosen automatically.
 
 data    {f"{chr(10)}        ".join(data.POSSIBLE)}
 model   {f"{chr(10)}        ".join(POSSIBLE)}
 
-Settings come from a recipe for the model and the data, then --config, then flags, then --set. All of them,
-as they were used, are in config.toml in the run's folder, which --config takes again:
+Settings come from a recipe for the model and the data, then --config, then flags, then --set; later ones
+win. config.toml in the run's folder records all of them, and --config reads it again. Some settings:
 
-  lock = "first"             LiT: the first tower keeps its weights, and its embeddings are computed once
-  precision = "bf16"         or "fp16", "fp32"            parallel = "fsdp"      towers cut up, instead of copied
+  lock = "first"             LiT: the first tower is frozen, and its embeddings are computed once
+  precision = "bf16"         or "fp16", "fp32"            parallel = "fsdp"      shards the towers; "ddp" replicates them
   optimizer.name = "adafactor"    or "adamw", "lion"      optimizer.scaling = "sqrt" | "linear"    lr by batch size
-  loss.name = "siglip"       or "clip"                    ema = 0.999            an average of the weights is saved
-  memory.chunk = 0.25        share of the free memory     checkpoint.every = 500, checkpoint.keep = 2
+  loss.name = "siglip"       or "clip"                    ema = 0.999            averaged weights are saved
+  memory.chunk = 0.25        fraction of free memory      checkpoint.every = 500, checkpoint.keep = 2
 
-Ctrl-C, or SIGTERM, saves first. What a killed run has saved is whole; --resume auto continues it, or begins.
+Ctrl-C and SIGTERM save a checkpoint first. --resume auto resumes the last run, or starts a new one.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `megabatch train`."""
+    """Arguments of `megabatch train`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--data", metavar="DATA", help="what to train on (default: emoji)")
-    add("--validation", metavar="DATA", help="what to evaluate on (default: the test split of emoji and wordnet)")
-    add("--model", metavar="MODEL", help="what to train (default: small)")
+    add("--data", metavar="DATA", help="training data (default: emoji)")
+    add("--validation", metavar="DATA", help="evaluation data (default: the test split of emoji and wordnet)")
+    add("--model", metavar="MODEL", help="towers to train (default: small)")
     add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 1024)")
     add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
-    add("--epochs", type=float, metavar="N", help="passes over the data (default: 72 for emoji, 4 for wordnet, else 32)")
+    add("--epochs", type=float, metavar="N", help="passes over the data (default: 28 for emoji, 4 for wordnet, else 32)")
     add("--lr", type=float, metavar="RATE", help="highest learning rate (default: 3e-3 for small, else 5e-4)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="in which towers compute (default: fp32)")
-    add("--seed", type=int, metavar="N", help="of weights, order and augmentation (default: 0)")
-    add("--output", type=Path, metavar="FOLDER", help="of the run (default: runs/DATA-1, or the next number)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="dtype that towers compute in (default: fp32)")
+    add("--seed", type=int, metavar="N", help="for initial weights, order and augmentation (default: 0)")
+    add("--output", type=Path, metavar="FOLDER", help="folder of the run (default: runs/DATA-1, or the next number)")
     add("--config", type=Path, metavar="TOML", help="settings from a file, such as another run's config.toml")
-    add("--resume", metavar="auto|PATH", help='continue: a run, a checkpoint, or "auto" for the last of --output, if any')
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as in optimizer.weight_decay=0.05")
+    add("--resume", metavar="auto|PATH", help='resume a run, a checkpoint, or with "auto" the last run if there is one')
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, such as optimizer.weight_decay=0.05")
     add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     add("--no-report", action="store_true", help="write no report.html at the end")
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             return 128 + stopped.number
         except CheckpointError as error:
             if world.rank == 0:
-                LOG.error("%s; what was saved before is as it was, and --resume %s continues from there", error, folder)
+                LOG.error("%s; earlier checkpoints are unchanged, and --resume %s continues from the last one", error, folder)
             return 1
         if world.rank == 0:
             _finish(folder, args)
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace) -> list[settings.Table]:
-    """What the user has said, the strongest last."""
+    """The given settings; later tables win."""
     flags: settings.Table = {}
     for name in ("data", "validation", "model", "batch_size", "chunk_size", "epochs", "precision", "seed"):
         if getattr(args, name) is not None:
@@ -117,8 +117,8 @@ def _given(args: argparse.Namespace) -> list[settings.Table]:
 
 
 def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
-    """The run's folder, and the checkpoint to continue from where one is named."""
-    name = _called(source)
+    """The run's folder, and the checkpoint to resume from if one is named."""
+    name = _run_name(source)
     if args.resume not in (None, AUTO):
         return _named(Path(args.resume), args.output)
     if args.resume == AUTO:
@@ -132,15 +132,15 @@ def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
     return folder, None
 
 
-def _called(source: str) -> str:
-    """What a run on this data is called: the file's name, or of a pattern of files the folder's."""
+def _run_name(source: str) -> str:
+    """The name of a run on this data: the file's name, or the folder's for a pattern of files."""
     path = Path(source)
     chosen = path.parent if any(mark in path.name for mark in "{*?[") else path
     return re.sub(r"[^\w.-]+", "-", chosen.stem).strip(".-") or "run"
 
 
 def _named(path: Path, output: Path | None) -> tuple[Path, Path | None]:
-    """Of a path that is a run's folder, or a checkpoint in one."""
+    """The same for a path that is a run's folder, or a checkpoint in one."""
     if not path.is_dir():
         raise ValueError(f'--resume must be "auto", a run\'s folder or a checkpoint in it, got {path}, which is no folder')
     if path.name.startswith("step_"):
@@ -153,13 +153,13 @@ def _named(path: Path, output: Path | None) -> tuple[Path, Path | None]:
 
 
 def _before(folder: Path, checkpoint: Path | None) -> settings.Table:
-    """The settings of the run that is continued; none for a new one."""
+    """The settings of the run to resume; empty for a new run."""
     place = (folder if checkpoint is None else checkpoint.resolve().parent.parent) / runs.CONFIG
     return settings.read(place) if place.exists() else {}
 
 
 def _check_writable(folder: Path, world: World, resume: str | None) -> None:
-    """Before anything is loaded, on every rank: each writes its part of a checkpoint."""
+    """Checks the folder on every rank before anything is loaded, because each rank writes its part of a checkpoint."""
     for rank, problem in enumerate(world.gather_objects(runs.unwritable(folder))):
         if problem is not None:
             where = f" on rank {rank}" if world.size > 1 else ""
@@ -192,7 +192,7 @@ def _trainer(config: TrainConfig, folder: Path, world: World, args: argparse.Nam
 
 
 def _name_problems(problems: Sequence[str]) -> None:
-    """What of a dataset is not there: the first few, and how many more."""
+    """Logs missing parts of a dataset: the first few, and how many more."""
     for problem in problems[:PROBLEMS_NAMED]:
         LOG.warning("%s", problem)
     if len(problems) > PROBLEMS_NAMED:

@@ -1,14 +1,15 @@
-"""AdaFactor as "Scaling Vision Transformers" (arXiv 2106.04560) trains with: Adam's quality with half of its memory, and less.
+"""AdaFactor as in "Scaling Vision Transformers" (arXiv 2106.04560): the quality of Adam with a quarter of its memory.
 
-The second moment of a matrix is kept as the means of its rows and of its columns, whose product over the overall mean stands
-for it; the first moment is kept in bfloat16; steps are not scaled by the size of parameters. Of a step t, with gradient g:
+The second moment of a matrix is stored as the means of its rows and columns; their product over the overall mean approximates
+it. The first moment is stored in bfloat16. Steps are not scaled by the size of parameters. In step t, with gradient g:
 
     β = min(1 − t^−0.8, 0.999)
     r ← β·r + (1 − β)·mean_columns(g² + ε)        c ← β·c + (1 − β)·mean_rows(g² + ε)
     m ← β₁·m + (1 − β₁)·g / √(r·c / mean(r))
     p ← p − lr·(m + weight decay · p)
 
-What has fewer than two dimensions, or short ones, has a second moment of its own for every number.
+A parameter with fewer than two dimensions, or short ones, has a full second moment. docs/log.md says why timm's and
+PyTorch's versions do not replace this one.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,19 +23,19 @@ from megabatch.cached.tower_io import is_sharded
 
 DECAY_EXPONENT = 0.8
 DECAY_CAP = 0.999
-SHORTEST = 32  # a dimension that is shorter is not worth factoring
+SHORTEST = 32  # shorter dimensions are not factored
 EPSILON = 1e-30
 MOMENTUM_DTYPE = torch.bfloat16
 
 
 class AdaFactor(Optimizer):
-    """See above.
+    """The optimizer above.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        momentum: β₁; 0 keeps no first moment at all.
-        weight_decay: taken off apart from the gradient, times the learning rate, as AdamW does.
+        momentum: β₁; 0 for no first moment.
+        weight_decay: decoupled and times the learning rate, as in AdamW.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
@@ -53,7 +54,7 @@ class AdaFactor(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer, but the momentum stays in its own type instead of the parameter's."""
+        """Loads a state; the momentum keeps its dtype instead of the parameter's."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             if "momentum" in state:
@@ -75,7 +76,7 @@ def _update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: d
 
 
 def _root_mean_square(gradient: Tensor, state: dict[str, Any], beta: float) -> Tensor:
-    """The root of the second moment, brought up to date; broadcasts against the gradient."""
+    """Updates the second moment and returns its root, which broadcasts against the gradient."""
     squares = gradient.square().add_(EPSILON)
     dims = factored_dims(gradient.shape)
     if dims is None:
@@ -83,12 +84,12 @@ def _root_mean_square(gradient: Tensor, state: dict[str, Any], beta: float) -> T
     long, longest = dims
     rows = _averaged(state, "rows", _mean(squares, longest), beta)
     columns = _averaged(state, "columns", _mean(squares, long), beta)
-    # Each factor's root by itself: their product may be too small for a float32, ε being what it is.
+    # The root of each factor: their product may underflow in float32.
     return (rows / _mean(rows, long)).sqrt() * columns.sqrt()
 
 
 def factored_dims(shape: Iterable[int]) -> tuple[int, int] | None:
-    """The two longest dimensions, the longer one last; None where they are too short. The rest is treated one by one."""
+    """The two longest dimensions, the longest last; None if they are too short. Other dimensions are batch dimensions."""
     sizes = list(shape)
     order = sorted(range(len(sizes)), key=lambda dim: sizes[dim])
     if len(sizes) < 2 or sizes[order[-2]] < SHORTEST:
@@ -104,7 +105,7 @@ def _averaged(state: dict[str, Any], name: str, now: Tensor, beta: float) -> Ten
 
 
 def _mean(values: Tensor, dim: int) -> Tensor:
-    """The mean over a dimension, which stays with length 1; over all ranks, where they share it."""
+    """The mean over a dimension, kept with length 1; over all ranks if the dimension is sharded."""
     total = values.sum(dim, keepdim=True)
     if is_sharded(total):
         from torch.distributed.tensor import Replicate

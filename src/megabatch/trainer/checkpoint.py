@@ -1,8 +1,8 @@
-"""Checkpoints on disk: whole or not there, the last few kept, and a damaged one passed over for the one before.
+"""Checkpoints on disk: atomic, with checksums. The last few are kept, and a damaged one is skipped for the one before.
 
-A checkpoint is a folder `step_00000160`. It is written under another name, every file of it goes to the disk, a table of
-contents with sizes and checksums is written last, and then it is renamed: whatever is killed or pulled out when, a folder of
-the final name is whole. Before one is used the table is compared with the files, because disks have accidents of their own.
+A checkpoint is a folder `step_00000160`. It is written under a temporary name, its files are flushed to disk, a table of
+contents with sizes and checksums is written last, and then the folder is renamed. So a folder with the final name is complete,
+whenever the process is killed. Before a checkpoint is used, its files are compared with the table.
 """
 
 import errno
@@ -27,10 +27,10 @@ _PIECE = 1 << 24  # bytes read at once
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and how many to keep."""
+    """When to save a checkpoint, and how many to keep."""
 
-    every: int = 0  # steps between checkpoints; 0 for ten in a run. There is always one at the end
-    keep: int = 2  # the last ones
+    every: int = 0  # steps between checkpoints; 0 for ten per run. The last step always has one
+    keep: int = 2  # number of checkpoints
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -45,16 +45,16 @@ class CheckpointConfig:
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read; says what was kept."""
+    """A checkpoint could not be written or read."""
 
 
 class Checkpoints:
-    """A folder of them, which all ranks share.
+    """The checkpoints of a run, in a folder that all ranks share.
 
     Args:
-        folder: made when the first one is written.
-        keep: how many.
-        world: the ranks. All call the same methods in the same order.
+        folder: created with the first checkpoint.
+        keep: number of checkpoints.
+        world: the ranks. All must call the same methods in the same order.
     """
 
     def __init__(self, folder: Path, keep: int, world: World) -> None:
@@ -65,11 +65,11 @@ class Checkpoints:
 
         Args:
             step: its number.
-            about: what goes into the table of contents, as JSON can hold it.
+            about: entries of the table of contents, serialisable as JSON.
             write: writes this rank's files into a folder.
 
         Raises:
-            CheckpointError: on all ranks, if any of them could not. The checkpoints before are as they were.
+            CheckpointError: on all ranks, if one of them failed. Earlier checkpoints are unchanged.
         """
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".partial_{final.name}"
@@ -81,11 +81,11 @@ class Checkpoints:
         return final
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The last one that is whole, and what its table of contents says; damaged ones are named. None if there is none."""
+        """The newest intact checkpoint and its table of contents, or None. Damaged ones are logged."""
         return self._world.from_first(self._newest() if self._world.rank == 0 else None)  # type: ignore[no-any-return]
 
     def set_aside_after(self, step: int) -> None:
-        """Gives those of later steps another name: a run that continues from `step` will make its own."""
+        """Renames checkpoints of later steps: a run that resumes from `step` will write its own."""
         if self._world.rank == 0:
             for path in self._all():
                 if int(path.name.removeprefix("step_")) > step:
@@ -97,7 +97,7 @@ class Checkpoints:
             try:
                 return path, contents(path)
             except CheckpointError as error:
-                LOG.warning("%s; the one before it is looked at", error)
+                LOG.warning("%s; trying the checkpoint before it", error)
         return None
 
     def _all(self) -> list[Path]:
@@ -108,12 +108,12 @@ class Checkpoints:
 
     def _forget_old(self) -> None:
         for path in self._all()[: -self._keep]:
-            path.rename(_free_name(path, ".deleted"))  # so that one that is half deleted is not taken for a damaged one
+            path.rename(_free_name(path, ".deleted"))  # so that a half-deleted one is not taken for damaged
         for left in [*self.folder.glob(".deleted_*"), *self.folder.glob(".partial_*")]:
             shutil.rmtree(left, ignore_errors=True)
 
     def _together(self, work: Callable[[], None], what: str, partial: Path, *, only_first: bool = False) -> None:
-        """All ranks' work, or nobody's: where it fails for one, the rest is taken away and all raise the same."""
+        """Runs `work` on all ranks, or on the first. If one rank fails, the files are removed and all ranks raise its error."""
         problem = None
         try:
             if not only_first or self._world.rank == 0:
@@ -130,10 +130,10 @@ class Checkpoints:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """The table of contents of a whole checkpoint.
+    """The table of contents of an intact checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, or is not as it was written.
+        CheckpointError: a file is missing or differs from its checksum.
     """
     try:
         table: dict[str, Any] = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
@@ -149,7 +149,7 @@ def contents(path: Path) -> dict[str, Any]:
                 f"the checkpoint {path} is damaged: {name} has {place.stat().st_size} bytes instead of {size}"
             )
         if _checksum(place) != check:
-            raise CheckpointError(f"the checkpoint {path} is damaged: {name} is not as it was written")
+            raise CheckpointError(f"the checkpoint {path} is damaged: {name} does not match its checksum")
     return table
 
 
@@ -173,7 +173,7 @@ def _finished(partial: Path, final: Path, about: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(partial)
-    if final.exists():  # the same step, done once more
+    if final.exists():  # the same step, repeated
         final.rename(_free_name(final, ".deleted"))
     partial.rename(final)
     _sync_folder(final.parent)

@@ -1,7 +1,7 @@
-"""All settings of a training run, and the recipes that settle those nobody gave.
+"""All settings of a training run, and recipes with defaults for a model and its data.
 
-Each part is beside what it configures; here they come together. A run's settings are, from weak to strong: the defaults, the
-recipe of the model and the data, a TOML file, flags, `--set`.
+Each part of the config is defined beside the code it configures. Later sources override earlier ones: defaults, the recipe for
+the model and the data, a TOML file, flags, `--set`.
 """
 
 import math
@@ -20,24 +20,24 @@ from megabatch.trainer.optim import OptimizerConfig, ScheduleConfig
 class TrainConfig:
     """A training run."""
 
-    data: str = "emoji"  # what is trained on; see `megabatch.data.load.POSSIBLE`
-    validation: str = ""  # what is evaluated on; left empty for the test split of `data`, or nothing where it has none
+    data: str = "emoji"  # training data; see `megabatch.data.load.POSSIBLE`
+    validation: str = ""  # evaluation data; empty for the test split of `data`, if it has one
     model: str = "small"  # see `megabatch.towers.load.POSSIBLE`
     batch_size: int = 1024  # pairs in a step, over all ranks
-    chunk_size: int | Literal["auto"] = "auto"  # samples that a tower encodes at once
+    chunk_size: int | Literal["auto"] = "auto"  # samples a tower encodes at once
     epochs: float = 32.0
-    steps: int = 0  # in all; 0 for as many as `epochs` has
+    steps: int = 0  # 0 for as many as `epochs` has
     seed: int = 0
     device: Literal["auto", "cuda", "cpu"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     parallel: Literal["ddp", "fsdp"] = "ddp"  # how ranks share the towers, under torchrun
-    ema: float = 0.0  # decay of an average of the weights, such as 0.999, which is then what is evaluated and saved; 0 for none
+    ema: float = 0.0  # decay of averaged weights, such as 0.999, which are then evaluated and saved; 0 for none
     evaluate_every: int = 0  # steps between evaluations; 0 for one at the end
     augment: bool = True
-    workers: int = 0  # threads that read and decode samples; 0 to read when asked
-    lock: Literal["none", "first", "second"] = "none"  # LiT: the side of the model that stays as it is
-    keep_locked: bool = True  # its embeddings are computed once and kept; its inputs are then not augmented
-    data_options: dict[str, Any] = field(default_factory=dict)  # of the dataset's class, such as a table's columns
+    workers: int = 0  # threads that read and decode samples; 0 to read in the main thread
+    lock: Literal["none", "first", "second"] = "none"  # LiT: the side of the model that is frozen
+    keep_locked: bool = True  # compute its embeddings once and keep them; its inputs are then not augmented
+    data_options: dict[str, Any] = field(default_factory=dict)  # arguments of the dataset's class, such as a table's columns
     validation_options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)  # sizes of "small"
     loss: LossConfig = field(default_factory=LossConfig)
@@ -47,7 +47,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        """Checks what one field alone does not show."""
+        """Checks the values."""
         for name, least in (("batch_size", 1), ("steps", 0), ("evaluate_every", 0), ("workers", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -65,8 +65,8 @@ class TrainConfig:
         return self.steps or max(1, round(self.epochs * batches_per_epoch))
 
 
-# What decides the course of a run: with another value a checkpoint would not be continued but misunderstood. Options of the
-# data decide which samples there are and what they are, and so what the saved position in their order means.
+# Settings that a resumed run must not change. Options of the data are among them, because they decide which samples there are,
+# and so the meaning of the saved position in their order.
 FIXED = (
     "batch_size",
     "seed",
@@ -81,7 +81,7 @@ FIXED = (
     "optimizer.name",
     "ema",
 )
-# How long, how fast, where and with which memory a run goes on, and what is looked at on the way.
+# Settings that a resumed run may change.
 FREE = (
     "epochs",
     "steps",
@@ -104,7 +104,7 @@ WARM_UPS = ("warm_up_steps", "warm_up_fraction")  # two ways to say one thing
 
 
 def resolved(*given: Mapping[str, Any]) -> TrainConfig:
-    """The settings of a run from what was given, the strongest last, over the recipe for its model and data."""
+    """The settings of a run: the recipe for its model and data, overridden by the given tables, the last one winning."""
     asked = merged(*given)
     chosen = settings.build(TrainConfig, asked)
     return settings.build(TrainConfig, merged(recipe(chosen.model, chosen.data), asked))
@@ -128,8 +128,8 @@ def recipe(model: str, data: str) -> settings.Table:
         optimizer = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
         found = {"optimizer": optimizer, "schedule": {"warm_up_steps": 20}}
     if (model, data) == ("small", "emoji"):
-        # A minute or two on two cores. An average of the weights takes the place of a falling learning rate: in so few steps a
-        # cosine falls before much is learned.
+        # A minute or two on two cores. Averaged weights replace a falling learning rate: in so few steps a cosine would fall
+        # before the model has learned much.
         schedule = {"name": "constant", "warm_up_fraction": 0.3}
         found |= {"batch_size": 512, "epochs": 28.0, "schedule": schedule, "ema": 0.95, "model_options": {"buckets": 8192}}
     if data == "wordnet":
@@ -138,7 +138,7 @@ def recipe(model: str, data: str) -> settings.Table:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Which of the settings that may not change have changed, each with both values, as `settings.table` has them."""
+    """The `FIXED` settings that have changed, each with both values; arguments are as `settings.table` makes them."""
     found: list[str] = []
     for key in FIXED:
         _compare(key, _at(before, key), _at(now, key), found)
@@ -146,7 +146,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _compare(key: str, old: Any, new: Any, found: list[str]) -> None:
-    """Tables entry by entry, so that the setting is named as a user writes it."""
+    """Compares tables entry by entry, so that messages name a setting as users write it."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in dict.fromkeys((*old, *new)):
             _compare(f"{key}.{name}", old.get(name), new.get(name), found)

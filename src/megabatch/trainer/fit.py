@@ -1,9 +1,9 @@
-"""What fits into memory: how many samples a tower encodes at once, and how many bytes of graphs a step may keep.
+"""Memory: the chunk size of each tower, and the budget for graphs.
 
-Chunks grow by doubling while the next one would surely fit its share of the free memory; if memory runs out in training all
-the same, both are halved and the step is done again. A chunk only has to be large enough to keep the device busy, and what is
-left is better spent on graphs that need no second pass, so the share is small. What was found is kept with checkpoints: another
-chunk size rounds differently, and a run that continues is to end with the same bits.
+The chunk size doubles while the next size surely fits into its fraction of the free memory. If memory runs out in training,
+both are halved and the step is repeated. A chunk only needs to keep the device busy; the rest of the memory is better spent on
+kept graphs, which save second passes, so the fraction is small. Checkpoints store the result, because another chunk size rounds
+differently, and a resumed run should give the same bits.
 """
 
 import math
@@ -23,32 +23,32 @@ from megabatch.world import World
 
 ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
 FIRST_TRIED = 32  # samples, on CUDA
-OPTIMIZER_COPIES = 3  # of the parameters, that come with the first step: gradients and two moments
+OPTIMIZER_COPIES = 3  # of the parameters, allocated in the first step: gradients and two moments
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """How much of the free memory is used, and for what."""
+    """How the free memory is used."""
 
-    chunk: float = 0.25  # share for the activations of a chunk, where chunk_size is "auto"
-    graphs: float = 0.5  # share for graphs that are kept from the first pass; 0 keeps none
+    chunk: float = 0.25  # fraction for the activations of a chunk, if chunk_size is "auto"
+    graphs: float = 0.5  # fraction for graphs kept from the first pass; 0 keeps none
 
     def __post_init__(self) -> None:
-        """Checks the shares."""
+        """Checks the fractions."""
         for name in ("chunk", "graphs"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"memory.{name} must be a share from 0 to 1, got {getattr(self, name)}")
+                raise ValueError(f"memory.{name} must be a fraction from 0 to 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a step is given."""
+    """Chunk sizes and memory for graphs."""
 
     chunk_sizes: tuple[int, ...]  # of each side
     graph_bytes: int
 
     def halved(self) -> "Fit":
-        """For a step that did not fit."""
+        """Half of both, after a step ran out of memory."""
         return Fit(tuple(max(1, size // 2) for size in self.chunk_sizes), self.graph_bytes // 2)
 
 
@@ -63,10 +63,10 @@ def what_fits(
     """Chunk sizes for towers and memory for graphs, the same on all ranks.
 
     Args:
-        config: the shares.
+        config: fractions of the free memory.
         chunk_size: a number, or "auto".
-        modules: of the sides, as a step calls them.
-        samples: a side's number and how many samples to their inputs.
+        modules: of the two sides.
+        samples: (side, count) → inputs of that many samples.
         pairs: of a batch on this rank.
         world: the ranks.
     """
@@ -88,11 +88,11 @@ def what_fits(
 
 
 def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> int:
-    """Doubles while the next size would fit, halves where even the first does not.
+    """The largest chunk size that fits: doubles while the next size would fit, halves if the first does not.
 
     Args:
-        most: samples there are.
-        peak: the bytes that a chunk of a size takes at its peak; None if memory runs out. The same on all ranks.
+        most: upper bound.
+        peak: size → peak bytes of a chunk; None if memory runs out. The same on all ranks.
         budget: bytes.
     """
     size = min(FIRST_TRIED, most)
@@ -100,9 +100,9 @@ def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> 
         used = peak(size)
         if used is None:
             if size == 1:
-                raise MemoryError("a chunk of a single sample must fit into memory, and does not")
+                raise MemoryError("a chunk of one sample must fit into memory, and does not")
             size //= 2
-            most = size  # what is larger has been tried
+            most = size  # larger sizes have failed
         elif size >= most or 2 * used > budget:  # bytes grow no faster than samples
             return size
         else:
@@ -110,14 +110,14 @@ def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> 
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether memory was the reason."""
+    """Whether the error means out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in ALLOCATION_FAILED)
 
 
 class _Peak:
-    """The peak of encoding n samples and going back, on CUDA."""
+    """Peak memory of a forward and backward pass of n samples, on CUDA."""
 
     def __init__(self, module: nn.Module, inputs: Any, world: World) -> None:
         self._module, self._world = module, world
@@ -147,7 +147,7 @@ class _Peak:
 
 
 def _coming(modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pairs: int, device: torch.device) -> int:
-    """Bytes that training will take beside graphs and the chunk at work: gradients, moments, embeddings."""
+    """Bytes that training still allocates beside graphs and activations: gradients, moments, embeddings."""
     parameters = {id(p): local(p) for module in modules for p in module.parameters() if p.requires_grad}
     learned = sum(p.numel() * p.element_size() for p in parameters.values())
     with torch.no_grad(), evaluating(modules[0]):

@@ -1,4 +1,4 @@
-"""Gradients between the backward pass and the optimizer: those of the loss averaged over ranks, their length, limited."""
+"""Between the backward pass and the optimizer: gradients and statistics averaged over ranks, gradient norm, clipping."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,20 +11,20 @@ from megabatch.world import World
 
 
 @torch.no_grad()
-def averaged(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """The mean over ranks of gradients that no wrapper has in charge: those of scale and bias."""
+def average(parameters: Iterable[nn.Parameter], world: World) -> None:
+    """Averages over ranks the gradients of parameters outside of DDP and FSDP2: scale and bias of the loss."""
     if world.group is None:
         return
     for parameter in parameters:
-        if parameter.grad is None:  # another rank's share may depend on it
+        if parameter.grad is None:  # another rank's share of the loss may depend on it
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad, group=world.group)
         parameter.grad /= world.size
 
 
 @torch.no_grad()
-def length(parameters: Iterable[nn.Parameter], world: World) -> Tensor:  # ()
-    """The Euclidean length of all gradients together, the same on all ranks."""
+def norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:  # ()
+    """The gradient norm over all parameters, the same on all ranks."""
     sharded: list[Tensor] = []
     whole: list[Tensor] = []
     for parameter in parameters:
@@ -39,8 +39,8 @@ def length(parameters: Iterable[nn.Parameter], world: World) -> Tensor:  # ()
 
 
 @torch.no_grad()
-def shorten(parameters: Iterable[nn.Parameter], now: Tensor, longest: float) -> None:
-    """All gradients times the same number, so that together they are no longer than `longest`. The host does not wait."""
+def clip(parameters: Iterable[nn.Parameter], now: Tensor, longest: float) -> None:
+    """Clips the gradient norm, now `now`, to `longest`. The host does not wait for the device."""
     share = (longest / now).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -55,7 +55,7 @@ def _square(values: Tensor) -> Tensor:  # ()
 
 @torch.no_grad()
 def average_statistics(statistics: Sequence[Tensor], world: World) -> None:
-    """The mean over ranks, in one message: after a step each has those of its own pairs, and a model is to have one."""
+    """Averages running statistics over ranks, in one message: each rank has updated its own with its own pairs."""
     if world.group is None or not statistics:
         return
     flat = torch.cat([statistic.flatten() for statistic in statistics])

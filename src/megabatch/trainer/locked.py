@@ -1,7 +1,7 @@
-"""Locked-image tuning (LiT): one side of a trained model stays as it is, and the other learns to match it.
+"""Locked-image tuning (LiT): one side of a trained model is frozen, and the other learns to match it.
 
-A locked side always makes the same embeddings of the same inputs. Where its inputs are not augmented, they are therefore
-computed once and kept, in blocks in the run's folder: every later epoch, and a run that continues, reads them.
+A frozen tower always gives the same embeddings for the same inputs. Without augmentation they are computed once and stored in
+the run's folder; later epochs and resumed runs read them.
 """
 
 import zlib
@@ -24,16 +24,16 @@ from megabatch.towers.tower import Pair
 from megabatch.world import World
 
 SIDES = ("first", "second")
-ROWS = 1 << 16  # of a block: few enough to be held, enough that there are not too many files
+ROWS = 1 << 16  # per file: small enough for memory, large enough to keep the number of files low
 
 
 def lock(pair: Pair, side: int, samples: Sequence[Any]) -> None:
-    """Freezes what one side is made of, and puts it into evaluation mode.
+    """Freezes one side, and puts it into evaluation mode.
 
     Args:
         pair: the towers, which may be one module with parts for each side.
-        side: which one.
-        samples: inputs of each side, of a sample or more; in a module for both sides they show which parts are whose.
+        side: 0 or 1.
+        samples: inputs of a few samples of each side; they show which parts of a common module each side uses.
     """
     tower, other = pair.towers[side], pair.towers[1 - side]
     if tower.module is other.module:
@@ -61,7 +61,7 @@ def _used(module: nn.Module, inputs: Any) -> set[int]:
 
 
 def _evaluating(module: nn.Module) -> None:
-    """Every part of which nothing learns, without dropout and with statistics that stay."""
+    """Puts every part without trained parameters into evaluation mode."""
     parameters = list(module.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         module.eval()
@@ -71,17 +71,17 @@ def _evaluating(module: nn.Module) -> None:
 
 
 class KeptEmbeddings:
-    """One side's embeddings of a whole dataset, on disk, without augmentation.
+    """Embeddings of one side of a whole dataset, on disk, without augmentation.
 
     Args:
-        folder: of all ranks; blocks that are there already are used if they were made by the same tower.
-        dataset: what is encoded.
-        side: which side of it.
+        folder: shared by all ranks; existing files are used if they come from the same tower.
+        dataset: to encode.
+        side: 0 or 1.
         pair: the towers.
         chunk_size: samples encoded at once.
         workers: as for `Dataset.source`.
-        world: the ranks, which share the work.
-        report: told what is being done.
+        world: the ranks, each of which encodes a part.
+        report: called with progress messages.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class KeptEmbeddings:
             dataset.failures |= {index: reason for index, reason in block["failures"].items() if index not in dataset.failures}
 
     def rows(self, indices: Tensor) -> Tensor:  # (n,) int64 -> (n, D)
-        """Of these samples."""
+        """Embeddings of these samples."""
         result = self._blocks[0].new_empty(len(indices), self._blocks[0].shape[1])
         blocks = indices // ROWS
         for number in sorted(set(blocks.tolist())):
@@ -125,7 +125,7 @@ class KeptEmbeddings:
 
 
 def _fingerprint(module: nn.Module, dataset: Dataset) -> str:
-    """Of the number of samples and of the weights that do not learn."""
+    """Checksum of the number of samples and of the frozen weights."""
     value = zlib.crc32(f"{len(dataset)}".encode())
     fixed = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     for name, tensor in (*fixed, *module.named_buffers()):
@@ -137,6 +137,6 @@ def _fingerprint(module: nn.Module, dataset: Dataset) -> str:
 def _whole(place: Path) -> bool:
     try:
         torch.load(place, mmap=True, weights_only=True)
-    except Exception:  # not there, or damaged: it is made again
+    except Exception:  # missing or damaged: it is written again
         return False
     return True

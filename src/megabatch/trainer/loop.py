@@ -1,9 +1,9 @@
-"""Training from beginning to end, or from a checkpoint to the end: steps, evaluations, checkpoints, and a model that is saved.
+"""The training loop, from the first step or from a checkpoint: steps, evaluations, checkpoints, and the saved model.
 
     trainer = Trainer(config, pair, dataset, Path("runs/mine"), validation=other_dataset)
     trainer.fit()
 
-All ranks make one with the same arguments. What a step is, is in step.py; the settings are in config.py.
+All ranks create a `Trainer` with the same arguments. One step is in step.py, the settings in config.py.
 """
 
 import dataclasses
@@ -39,21 +39,21 @@ from megabatch.trainer.stopping import Request, StoppedError, requests
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
-SAMPLES_SHOWN = 2  # to towers, to find out what they are like
+SAMPLES_SHOWN = 2  # to towers, to find their used parameters
 
 
 class Trainer:
-    """A model, its data, and how far it has come.
+    """Trains a model on a dataset.
 
     Args:
-        config: all settings. Names of data and model in it are not looked at: they are what the next two are.
-        pair: the towers, with the weights to begin with, the same on all ranks. Moved to the device, and changed in place.
+        config: all settings. Its names of data and model are ignored in favour of the next two arguments.
+        pair: the towers with their initial weights, the same on all ranks. Moved to the device and trained in place.
         dataset: pairs to train on.
-        folder: of the run; all ranks see the same one.
+        folder: of the run; shared by all ranks.
         validation: pairs to evaluate on, or None.
-        observers: told what happens, on the first rank.
-        world: the ranks; None for this process alone, on the CPU.
-        command: that started the run, to be written down.
+        observers: called on the first rank.
+        world: the ranks (default: this process alone, on the CPU).
+        command: the command line, recorded in the folder.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Trainer:
         self._build()
 
     def _build(self) -> None:
-        """Everything that learns, from the towers."""
+        """Builds everything that is trained, from the towers."""
         config, modules = self.config, [tower.module.to(self.world.device) for tower in self.pair.towers]
         shown = [self._samples(side, SAMPLES_SHOWN) for side in (0, 1)]
         if config.lock != "none":
@@ -111,7 +111,7 @@ class Trainer:
         self._fit: Fit | None = None
 
     def _samples(self, side: int, count: int) -> Any:
-        """Inputs of the first samples of a side."""
+        """Inputs of the first samples of one side."""
         indices = range(min(count, len(self.dataset)))
         source = self.dataset.source(indices, side, self.pair.towers[side], augment=False)
         return next(iter(source.chunks([(0, len(indices))], None)))
@@ -119,10 +119,10 @@ class Trainer:
     # From a checkpoint
 
     def resume(self, checkpoint: Path | None = None) -> bool:
-        """Continues from a checkpoint, or from the last whole one of the run's folder.
+        """Resumes from a checkpoint, or from the newest intact one of the run's folder.
 
         Returns:
-            Whether there was one. A checkpoint that is named has to be there and whole.
+            Whether there was one. A named checkpoint must exist and be intact.
         """
         found = self.checkpoints.newest() if checkpoint is None else (checkpoint, contents(checkpoint))
         if found is None:
@@ -134,11 +134,11 @@ class Trainer:
         if changed:
             raise ValueError(
                 f"a run can only continue with what it began with, but in {path} {'; '.join(changed)}. "
-                f"What may change: {', '.join(FREE)}"
+                f"These may change: {', '.join(FREE)}"
             )
         same_generators = self._state.read(path)
         if not same_generators and self.world.rank == 0:
-            LOG.warning("%s is of %d ranks; dropout and the like draw new numbers", path, about["world_size"])
+            LOG.warning("%s was written by %d ranks; random generators are seeded anew", path, about["world_size"])
         if not same_generators:
             self._seed(about["step"])
         self.step, self.pairs, self.seconds = about["step"], about["pairs"], about["seconds"]
@@ -149,7 +149,7 @@ class Trainer:
         return True
 
     def _fits_as_before(self, about: dict[str, Any]) -> bool:
-        """Whether what was found for a checkpoint's run is what this one would look for."""
+        """Whether the chunk sizes of the checkpoint are valid for this run too."""
         before, now = about["config"], settings.table(self.config)
         same_place = (about["world_size"], about.get("device")) == (self.world.size, self.world.device.type)
         return same_place and all(before[name] == now[name] for name in ("chunk_size", "memory"))
@@ -157,13 +157,13 @@ class Trainer:
     # To the end
 
     def fit(self) -> dict[str, float] | None:
-        """Trains to the last step, evaluates and saves the model.
+        """Trains to the last step, saves the model and evaluates it.
 
         Returns:
-            What the last evaluation found; None without one.
+            Metrics of the last evaluation; None without validation data.
 
         Raises:
-            StoppedError: by Ctrl-C or SIGTERM, after it has been saved.
+            StoppedError: after Ctrl-C or SIGTERM, once a checkpoint is saved.
         """
         self.run.first_step = self.run.step = self.step
         if self.world.rank == 0:
@@ -172,7 +172,7 @@ class Trainer:
         try:
             with self._workers() as workers, requests(impatient=self.world.size == 1) as request:
                 self._train(self._ready(workers), request)
-                self._save_model()  # first: what was learned does not depend on whether it can be evaluated
+                self._save_model()  # before the evaluation, which may fail
                 result = self._evaluate(workers) if self.validation is not None else None
         finally:
             self._observers.finish(self.run)
@@ -206,7 +206,7 @@ class Trainer:
             return {}
         side = locked.SIDES.index(self.config.lock)
         if self.config.augment and self.world.rank == 0:
-            LOG.info("the locked side is not augmented, because its embeddings are kept (keep_locked)")
+            LOG.info("the locked side is not augmented, because its embeddings are computed once (keep_locked)")
         with parallel.whole(self._modules), autocast(self.config.precision, self.world.device):
             kept = locked.KeptEmbeddings(
                 self.run.folder / LOCKED,
@@ -237,7 +237,7 @@ class Trainer:
             if stop:
                 raise StoppedError(self._farewell(stop), stop)
             if self.validation is not None and self.config.evaluate_every and self.step % self.config.evaluate_every == 0:
-                if self.step < self.steps:  # the last one comes at the end
+                if self.step < self.steps:  # the last evaluation comes after the loop
                     self._evaluate(step.workers)
 
     def _record(self, outcome: Outcome, epoch: int, rate: float, seconds: float) -> None:
@@ -262,7 +262,7 @@ class Trainer:
         assert self.validation is not None
         averaged = nullcontext() if self.average is None else self.average.in_place()
         with averaged, parallel.whole(self._modules), autocast(self.config.precision, self.world.device):
-            # What fits with a graph fits without.
+            # A chunk that fits with a graph fits without one.
             chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)
             result = evaluate(self.pair, self.validation, chunk_size=chunk_size, workers=workers, group=self.world.group)
         self._observers.evaluated({"step": self.step, "evaluation": result})
@@ -271,7 +271,7 @@ class Trainer:
     # To disk
 
     def _save(self, *, must: bool) -> None:
-        """A checkpoint. One on the way that cannot be written is not the end, and said once: the next may."""
+        """Writes a checkpoint. If it fails in mid-run, training goes on with one warning, and the next one is tried."""
         assert self._fit is not None
         about = {
             "step": self.step,
@@ -290,7 +290,7 @@ class Trainer:
             if must:
                 raise
             if self.world.rank == 0 and not self._save_failed:
-                LOG.warning("%s; training goes on, and the checkpoints before are as they were", error)
+                LOG.warning("%s; training goes on, and earlier checkpoints are unchanged", error)
             self._save_failed = True
             return
         if self.world.rank == 0 and self._save_failed:

@@ -1,4 +1,4 @@
-"""The loss that is trained: CLIP's or SigLIP's over all ranks, with a scale and bias that learn, of what could be read."""
+"""The training loss: CLIP or SigLIP over all ranks, with a learned scale and bias, over the pairs that could be read."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from megabatch.losses import clip_loss, siglip_loss
 from megabatch.world import World
 
-SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # where SigLIP's paper begins
+SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # initial values of the SigLIP paper
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is trained for."""
+    """The loss and its initial values."""
 
     name: Literal["clip", "siglip"] = "clip"
-    ids: bool = True  # whether pairs that share the dataset's id are kept from being each other's negatives
-    scale: float | None = None  # where it begins; left out for the model's own
-    bias: float | None = None  # SigLIP's, where it begins; left out for the model's own
+    ids: bool = True  # whether pairs with equal ids of the dataset are not each other's negatives
+    scale: float | None = None  # initial value (default: the model's)
+    bias: float | None = None  # initial value, of SigLIP (default: the model's)
     largest_scale: float = 100.0
 
     def __post_init__(self) -> None:
@@ -33,12 +33,12 @@ class LossConfig:
 
 
 class Objective(nn.Module):
-    """The loss and what it learns itself.
+    """The loss with its learned scale and bias.
 
     Args:
-        config: which loss.
-        scale: the model's own, exponentiated.
-        bias: the model's own; None if it was not made for SigLIP.
+        config: of the loss.
+        scale: of the model, exponentiated.
+        bias: of the model; None if it was not trained with SigLIP.
         dtype: of the two parameters.
     """
 
@@ -47,7 +47,7 @@ class Objective(nn.Module):
         self.config = config
         self.bias: nn.Parameter | None = None
         if config.name == "siglip":
-            if bias is None:  # made for another loss: its scale goes with that
+            if bias is None:  # the model's scale is for another loss
                 scale, bias = SIGLIP_SCALE, SIGLIP_BIAS
             self.bias = nn.Parameter(torch.tensor(bias if config.bias is None else config.bias, dtype=dtype))
         beginning = min(scale if config.scale is None else config.scale, config.largest_scale)
@@ -62,34 +62,34 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def clamp(self) -> None:
-        """Keeps the scale in bounds, after a step of the optimizer."""
+        """Clamps the scale to `largest_scale`, after a step of the optimizer."""
         self.log_scale.clamp_(max=math.log(self.config.largest_scale))
 
     def numbers(self) -> dict[str, float]:
-        """Scale and bias now, for records and for the model that is saved."""
+        """Current scale and bias, for logs and for the saved model."""
         found = {"scale": self.log_scale.detach().exp().item()}
         return found if self.bias is None else {**found, "bias": self.bias.detach().item()}
 
 
 class ReadablePairs:
-    """One step's loss as a function of embeddings: pairs of which a side could not be read are left out.
+    """The loss of one step as a function of embeddings; pairs with an unreadable side are skipped.
 
     Args:
         objective: the loss.
         world: the ranks.
-        usable: which of this rank's pairs can be used, asked once both sides have been read.
-        ids: this rank's, or None.
-        known: embeddings of a side that are not encoded in this step, by the side's number.
+        usable: returns a mask of this rank's readable pairs; called after both sides have been read.
+        ids: of this rank's pairs, or None.
+        known: embeddings of a locked side, by the index of the side.
     """
 
     def __init__(
         self, objective: Objective, world: World, usable: Callable[[], Tensor], ids: Tensor | None, known: dict[int, Tensor]
     ) -> None:
         self._objective, self._world, self._usable, self._ids, self._known = objective, world, usable, ids, known
-        self.pairs = 0  # that were used, on all ranks; known after the call
+        self.pairs = 0  # readable pairs on all ranks; set by the call
 
     def __call__(self, *encoded: Tensor) -> Tensor:  # ()
-        """This rank's share of the loss; zero, with gradients of zero, where no rank has a pair that can be used."""
+        """This rank's share of the loss; zero, with zero gradients, if no rank has a readable pair."""
         first, second = self._both(encoded)
         usable = self._usable().to(first.device)  # (n,)
         self.pairs = round(self._world.sum([int(usable.sum())])[0])

@@ -1,4 +1,4 @@
-"""Who is told what happens in a run: on the first rank alone, in this order, from the thread that trains."""
+"""Observers of a run: `metrics.jsonl`, displays and logs. They are called on the first rank, from the training thread."""
 
 import json
 import logging
@@ -18,10 +18,10 @@ NAMED = 5  # unreadable samples that are named
 
 
 class Observer(Protocol):
-    """Something that watches a run: a file, a display, a log."""
+    """Something that records a run: a file, a display, a log."""
 
     def start(self, run: Run) -> None:
-        """Before the first step; `run.first_step` steps have been done by runs before."""
+        """Before the first step; a resumed run starts after step `run.first_step`."""
 
     def step(self, record: dict[str, Any]) -> None:
         """After each step: step, epoch, pairs, loss, scale, bias (SigLIP), learning_rate, gradient_norm, pairs_per_second,
@@ -29,41 +29,41 @@ class Observer(Protocol):
         """
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """After an evaluation: step, and under "evaluation" open_clip's names of metrics with their values."""
+        """After an evaluation: step, and under "evaluation" the metrics by open_clip's names."""
 
     def saved(self, path: Path) -> None:
         """After a checkpoint has been written, and at the end with the model's file."""
 
     def finish(self, run: Run) -> None:
-        """At the end, also when the run was stopped or failed; `run.step` says how far it came."""
+        """At the end, also of a stopped or failed run; `run.step` is the last step."""
 
 
 class Observers:
-    """Several as one. One that cannot write, because a disk is full, is named once until it can, and does not end the run."""
+    """Calls several observers. If one cannot write, because a disk is full, the run goes on with one warning."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = list(observers)
-        # By the observer's id, the method that failed: that another one works says nothing, it may have nothing to write.
+        # Observer id → method that failed. Only that method shows recovery: another one may have nothing to write.
         self._failed: dict[int, str] = {}
 
     def start(self, run: Run) -> None:
-        """To all. One that cannot begin has nowhere to write to and is told nothing more."""
+        """Calls all observers; one that fails here is not called again."""
         self._observers = [observer for observer in self._observers if self._told(observer, "start", run)]
 
     def step(self, record: dict[str, Any]) -> None:
-        """To all."""
+        """Calls all observers."""
         self._tell("step", record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """To all."""
+        """Calls all observers."""
         self._tell("evaluated", record)
 
     def saved(self, path: Path) -> None:
-        """To all."""
+        """Calls all observers."""
         self._tell("saved", path)
 
     def finish(self, run: Run) -> None:
-        """To all."""
+        """Calls all observers."""
         self._tell("finish", run)
 
     def _tell(self, method: str, what: Any) -> None:
@@ -88,34 +88,34 @@ class Observers:
 
 
 class MetricsFile:
-    """Writes `metrics.jsonl`. A run that continues takes away what came after the step it continues from.
+    """Writes `metrics.jsonl`. A resumed run removes the lines after the step that it resumes from.
 
-    Lines that cannot be written, because a disk is full, wait until they can.
+    Lines that cannot be written, because a disk is full, are kept and written later.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[dict[str, Any]] = deque()
 
     def start(self, run: Run) -> None:
-        """Keeps the lines of steps that are not done again."""
+        """Keeps the lines of steps before `run.first_step`."""
         self._path = run.folder / METRICS
         known = results.read(self._path) if self._path.exists() else []
         kept = [json.dumps(line) + "\n" for line in known if line["step"] <= run.first_step]
         cache.write(self._path, lambda file: file.write("".join(kept).encode()))
 
     def step(self, record: dict[str, Any]) -> None:
-        """One line."""
+        """Adds one line."""
         self._write(record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """One line."""
+        """Adds one line."""
         self._write(record)
 
     def saved(self, path: Path) -> None:
-        """Nothing: files speak for themselves."""
+        """Does nothing."""
 
     def finish(self, run: Run) -> None:
-        """The lines that still wait; says how many there are if they cannot be written now either."""
+        """Writes the lines that are left, or raises an error with their number."""
         try:
             self._write()
         except OSError as error:
@@ -130,23 +130,23 @@ class MetricsFile:
 
 
 class Unreadable:
-    """What this rank has met of a dataset's failures."""
+    """Logs the samples that this rank could not read."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._failures = dataset.failures
         self._named = 0
 
     def name_new(self) -> None:
-        """Those that came since, as long as they are few."""
+        """Logs new failures by name, the first few."""
         if self._named == min(NAMED, len(self._failures)):
             return
         for reason in list(self._failures.values())[self._named : NAMED]:
-            LOG.warning("left out: %s", reason)
+            LOG.warning("skipped: %s", reason)
             self._named += 1
         if self._named == NAMED:
-            LOG.warning("further samples that cannot be read are counted, not named")
+            LOG.warning("further unreadable samples are counted, not named")
 
     def count(self) -> None:
-        """How many there were."""
+        """Logs how many samples could not be read."""
         if self._failures:
-            LOG.warning("%d samples could not be read and were left out", len(self._failures))
+            LOG.warning("%d samples could not be read and were skipped", len(self._failures))

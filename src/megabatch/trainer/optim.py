@@ -1,4 +1,4 @@
-"""Optimizers: which parameters decay, how the learning rate follows the batch, and AdamW, AdaFactor or Lion by name."""
+"""Optimizers by name, parameter groups for weight decay, and the learning rate: by batch size, and from step to step."""
 
 import math
 from collections.abc import Iterable
@@ -18,16 +18,16 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBas
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How parameters follow their gradients."""
+    """The optimizer and its settings."""
 
     name: Literal["adamw", "adafactor", "lion"] = "adamw"
-    lr: float = 5e-4  # the highest of the schedule, for a batch of `reference_batch` pairs
-    scaling: Literal["none", "sqrt", "linear"] = "none"  # how it grows with batch_size / reference_batch
-    reference_batch: int = 1024  # pairs that `lr` is meant for; plays no part while `scaling` is "none"
-    weight_decay: float = 0.2  # of matrices; norms, biases, scale and bias of the loss have none
-    betas: tuple[float, float] = (0.9, 0.98)  # AdaFactor uses the first alone
-    eps: float = 1e-6  # AdamW's
-    clip_norm: float = 0.0  # gradients that are longer, all together, are shortened to this; 0 for never
+    lr: float = 5e-4  # highest learning rate, for a batch of `reference_batch` pairs
+    scaling: Literal["none", "sqrt", "linear"] = "none"  # growth of `lr` with batch_size / reference_batch
+    reference_batch: int = 1024  # pairs that `lr` is for; unused if `scaling` is "none"
+    weight_decay: float = 0.2  # for matrices; not for norms, biases and the loss
+    betas: tuple[float, float] = (0.9, 0.98)  # AdaFactor uses only the first
+    eps: float = 1e-6  # of AdamW
+    clip_norm: float = 0.0  # largest gradient norm; 0 for no clipping
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -43,15 +43,15 @@ class OptimizerConfig:
 
 
 def scaled_rate(config: OptimizerConfig, batch_size: int) -> float:
-    """The learning rate for a batch: as it is, or times the root of how many times larger the batch is, or times that."""
+    """The learning rate for a batch size: lr · (batch_size / reference_batch)^p, with p = 0, ½ or 1 for `scaling`."""
     power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.scaling]
     return config.lr * math.pow(batch_size / config.reference_batch, power)
 
 
 def parameter_groups(towers: Iterable[nn.Module], loss: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Three groups of what learns: matrices, which decay; norms and biases, which do not; and what the loss itself learns.
+    """Three parameter groups: matrices, with weight decay; norms and biases, without; and the parameters of the loss.
 
-    The last is apart because under FSDP2 the others are sharded and it is not.
+    The last is a group of its own because FSDP2 shards the others and not these.
     """
     decaying: dict[int, nn.Parameter] = {}
     sparing: dict[int, nn.Parameter] = {}
@@ -71,7 +71,7 @@ def parameter_groups(towers: Iterable[nn.Module], loss: nn.Module, weight_decay:
 
 
 def build(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of these groups; its learning rate is set before every step."""
+    """The optimizer of these groups. Its learning rate is set before every step."""
     if config.name == "adafactor":
         return AdaFactor(groups, lr=config.lr, momentum=config.betas[0])
     if config.name == "lion":
@@ -84,7 +84,7 @@ def build(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate goes from step to step."""
+    """The learning rate from step to step: linear warm-up, then a cosine or a constant."""
 
     name: Literal["cosine", "constant"] = "cosine"
     warm_up_steps: int | None = None  # length of the warm-up in steps
@@ -113,9 +113,9 @@ class ScheduleConfig:
 
 
 def learning_rate(config: ScheduleConfig, highest: float, step: int, steps: int) -> float:
-    """The learning rate of step number `step`, from 0, of `steps`.
+    """The learning rate of step `step`, counted from 0, of `steps`.
 
-    The first step of a warm-up of n has 1/n of the highest rate, its last all of it.
+    Step i of a warm-up of n steps, from 1 to n, has i/n of the highest rate.
     """
     warm_up = config.warm_up(steps)
     if step < warm_up:

@@ -1,4 +1,4 @@
-"""Towers on their device, and shared between ranks: DDP copies them, FSDP2 cuts them up."""
+"""Towers on several ranks: DDP replicates them, FSDP2 shards them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,23 +18,23 @@ DDP, FSDP = "ddp", "fsdp"
 
 
 def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Each once: both sides of a model may have one."""
+    """Each module once: both sides of a model may share one."""
     return list({id(module): module for module in modules}.values())
 
 
 def wrapped(modules: Sequence[nn.Module], samples: Sequence[Any], world: World, how: str) -> list[nn.Module]:
-    """The modules as a step calls them, in the same order.
+    """The modules wrapped for training, in the same order.
 
     Args:
-        modules: of the sides, on their device. FSDP2 changes them in place, DDP makes a wrapper.
-        samples: inputs of each side, of a sample or more, to find out what a wrapper has to know.
-        world: the ranks; one alone needs no wrapper.
+        modules: of the two sides, on their device. FSDP2 changes them in place, DDP makes a wrapper.
+        samples: inputs of a few samples of each side, to find unused parameters.
+        world: the ranks; one rank needs no wrapper.
         how: "ddp" or "fsdp".
     """
     made: dict[int, nn.Module] = {}
     for module in distinct(modules):
         learns = any(parameter.requires_grad for parameter in module.parameters())
-        if world.size == 1 or not learns:  # what does not learn has no gradients to share
+        if world.size == 1 or not learns:  # frozen: no gradients to reduce
             made[id(module)] = module
         elif how == FSDP:
             made[id(module)] = _sharded(module, world)
@@ -50,7 +50,7 @@ def wrapped(modules: Sequence[nn.Module], samples: Sequence[Any], world: World, 
 
 
 def _sharded(module: nn.Module, world: World) -> nn.Module:
-    """Cut up in place: each layer of a list of layers by itself, so that one is whole at a time, and what is left."""
+    """Shards in place: each layer of a `ModuleList` by itself, so that one is gathered at a time, then the rest."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -65,7 +65,7 @@ def _sharded(module: nn.Module, world: World) -> nn.Module:
 
 
 def _has_unused(module: nn.Module, inputs: Sequence[Any], device: torch.device) -> bool:
-    """Whether some parameter never gets a gradient, which DDP would wait for; transformers' poolers are such."""
+    """Whether a parameter never gets a gradient, such as a pooler of transformers; DDP would wait for it."""
     with torch.enable_grad(), batchnorm.running_statistics_kept(batchnorm.layers([module])):
         outputs = [call(module, map_rows(lambda tensor: tensor.to(device), chunk)) for chunk in inputs]
     reached = parameters_in([opened(output, type(module).__name__).embeddings for output in outputs])
@@ -74,7 +74,7 @@ def _has_unused(module: nn.Module, inputs: Sequence[Any], device: torch.device) 
 
 @contextmanager
 def whole(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Parameters of sharded modules in one piece on every rank, so that each may encode as often as it likes."""
+    """Gathers sharded parameters on every rank, so that ranks may encode a different number of chunks."""
     roots: list[Any] = [m for m in shared_between_ranks(modules) if not isinstance(m, DistributedDataParallel)]
     if not roots:
         yield
@@ -90,5 +90,5 @@ def whole(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for part in parts:
             part.reshard()
-            # As FSDP2 has it by itself: a root stays whole between its forward and its backward pass.
+            # The default of FSDP2: a root stays gathered between its forward and its backward pass.
             part.set_reshard_after_forward(not any(part is root for root in roots), recurse=False)

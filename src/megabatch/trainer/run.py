@@ -1,4 +1,4 @@
-"""A run's folder: where it is, what is in it, and what a command line says about it."""
+"""A run's folder: its name, its files, and whether it can be written to."""
 
 import os
 import tempfile
@@ -15,14 +15,14 @@ CONFIG, COMMAND, CHECKPOINTS, LOCKED = "config.toml", "command.txt", "checkpoint
 
 @dataclass
 class Run:
-    """What observers are told about."""
+    """A run, as observers see it."""
 
     folder: Path
     config: TrainConfig
-    command: str  # that started it, as typed
+    command: str  # the command line
     total_steps: int
-    first_step: int = 0  # steps that were done before, by the run that this one continues
-    step: int = 0  # done so far
+    first_step: int = 0  # steps done before this run resumed
+    step: int = 0  # steps done so far
 
     @property
     def batch_size(self) -> int:
@@ -30,7 +30,7 @@ class Run:
         return self.config.batch_size
 
     def write(self) -> None:
-        """The configuration and the command, beside everything else."""
+        """Writes the settings and the command line into the folder."""
         text = settings.to_toml(settings.table(self.config))
         cache.write(self.folder / CONFIG, lambda file: file.write(text.encode()))
         if self.command:
@@ -38,8 +38,8 @@ class Run:
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why a run could not write into its folder, which need not be there yet; None if it can. Leaves nothing behind."""
-    for wanted in (folder, folder / CHECKPOINTS):  # the second may be another user's
+    """Why a run could not write into its folder, which may not exist yet; None if it could. Leaves no files."""
+    for wanted in (folder, folder / CHECKPOINTS):  # may belong to another user
         place = next(part for part in (wanted, *wanted.parents) if os.path.lexists(part))
         try:
             with tempfile.TemporaryFile(dir=place) as file:
@@ -60,7 +60,7 @@ def unused(parent: Path, name: str) -> Path:
 
 
 def newest(parent: Path, name: str) -> Path | None:
-    """The last of `parent/name-1`, `name-2` … that has begun to save; None if none has."""
+    """The last of `parent/name-1`, `name-2` … that has checkpoints, or None."""
     found = [path for path in parent.glob(f"{name}-*") if path.name.removeprefix(f"{name}-").isdigit()]
     found = [path for path in found if (path / CHECKPOINTS).is_dir()]
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)

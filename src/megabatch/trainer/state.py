@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a run: weights, optimizer, averages, scaler, and every rank's random generators.
+"""The contents of a checkpoint: weights, optimizer, averaged weights, scaler, and the random generators of every rank.
 
-One file for all ranks where they have copies of everything; PyTorch's distributed checkpoint, a part from each rank, where
-towers are sharded, so that another number of ranks can continue. Generators are a file of each rank. What follows from the
-number of the step alone (order of the data, augmentation, learning rate) is not kept.
+With DDP it is one file, written by the first rank. With FSDP2 it is a PyTorch distributed checkpoint, with a part from each
+rank, so that another number of ranks can resume. Each rank writes its generators to a file of its own. The order of the data,
+augmentation and learning rate follow from the number of the step and are not saved.
 """
 
 import importlib
@@ -22,15 +22,15 @@ WHOLE = "state.pt"
 
 
 class State:
-    """Everything that changes in training, as one thing to save and load.
+    """Everything that training changes, to save and load as one.
 
     Args:
         modules: of the towers and the loss by name; unwrapped.
         optimizer: of their parameters.
-        average: None where there is none.
-        scaler: None where there is none.
+        average: averaged weights, or None.
+        scaler: for fp16, or None.
         world: the ranks.
-        sharded: whether towers are cut up between ranks.
+        sharded: whether FSDP2 shards the towers.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class State:
         self._world, self._sharded = world, sharded
 
     def write(self, folder: Path) -> None:
-        """This rank's files. All ranks call it."""
+        """Writes this rank's files. All ranks must call it."""
         if self._sharded:
             from torch.distributed.checkpoint.filesystem import FileSystemWriter
             from torch.distributed.checkpoint.state_dict_saver import save
@@ -59,10 +59,10 @@ class State:
         _save(_generators(self._world.device), folder / _of_rank(self._world.rank))
 
     def read(self, folder: Path) -> bool:
-        """Takes everything from a checkpoint. All ranks call it.
+        """Loads a checkpoint. All ranks must call it.
 
         Returns:
-            Whether the generators could be set as well: a rank that did not exist then has none there.
+            Whether the random generators were restored; not if the number of ranks has grown.
         """
         options = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
         if (folder / WHOLE).is_file():
@@ -70,7 +70,7 @@ class State:
         else:
             self._read_parts(folder)
         for group, wanted in zip(self._optimizer.param_groups, options, strict=True):
-            group.update(wanted)  # weight decay and the like are those of this run
+            group.update(wanted)  # weight decay etc. come from this run's settings
         place = folder / _of_rank(self._world.rank)
         known = self._world.sum([place.is_file()])[0] == self._world.size
         if known:
@@ -89,14 +89,14 @@ class State:
             self._scaler.load_state_dict(state["scaler"])
 
     def _read_parts(self, folder: Path) -> None:
-        """Each rank takes what it needs, however many ranks have written it."""
+        """Loads a distributed checkpoint, written by any number of ranks."""
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict import set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
         parts, alone = self._parts(), self._world.group is None
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant, for a process alone
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose, for one process
             load(parts, storage_reader=FileSystemReader(folder), process_group=self._world.group, no_dist=alone)
         set_state_dict(self._modules, self._optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
 
@@ -109,7 +109,7 @@ class State:
         }
 
     def _parts(self) -> dict[str, Any]:
-        """The same with parameters by name instead of by number, and made where they do not exist yet."""
+        """The same with parameters by name instead of index, as distributed checkpoints need it."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model, optimizer = get_state_dict(self._modules, self._optimizer)

@@ -1,4 +1,4 @@
-"""One step of training: the cached step over this rank's pairs, gradients made ready, the optimizer, and what follows it."""
+"""One training step: the cached step over this rank's pairs, averaged and clipped gradients, and the optimizer."""
 
 import logging
 import math
@@ -27,29 +27,29 @@ LOG = logging.getLogger("megabatch")
 
 
 class Outcome(NamedTuple):
-    """Of a step, the same on all ranks."""
+    """Result of a step, the same on all ranks."""
 
-    loss: float  # NaN where no pair could be read
-    gradient_norm: float  # before it was shortened
+    loss: float  # NaN if no pair could be read
+    gradient_norm: float  # before clipping
     pairs: int  # that could be read
 
 
 @dataclass
 class Step:
-    """Takes batches, one after the other.
+    """Makes one training step for each batch.
 
     Args:
         config: of the run.
-        pair: the towers; their modules as they are.
-        modules: the modules of the two sides as they are called: wrapped, where ranks share them.
+        pair: the towers, with unwrapped modules.
+        modules: of the two sides, wrapped in DDP or FSDP2 on several ranks.
         objective: the loss.
-        optimizer: of the parameters of both.
+        optimizer: of the parameters of towers and loss.
         scaler: for fp16.
-        dataset: what the batches are of.
-        known: embeddings of a locked side, by its number.
+        dataset: of the pairs.
+        known: embeddings of a locked side, by the index of the side.
         world: the ranks.
-        fit: what memory allows; halved here if it was too much.
-        workers: that read.
+        fit: chunk sizes and memory for graphs; halved if memory runs out.
+        workers: threads that read samples.
     """
 
     config: TrainConfig
@@ -65,12 +65,12 @@ class Step:
     workers: int | Executor = 0
 
     def __post_init__(self) -> None:
-        """Looks for what ranks share besides gradients."""
+        """Finds the running statistics, which are averaged over ranks."""
         found = [batchnorm.running_statistics(tower.module) for tower in self.pair.towers]
         self._statistics = list({id(value): value for side in found for value in side.values()}.values())
 
     def __call__(self, batch: Batch, rate: float) -> Outcome:
-        """The step for this rank's part of a batch."""
+        """One step with this rank's part of a batch."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss, pairs = self._retried(lambda: self._backward(batch))
@@ -95,7 +95,7 @@ class Step:
                 budget=self.fit.graph_bytes,
                 scaler=self.scaler,
             )
-        gradients.averaged(self.objective.parameters(), self.world)
+        gradients.average(self.objective.parameters(), self.world)
         gradients.average_statistics(self._statistics, self.world)
         return self.world.sum([share.item()])[0] / self.world.size, loss_fn.pairs
 
@@ -111,7 +111,7 @@ class Step:
         )
 
     def _retried(self, work: Callable[[], tuple[float, int]]) -> tuple[float, int]:
-        """Once more with half the memory, until it fits; for a process alone, whose state nobody else waits for."""
+        """Repeats a step that ran out of memory with half the memory; for one process, since other ranks cannot go back."""
         while True:
             states = randomness.capture([self.world.device])
             statistics = [statistic.clone() for statistic in self._statistics]
@@ -125,11 +125,11 @@ class Step:
                         f"memory ran out with chunks of {self.fit.chunk_sizes} samples; continue with a smaller --chunk-size, "
                         f"or a smaller memory.graphs: {error}"
                     ) from error
-            # Outside of the handler, whose traceback holds what has to be freed.
+            # Outside of the handler, whose traceback keeps the tensors of the step alive.
             self.optimizer.zero_grad()
             randomness.restore(states)
             for statistic, before in zip(self._statistics, statistics, strict=True):
-                statistic.copy_(before)  # the chunks that did fit have moved it
+                statistic.copy_(before)  # the chunks before the failure have updated it
             self.fit = self.fit.halved()
             LOG.warning("memory ran out; the step is done again with chunks of %s samples", self.fit.chunk_sizes)
             if self.world.device.type == "cuda":
@@ -139,12 +139,12 @@ class Step:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        length = gradients.length(parameters, self.world)
+        length = gradients.norm(parameters, self.world)
         norm = length.item()
-        if self.scaler is None:  # which leaves out such steps by itself
+        if self.scaler is None:  # a scaler skips such steps itself
             _check_finite(step, {"loss": loss, "gradient norm": norm})
         if self.config.optimizer.clip_norm:
-            gradients.shorten(parameters, length, self.config.optimizer.clip_norm)
+            gradients.clip(parameters, length, self.config.optimizer.clip_norm)
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -156,7 +156,7 @@ class Step:
 
 
 def _check_finite(step: int, numbers: dict[str, float]) -> None:
-    """Before the optimizer: one step with NaN in it would be in the weights, and in every checkpoint after it."""
+    """Raises before the optimizer step: NaN would enter the weights, and every later checkpoint."""
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise FloatingPointError(
@@ -169,12 +169,12 @@ _AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """For "bf16" and "fp16"; with "fp32" parameters' own type is what is computed in."""
+    """Autocast for "bf16" and "fp16"; nothing for "fp32". Parameters keep their dtype."""
     if precision not in _AUTOCAST_TYPES:
         return nullcontext()
     return torch.autocast(device.type, dtype=_AUTOCAST_TYPES[precision])
 
 
 def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """For fp16, whose smallest numbers are too large for gradients."""
+    """A scaler for fp16, whose range is too small for gradients; None for other types."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None

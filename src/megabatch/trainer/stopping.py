@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step it is in, so that it can be saved first."""
+"""Ctrl-C and SIGTERM end a run after the current step, so that it can be saved first."""
 
 import signal
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StoppedError(Exception):
-    """A run that was asked to end and has been saved; says how to go on.
+    """A run was stopped by a signal and has been saved. The message says how to resume.
 
     Args:
-        message: for people.
+        message: shown to the user.
         number: of the signal.
     """
 
@@ -23,7 +23,7 @@ class StoppedError(Exception):
 
 
 class Request:
-    """What has been asked for so far."""
+    """The signal received so far."""
 
     def __init__(self) -> None:
         self.number = 0  # of the signal; 0 for none
@@ -31,10 +31,10 @@ class Request:
 
 @contextmanager
 def requests(impatient: bool) -> Iterator[Request]:
-    """Collects signals instead of ending at once. Only the main thread can; elsewhere nothing is collected.
+    """Records signals instead of ending at once. Works in the main thread; elsewhere no signal is recorded.
 
     Args:
-        impatient: whether a second Ctrl-C ends the process at once. Not under torchrun, which passes each on twice.
+        impatient: whether a second Ctrl-C ends the process at once. Not under torchrun, which forwards each signal twice.
     """
     request = Request()
 
