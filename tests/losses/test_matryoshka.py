@@ -1,4 +1,4 @@
-"""Several widths in one pass: against the reference, clip_loss at one width, and sentence-transformers' MatryoshkaLoss."""
+"""CLIP's loss at several widths: against the reference, clip_loss at one width, and sentence-transformers' MatryoshkaLoss."""
 
 import pytest
 import torch
@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 import megabatch as mb
 from helpers import aligned_pairs, assert_equal_to_rounding, examples, leaves, outcomes, tile_size, unit
 from megabatch import reference, ring
-from megabatch.tiles import prefixes
-from products import operations
 
 
 def number(value, dtype=torch.float64):
@@ -56,7 +54,8 @@ def test_gradcheck():
 def test_one_width_is_clip_loss(dtype):
     x, y = (t.to(dtype) for t in aligned_pairs(40, 16, noise=0.7, seed=0))
     found = mb.matryoshka_clip_loss(x, y, 20.0, widths=[16])
-    wanted = mb.clip_loss(*(F.normalize(t.double(), dim=1) for t in (x, y)), 20.0)
+    # Normalised in float32, then rounded once to the dtype of the inputs.
+    wanted = mb.clip_loss(*(F.normalize(t.float(), dim=1).to(dtype).double() for t in (x, y)), 20.0)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
 
 
@@ -111,18 +110,6 @@ def test_prefixes_of_length_zero():
     wanted = outcomes(lambda *a: reference.matryoshka_clip_loss(*a, [2, 5], [1.0, 1.0]), inputs)
     for actual, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_all_widths_cost_the_products_of_the_largest():
-    N, D = 60, 32
-    inputs = leaves(*aligned_pairs(N, D, noise=1.0, seed=0))
-    with tile_size(16, 16):
-        forward = operations(
-            prefixes, lambda: mb.matryoshka_clip_loss(*(t.detach() for t in inputs), 5.0, widths=[4, 8, 16, 32])
-        )
-        both = operations(prefixes, lambda: mb.matryoshka_clip_loss(*inputs, 5.0, widths=[4, 8, 16, 32]).backward())
-    assert forward == 2 * N * N * D
-    assert both == 8 * N * N * D
 
 
 class Encoder(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Several widths with kernels, one walk for each: interpreted, against the dense reference and the one pass over all widths.
+"""CLIP's loss at several widths with kernels: interpreted, against the dense reference and PyTorch operations.
 
 The interpreter has no bfloat16 products. What is tested of that type is everything around the walks, with walks in PyTorch
 operations in the place of kernels; tests/gpu has the rest.
@@ -10,9 +10,8 @@ import torch.nn.functional as F
 
 import megabatch as mb
 from helpers import aligned_pairs, leaves, outcomes, tile_size, unit
-from megabatch import operators, reference, ring
+from megabatch import reference, ring
 from megabatch.operators import team
-from megabatch.operators.prefixes import prefix_logsumexp_backward
 from megabatch.tiles import eager
 from rounding import similarities_rounded_twice
 
@@ -177,7 +176,7 @@ def test_prefixes_of_length_zero():
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_not_a_number_is_where_one_pass_has_it():
+def test_nan_is_where_pytorch_operations_have_it():
     inputs = given(6, 5, 3.0)
     inputs[0].data[2, 3] = torch.nan
     widths = {"widths": [2, 5], "weights": [1.0, 1.0]}
@@ -205,17 +204,6 @@ def test_compiles_as_one_graph(symmetric):
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(outcomes(compiled, given(20, 8, 5.0)), outcomes(loss, given(20, 8, 5.0)))
-
-
-# opcheck reads .grad of copies that are not leaves.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_operators_keep_their_promises_to_pytorch():
-    x, y, scale = given(6, 4, 3.0)
-    options = (torch.arange(6) % 3, [2, 4], "float32", "triton", "")
-    torch.library.opcheck(operators.prefix_logsumexp, (x, y, scale, *options))
-    plain, sums, ones = [t.detach() for t in (x, y, scale)], torch.ones(2, 6, 2, dtype=torch.float64), torch.ones(6, 2)
-    for dcol, needs in ((ones, [True, True, True]), (None, [True, False, True])):
-        torch.library.opcheck(prefix_logsumexp_backward, (*plain, *options, sums, sums, ones, dcol, ones, needs))
 
 
 def shared(counts):

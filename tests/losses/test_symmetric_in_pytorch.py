@@ -10,7 +10,6 @@ from helpers import aligned_pairs, leaves, outcomes, unit
 from megabatch import operators
 from megabatch.bench.measure import fresh_process, peak_memory
 from megabatch.operators.positives import positives_backward
-from megabatch.operators.prefixes import prefix_logsumexp_backward
 from megabatch.operators.symmetric_logsumexp import ALL, EQUAL_IDS, OTHERS, symmetric_logsumexp_backward
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -39,7 +38,8 @@ def test_compiles_as_one_graph(loss):
     torch.testing.assert_close(found, outcomes(LOSSES[loss], inputs()))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+# matryoshka_clip_loss normalises in float32 first; test_matryoshka_kernels.py compares its autocast with dense code.
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "matryoshka"])
 def test_autocast_rounds_float32_inputs_once(loss):
     x, y, scale = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -67,20 +67,15 @@ def test_differentiating_twice_is_refused(loss):
 # opcheck reads .grad of copies that are not leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_operators_keep_their_promises_to_pytorch():
-    z, y = leaves(unit(6, 4, seed=0, dtype=torch.float32), unit(6, 4, seed=1, dtype=torch.float32))
+    (z,) = leaves(unit(6, 4, seed=0, dtype=torch.float32))
     scale, ids, ones = torch.tensor(3.0, requires_grad=True), torch.arange(6) % 3, torch.ones(6)
-    plain = [t.detach() for t in (z, y, scale)]
+    plain = [t.detach() for t in (z, scale)]
     for given, pairs in ((ids, ALL), (None, OTHERS), (ids, EQUAL_IDS)):
         torch.library.opcheck(operators.symmetric_logsumexp, (z, scale, given, pairs, "float32", "eager", ""))
-        arguments = (plain[0], plain[2], given, pairs, "float32", "eager", "", torch.ones(2, 6), ones, True)
+        arguments = (plain[0], plain[1], given, pairs, "float32", "eager", "", torch.ones(2, 6), ones, True)
         torch.library.opcheck(symmetric_logsumexp_backward, arguments)
     torch.library.opcheck(operators.positives, (z, scale, ids, "float32", ""))
-    torch.library.opcheck(positives_backward, (plain[0], plain[2], ids, "float32", "", ids, ones))
-    torch.library.opcheck(operators.prefix_logsumexp, (z, y, scale, ids, [2, 4], "float32", "eager", ""))
-    sums, weights = [torch.ones(2, 6, 2) for _ in range(2)], [torch.ones(6, 2) for _ in range(3)]
-    options = (ids, [2, 4], "float32", "eager", "")
-    for needs in ([True, True, True], [False, True, True]):
-        torch.library.opcheck(prefix_logsumexp_backward, (*plain, *options, *sums, *weights, needs))
+    torch.library.opcheck(positives_backward, (plain[0], plain[1], ids, "float32", "", ids, ones))
 
 
 def step(loss, rows, D):

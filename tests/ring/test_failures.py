@@ -109,7 +109,7 @@ def call_differently(group, rank, usual, odd):
             "row logsumexp (contrast query-key query-query) on ranks 0 2, logsumexp (contrast query-key symmetric) on rank 1",
         ),
         ("clip", "nt_xent_loss", "logsumexp backward on ranks 0 2, symmetric logsumexp on rank 1"),
-        ("nt_xent_loss", "matryoshka", "logsumexp on ranks 0 2, prefix logsumexp on rank 1"),
+        ("nt_xent_loss", "matryoshka", "symmetric logsumexp on ranks 0 2, logsumexp on rank 1"),
         ("clip", "smoothed clip", "logsumexp backward on ranks 0 2, sum over ranks on rank 1"),
         ("smoothed clip", "clip", "sum over ranks on ranks 0 2, logsumexp backward on rank 1"),
         ("info_nce_loss", "info_nce_loss reordered", None),

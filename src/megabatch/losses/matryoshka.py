@@ -1,14 +1,16 @@
-"""CLIP's loss at several widths of the embeddings at once, so that their first columns are good embeddings by themselves."""
+"""CLIP's loss at several widths of the embeddings, so that their first columns are good embeddings by themselves."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import validation
-from megabatch.pairwise import cross_entropy
-from megabatch.pairwise_prefix import matched_prefix_logsumexp
+from megabatch.losses.clip import clip_loss
+from megabatch.losses.info_nce import info_nce_loss
 
 
 def matryoshka_clip_loss(
@@ -35,37 +37,43 @@ def matryoshka_clip_loss(
 
     Never negative (if the weights are not), differentiable once, float32 (float64 for float64 inputs).
 
-    PyTorch operations ("eager") find all widths in one pass, for the matrix products of the largest. Kernels ("triton", which
-    "auto" is on GPUs they run on) walk once for each width: more products, Σ widths over the largest, and far less time,
-    because they finish a tile where they form it.
+    Prefixes are normalised in float32. With half-precision inputs, or under autocast, each normalised prefix is rounded once
+    before it is multiplied, and gradients are float32 until the gradients of all widths are added.
 
-    Prefixes are brought to unit length in float32. What the products see of half precision, inputs or autocast, is the inputs
-    as they are in PyTorch operations, and unit prefixes rounded once in kernels.
+    Example:
+        loss = mb.matryoshka_clip_loss(image, text, logit_scale, widths=[64, 128, 256], weights=[0.25, 0.5, 1.0])
 
     Args:
-        image: (N, D) embeddings, of any length: every prefix is brought to unit length.
+        image: (N, D) embeddings, of any length: every prefix is normalised.
         text: (N, D) embeddings; row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
         widths: how many columns, from the first on, each loss sees; all different, none more than D.
         weights: one number for each width; all 1 if None.
         symmetric: the mean of both directions, as in `clip_loss`; False for image to text alone, as in `info_nce_loss`.
         ids: one integer for each pair; pairs with the same id are not each other's negatives.
-        group: the processes that share the batch, as in `clip_loss`.
+        group: process group to share the batch over, as in `clip_loss`.
         backend: "auto", "eager" or "triton".
     """
-    validation.embeddings(image, text, ("image", "text"))
+    validation.embeddings(image, text, ("image", "text"), same_rows=True)
+    validation.number(logit_scale, "logit_scale", image)
     weighted = validation.widths(widths, weights, image)
-    row, col, match, share = matched_prefix_logsumexp(
-        image,
-        text,
-        logit_scale,
-        list(weighted),
-        names=("image", "text", "logit_scale"),
-        ids=ids,
-        group=group,
-        backend=backend,
-    )
-    directions = (row, col) if symmetric else (row,)
-    losses = torch.stack([cross_entropy(sums, match).sum(0) for sums in directions]).sum(0)  # (W,)
-    terms = [loss * weight for loss, weight in zip(losses.unbind(), weighted.values(), strict=True)]
-    return torch.stack(terms).sum() * (share / len(directions))
+    options: dict[str, Any] = {"ids": ids, "group": group, "backend": backend}
+    # Converted once, so that the gradients of all widths are added in float32.
+    images, texts = (side.to(torch.promote_types(side.dtype, torch.float32)) for side in (image, text))
+    losses = []
+    with _products_in(image):
+        for width, weight in weighted.items():
+            x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
+            if symmetric:
+                loss = clip_loss(x, y, logit_scale, **options)
+            else:
+                loss = info_nce_loss(x, y, scale=logit_scale, **options)
+            losses.append(weight * loss)
+    return torch.stack(losses).sum()
+
+
+def _products_in(image: Tensor) -> Any:
+    """Float32 prefixes of half-precision embeddings are multiplied in the dtype of the embeddings."""
+    if image.dtype in (torch.bfloat16, torch.float16):
+        return torch.autocast(validation.autocast_device(image), image.dtype)
+    return nullcontext()

@@ -7,7 +7,6 @@ are tensors, strings and booleans that were checked before they come here. Opera
 from megabatch.operators.logsumexp import logsumexp
 from megabatch.operators.matching import matching
 from megabatch.operators.positives import positives
-from megabatch.operators.prefixes import prefix_logsumexp
 from megabatch.operators.rank import rank
 from megabatch.operators.row_logsumexp import row_logsumexp
 from megabatch.operators.sigmoid import sigmoid_mean
@@ -22,7 +21,6 @@ __all__ = [
     "logsumexp",
     "matching",
     "positives",
-    "prefix_logsumexp",
     "rank",
     "row_logsumexp",
     "sigmoid_mean",

@@ -91,7 +91,6 @@ def finish(
     unit: Tensor,  # ()
     dmatch: Tensor | None = None,  # (N,) gradient of s_ii where the diagonal is kept apart, in units
     dtype: torch.dtype | None = None,
-    for_scale: Tensor | None = None,  # () float64, to which the gradient of the scale is added before it is rounded
 ) -> Gradients:
     """Runs the walk and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, needs._replace(dy=False), dtype)
@@ -116,8 +115,7 @@ def finish(
             of_rows += dscale_rows.sum(dtype=torch.float64)
         if drow_bias_rows is not None:
             drow_bias[rows] = drow_bias_rows
-    of_rows *= unit
-    dscale.copy_(of_rows if for_scale is None else for_scale.add_(of_rows))
+    dscale.copy_(of_rows * unit)
     if sums.dy is not None:
         final = dtype or block.y.dtype
         dy = sums.dy if sums.dy.dtype == final else torch.empty_like(sums.dy, dtype=final)
