@@ -1,6 +1,6 @@
-"""What a backward pass may get wrong if it forms its similarities anew, in another order than forward did.
+"""Errors that a backward pass may have because it computes similarities again and rounds them differently than forward did.
 
-Two yardsticks: a bound for every entry of a gradient, and the error of a computation in which nothing else is rounded.
+Two yardsticks: a bound on every entry of a gradient, and the error of a computation in which nothing else is rounded.
 
 The bound: both passes round ⟨x_i, y_j⟩, and each is off by at most δ_ij = (D + 4)·u·scale·⟨|x_i|, |y_j|⟩. Here u is half a unit
 in the last place of float32, and 4 covers the product with the scale and the subtraction of a shift. The logsumexp of row i is
@@ -24,7 +24,7 @@ UNIT = torch.finfo(torch.float32).eps / 2
 
 
 def gradients_rounded_differently(x, y, scale, precision, backend):
-    """dx and dy of the sum of all row and column logsumexps; backward sees the width in reverse."""
+    """dx and dy of the sum of all row and column logsumexps; backward gets the dimensions in reverse order."""
     scale = torch.tensor(scale, dtype=torch.float32, device=x.device)
     *_, row, col = operators.logsumexp(x, y, scale, None, None, None, None, KEPT, precision, backend, "")
     drow, dcol = (torch.ones(len(side), device=x.device) for side in (x, y))
@@ -35,7 +35,7 @@ def gradients_rounded_differently(x, y, scale, precision, backend):
 
 
 def truth_and_bounds(x, y, scale):
-    """((dx, how far off it may be), (dy, the same)), in float64; every gradient entry has a bound of its own."""
+    """((dx, bound on its error), (dy, bound on its error)) in float64, entry by entry."""
     size = torch.finfo(x.dtype).eps / 2
     x, y = x.double(), y.double()
     s, noise = scale * x @ y.T, (x.shape[1] + 4) * UNIT * scale * x.abs() @ y.abs().T
@@ -47,7 +47,7 @@ def truth_and_bounds(x, y, scale):
     g, error = sum(weights), sum(errors)
     results = []
     for g_side, error_side, others in ((g, error, y), (g.T, error.T, x)):
-        # Sums of as many terms as there are others, in float32; weights and the result are rounded to the type of the inputs.
+        # Float32 sums of len(others) terms; weights and the result are rounded to the type of the inputs.
         summing = len(others) * UNIT + 3 * size
         bound = scale * (error_side + (g_side + error_side) * summing) @ others.abs()
         results.append((scale * g_side @ others, bound))
@@ -56,11 +56,11 @@ def truth_and_bounds(x, y, scale):
 
 @contextmanager
 def similarities_rounded_twice() -> Iterator[None]:
-    """Inside, a float64 loss of the eager backend is exact but for its products, which are float32 sums.
+    """Inside, a float64 loss of the eager backend is exact except for its products, which are float32 sums.
 
-    Forward leaves their order to the library, backward adds four terms at a time. The error of such a loss is what two
-    roundings cost by themselves. It can be far above that of a dense loss, whose softmax divides by a sum of the same
-    roundings: where one term makes up the sum, the dense weight is 1 whatever the rounding.
+    Forward leaves the order of summation to the library, backward adds four terms at a time. The error of such a loss is the
+    error that two roundings cause by themselves. It can be far above the error of a dense loss, whose softmax divides by a sum
+    of the same rounded terms: if one term dominates the sum, the dense weight is 1 whatever the rounding.
     """
     forward = _tiles(lambda x, y: x @ y.T)
     backward = _tiles(lambda x, y: sum(a @ b.T for a, b in zip(x.split(4, 1), y.split(4, 1), strict=True)))

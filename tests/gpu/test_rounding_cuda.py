@@ -1,4 +1,4 @@
-"""On a device: forward and backward that round a similarity differently, by another order of the width and by other tiles."""
+"""On a GPU: forward and backward round a similarity differently, because of the order of dimensions or other tiles."""
 
 import pytest
 import torch

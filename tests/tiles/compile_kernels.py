@@ -1,9 +1,9 @@
-"""Compiles every kernel that a walk would launch, for a chip that need not be there. Run by test_triton_compiles.py.
+"""Compiles every kernel for a GPU that need not be present. Run by test_triton_compiles.py.
 
     python compile_kernels.py CAPABILITY PRECISION [features]
 
-The interpreter accepts programs that the compiler does not. Here the walks run on CPU tensors up to each launch, and the
-launch compiles the kernel for what it was given instead of running it.
+The interpreter accepts programs that the compiler rejects. Here the launchers run on CPU tensors, and each launch compiles its
+kernel for the given arguments instead of running it.
 """
 
 import sys
@@ -51,7 +51,7 @@ COMPILED = {}
 
 
 class Compiles:
-    """Stands in for a kernel."""
+    """Replaces a kernel: a launch compiles it and does not run it."""
 
     def __init__(self, kernel, target):
         self.kernel, self.target = kernel, target
@@ -69,7 +69,7 @@ class Compiles:
         if key not in COMPILED:
             source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constexprs, aligned)
             built = triton.compile(source, target=self.target, options={"num_warps": num_warps, "num_stages": num_stages})
-            # Triton 3.6 folds `lane & 31` and `4 * lane` into one shift by 31, and reads from the wrong places.
+            # Triton 3.6 folds `lane & 31` and `4 * lane` into one shift by 31, and reads from wrong addresses.
             assert ", 2147483648;" not in built.asm["ptx"], f"{self.kernel.__name__} computes addresses wrongly"
             assert built.metadata.shared <= SHARED_MEMORY[self.target.arch], "more shared memory than the chip has"
             COMPILED[key] = built
@@ -77,7 +77,7 @@ class Compiles:
 
     @staticmethod
     def is_aligned(value):
-        """What a launch tells the compiler of a pointer or a number."""
+        """Whether a launch would tell the compiler that a pointer or number is a multiple of 16."""
         return isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
 
     @staticmethod
@@ -115,17 +115,17 @@ def main(capability: int, precision: str, features: bool) -> None:
     )
     for module, name in kernels:
         setattr(module, name, Compiles(getattr(module, name), target))
-    walk(512, precision, features)
+    launch_all(512, precision, features)
     if precision == "float32":
-        walk(512, precision, features, N=320)  # loads that the compiler may make wide
+        launch_all(512, precision, features, N=320)  # a multiple of 16, which allows wider loads
     if capability == 90 and not features:
-        walk(768, precision, features)  # panels of which a part stays in shared memory
-        walk(1088, precision, features)  # none
+        launch_all(768, precision, features)  # a part of the columns stays in shared memory
+        launch_all(1088, precision, features)  # too wide for the warp-specialised kernel
     print("compiled", len(COMPILED))
 
 
-def walk(D: int, precision: str, features: bool, N: int = 300) -> None:
-    """At N = 300 the ragged edge has a launch of its own."""
+def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:
+    """Calls every launcher. At N = 300 the last, incomplete tile of rows has its own launch."""
     dtype = getattr(torch, precision, torch.float32)
     x, y = torch.randn(2, N, D).to(dtype)
     ids, bias = torch.arange(N), torch.zeros(N)

@@ -1,4 +1,4 @@
-"""Gradients are right although forward and backward round a similarity differently: another tile, BLAS or compiler."""
+"""Gradients are right although forward and backward round a similarity differently: other tiles, BLAS or compiler."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_gradients_within_the_bound_of_similarities_rounded_twice(backend, scale
 
 @pytest.mark.parametrize("columns", [32, 64])
 def test_gradients_with_another_tile_in_backward(monkeypatch, columns):
-    """A product's rounding depends on its shape wherever a BLAS chooses its kernel by the shape, as the interpreter's does."""
+    """The rounding of a product depends on its shape: the interpreter's BLAS chooses its kernel by the shape."""
     x, y = (unit(size, 40, seed=seed, dtype=torch.float32) for seed, size in enumerate((70, 90)))
     tile = plan.KernelTile(32, columns, 16, 4, 1)
     monkeypatch.setattr(plan, "gradient_tile", lambda *_: tile)
@@ -39,15 +39,15 @@ def test_gradients_with_another_tile_in_backward(monkeypatch, columns):
         assert ((gradient.double() - truth).abs() <= bound).all()
 
 
-# Sums that are too small by 20 nats and more stand for similarities that forward rounded down. With unit vectors along the axes
-# as columns, the gradient of x is scale times the weights themselves.
+# Sums that are too small by 20 nats and more simulate similarities that forward rounded down. The columns are unit vectors
+# along the axes, so the gradient of x is scale times the weights.
 SCALE = torch.tensor(300.0)
 HIGH, LOW = torch.eye(24), 0.9 * torch.eye(24)
 ONES = torch.ones(24)
 
 
 def assert_largest(weights, most):
-    """Those on the diagonal, where the sums are too small, are the most there can be; up to the last digit of a product."""
+    """Weights on the diagonal, where the sums are too small, are exactly at the cap, up to the last digit of a product."""
     torch.testing.assert_close(weights.diagonal(), torch.full((24,), float(most)), rtol=1e-6, atol=0.0)
     assert (weights <= most * (1 + 1e-6)).all()
 
@@ -63,7 +63,7 @@ def test_a_weight_of_rows_and_columns_is_at_most_1(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_weight_beside_a_guide_is_at_most_1(backend):
+def test_a_weight_with_a_guide_is_at_most_1(backend):
     limit, options = torch.full((24,), 2.0), (KEPT, "float32", "float32", backend, "")
     none = (None, None, None, None)
     *_, row = operators.row_logsumexp(LOW, HIGH, SCALE, *none, limit, HIGH, HIGH, *options)
@@ -92,5 +92,5 @@ def test_a_student_s_weight_is_at_most_1(backend):
     needs = Needs(True, False, False)
     strips = walks(backend, block(HIGH)).soft_gradients(block(HIGH), row, col, ONES, ONES, ColumnGradients(None, None), needs)
     (strip,) = strips
-    teacher = 2 / 24  # its softmax is even
+    teacher = 2 / 24  # its softmax is uniform
     assert_largest(strip.dx, 2 - teacher)

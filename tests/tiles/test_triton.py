@@ -1,6 +1,6 @@
-"""The Triton kernels against the dense reference, interpreted on a CPU or, where there is one, on a device.
+"""The Triton kernels against the dense reference: on a GPU if there is one, otherwise interpreted on the CPU.
 
-Interpreted, they compute in float32 and float16; the interpreter has no bfloat16 products, which tests/gpu covers.
+The interpreter computes in float32 and float16. It has no bfloat16 products; tests/gpu covers them.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from rounding import similarities_rounded_twice, truth_and_bounds
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.usefixtures("small_launches"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy on inf and NaN, which are meant
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # from the interpreter's numpy, on intended inf and NaN
 ]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,7 +143,7 @@ def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
     x, y = (unit(80, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
     for outlier in (False, True):
         if outlier:
-            x[9] *= 8  # sets a bound that most others are far below
+            x[9] *= 8  # raises the common shift far above the other rows
         recomputed.clear()
         inputs = leaves(x, y)
         found = mb.pairwise_logsumexp(*inputs, 20.0, backend="triton")

@@ -1,4 +1,4 @@
-"""Every kernel compiles for the chips it is meant for, and fits their shared memory; no device is needed for that."""
+"""Every kernel compiles for the supported GPUs and fits in their shared memory. No GPU is needed."""
 
 import os
 import subprocess

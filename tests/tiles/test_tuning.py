@@ -1,4 +1,4 @@
-"""Sizes found by measuring: opt-in, remembered, never in the way."""
+"""Autotuned tile sizes: opt-in, cached, and harmless if the cache is broken."""
 
 import json
 
@@ -28,7 +28,7 @@ def block(D=40):
 
 
 def fastest_is(wanted, tried):
-    """Stands in for the clock."""
+    """Replaces the timer: `wanted` is the fastest tile."""
 
     def milliseconds(trial, candidate):
         tried.append(candidate)
@@ -80,7 +80,7 @@ def test_candidates_fit_the_chip(monkeypatch):
 
 
 def test_tuned_kernels_give_the_same_loss(folder, monkeypatch):
-    """Every walk asks, with trials that run the kernels; the result does not depend on the size that wins."""
+    """Every kernel is tuned, with trials that run it; the result does not depend on the tile that wins."""
     tried = []
     wanted = KernelTile(64, 64, 32, 4, 3)
     monkeypatch.setattr(tuning, "candidates", lambda block, default: iter((default, wanted)))

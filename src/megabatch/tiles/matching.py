@@ -1,6 +1,6 @@
-"""The matching pairs (i, i) of a block, which no walk has to look for, and what else is done row by row: O(N·D).
+"""O(N·D) work on a block: products of the matching pairs (i, i), the last step of a gradient, and bounds on rounding errors.
 
-In PyTorch operations; `triton_embeddings` does the same in one launch each.
+In PyTorch operations; `triton_embeddings` has the first two as kernels.
 """
 
 import torch
@@ -22,7 +22,7 @@ def matching_products(block: Block) -> Tensor:  # (N,)
 
 
 def matching_similarities(block: Block, products: Tensor) -> Tensor:  # (N,)
-    """s_ii, from ⟨x_i, y_i⟩."""
+    """s_ii, from the products ⟨x_i, y_i⟩."""
     out = products * block.scale
     if block.row_bias is not None:
         out.add_(block.row_bias)
@@ -32,7 +32,7 @@ def matching_similarities(block: Block, products: Tensor) -> Tensor:  # (N,)
 
 
 def pairs_on_the_diagonal(block: Block, products: Tensor) -> Pairs:
-    """The matching pairs where rows and columns are those of one batch, from ⟨x_i, y_i⟩."""
+    """The matching pairs (i, i), from the products ⟨x_i, y_i⟩."""
     match, index = matching_similarities(block, products), torch.arange(block.N, device=block.x.device)
     return Pairs(match, match, index, index)
 
@@ -47,7 +47,7 @@ def finish_rows(
     dmatch: Tensor | None,  # (n,)
     precision: str,
 ) -> Tensor | None:  # (n,)
-    """out = (sums + dmatch·partners)·factor; returns row products of the parenthesis with `own`, where it is given."""
+    """out = (sums + dmatch·partners)·factor. Returns ⟨sums_i + dmatch_i·partners_i, own_i⟩ if `own` is given."""
     row_products = None if own is None else sums.new_empty(len(sums))
     for rows in windows(len(sums), plan.rows_at_once(sums.device, sums.shape[1])):
         values = sums[rows]
@@ -62,13 +62,13 @@ def finish_rows(
 
 
 def rank_noise(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
-    """Two vectors whose outer product is what rounding may do to s: 4·√D roundings of ‖x_i‖·‖y_j‖."""
+    """Two vectors whose outer product bounds the rounding error of s: 4·√D roundings of scale·‖x_i‖·‖y_j‖."""
     row, col = (_norms(side, block.dtype) for side in (block.x, block.y))
     return row.mul_(4 * block.D**0.5 * torch.finfo(block.dtype).eps * block.scale.abs()), col
 
 
 def _norms(side: Tensor, dtype: torch.dtype) -> Tensor:  # (K,)
-    """Row by row; divided by the largest entry first, because the square of 10²⁰ is beyond float32."""
+    """Row norms. Rows are divided by their largest entry first, because the square of 10²⁰ is beyond float32."""
     out = torch.empty(len(side), dtype=dtype, device=side.device)
     for rows in windows(len(side), plan.rows_at_once(side.device, side.shape[1])):
         values = side[rows].to(dtype)

@@ -1,6 +1,6 @@
-"""In which type the products are computed: inputs are rounded to it once, and everything after that is exact or fp32.
+"""The precision of the products: inputs are rounded to it once, and everything after that is exact or fp32.
 
-| inputs                     | products see              | sums are kept in |
+| inputs                     | inputs of the products    | sums             |
 |----------------------------|---------------------------|------------------|
 | float64                    | float64                   | float64          |
 | float32                    | float32, IEEE ("highest") | float32          |
@@ -8,8 +8,8 @@
 | float32 under autocast     | the autocast type         | float32          |
 | bfloat16, float16          | the inputs as they are    | float32          |
 
-"highest", "high" and "medium" are `torch.get_float32_matmul_precision()`. The rounding is done here, explicitly, so that the
-same call means the same thing on every device: a product of TF32 values is the same whether an IEEE or a TF32 unit forms it.
+"highest", "high" and "medium" are `torch.get_float32_matmul_precision()`. Inputs are rounded explicitly, so that a call means
+the same on every device: products of TF32 values are the same on IEEE and on TF32 units.
 """
 
 import torch
@@ -20,7 +20,7 @@ FLOAT32 = "float32"
 TF32 = "tf32"
 BFLOAT16 = "bfloat16"
 FLOAT16 = "float16"
-BY_SETTING = "by setting"  # float32 or TF32, to be settled when the work is done
+BY_SETTING = "by setting"  # float32 or TF32, decided when the operator runs
 
 _OF_DTYPE = {torch.float64: FLOAT64, torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _OF_MATMUL = {"highest": FLOAT32, "high": TF32, "medium": TF32}
@@ -33,9 +33,9 @@ SOFTPLUS_IS_IDENTITY = 50.0
 
 
 def compute_precision(dtype: torch.dtype, device_type: str) -> str:
-    """The precision in which inputs of `dtype` are multiplied, under the autocast state and matmul setting in force now.
+    """The precision of products of `dtype` inputs under the current autocast state and matmul setting.
 
-    The compiler cannot read the setting; a compiled call reads it when it runs (`by_matmul_setting`).
+    torch.compile cannot trace reading the setting; a compiled call reads it when it runs (`by_matmul_setting`).
     """
     if dtype != torch.float32:
         return _OF_DTYPE[dtype]
@@ -45,12 +45,12 @@ def compute_precision(dtype: torch.dtype, device_type: str) -> str:
 
 
 def by_matmul_setting(precision: str, device_type: str) -> str:
-    """`precision`, or what PyTorch's settings say of float32 products on this kind of device now."""
+    """`precision`, with `BY_SETTING` replaced by PyTorch's current setting for float32 products on this device type."""
     if precision != BY_SETTING:
         return precision
     try:
         return _OF_MATMUL[torch.get_float32_matmul_precision()]
-    except RuntimeError:  # it refuses to answer once the newer settings, one for each kind of device, have been used
+    except RuntimeError:  # raised once the newer settings, one for each device type, have been used
         backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
         return FLOAT32 if backend.matmul.fp32_precision in ("ieee", "none") else TF32
 
@@ -61,10 +61,10 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def product_dtype(precision: str, device_type: str) -> torch.dtype:
-    """The type in which rounded inputs are handed to the matrix product.
+    """The dtype of the rounded inputs of a matrix product.
 
-    CUDA multiplies half-precision inputs into an fp32 result. Elsewhere the result would be rounded to the inputs' type,
-    so there the rounded values are widened first: the products are the same numbers.
+    CUDA multiplies half-precision inputs into an fp32 result. Other devices would round the result to the inputs' type, so the
+    rounded inputs are widened first; the products are the same numbers.
     """
     if precision == FLOAT64:
         return torch.float64
@@ -74,7 +74,7 @@ def product_dtype(precision: str, device_type: str) -> torch.dtype:
 
 
 def rounded(values: Tensor, precision: str) -> Tensor:
-    """`values` as the products see them: rounded once to `precision`, held in `product_dtype`."""
+    """`values` rounded once to `precision`, in `product_dtype`."""
     if precision == TF32:
         return round_to_tf32(values)
     if precision in HALF_DTYPE:
@@ -83,14 +83,14 @@ def rounded(values: Tensor, precision: str) -> Tensor:
 
 
 def round_to_tf32(values: Tensor) -> Tensor:
-    """Float32 `values` with the 13 lowest bits of the significand rounded away, to nearest; NaN stays NaN."""
+    """Float32 `values` rounded to the nearest TF32 value: 13 bits of the significand fewer. NaN stays NaN."""
     bits = values.view(torch.int32)
     nearest = (bits + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
     return torch.where(values.isnan(), values, nearest)
 
 
 def round_to_tf32_(values: Tensor, spare: Tensor) -> Tensor:
-    """The same in place, with one buffer of the same size, for values far from overflow: NaN stays NaN without a look at it."""
+    """`round_to_tf32` in place, with a buffer of the same size, for values far from overflow. NaN stays NaN by arithmetic."""
     large = torch.mul(values, 2**13 + 1, out=spare)
     return torch.sub(large, torch.sub(large, values, out=values), out=values)
 
@@ -114,5 +114,5 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _widened(a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Only CUDA multiplies into a wider type."""
+    """a and b in the dtype of `out`, except on CUDA, which multiplies into a wider type itself."""
     return (a, b) if out.device.type == "cuda" else (a.to(out.dtype), b.to(out.dtype))

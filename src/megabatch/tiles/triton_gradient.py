@@ -177,8 +177,8 @@ class Weights:
     def of_softmax(cls, row: SideWeights, col: SideWeights, tile: plan.KernelTile) -> "Weights":
         """Weights of rows and columns; `tile` is the kernel's."""
         by_row, by_column = _has_own_shift(row.shift, tile.rows), _has_own_shift(col.shift, tile.columns)
-        vectors = (vector for pair in zip(row, col, strict=True) for vector in pair)
-        return cls(*vectors, by_row.amax() + by_column.amax(), by_row, by_column)
+        any_own_shift = by_row.amax() + by_column.amax()
+        return cls(row.weight, col.weight, row.cap, col.cap, row.shift, col.shift, any_own_shift, by_row, by_column)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ __all__ = [
 
 def row_statistics(block: Block) -> LogSum:  # (N,)
     """Row sums of exp(s)."""
-    return (triton_logsumexp if block.companion is None else triton_guided_logsumexp).row_statistics(block)
+    if block.companion is not None:
+        return triton_guided_logsumexp.row_statistics(block)
+    return triton_logsumexp.row_statistics(block)
 
 
 def logsumexp_gradients(

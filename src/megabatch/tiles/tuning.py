@@ -1,8 +1,8 @@
-"""Tile sizes measured on the machine at hand, where `plan` has none for it: opt-in, and remembered.
+"""Autotuning of tile sizes, for chips that the sizes in `plan` were not measured on. Opt-in.
 
-`MEGABATCH_AUTOTUNE=1` tries a few sizes the first time a kernel meets a new width, precision or chip, with the inputs of that
-call, and keeps the fastest in `tiles.json` under `MEGABATCH_CACHE` (`~/.cache/megabatch`). It takes seconds, mostly of
-compiling. Sizes change the order in which sums are added, so the last digits may differ between machines tuned differently.
+With `MEGABATCH_AUTOTUNE=1` the first call of a kernel with a new width, precision or chip times a few tiles on its own inputs.
+The fastest is kept in `tiles.json` under `MEGABATCH_CACHE` (`~/.cache/megabatch`). Tuning takes seconds, mostly for compiling.
+Tile sizes change the order of summation, so the last digits of results may differ between tiles.
 """
 
 import json
@@ -22,16 +22,16 @@ from megabatch.tiles.precision import FLOAT32, TF32
 
 ENABLED = os.environ.get("MEGABATCH_AUTOTUNE") == "1"
 
-_SMALLEST = 4096 * 4096  # similarities; less work than that says little about a size
+_SMALLEST = 4096 * 4096  # similarities; a smaller block says little about the speed of a tile
 _REPEATS = 5
 
 
 def tile(
     kernel: str, block: Block, default: KernelTile, trial: Callable[[KernelTile], object], widest: int = 256
 ) -> KernelTile:
-    """The fastest tile of `kernel` for blocks like this one, or `default`; `trial` runs the kernel once with a tile.
+    """The fastest tile of `kernel` for blocks like this one, or `default` if autotuning is off.
 
-    No tile has more than `widest` columns.
+    `trial` runs the kernel once with a tile. No tile has more than `widest` columns.
     """
     if not ENABLED or block.N * block.M < _SMALLEST or _is_capturing(block):
         return default
@@ -45,7 +45,7 @@ def tile(
 
 
 def candidates(block: Block, default: KernelTile) -> Iterator[KernelTile]:
-    """`default`, and others that fit the chip's shared memory."""
+    """`default`, and other tiles that fit in the chip's shared memory."""
     yield default
     element_size = 4 if block.precision in (FLOAT32, TF32) else 2
     for rows, columns, warps in ((64, 64, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8), (128, 256, 8)):
@@ -58,7 +58,7 @@ def candidates(block: Block, default: KernelTile) -> Iterator[KernelTile]:
 
 
 def _milliseconds(trial: Callable[[KernelTile], object], candidate: KernelTile) -> float:
-    """Of a few runs after the first, which compiles; infinity for a size that the chip refuses."""
+    """Time of a few runs after the first, which compiles; infinity if the tile exceeds the chip's resources."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -94,7 +94,7 @@ def _file() -> Path:
 
 @cache
 def _remembered() -> dict[str, KernelTile]:
-    """What was found before; a file that cannot be read counts as none."""
+    """The tiles found by earlier calls and processes. An unreadable file counts as empty."""
     try:
         return {key: KernelTile(**size) for key, size in json.loads(_file().read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
@@ -102,7 +102,7 @@ def _remembered() -> dict[str, KernelTile]:
 
 
 def _remember(known: dict[str, KernelTile]) -> None:
-    """Replaces the file in one step, so that nobody reads half of it; where it cannot be written, this process remembers."""
+    """Replaces the file atomically. If it cannot be written, the tiles are kept in this process only."""
     file = _file()
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     try:
