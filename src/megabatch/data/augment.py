@@ -1,7 +1,7 @@
 """Random crops, shifts, rotations and colours, in two steps: numbers are drawn per sample, images are changed per chunk.
 
-A sample's numbers come from its own generator, so they are the same whoever reads it and whenever. Applying them to a whole
-chunk in a few tensor operations is what makes augmentation cheap on a CPU.
+A sample's numbers come from its own generator, so they are the same in every reading. They are applied to a whole chunk in a
+few tensor operations, which makes augmentation cheap on a CPU.
 """
 
 import math

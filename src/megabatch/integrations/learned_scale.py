@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ class LearnedScale(nn.Module):
 
     def keep(self, gradient: Tensor) -> None:
         """Keeps what the loss found: the mean over ranks, because no wrapper has this parameter in charge."""
-        if all_ranks() is not None:
+        if default_group() is not None:
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
         self.gradient = gradient
@@ -67,11 +66,5 @@ def differentiated(
 
 
 def joined(loss: Tensor, learned: LearnedScale | None) -> Tensor:  # ()
-    """The loss as the trainer gets it; in evaluation, and where no scale is learned, as it is."""
+    """The loss for the trainer's backward pass; unchanged in evaluation, and without a learned scale."""
     return loss if learned is None or not torch.is_grad_enabled() else learned.joined(loss)
-
-
-def all_ranks() -> Any:
-    """The group of all ranks, None where there is one alone."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.group.WORLD if several else None
