@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megabatch.world import default_group
+
 
 class LearnedScale(nn.Module):
     """1 / temperature as a parameter, by its logarithm.
 
-    The loss goes back to it while the trainer's forward pass is still going on, before gradient accumulation and loss scaling
-    put their factors in. So its gradient is kept, and joined to the loss that the trainer gets.
+    Its gradient is computed during the trainer's forward pass, before gradient accumulation and loss scaling apply their
+    factors. So the gradient is kept, and added to the graph of the loss that the trainer backpropagates.
 
     Args:
         beginning: the first value.
@@ -35,7 +37,7 @@ class LearnedScale(nn.Module):
         return self.bias.detach().requires_grad_()
 
     def keep(self, gradient: Tensor) -> None:
-        """Keeps what the loss found: the mean over ranks, because no wrapper has this parameter in charge."""
+        """Keeps the gradient from the loss, averaged over ranks, because no wrapper does that for this parameter."""
         if default_group() is not None:
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
