@@ -1,4 +1,4 @@
-"""Tables in a terminal: with rich if it is installed, else plain columns."""
+"""Tables in a terminal: rich's where it is installed, plain columns otherwise."""
 
 import sys
 from collections.abc import Sequence
