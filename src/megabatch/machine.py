@@ -20,10 +20,10 @@ CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.l
 
 
 def describe(*packages: str) -> dict[str, str | int | None]:
-    """Processor, GPU, memory and versions; None where there is no such thing. No names of hosts or users, and no paths.
+    """Processor, GPU, memory and versions; None if not available. Contains no names of hosts or users, and no paths.
 
     Args:
-        packages: whose versions matter too.
+        packages: whose versions are added.
     """
     return {
         "cpu": _cpu_name(),
@@ -58,13 +58,13 @@ def summary(machine: dict[str, str | int | None]) -> str:
 
 
 class Others:
-    """How much of the cores programs other than this one use, from when it is made; this one's children are not others."""
+    """CPU load of other programs since this object was created; child processes of this program do not count."""
 
     def __init__(self) -> None:
         self._begun = _processor_seconds()
 
     def share(self) -> float | None:
-        """Of all cores, so far; None where the system does not say."""
+        """Fraction of all cores that other programs have used so far; None if the system does not say."""
         now = _processor_seconds()
         if self._begun is None or now is None:
             return None
@@ -73,12 +73,12 @@ class Others:
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """Of all cores since the machine started: those that there were, those that were used, those of this program."""
+    """CPU seconds of all cores since boot: available, used, and used by this program."""
     try:
         fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):
         return None
-    whole, idle = sum(fields), sum(fields[3:5])  # the fifth waits for disks
+    whole, idle = sum(fields), sum(fields[3:5])  # idle, and waiting for disks
     tick = os.sysconf("SC_CLK_TCK")
     return whole / tick, (whole - idle) / tick, sum(os.times()[:4])
 

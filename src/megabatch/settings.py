@@ -1,4 +1,4 @@
-"""Settings as dataclasses, from TOML and from `key=value`: every key is known, every value has its type, or an error says why.
+"""Settings as dataclasses, from TOML files and `key=value`, with checks of every key and the type of every value.
 
 A config is a dataclass whose fields are numbers, strings, lists, tables or dataclasses again. Errors name the key as a user
 writes it ("optimizer.lr") and, for a key or a choice that does not exist, the nearest that does.
@@ -24,7 +24,7 @@ class SettingsError(ValueError):
 
 
 def build(kind: type[T], values: Mapping[str, Any], name: str = "") -> T:
-    """The dataclass with these values; what is not among them has its default."""
+    """The dataclass with these values, and defaults for the others."""
     hints = typing.get_type_hints(kind)
     fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     made = {}
@@ -39,13 +39,13 @@ def build(kind: type[T], values: Mapping[str, Any], name: str = "") -> T:
 
 
 def table(config: Any) -> Table:
-    """The values as TOML can hold them; None, which it cannot, is left out."""
+    """The values as a TOML table; None is left out, because TOML has no null."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {key: _plain(value) for key, value in values.items() if value is not None}
 
 
 def _plain(value: Any) -> Any:
-    """As a file gives it back: what was saved is compared with what is given."""
+    """The value as reading it from a file returns it, so that saved and given settings can be compared."""
     if dataclasses.is_dataclass(value):
         return table(value)
     if isinstance(value, Mapping):
@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
 
 
 def merged(*tables: Mapping[str, Any]) -> Table:
-    """Later values in place of earlier ones, table by table."""
+    """Merges tables recursively; later values win."""
     result: Table = {}
     for one in tables:
         for key, value in one.items():
@@ -94,7 +94,7 @@ def read(path: str | Path) -> Table:
 
 
 def to_toml(values: Mapping[str, Any], name: str = "") -> str:
-    """The text of a TOML file; tables come after plain values, as TOML wants it."""
+    """The text of a TOML file; tables come after plain values, as TOML requires."""
     lines = [f"{_key(key)} = {_written(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
     parts = ["\n".join([f"[{name}]", *lines] if name else lines)] if lines else []
     for key, value in values.items():
@@ -121,7 +121,7 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
 
 
 def _as(hint: Any, value: Any) -> tuple[Any] | None:
-    """The value as a field of this type has it, in a tuple; None if it is of another type."""
+    """The value converted to this type, in a tuple; None if it has another type."""
     if typing.get_origin(hint) is typing.Literal:
         return (value,) if isinstance(value, str) and value in typing.get_args(hint) else None
     if typing.get_origin(hint) is tuple:
@@ -188,5 +188,5 @@ def _written(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """TOML's strings escape as JSON's do, and take every other character but U+007F as it is."""
+    """TOML strings escape like JSON strings; only U+007F differs."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

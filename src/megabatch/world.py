@@ -118,7 +118,8 @@ class World:
 
 def default_group() -> Any:
     """The process group of all processes; None for one process, or where `torch.distributed` is not initialized."""
-    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
 
 
 @contextmanager

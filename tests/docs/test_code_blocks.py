@@ -78,7 +78,8 @@ def runs(folder, monkeypatch):
 
 def training(folder, monkeypatch):
     """Drawings of noise, no more than a batch, and one step."""
-    from megabatch.data import cache, emoji
+    from megabatch.data import cache
+    from megabatch.data.demo import emoji
     from megabatch.trainer import config
 
     names = [f"thing {i}" for i in range(700)]  # two thirds of their drawings are to train on

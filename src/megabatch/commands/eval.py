@@ -18,7 +18,7 @@ from megabatch.towers import Pair
 from megabatch.world import World, joined
 
 DESCRIPTION = """
-Evaluates retrieval: the rank of each text's own image among all images, and of each image's own text.
+Evaluates retrieval: the rank of each text's own image among all images, and vice versa.
 
   megabatch eval runs/emoji                                 a run, on its own test data
   megabatch eval runs/flickr --data coco/val.csv            a run, on other data

@@ -26,8 +26,9 @@ Searches data with a model. A query is a text or the path of an image.
   megabatch search runs/wordnet "animal with a trunk"       texts find texts
   megabatch search open_clip:ViT-B-32@laion2b_s34b_b79k "dog on a beach" --data photos.csv
 
-Prints the matches of each query, best first, with their cosine similarity, and draws a contact sheet
-(PNG) with one row per query. Only the best matches are in memory, so the data may be of any size.
+Prints the matches of each query, best first, with their cosine similarity, and draws a contact
+sheet (PNG) with one row per query. Only the best matches are in memory, so any amount of data can
+be searched.
 """
 PICTURE = 96  # pixels of a drawing's side on the sheet
 KINDS = {"images": IMAGE, "texts": TEXT}

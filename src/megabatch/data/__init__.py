@@ -1,4 +1,4 @@
-"""Pairs to train on and to search in, each readable again by its number: see dataset.py."""
+"""Datasets of pairs, whose samples can be read again by index: see dataset.py."""
 
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, Preparation, UnreadableSampleError
 

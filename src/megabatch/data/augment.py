@@ -1,7 +1,7 @@
-"""Random crops, shifts, turns and colours, in two steps: numbers are drawn per sample, images are changed a chunk at a time.
+"""Random crops, shifts, rotations and colours, in two steps: numbers are drawn per sample, images are changed per chunk.
 
-A sample's numbers come from its own generator, so they are the same whoever reads it and whenever. Applying them to a whole
-chunk in a few tensor operations is what makes augmentation cheap on a CPU.
+A sample's numbers come from its own generator, so they are the same in every reading. They are applied to a whole chunk in a
+few tensor operations, which makes augmentation cheap on a CPU.
 """
 
 import math
@@ -17,24 +17,24 @@ _LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How far images may be changed; every number is 0 for not at all. What is outside an image is white."""
+    """Ranges of the random changes; 0 switches one off. Pixels from outside of an image are white."""
 
-    zoom: float = 0.1  # larger or smaller by up to this share
-    stretch: float = 0.05  # wider than high, or the other way round, by up to this share
+    zoom: float = 0.1  # largest relative change of size
+    stretch: float = 0.05  # largest relative change of the aspect ratio
     shift: float = 0.05  # of the side, in each direction
     turn: float = 5.0  # degrees, either way
-    flip: bool = False  # left to right: off, because it turns "left arrow" into a lie
-    brightness: float = 0.1  # added or taken
-    contrast: float = 0.2  # share of the distance from grey
-    saturation: float = 0.4  # share of the distance from the pixel's own grey
+    flip: bool = False  # left to right; off, because a flipped "left arrow" has a wrong caption
+    brightness: float = 0.1  # largest change, up or down
+    contrast: float = 0.2  # relative change of the distance from grey
+    saturation: float = 0.4  # relative change of the distance from the pixel's grey
     hue: float = 0.05  # of a full circle, either way
 
     def draw(self, generator: torch.Generator) -> Tensor:  # (NUMBERS,)
-        """A sample's numbers, uniform from −1 to 1."""
+        """The random numbers of a sample, uniform in [−1, 1]."""
         return torch.rand(NUMBERS, generator=generator).mul_(2).sub_(1)
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:  # (n, 3, H, W) uint8, (n, NUMBERS) -> (n, 3, H, W) float32
-        """The images changed, from 0 to 1."""
+        """The changed images, in [0, 1]."""
         zoom, stretch, right, down, turn, flip, *colours = numbers.unbind(1)  # (n,) each
         moved = self._moved(images, (zoom, stretch, right, down, turn, flip))
         return self._coloured(moved, colours).clamp_(0, 1)
@@ -45,7 +45,7 @@ class Augmentation:
         angle = turn * (self.turn * math.pi / 180)
         mirror = torch.where((flip > 0) & self.flip, -1.0, 1.0)
         cosine, sine = angle.cos(), angle.sin()
-        # Where each pixel of the result comes from, so everything is the inverse of what is seen.
+        # The source position of each output pixel, so every change is inverted.
         across, along = size * shape, size / shape
         matrix = torch.stack(
             [
@@ -69,14 +69,14 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """A part of an image, of random size, shape and place, brought to `size`: as CLIP models of photographs are trained."""
+    """A random resized crop, as in the training of CLIP on photographs."""
 
     size: tuple[int, int]  # height, width
     area: tuple[float, float] = (0.9, 1.0)  # least and most of the image's area
     shape: tuple[float, float] = (3 / 4, 4 / 3)  # least and most width over height
 
     def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:  # (3, H, W) uint8 -> (3, *size) float32
-        """From 0 to 1. Draws four numbers, whatever the image."""
+        """The crop in [0, 1]. Draws four numbers for every image."""
         _, H, W = image.shape
         area, shape, down, right = torch.rand(4, generator=generator).tolist()
         wanted = H * W * (self.area[0] + area * (self.area[1] - self.area[0]))
@@ -89,12 +89,12 @@ class RandomCrop:
 
 
 def unchanged(images: Tensor) -> Tensor:  # (n, 3, H, W) uint8 -> float32
-    """The images as they are, from 0 to 1."""
+    """The images without changes, in [0, 1]."""
     return images.float() / 255
 
 
 def _turned(colour: Tensor, angle: Tensor) -> Tensor:
-    """Colours turned about the grey axis of the colour cube, by Rodrigues' formula."""
+    """Rotates colours about the grey axis of the colour cube (Rodrigues' formula)."""
     cosine, sine = angle.cos(), angle.sin() / 3**0.5
     same, up, down = (1 + 2 * cosine) / 3, (1 - cosine) / 3 - sine, (1 - cosine) / 3 + sine
     rows = [torch.stack(row, 1) for row in ((same, up, down), (down, same, up), (up, down, same))]

@@ -1,4 +1,4 @@
-"""Where what was made once is kept, and how it gets there: whole or not at all."""
+"""Cached files, written atomically."""
 
 import os
 import uuid
@@ -10,7 +10,7 @@ import torch
 
 
 def folder() -> Path:
-    """`MEGABATCH_CACHE` if it is set, or a folder of ours in the user's cache."""
+    """The folder `MEGABATCH_CACHE`, or `megabatch` in the user's cache folder."""
     chosen = os.environ.get("MEGABATCH_CACHE")
     if chosen:
         return Path(chosen)
@@ -18,11 +18,11 @@ def folder() -> Path:
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """What is in the file; made and written first where there is none, or one that cannot be read."""
+    """The contents of the file; if it is missing or unreadable, `make` computes and writes them."""
     if path.exists():
         try:
             return torch.load(path, weights_only=True)
-        except Exception:  # half a file from elsewhere, or another format: it is made again
+        except Exception:  # a truncated file, or another format: written again
             path.unlink(missing_ok=True)
     value = make()
     write(path, lambda file: torch.save(value, file))
@@ -30,7 +30,7 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 
 
 def write(path: Path, save: Callable[[Any], None]) -> None:
-    """Writes beside the place and moves there: who reads finds the old file, or the new one, never a part of it."""
+    """Writes a temporary file and renames it, so that readers see the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:

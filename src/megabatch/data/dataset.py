@@ -1,12 +1,11 @@
-"""What a dataset is: samples that can be read again, by number, with two sides, a caption and an id each.
+"""Datasets: pairs whose two sides can be read by index, any number of times.
 
-A batch is a list of sample numbers. `source` turns it into the inputs of one tower for `cached_backward`: nothing is held, a
-sample is read and augmented when its chunk is due, and once more for the second pass. Its randomness follows from
-(seed, epoch, sample, side) alone, not from where in a batch the sample is or who reads it, so any run can be repeated from a
-sample number on any number of ranks and workers.
+A batch is a list of sample indices. `source` turns it into the inputs of one tower for `cached_backward`: a sample is read and
+augmented when its chunk is due, and again for the second pass. Its randomness depends only on (seed, epoch, sample, side), not
+on its position in a batch or on the worker, so a run can be repeated with any number of ranks and workers.
 
-A sample that cannot be read is not the end of a run. A blank takes its place, the dataset keeps its number and the reason
-(`failures`), and `usable` says which pairs of a batch a loss should leave out.
+An unreadable sample does not end a run. A blank takes its place, `failures` records its index and the reason, and `usable`
+tells the loss which pairs to skip.
 """
 
 from abc import ABC, abstractmethod
@@ -21,31 +20,31 @@ from torch import Tensor
 from megabatch.cached.replay import ReplaySource, sample_seed
 
 IMAGE, TEXT = "image", "text"
-BLANK_SIZE = 8  # pixels of the grey image that stands for one that cannot be read; a tower brings it to its own size
+BLANK_SIZE = 8  # pixels of the grey image in place of an unreadable one; towers resize it
 
 
 class UnreadableSampleError(Exception):
-    """A sample that is missing or damaged; a dataset raises it and goes on without the sample."""
+    """A sample is missing or damaged; it is then skipped."""
 
 
 class Preparation(Protocol):
-    """What a tower does to samples before it encodes them."""
+    """Preprocessing of a tower."""
 
     def prepare(self, sample: Any, generator: torch.Generator | None) -> Any:
-        """One sample's inputs; augmented with `generator`, as it is without. An image is (3, H, W) uint8, a text a str."""
+        """Preprocesses one sample, augmented if `generator` is given. An image is (3, H, W) uint8, a text a str."""
 
     def collate(self, samples: list[Any]) -> Any:
-        """The inputs of a chunk, made of what `prepare` returned."""
+        """Collates results of `prepare` into the inputs of a chunk."""
 
 
 class Dataset(ABC):
-    """Pairs that are read by number. A subclass says how many there are and how to read one side of one."""
+    """Pairs that are read by index. Subclasses define `__len__`, `read` and `name`."""
 
     sides: tuple[str, str] = (IMAGE, TEXT)  # the kinds of the two sides
-    credits: tuple[str, ...] = ()  # whom a picture made of it has to name
+    credits: tuple[str, ...] = ()  # attribution for images of the data
 
     def __init__(self) -> None:
-        self.failures: dict[int, str] = {}  # sample number: why it could not be read
+        self.failures: dict[int, str] = {}  # index → why the sample could not be read
 
     @abstractmethod
     def __len__(self) -> int:
@@ -61,14 +60,14 @@ class Dataset(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Where a sample is, for messages and sheets."""
+        """The name of a sample, for messages and contact sheets."""
 
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
-        """One number for each sample; samples with the same number are not each other's negatives. None: all differ."""
+        """An id per sample; samples with equal ids are not each other's negatives. None if all differ."""
         return None
 
     def items(self) -> Tensor | None:  # (samples,) int64
-        """For evaluation, one number for each sample: those with the same number share their first side. None: all differ."""
+        """For evaluation, an id per sample; samples with equal ids have the same first side. None if all differ."""
         return None
 
     def source(
@@ -82,15 +81,15 @@ class Dataset(ABC):
         augment: bool = True,
         workers: int | Executor = 0,
     ) -> ReplaySource:
-        """One side of some samples as a tower's inputs, read when they are due and each time the same.
+        """One side of some samples as a source of a tower's inputs, identical each time they are read.
 
         Args:
-            indices: sample numbers.
+            indices: of the samples.
             side: 0 or 1.
-            preparation: what the tower does to samples; a `towers.Tower` is one.
+            preparation: preprocessing of the tower; a `towers.Tower` is one.
             seed: of the run.
-            epoch: changes the augmentation, as the seed does.
-            augment: whether samples are augmented; False for evaluation.
+            epoch: each epoch augments differently.
+            augment: False for evaluation.
             workers: as for `ReplaySource`.
         """
         if side not in (0, 1):
@@ -99,18 +98,18 @@ class Dataset(ABC):
         return ReplaySource(indices, read, workers=workers, collate=_Collate(self, preparation))
 
     def usable(self, indices: Sequence[int]) -> Tensor:  # (n,) bool
-        """Which of the samples have not failed so far. Complete for a batch once both sides have been read."""
+        """Mask of the samples without a failure so far; final once both sides have been read."""
         return torch.tensor([index not in self.failures for index in indices], dtype=torch.bool)
 
     def check(self, index: int) -> int:
-        """The number of a sample as it is, or an IndexError that says what there is."""
+        """Returns the index, or raises an IndexError with the valid range."""
         if not 0 <= index < len(self):
             raise IndexError(f"index must be from 0 to {len(self) - 1}, got {index}")
         return index
 
 
 class _Failure(str):
-    """Why a sample could not be read. Prints alike whatever the reason, because what prints is compared by a second reading."""
+    """Why a sample could not be read. Its repr is constant, because replay compares the repr of both readings."""
 
     __slots__ = ()
 
@@ -120,7 +119,7 @@ class _Failure(str):
 
 @dataclass
 class _Read:
-    """Reads and prepares one side of a sample; travels to workers."""
+    """Reads and preprocesses one side of a sample; picklable for workers."""
 
     dataset: Dataset
     side: int
@@ -135,14 +134,14 @@ class _Read:
             sample, failure = blank(self.dataset.sides[self.side]), _Failure(error)
         if self.seed is None:
             return index, self.preparation.prepare(sample, None), failure
-        # The sample's own seed instead of that of its place in the batch.
+        # Seeded by the sample's index instead of its position in the batch.
         generator.manual_seed(sample_seed(self.seed, int(index)))
         return index, self.preparation.prepare(sample, generator), failure
 
 
 @dataclass
 class _Collate:
-    """Notes what failed, where the dataset is known: a worker may be another process."""
+    """Collates a chunk and records failures, in the main process, since workers may be other processes."""
 
     dataset: Dataset
     preparation: Preparation
@@ -155,5 +154,5 @@ class _Collate:
 
 
 def blank(kind: str) -> Any:
-    """What stands for a sample that cannot be read: grey, or nothing said."""
+    """The replacement for an unreadable sample: a grey image, or an empty text."""
     return torch.full((3, BLANK_SIZE, BLANK_SIZE), 127, dtype=torch.uint8) if kind == IMAGE else ""

@@ -1,4 +1,4 @@
-"""Encoded images as tensors, by Pillow: (3, H, W) uint8, transparency on white, turned as the camera was held."""
+"""Decodes images with Pillow: (3, H, W) uint8, transparency on white, rotated by the EXIF orientation."""
 
 import ctypes
 import io
@@ -12,11 +12,11 @@ from torch import Tensor
 from megabatch import extras
 from megabatch.data.dataset import UnreadableSampleError
 
-_ADDRESS = re.compile(r" <[^>]* at 0x[0-9a-f]+>")  # Pillow names the buffer it was given, which says nothing
+_ADDRESS = re.compile(r" <[^>]* at 0x[0-9a-f]+>")  # the address of a buffer in Pillow's messages
 
 
 def decode(data: bytes, name: str) -> Tensor:  # (3, H, W) uint8
-    """The image in `data`; `name` is for the message where there is none."""
+    """Decodes an image; `name` is for the error message."""
     if not data:
         raise UnreadableSampleError(f"{name} is empty")
     pillow = extras.load("PIL.Image", extra="data", purpose="Reading images")
@@ -24,18 +24,18 @@ def decode(data: bytes, name: str) -> Tensor:  # (3, H, W) uint8
         with pillow.open(io.BytesIO(data)) as image:
             image.load()
             return to_tensor(upright(image))
-    except Exception as error:  # Pillow raises whatever its decoders do, on damaged files almost anything
+    except Exception as error:  # Pillow's decoders raise almost anything for damaged files
         reason = _ADDRESS.sub("", f"{type(error).__name__}: {error}")
         raise UnreadableSampleError(f"{name} is not an image that can be read: {reason}") from error
 
 
 def upright(image: Any) -> Any:
-    """The image as it was seen: cameras note how they were held, and leave turning to the reader."""
+    """Rotates an image by its EXIF orientation."""
     return extras.load("PIL.ImageOps", extra="data", purpose="Reading images").exif_transpose(image)
 
 
 def to_tensor(image: Any) -> Tensor:  # (3, H, W) uint8
-    """A Pillow image on white as a tensor."""
+    """A Pillow image as a tensor, with transparency on white."""
     pillow = extras.load("PIL.Image", extra="data", purpose="Reading images")
     if image.mode != "RGB":
         rgba = image.convert("RGBA")
@@ -46,7 +46,7 @@ def to_tensor(image: Any) -> Tensor:  # (3, H, W) uint8
 
 
 def to_pillow(image: Tensor) -> Any:
-    """The way back, for transforms and sheets that work with Pillow."""
+    """A tensor as a Pillow image."""
     pillow = extras.load("PIL.Image", extra="data", purpose="Drawing images")
     _, height, width = image.shape
     pixels = image.permute(1, 2, 0).contiguous()  # (H, W, 3)
@@ -54,7 +54,7 @@ def to_pillow(image: Tensor) -> Any:
 
 
 def fitted(image: Tensor, size: int) -> Tensor:  # (3, H, W) uint8 -> (3, size, size) uint8
-    """The image scaled until its shorter side fits, and its middle."""
+    """Resizes the shorter side to `size`, and crops the centre."""
     _, height, width = image.shape
     if (height, width) == (size, size):
         return image

@@ -20,13 +20,13 @@ WITH_SPLITS = ("emoji", "wordnet")
 
 
 def load(spec: str, split: str | None = None, *, size: int | None = None, **options: Any) -> Dataset:
-    """The dataset that a name means.
+    """Loads a dataset by name.
 
     Args:
         spec: see `POSSIBLE`.
-        split: "train", "test" or "all" of a dataset that has splits; None is "train". Files have none.
-        size: pixels of a side that emoji are drawn with; photographs are as they are.
-        options: of the dataset's class: `columns`, `texts` and `root` of a `Table`, `caption_ids` of `Shards`.
+        split: "train" (default), "test" or "all" of a dataset with splits; files have none.
+        size: pixels of a side of emoji; photographs keep their size.
+        options: arguments of the dataset's class: `columns`, `texts` and `root` of a `Table`, `caption_ids` of `Shards`.
     """
     if spec == "emoji":
         given = {"size": size, **options} if size is not None else options
@@ -55,7 +55,7 @@ def _from_place(path: Path, options: dict[str, Any]) -> Dataset:
 
 
 def _known(kind: type[Dataset], options: dict[str, Any]) -> dict[str, Any]:
-    """The options, if a dataset of this kind has all of them."""
+    """The options, if the dataset's class has all of them."""
     parameters = inspect.signature(kind).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for name in options:
@@ -66,5 +66,5 @@ def _known(kind: type[Dataset], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def credits(spec: str) -> tuple[str, ...]:
-    """Whom to name for a dataset's data, without loading it; nobody for files, whose owners are not known here."""
+    """Attribution of a dataset by name, without loading it; empty for files."""
     return {"emoji": emoji.CREDITS, "wordnet": wordnet.CREDITS}.get(spec, ())

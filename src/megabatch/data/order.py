@@ -15,25 +15,25 @@ from megabatch.cached.replay import sample_seed
 
 
 class Batch(NamedTuple):
-    """This rank's part of one batch."""
+    """This rank's shard of one batch."""
 
-    number: int  # from the beginning of the run
+    number: int  # of the batch, from the start of the run
     epoch: int
-    indices: Tensor  # (n,) int64 sample numbers
+    indices: Tensor  # (n,) int64 sample indices
 
 
 @dataclass(frozen=True)
 class Order:
-    """A shuffled order of samples in batches. What does not fill a batch at an epoch's end is left out.
+    """Shuffled batches of samples. The last, incomplete batch of an epoch is dropped.
 
     Args:
-        samples: how many there are; or, where they are stored in groups that are best read in one piece (shards), the size of
-            each group. Groups are then shuffled, and samples within `window` groups at a time.
+        samples: number of samples; or the size of each shard. Shards are then shuffled, and samples within `window` shards
+            at a time, so that few shards are read at once.
         batch_size: pairs in a batch, over all ranks.
         seed: of the run.
-        rank: which part of each batch is asked for.
-        world_size: into how many parts it is cut.
-        window: groups that are shuffled together.
+        rank: of this process.
+        world_size: number of ranks that each batch is split over.
+        window: shards whose samples are shuffled together.
     """
 
     samples: int | tuple[int, ...]
@@ -44,7 +44,7 @@ class Order:
     window: int = 16
 
     def __post_init__(self) -> None:
-        """Checks that there is a batch at all."""
+        """Checks the values."""
         total = self.samples if isinstance(self.samples, int) else sum(self.samples)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
@@ -57,11 +57,11 @@ class Order:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches."""
+        """Complete batches in an epoch."""
         return (self.samples if isinstance(self.samples, int) else sum(self.samples)) // self.batch_size
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Batches from number `start` on, up to `stop` or for ever."""
+        """Batches `start` to `stop - 1`, or without end."""
         number, known, order = start, None, torch.empty(0)
         first = self.rank * self.batch_size // self.world_size
         last = (self.rank + 1) * self.batch_size // self.world_size
@@ -74,7 +74,7 @@ class Order:
             number += 1
 
     def epoch(self, epoch: int) -> Tensor:  # (samples,) int64
-        """All samples in the order of an epoch."""
+        """All sample indices in the order of an epoch."""
         generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch))
         if isinstance(self.samples, int):
             return torch.randperm(self.samples, generator=generator)

@@ -1,11 +1,11 @@
-"""webdataset shards, as img2dataset writes them: tar files of images and captions, read by position instead of in sequence.
+"""webdataset shards as img2dataset writes them: tar files of images and captions, with random access.
 
-Each shard's table of contents is made once (name, offset and size of each member) and kept. After that a sample is a place in a
-file: it can be read in any order, by any rank or worker, and again for a second pass. `groups` has the number of samples in
-each shard; given to `Order`, samples are shuffled so that a few shards are read at a time.
+Each shard's table of contents (name, offset and size of each member) is made once and cached. Samples can then be read in any
+order, by any rank or worker, and again for a second pass. `groups` is the number of samples of each shard; `Order` uses it
+to shuffle so that few shards are read at a time.
 
-Nothing in a shard ends a run. A shard that is missing or cut off gives what it has, a sample without image or caption is left
-out, both are in `problems`; an image that cannot be decoded is found when it is read, and then in `failures`.
+Damaged data does not end a run. Of a truncated shard the intact samples are used; samples without image or caption are skipped;
+`problems` lists both. An image that cannot be decoded is found when it is read, and listed in `failures`.
 """
 
 import bisect
@@ -26,8 +26,8 @@ from megabatch.data import cache, images
 from megabatch.data.dataset import Dataset, UnreadableSampleError
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
-TEXTS = ("txt", "json")  # the caption alone, or under "caption" in img2dataset's description of the sample
-_FORMAT = 1  # of the kept tables of contents
+TEXTS = ("txt", "json")  # the caption, or img2dataset's JSON with the key "caption"
+_FORMAT = 1  # version of the cached tables of contents
 
 
 class Shards(Dataset):
@@ -35,16 +35,16 @@ class Shards(Dataset):
 
     Args:
         shards: paths of tar files; or one pattern with `*` or braces, as in "data/{00000..00099}.tar".
-        caption_ids: whether samples with the same caption are not each other's negatives. The captions of a batch are then read
-            once more, for their ids.
-        cache_folder: where tables of contents are kept; None for `cache.folder()`.
+        caption_ids: whether samples with equal captions are not each other's negatives. The captions of each batch are then
+            read once more.
+        cache_folder: for tables of contents (default: `cache.folder()`).
     """
 
     def __init__(
         self, shards: str | Path | Sequence[str | Path], *, caption_ids: bool = False, cache_folder: str | Path | None = None
     ) -> None:
         super().__init__()
-        self.problems: list[str] = []  # of shards and samples that are not there; each with its name
+        self.problems: list[str] = []  # missing shards and samples, by name
         self._caption_ids = caption_ids
         self.paths: list[Path] = []
         self._keys: list[list[str]] = []
@@ -79,7 +79,7 @@ class Shards(Dataset):
         return f"{self.paths[shard].name}:{self._keys[shard][row]}"
 
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
-        """Of the captions, if they were asked for."""
+        """Ids of the captions, with `caption_ids`."""
         if not self._caption_ids:
             return None
         found = []
@@ -87,7 +87,7 @@ class Shards(Dataset):
             try:
                 found.append(text_id(self.read(index, 1)))
             except UnreadableSampleError:
-                found.append(text_id(self.name(index)))  # it has no caption to share
+                found.append(text_id(self.name(index)))  # unreadable caption: a unique id
         return torch.tensor(found, dtype=torch.int64)
 
     def _find(self, index: int) -> tuple[int, int]:
@@ -96,12 +96,12 @@ class Shards(Dataset):
 
 
 def text_id(text: str) -> int:
-    """63 bits that follow from a text; two texts share them once in 10¹⁸."""
+    """63-bit hash of a text; two texts collide with probability 10⁻¹⁹."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def expanded(shards: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The paths that a pattern means; a pattern that means none is an error, a path that does not exist is not yet."""
+    """The paths that match a pattern; no match is an error. A plain path need not exist."""
     if not isinstance(shards, str | Path):
         paths = [Path(path) for path in shards]
     else:
@@ -119,7 +119,7 @@ def expanded(shards: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _contents(path: Path, folder: Path) -> dict[str, Any]:
-    """Keys, places and problems of one shard, kept for as long as the file does not change."""
+    """Keys, offsets and problems of one shard, cached until the file changes."""
     try:
         status = path.stat()
     except OSError as error:
@@ -148,7 +148,7 @@ def _listed(path: Path, length: int) -> dict[str, Any]:
 
 
 def _members(path: Path, length: int) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str]]:
-    """By key and ending, offset and size of every whole member; what comes before the first dot of a name is its key."""
+    """(key, extension) → offset and size of every complete member; the key is the name up to its first dot."""
     members: dict[str, dict[str, tuple[int, int]]] = {}
     problems: list[str] = []
     end = 0
@@ -176,7 +176,7 @@ def _members(path: Path, length: int) -> tuple[dict[str, dict[str, tuple[int, in
 
 
 def _ends_at(path: Path, end: int) -> bool:
-    """Whether a block of zeros follows the last member. Where it is missing, `tarfile` takes what is there for the whole."""
+    """Whether the final block of zeros is there. `tarfile` does not report a truncated file without it."""
     with path.open("rb") as file:
         file.seek(end)
         return file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)

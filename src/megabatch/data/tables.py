@@ -1,9 +1,9 @@
 """A table of pairs: image paths and captions, or texts and texts, in CSV, TSV, JSON lines or Parquet.
 
-The table is held, the images are read when they are due; their paths are relative to the table's folder. Rows that are
-damaged or empty are left out and named in `problems`; images that cannot be read are found later, and in `failures`.
+The table is in memory, images are read when they are needed; their paths are relative to the table's folder. Damaged and empty
+rows are skipped and listed in `problems`. Unreadable images are found when they are read, and listed in `failures`.
 
-Rows that share an image or a caption are not each other's negatives: ids are those of everything connected in this way.
+Rows that share an image or a caption, directly or through other rows, have the same id and are not each other's negatives.
 """
 
 import csv
@@ -31,17 +31,17 @@ PAIR_COLUMNS = (
     ("text1", "text2"),
 )
 
-Row = tuple[int, dict[str, Any] | None, str]  # its number, its values, or what is wrong with it
+Row = tuple[int, dict[str, Any] | None, str]  # row number, values or None, and the problem if there is one
 
 
 class Table(Dataset):
     """Pairs from a file.
 
     Args:
-        path: of the table, or of a folder that holds one.
-        columns: names of the two columns; None to find them by the usual names.
-        texts: whether the first column holds texts too; None to find out by its name. Needed only for names of your own.
-        root: what image paths are relative to; None for the table's folder.
+        path: of the table, or of a folder with one table.
+        columns: names of the two columns (default: found by common names).
+        texts: whether the first column holds texts too (default: found by its name). Needed for other column names.
+        root: folder that image paths are relative to (default: the table's).
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Table(Dataset):
         return self._first[self.check(index)]
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
-        """Of what is connected by shared images and texts."""
+        """Ids of the connected components of rows that share an image or a text."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
 
     def items(self) -> Tensor:  # (samples,) int64
@@ -123,7 +123,7 @@ class Table(Dataset):
 
 
 def connected(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) int64
-    """One number for each row, the same for rows that share a number on either side, directly or through others."""
+    """Connected components: an id per row, the same for rows that share a number on either side, also through others."""
     parent = list(range(len(first)))
 
     def root(row: int) -> int:
@@ -182,7 +182,7 @@ def _told(path: Path, number: int, problem: str) -> str:
 
 
 def _up_to_the_first_whole(rows: Iterator[Row]) -> tuple[list[Row], list[str] | None]:
-    """The first rows, up to one that is not damaged, and the names of its columns."""
+    """The rows up to the first intact one, and its column names."""
     found: list[Row] = []
     for row in rows:
         found.append(row)
@@ -209,7 +209,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             except csv.Error as error:
                 yield number, None, f"cannot be read: {error}"
                 continue
-            if None in values:  # what is beyond the header: half a caption would be taken for the whole
+            if None in values:  # more fields than the header: an unquoted comma would cut a caption
                 expected = len(reader.fieldnames or ())
                 came = len(values) - 1 + len(values[None])
                 told = f"must have {expected} fields, got {came}; a {called} in a text needs quotes around the text"

@@ -1,4 +1,4 @@
-"""How good a model is, and what it finds: retrieval, zero-shot classification, search; all in linear memory."""
+"""Evaluation and search in linear memory: retrieval, zero-shot classification, best matches."""
 
 from megabatch.evaluation.embedding import embed, embedded, encode
 from megabatch.evaluation.evaluate import evaluate

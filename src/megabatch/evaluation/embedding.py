@@ -1,4 +1,4 @@
-"""Samples to embeddings, for evaluation and search: chunk by chunk, without gradients, without augmentation."""
+"""Embeddings of samples for evaluation and search: chunk by chunk, without gradients and augmentation."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
@@ -23,7 +23,7 @@ def embed(
     chunk_size: int = 256,
     workers: int | Executor = 0,
 ) -> Tensor:  # (n, D)
-    """One side of samples, all at once. What cannot be read has the embedding of a blank; `dataset.usable` says which."""
+    """Embeddings of one side of samples. Unreadable samples get the embedding of a blank; `dataset.usable` masks them."""
     found = list(embedded(tower, dataset, side, indices, chunk_size=chunk_size, workers=workers))
     if not found:
         raise ValueError("indices must name at least one sample, got none")
@@ -40,7 +40,7 @@ def embedded(
     chunk_size: int = 256,
     workers: int | Executor = 0,
 ) -> Iterator[Tensor]:  # (n, D) each
-    """One side of samples, a chunk at a time, for data whose embeddings need not all be held."""
+    """The same, one chunk at a time, for data whose embeddings need not all be in memory."""
     if tower.kind != dataset.sides[side]:
         raise ValueError(f"tower must encode side {side} of the dataset, {dataset.sides[side]}, got a tower for {tower.kind}")
     chosen = range(len(dataset)) if indices is None else indices
@@ -49,12 +49,12 @@ def embedded(
     for inputs in source.chunks(spans, device_of(tower.module)):
         with evaluating(tower.module):
             found = call(tower.module, inputs)
-        yield found  # outside: whoever reads the chunks may train in between
+        yield found  # outside of `evaluating`: the caller may train between chunks
 
 
 @torch.no_grad()
 def encode(tower: Tower, samples: Sequence[Any]) -> Tensor:  # (n, D)
-    """Texts or images that are in no dataset: queries, names of classes."""
+    """Embeddings of texts or images outside of a dataset, such as queries and class names."""
     inputs = tower.collate([tower.prepare(sample, None) for sample in samples])
     device = device_of(tower.module)
     with evaluating(tower.module):
@@ -63,14 +63,14 @@ def encode(tower: Tower, samples: Sequence[Any]) -> Tensor:  # (n, D)
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """Where its first parameter is."""
+    """The device of its first parameter; None without parameters."""
     first = next(module.parameters(), None)
     return None if first is None else first.device
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Without dropout, and as before afterwards, module by module."""
+    """Evaluation mode inside; afterwards every part has its mode again."""
     before = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""A model on a dataset: embeds this rank's share of both sides, leaves out what cannot be read, and counts."""
+"""Retrieval metrics of a model on a dataset: embeds this rank's shard, skips unreadable samples, and counts ranks."""
 
 from concurrent.futures import Executor
 from typing import Any
@@ -16,10 +16,10 @@ from megabatch.world import World
 def evaluate(
     pair: Pair, dataset: Dataset, *, chunk_size: int = 256, workers: int | Executor = 0, group: Any = None
 ) -> dict[str, float]:
-    """Retrieval both ways over all pairs of a dataset; see `retrieval` for the names.
+    """Retrieval in both directions over all pairs of a dataset; `retrieval` describes the metrics.
 
-    Samples that share their first side (`dataset.items`) are one image with several captions. `num_failed` is the number of
-    samples that could not be read, on all ranks.
+    Samples with the same first side (`dataset.items`) are one image with several captions. `num_failed` is the number of
+    unreadable samples on all ranks.
     """
     world = World.of(group, device_of(pair.second.module))
     indices, first, owners = _share(dataset, world.rank, world.size)
@@ -27,7 +27,7 @@ def evaluate(
     images = embed(pair.first, dataset, 0, [indices[i] for i in first], chunk_size=chunk_size, workers=workers)
     good = dataset.usable(indices).to(texts.device)
     failed = int(world.sum([int((~good).sum())])[0])
-    if failed:  # an image that is left out takes its captions along, and one without captions goes too
+    if failed:  # an unreadable image is skipped with its captions, and an image without readable captions too
         readable = dataset.usable([indices[i] for i in first]).to(texts.device)
         good &= readable[owners.to(texts.device)]
         images, owners, texts = _without(images, owners.to(texts.device), texts, good)
@@ -38,12 +38,12 @@ def evaluate(
 
 
 def _share(dataset: Dataset, rank: int, size: int) -> tuple[list[int], list[int], Tensor]:
-    """This rank's samples; among them the first of each item; and which item each belongs to."""
+    """This rank's samples, the positions of the first sample of each item, and the item of each sample."""
     items = dataset.items()
     if items is None:
         items = torch.arange(len(dataset))
     known, of_item = torch.unique(items, return_inverse=True)
-    if len(known) < size:  # on all ranks: one that goes on would wait for the others
+    if len(known) < size:  # raised on all ranks, since the others would wait
         raise ValueError(f"dataset must have at least one item for each of {size} ranks, got {len(known)}")
     begin, end = rank * len(known) // size, (rank + 1) * len(known) // size
     ours = ((of_item >= begin) & (of_item < end)).nonzero().flatten()

@@ -1,8 +1,8 @@
-"""Ranks where a row has several right columns: the rank of the best of them, in memory that grows with rows plus columns.
+"""Ranks for rows with several matching columns: the rank of the best match, in linear memory.
 
-`mb.pairwise_rank` ranks pairs, one column for each row. Here a row's own columns are those with its id; the rank is the number
-of other columns that come before the best of its own. Ties and NaN are treated as there: what rounding cannot tell apart is
-equal, the smaller index comes first, and NaN ranks last. With one column each the two agree.
+`mb.pairwise_rank` has one matching column per row. Here a row may have several; its rank is the number of other columns before
+its best match. Ties and NaN are as in `pairwise_rank`: similarities within rounding error are equal, the smaller index comes
+first, and NaN ranks last. With one match per row both agree.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from megabatch.world import World
 
 
 class Best(NamedTuple):
-    """Of each row: the similarity of its best own column, and that column's index."""
+    """The best match of each row: its similarity and its column."""
 
     similarity: Tensor  # (N,)
     column: Tensor  # (N,) int64
@@ -33,17 +33,17 @@ def ranks_of_best(
     *,
     group: Any = None,
 ) -> Tensor:  # (N,) int64
-    """The rank of each row's best own column among the columns that are not its own; 0 is best.
+    """The rank of each row's best match among the columns that do not match it; 0 is best.
 
-    Same as, without the matrix: the smallest position of an own column in `(x @ y.T)[i]`, sorted from large to small.
+    Same as the smallest position of a matching column in `(x @ y.T)[i]` sorted in descending order, without the matrix.
 
     Args:
         x: (N, D) embeddings.
         y: (M, D) embeddings, of the same dtype.
-        rows: (P,) with `columns`, the pairs that belong together; every row is in at least one of them. A column belongs to
-            one row, or a row to one column: many of both is not what a rank is about.
-        columns: (P,) see `rows`.
-        group: the processes that share rows and columns; both members of a pair are on the same rank.
+        rows: (P,) row numbers of the matching pairs; every row occurs at least once. Either a column matches one row, or a
+            row matches one column.
+        columns: (P,) column numbers of the matching pairs.
+        group: process group that x and y are sharded over (default: no sharding); both members of a pair are on one rank.
     """
     precision = validation.embeddings(x, y)
     validation.group(group)
@@ -66,7 +66,7 @@ def count_before(
     own: tuple[Tensor, Tensor],  # (P,), (P,) rows and columns of y that are not counted
     first: int = 0,
 ) -> Tensor:  # (N,) int64
-    """How many columns come before each row's best; y's first column has the index `first`."""
+    """The number of columns before each row's best match; y's first column has the index `first`."""
     eps = 4 * x.shape[1] ** 0.5 * torch.finfo(x.dtype).eps
     row_noise, col_noise = torch.linalg.vector_norm(x, dim=1) * eps, torch.linalg.vector_norm(y, dim=1)
     size = plan.eager_tile(x.device, x.dtype).fitted(len(x), len(y))
@@ -87,7 +87,7 @@ def count_before(
 
 
 def _best(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor) -> Best:
-    """NaN only where all own columns are; of equal ones the first."""
+    """The best match of each row: the first of equal ones; NaN only if all its matches are NaN."""
     found = []
     for part in windows(len(rows), plan.rows_at_once(x.device, x.shape[1])):
         found.append((x[rows[part]] * y[columns[part]]).sum(1))

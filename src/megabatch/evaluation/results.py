@@ -1,4 +1,4 @@
-"""Results as JSON lines: one object a line, appended, so that a run's results can be read while it goes on."""
+"""Results as JSON lines: one object per line, appended, so that they can be read during a run."""
 
 import errno
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def append(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Adds one line, or, where a disk is full, nothing. NaN and infinities become null: they are no JSON."""
+    """Appends one line, or nothing if the disk is full. NaN and infinity become null, since JSON has neither."""
     place = Path(path)
     place.parent.mkdir(parents=True, exist_ok=True)
     line = f"{json.dumps(_writable(result), ensure_ascii=False, allow_nan=False)}\n".encode()

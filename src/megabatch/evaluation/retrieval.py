@@ -1,4 +1,4 @@
-"""Recall and ranks both ways, under open_clip's names, without the matrix of similarities."""
+"""Recall and ranks in both directions, with open_clip's names, without the similarity matrix."""
 
 import math
 from typing import Any
@@ -22,15 +22,16 @@ def retrieval(
     group: Any = None,
     backend: str = "auto",
 ) -> dict[str, float]:
-    """How well one side finds the other: recall@1, 5 and 10, mean and median rank, both ways; mean and median count from 1.
+    """Recall@1, 5 and 10, mean and median rank in both directions; mean and median ranks count from 1.
 
     Args:
         image: (N, D) embeddings of the first side.
         text: (M, D) embeddings of the second.
-        owners: (M,) which row of `image` each text belongs to, where an image has several; its rank is then that of the best of
-            them. None: row i belongs to row i.
-        names: of the sides, as in "image_to_text_R@1".
-        group: the processes that share the data; each has its images and their texts. All get the same result.
+        owners: (M,) the row of `image` that each text belongs to, if images have several texts; the best text counts. None if
+            row i belongs to row i.
+        names: of the two sides, as in "image_to_text_R@1".
+        group: process group the data is sharded over (default: no sharding); an image and its texts are on one rank. All
+            ranks get the same result.
         backend: for `pairwise_rank`.
     """
     if owners is None:

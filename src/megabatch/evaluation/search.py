@@ -1,4 +1,4 @@
-"""The best matches of a few queries among many embeddings, streamed: what is held is a chunk and the best so far."""
+"""The best matches of a few queries among many embeddings, streamed: one chunk and the best matches are in memory."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ROWS = 4096  # whose scores are sorted at once
+ROWS = 4096  # embeddings scored and sorted at once
 
 
 class Matches(NamedTuple):
-    """Of each query, best first."""
+    """The matches of each query, best first."""
 
     scores: Tensor  # (Q, k) similarities
     indices: Tensor  # (Q, k) int64
@@ -18,12 +18,12 @@ class Matches(NamedTuple):
 
 @torch.no_grad()
 def search(queries: Tensor, embeddings: Tensor | Iterable[Tensor], k: int = 8) -> Matches:  # (Q, D), (M, D) or chunks of it
-    """The k rows of `embeddings` that are most similar to each query; of equal ones the smaller index. NaN is found last.
+    """The k rows of `embeddings` most similar to each query; ties go to the smaller index, and NaN ranks last.
 
     Args:
         queries: (Q, D).
         embeddings: (M, D), or its rows in chunks, as `embedded` gives them.
-        k: how many; fewer come back where there are fewer.
+        k: matches per query; fewer if there are fewer rows.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
@@ -37,7 +37,7 @@ def search(queries: Tensor, embeddings: Tensor | Iterable[Tensor], k: int = 8) -
         scores = (queries @ chunk.to(queries).T).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         indices = torch.arange(position, position + len(chunk), device=queries.device).expand(len(queries), -1)
         position += len(chunk)
-        # What was found before comes first, and the sort is stable: of equal scores the smaller index stays ahead.
+        # Earlier matches come first and the sort is stable, so ties go to the smaller index.
         scores, order = torch.sort(torch.cat([best.scores, scores], 1), dim=1, descending=True, stable=True)
         best = Matches(scores[:, :k], torch.cat([best.indices, indices], 1).gather(1, order[:, :k]))
     return best

@@ -1,4 +1,4 @@
-"""A contact sheet: queries on the left, what was found beside them, names and scores below, credits at the foot."""
+"""A contact sheet: each query on the left, its matches beside it with names and scores, credits at the bottom."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Found:
     shown: Shown
     name: str
     score: float
-    right: bool | None = None  # marked, where it is known
+    right: bool | None = None  # whether it is the right match; None if unknown
 
 
 @dataclass(frozen=True)
 class Look:
-    """Measures in pixels, and colours."""
+    """Sizes in pixels, and colours."""
 
     picture: int = 96
     gap: int = 14
@@ -49,7 +49,7 @@ def draw(
     credits: Sequence[str] = (),
     look: Look | None = None,
 ) -> None:
-    """Writes the sheet as PNG, a row for each query."""
+    """Writes the sheet as PNG, one row per query."""
     if len(queries) != len(found) or not queries:
         raise ValueError(f"queries and found must be of the same length, at least 1, got {len(queries)} and {len(found)}")
     sheet = _Sheet(look or Look(), max(len(row) for row in found), len(queries), title, credits)

@@ -1,4 +1,4 @@
-"""Classification by names: an image's class is the one whose description is nearest to it."""
+"""Zero-shot classification: an image is assigned to the class whose text embedding is most similar."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,12 @@ from torch import Tensor
 from megabatch.evaluation.ranks import ranks_of_best
 from megabatch.world import World
 
-TEMPLATES = ("{}", "a photo of a {}.", "a drawing of a {}.", "a picture of the {}.")  # short and general; a dataset has its own
+TEMPLATES = (
+    "{}",
+    "a photo of a {}.",
+    "a drawing of a {}.",
+    "a picture of the {}.",
+)  # general prompts; many datasets have their own
 TOPS = (1, 5)
 
 
@@ -18,7 +23,7 @@ TOPS = (1, 5)
 def classifier(
     encode: Callable[[list[str]], Tensor], names: Sequence[str], templates: Sequence[str] = TEMPLATES, *, at_once: int = 64
 ) -> Tensor:  # (C, D)
-    """One unit vector for each class: the mean over templates of what the text tower makes of its name.
+    """One unit vector per class: the mean over templates of the text embeddings of its name.
 
     Args:
         encode: texts to embeddings, (n,) -> (n, D).

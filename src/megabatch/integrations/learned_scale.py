@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megabatch.world import default_group
+
 
 class LearnedScale(nn.Module):
     """1 / temperature as a parameter, by its logarithm.
 
-    The loss goes back to it while the trainer's forward pass is still going on, before gradient accumulation and loss scaling
-    put their factors in. So its gradient is kept, and joined to the loss that the trainer gets.
+    Its gradient is computed during the trainer's forward pass, before gradient accumulation and loss scaling apply their
+    factors. So the gradient is kept, and added to the graph of the loss that the trainer backpropagates.
 
     Args:
         beginning: the first value.
@@ -36,8 +37,8 @@ class LearnedScale(nn.Module):
         return self.bias.detach().requires_grad_()
 
     def keep(self, gradient: Tensor) -> None:
-        """Keeps what the loss found: the mean over ranks, because no wrapper has this parameter in charge."""
-        if all_ranks() is not None:
+        """Keeps the gradient from the loss, averaged over ranks, because no wrapper does that for this parameter."""
+        if default_group() is not None:
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
         self.gradient = gradient
@@ -67,11 +68,5 @@ def differentiated(
 
 
 def joined(loss: Tensor, learned: LearnedScale | None) -> Tensor:  # ()
-    """The loss as the trainer gets it; in evaluation, and where no scale is learned, as it is."""
+    """The loss for the trainer's backward pass; unchanged in evaluation, and without a learned scale."""
     return loss if learned is None or not torch.is_grad_enabled() else learned.joined(loss)
-
-
-def all_ranks() -> Any:
-    """The group of all ranks, None where there is one alone."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.group.WORLD if several else None

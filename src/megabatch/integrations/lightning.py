@@ -25,7 +25,7 @@ class CachedStep:
                 return mb.clip_loss(image, text, whole(self.log_scale).exp(), group=group)
 
     Each batch (of all processes) is one loss with its own negatives; a step of the optimizers follows the mean over
-    `accumulate` batches, or over those that are left at the end of an epoch. Schedulers are stepped after it, or after the
+    `accumulate` batches, or over the remaining ones at the end of an epoch. Schedulers are stepped after it, or after the
     epoch, as their `interval` says; not `ReduceLROnPlateau`, whose metric only its owner knows. To clip gradients call
     `self.clip_gradients` in `on_before_optimizer_step`. Precision, fp16's scaler, DDP and FSDP2 (`ModelParallelStrategy`) are
     the trainer's own. `Trainer(accumulate_grad_batches=…)` is not for modules that optimise by themselves, and Lightning
@@ -105,6 +105,6 @@ class CachedStep:
             by_epoch = config.interval == "epoch"
             number = self.trainer.current_epoch + 1 if by_epoch else self.trainer.global_step
             due = (last if by_epoch else stepped) and number % config.frequency == 0
-            # One that waits for a metric is stepped by whoever knows it.
+            # ReduceLROnPlateau needs a metric, so its owner has to step it.
             if due and not isinstance(config.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 config.scheduler.step()

@@ -180,7 +180,7 @@ def cached_backward(
 ) -> dict[str, Tensor]:
     """In place of open_clip's forward pass, loss and backward pass: the whole batch with the activations of one chunk.
 
-    Same losses and gradients, those of `logit_scale` and `logit_bias` too, as
+    Same losses and gradients, including `logit_scale` and `logit_bias`, as
 
         output = model(images, texts)
         losses = loss(**output, output_dict=True)
@@ -190,7 +190,7 @@ def cached_backward(
     comes out there as many times too large as there are parts.
 
     Args:
-        model: an open_clip `CLIP` or `CustomTextCLIP`, as it is, wrapped in DDP, sharded by FSDP2, or compiled.
+        model: an open_clip `CLIP` or `CustomTextCLIP`; it may be wrapped in DDP, sharded by FSDP2, or compiled.
         images: (N, 3, H, W), or a `Source`.
         texts: (N, L) token ids, or a `Source`.
         loss: `ClipLoss`, `SigLipLoss` or `DistillClipLoss`, megabatch's or open_clip's; called with `output_dict=True`.

@@ -1,8 +1,8 @@
-"""The cached losses of sentence-transformers with the loss itself replaced: no matrix of similarities, nothing gathered.
+"""The cached losses of sentence-transformers without a similarity matrix and without gathering embeddings.
 
-Their classes cut a batch into mini-batches, encode them twice and hook into the trainer's backward pass; that stays theirs,
-with all that it knows of tokenizers, images, flattened inputs and DDP. What is replaced is the middle, the loss of all
-embeddings, which comes from `megabatch.info_nce_loss`. Only the import changes:
+Their classes split a batch into mini-batches, encode them twice and hook into the trainer's backward pass. This part is
+unchanged, with its support of tokenizers, images, flattened inputs and DDP. Only the loss of all embeddings is replaced, by
+`megabatch.info_nce_loss`. Only the import changes:
 
     from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
 """
@@ -19,7 +19,8 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch import extras
-from megabatch.integrations.learned_scale import LearnedScale, all_ranks, differentiated, joined
+from megabatch.integrations.learned_scale import LearnedScale, differentiated, joined
+from megabatch.world import default_group
 
 extras.load("sentence_transformers", extra="sentence_transformers", purpose="megabatch.integrations.sentence_transformers")
 
@@ -234,15 +235,15 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
             raise ValueError(f"hardness_mode must be None where matryoshka_dims are given, got {self.hardness_mode!r}")
 
     def _group(self) -> Any:
-        return all_ranks() if self.gather_across_devices else None
+        return default_group() if self.gather_across_devices else None
 
 
 class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
     """sentence-transformers' loss of this name in memory that is linear in the batch: same arguments, values and gradients.
 
-    Two things differ from the original. A query is never its own negative, also where the guide sees no difference between
-    query and positive. And with `gather_across_devices` anchors are contrasted with the anchors of all ranks, as one process
-    with the whole batch would do, not with those of their own rank alone.
+    Two things differ from the original. A query is never its own negative, even if the guide gives query and positive the same
+    embedding. And with `gather_across_devices`, anchors are contrasted with the anchors of all ranks, as one process with the
+    whole batch would do; the original contrasts them with the anchors of their own rank.
 
     Args:
         model: a SentenceTransformer.
@@ -335,7 +336,7 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
             contrast=contrast,
             margin=margin,
             guide=(seen[0], seen[1]),
-            group=all_ranks() if self.gather_across_devices else None,
+            group=default_group() if self.gather_across_devices else None,
         )
 
 
@@ -357,5 +358,5 @@ def _beside(embeddings: Tensor, *, harder: bool) -> Tensor:  # (..., D) → (...
 
 def _own_ids(rows: Tensor) -> Tensor:  # (N,)
     """Numbers that no other row has, on any rank."""
-    first = 0 if all_ranks() is None else dist.get_rank() << 40
+    first = 0 if default_group() is None else dist.get_rank() << 40
     return torch.arange(first, first + len(rows), device=rows.device)

@@ -1,7 +1,7 @@
-"""A model as a trainer has wrapped it, and its parts as towers: whatever is called goes through the wrapper.
+"""Towers that are parts of a model wrapped in DDP or FSDP2: calls go through the wrapper.
 
-DDP and FSDP2 act when the wrapped module itself is called: that is where parameters are gathered and where a reduction is
-announced. A tower that is a part of the model, or a method of it, would go past them, and its gradients would not be averaged.
+DDP and FSDP2 gather parameters and prepare the reduction when the wrapper itself is called. A tower that is a part or
+a method of the model would bypass the wrapper, and its gradients would not be averaged.
 """
 
 import sys
@@ -36,7 +36,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """A parameter that the loss uses itself, in one piece, also where FSDP2 has cut it up; the gradient is averaged."""
+    """A parameter that the loss uses itself, gathered if FSDP2 shards it; its gradient is averaged over ranks."""
     if not is_sharded(parameter):
         return parameter
     from torch.distributed.tensor import Partial
@@ -57,7 +57,7 @@ def routed(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
     if model is None:
         return _checked(towers)
     module = unwrapped(model)
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it nothing is sharded
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # if it was never imported, nothing is sharded
     first_version = fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel)
     if first_version or isinstance(model, nn.DataParallel) or not isinstance(module, nn.Module):
         raise TypeError(f"model must be a module, wrapped in DDP, sharded by FSDP2 or neither, got {type(model).__name__}")
@@ -74,10 +74,10 @@ def routed(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
 
 
 def _around(modules: Sequence[nn.Module], model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """What these parts have to be reached through: (what is called, the module whose place a tower takes), outermost first.
+    """The wrappers around these parts, outermost first: (module to call, module whose `forward` the tower replaces).
 
-    That is the model, if it is wrapped or sharded, and whatever FSDP2 shards by itself between the model and the parts. A
-    function of which nothing is known is taken for a part of the model.
+    These are the model, if it is wrapped or sharded, and the modules that FSDP2 shards between the model and the parts. A
+    function with unknown modules counts as a part of the model.
     """
     inside = {id(part) for part in modules}
 
@@ -92,16 +92,16 @@ def _around(modules: Sequence[nn.Module], model: nn.Module, module: nn.Module) -
 
 
 class _Part(NamedTuple):
-    """What is called inside of the wrapper."""
+    """The tower to call inside of the wrapper."""
 
     module: Any
     tower: Callable[..., Any]
 
 
 def _through(model: Callable[..., Any], part: _Part, *args: Any, **kwargs: Any) -> Any:
-    """The tower's answer, from inside a call of the wrapper; for that call the tower takes the place of `module.forward`."""
+    """Calls the tower inside a call of the wrapper, by replacing `module.forward` for that call."""
     own = vars(part.module)
-    before = own.get("forward")  # an instance may have one, Accelerate's is such
+    before = own.get("forward")  # set on the instance by Accelerate
 
     def restore() -> None:
         own.pop("forward", None)
@@ -109,7 +109,7 @@ def _through(model: Callable[..., Any], part: _Part, *args: Any, **kwargs: Any) 
             own["forward"] = before
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        restore()  # a tower may call the module itself
+        restore()  # the tower may call the module
         return part.tower(*args, **kwargs)
 
     own["forward"] = forward
@@ -120,7 +120,7 @@ def _through(model: Callable[..., Any], part: _Part, *args: Any, **kwargs: Any) 
 
 
 def _checked(towers: Towers) -> list[tuple[Callable[..., Any], Any]]:
-    """Refuses, among several processes, towers that learn without anybody averaging their gradients."""
+    """With several processes, refuses trained towers whose gradients no wrapper would average."""
     if everyone() is not None:
         for i, (tower, _) in enumerate(towers):
             modules = modules_of(tower)
@@ -128,14 +128,14 @@ def _checked(towers: Towers) -> list[tuple[Callable[..., Any], Any]]:
             if learns and not shared_between_ranks(modules):
                 raise ValueError(
                     f"towers[{i}] must belong to the model, or be wrapped in DDP or FSDP2 itself, because there are "
-                    f"{dist.get_world_size()} processes and nobody would average its gradients; got {type(tower).__name__}"
+                    f"{dist.get_world_size()} processes and its gradients would not be averaged; got {type(tower).__name__}"
                 )
     return list(towers)
 
 
 @torch.no_grad()
 def encoded(towers: Towers, chunk_size: int | Sequence[int]) -> list[Tensor]:  # of (N, D)
-    """The embeddings of each tower, chunk by chunk, for a loss that is only looked at."""
+    """The embeddings of each tower, encoded in chunks without gradients, for evaluation."""
     sizes = chunk_size if isinstance(chunk_size, Sequence) else [chunk_size] * len(towers)
     found = []
     for i, ((tower, inputs), size) in enumerate(zip(towers, sizes, strict=True)):

@@ -1,7 +1,7 @@
-"""Towers that train in minutes on a CPU: a small convolutional network, and a bag of hashed n-grams.
+"""The towers of the model "small", which trains in minutes on a CPU: a convolutional network, and a bag of hashed n-grams.
 
-No batch statistics anywhere, so embeddings do not depend on how a batch is cut into chunks. Sizes are those that the log's
-section "Emoji" chose.
+They use no batch statistics, so embeddings do not depend on the chunk size. docs/log.md, "Emoji", has the measurements behind
+the sizes.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from megabatch.data.images import fitted
 from megabatch.towers.tower import Tower
 
 _WORD = re.compile(r"\w+|[^\w\s]")
-_BEGIN, _END = "<", ">"  # mark where a word begins and ends, so that "cat" and the middle of "education" differ
+_BEGIN, _END = "<", ">"  # mark the ends of a word, so that "cat" and the middle of "education" differ
 
 INITIAL_SCALE = 10.0  # learns faster than CLIP's 1 / 0.07, and much faster than 30
 
@@ -32,42 +32,42 @@ class SmallConfig:
 
     width: int = 256  # of the embeddings
     image_size: int = 32  # pixels of a side
-    patch: int = 4  # pixels of a side that the first layer takes in at once
+    patch: int = 4  # pixels of a side of a patch of the first layer
     channels: tuple[int, ...] = (64, 128, 256)  # of each stage; each after the first halves the image
     kernel: int = 3  # pixels of a side of a block's depthwise convolution; odd
     expansion: int = 2  # hidden channels of a block
     blocks: int = 2  # in each stage
-    buckets: int = 1 << 15  # n-grams are hashed into
+    buckets: int = 1 << 15  # of the hash table of n-grams
     grams: tuple[int, ...] = (3, 4, 5)  # characters of an n-gram, besides whole words
-    dropout: float = 0.1  # share of n-grams that are left out of a bag while training
+    dropout: float = 0.1  # fraction of n-grams that are dropped in training
     augmentation: Augmentation = field(default_factory=Augmentation)
 
     def __post_init__(self) -> None:
-        """Checks the kernel: an even one would change the size of an image, to which a block adds its result."""
+        """Checks the kernel: an even one would change the image size, and the residual connection would fail."""
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"kernel must be an odd number of pixels, got {self.kernel}")
 
 
 def configured(options: Mapping[str, Any]) -> SmallConfig:
-    """The config with these fields, which may come from a file: lists for tuples, a table for the augmentation."""
+    """The config from options, which may come from a file: lists for tuples, a table for the augmentation."""
     plain = {key: asdict(value) if isinstance(value, Augmentation) else value for key, value in options.items()}
     return settings.build(SmallConfig, plain, "model_options")
 
 
 def image_tower(config: SmallConfig) -> Tower:
-    """Drawings or small photographs."""
+    """The tower for drawings and small photographs."""
     images = _Images(config.image_size, config.augmentation)
     return Tower(SmallImageTower(config), "image", images.prepare, images.collate)
 
 
 def text_tower(config: SmallConfig) -> Tower:
-    """Names and short sentences."""
+    """The tower for names and short sentences."""
     texts = _Texts(config.buckets, config.grams)
     return Tower(SmallTextTower(config), "text", texts.prepare, texts.collate)
 
 
 class SmallImageTower(nn.Module):
-    """Patches of four pixels, then stages of residual blocks, then the mean over places."""
+    """Patches of four pixels, then stages of residual blocks, then the mean over positions."""
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class SmallImageTower(nn.Module):
 
 
 class _Block(nn.Module):
-    """A depthwise convolution for shapes, then a hidden layer for each place, added to the input."""
+    """A residual block: a depthwise convolution, then a hidden layer for each position."""
 
     def __init__(self, channels: int, kernel: int, hidden: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class SmallTextTower(nn.Module):
         )
 
     def forward(self, grams: Tensor, mask: Tensor) -> Tensor:  # (n, longest) int64, (n, longest) float -> (n, width)
-        """Embeddings of unit length; a text without n-grams is the mean of nothing, 0, and still has one."""
+        """Embeddings of unit length, also for a text without n-grams."""
         if self.training and self.dropout:
             mask = mask * (torch.rand_like(mask) >= self.dropout)
         weights = mask / mask.sum(1, keepdim=True).clamp_min(1).sqrt()
@@ -148,7 +148,7 @@ class SmallTextTower(nn.Module):
 
 @dataclass(frozen=True)
 class _Images:
-    """Brings images to one size, and augments them a chunk at a time."""
+    """Resizes images, and augments them per chunk."""
 
     size: int
     augmentation: Augmentation
@@ -165,7 +165,7 @@ class _Images:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Texts as the numbers of their n-grams, padded to the longest of a chunk."""
+    """Texts as indices of n-grams, padded to the longest of a chunk."""
 
     buckets: int
     grams: tuple[int, ...]
@@ -185,7 +185,7 @@ class _Texts:
 
 @lru_cache(maxsize=1 << 16)
 def n_grams(text: str, buckets: int, lengths: tuple[int, ...]) -> Tensor:  # (k,) int64
-    """Buckets of a text's words and of their character n-grams. The same in every process, unlike Python's own hash."""
+    """Hash buckets of a text's words and their character n-grams. The same in every process, unlike Python's `hash`."""
     found: list[str] = []
     for word in _WORD.findall(text.lower()):
         marked = _BEGIN + word + _END

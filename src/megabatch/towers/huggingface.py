@@ -1,4 +1,4 @@
-"""Any encoder of transformers: "hf:NAME" with its weights, "hf-config:FOLDER" with random ones.
+"""transformers encoders as towers: "hf:NAME" with pretrained weights, "hf-config:FOLDER" with random weights.
 
 For text–text data one encoder serves both sides. For image–text data two names are given, "hf:IMAGES+TEXTS", and what each
 encoder makes is brought to a common width by a linear layer. An embedding is the mean over a text's tokens, or over an image's
@@ -25,7 +25,7 @@ PURPOSE = "A transformers encoder"
 
 
 class TextEncoder(nn.Module):
-    """The mean of an encoder's last layer over the tokens that are there, in its own width or projected to another."""
+    """Mean pooling of the last layer over unmasked tokens, with an optional projection."""
 
     def __init__(self, model: nn.Module, width: int | None = None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class TextEncoder(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """The mean of an encoder's last layer over the places of an image, projected."""
+    """Mean pooling of the last layer over the positions of an image, with a projection."""
 
     def __init__(self, model: nn.Module, width: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def load(name: str) -> Pair:
 
 
 def load_config(folder: str) -> Pair:
-    """Encoders with random weights, as a config.json says. Nothing is downloaded."""
+    """Encoders with random weights, from a config.json. Nothing is downloaded."""
     return _pair(f"hf-config:{folder}", [_configured(Path(part)) for part in _parts(folder)])
 
 
@@ -135,7 +135,7 @@ def _config(folder: Path) -> Any:
 
 @contextmanager
 def _within_reach(name: str) -> Iterator[None]:
-    """Says what a name has to be when its files are not found."""
+    """An error that describes valid names, if the files are not found."""
     try:
         yield
     except OSError as error:
@@ -202,15 +202,15 @@ def _head(model: nn.Module, width: int | None) -> nn.Module:
     if width is None:
         return nn.Identity()
     config: Any = model.config
-    # Convolutional encoders have a width for each stage; the last is what comes out.
+    # Convolutional encoders have a width per stage; the last one is the output's.
     inner = getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
     return nn.Linear(inner, width, bias=False)
 
 
 def freeze_unused(encoder: nn.Module, inputs: dict[str, Tensor]) -> None:
-    """Parameters that embeddings do not depend on, such as a pooler's; DDP would wait for their gradients for ever."""
+    """Parameters that embeddings do not depend on, such as a pooler's; DDP would wait for their gradients forever."""
     training = encoder.training
-    encoder.eval()  # no random number is drawn
+    encoder.eval()  # draws no random numbers
     encoder(**inputs).sum().backward()
     for parameter in encoder.parameters():
         if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""What encoders of transformers are given: tokens, or words hashed into a vocabulary; images of the size they were made for."""
+"""Preprocessing for transformers encoders: tokenizers or hashed words, and images of the encoder's size."""
 
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,15 @@ from megabatch.data.images import fitted, to_pillow
 from megabatch.towers.demo import n_grams
 
 LONGEST = 128  # tokens; a longer text is cut, unless the model takes fewer
-IMAGE_SIZE = 224  # pixels of a side, where a config does not say
-_FIRST_WORD = 3  # the numbers before it are for padding and other marks in most vocabularies
+IMAGE_SIZE = 224  # pixels of a side, if the config has none
+_FIRST_WORD = 3  # ids below are special tokens in most vocabularies
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 _PROCESSOR = "preprocessor_config.json"
 _PURPOSE = "A transformers encoder"
 
 
 def texts_of(config: Any, folder: Path) -> "Tokens | HashedWords":
-    """The folder's tokenizer, or hashed words where it has none."""
+    """The folder's tokenizer, or hashed words if it has none."""
     if any((folder / file).is_file() for file in _TOKENIZERS):
         transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
         return Tokens(transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True), longest(config))
@@ -28,7 +28,7 @@ def texts_of(config: Any, folder: Path) -> "Tokens | HashedWords":
 
 
 def images_of(config: Any, folder: Path) -> "Images":
-    """As the folder's image processor says, or −1 to 1 where it has none."""
+    """Normalised by the folder's image processor, or to [−1, 1] if it has none."""
     processor = None
     if (folder / _PROCESSOR).is_file():
         transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
@@ -37,9 +37,9 @@ def images_of(config: Any, folder: Path) -> "Images":
 
 
 def longest(config: Any) -> int:
-    """Tokens that a text encoder takes."""
+    """Largest number of tokens of a text encoder."""
     most = getattr(config, "max_position_embeddings", None)
-    # RoBERTa and its kin count positions from the padding token's number on.
+    # RoBERTa-like models count positions from the padding id on.
     return min(LONGEST, most - 2) if isinstance(most, int) and most > 2 else LONGEST
 
 
@@ -70,7 +70,7 @@ class Tokens:
 
 
 class HashedWords:
-    """Words as numbers without a vocabulary."""
+    """Words as hashed ids, without a vocabulary."""
 
     def __init__(self, vocabulary: int, longest: int) -> None:
         self._vocabulary, self._longest = vocabulary, longest
@@ -92,11 +92,11 @@ class HashedWords:
         return {"input_ids": tokens, "attention_mask": mask}
 
     def write(self, folder: Path) -> None:
-        """Nothing: the config has all of it."""
+        """Writes nothing: the config is enough."""
 
 
 class Images:
-    """Images of the encoder's size: random crops for training, what its image processor makes of them otherwise."""
+    """Images of the encoder's size: random crops in training, else as its image processor resizes them."""
 
     def __init__(self, config: Any, processor: Any | None) -> None:
         self.size = height_and_width(config)

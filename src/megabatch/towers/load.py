@@ -1,4 +1,4 @@
-"""Towers by name."""
+"""Towers by name: "small", "open_clip:…", "hf:…"."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ POSSIBLE = (
 
 
 def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> Pair:
-    """The towers that a name means, for data whose sides are of these kinds.
+    """Loads towers by name, for data with sides of these kinds.
 
     Args:
         spec: see `POSSIBLE`.
@@ -48,5 +48,5 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
 
 
 def image_size(spec: str, options: Mapping[str, Any]) -> int | None:
-    """Pixels of a side of the images that a model takes, for data drawn to measure (emoji); None: any will do."""
+    """Pixels of a side of the model's images, for emoji, which are drawn in this size; None for any size."""
     return demo.configured(options).image_size if spec == "small" else None

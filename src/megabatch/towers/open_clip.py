@@ -40,7 +40,7 @@ class Sides(nn.Module):
 
 
 def known(architecture: str) -> Any:
-    """open_clip, if it is installed and knows this model."""
+    """The module open_clip; an error if it is not installed or does not know this model."""
     open_clip = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
     models = open_clip.list_models()
     if architecture not in models:
@@ -51,13 +51,13 @@ def known(architecture: str) -> Any:
 
 
 def load(name: str) -> Pair:
-    """The towers of a model; with "@" and the name of weights, trained."""
+    """The towers of a model; "NAME@WEIGHTS" loads pretrained weights."""
     architecture, _, weights = name.partition("@")
     return _pair(name, known(architecture).create_model_and_transforms(architecture, pretrained=weights or None))
 
 
 def load_folder(name: str, folder: Path) -> Pair:
-    """The towers of a model that was saved as open_clip saves them. Weights that `name` may ask for are not looked for."""
+    """The towers of a model saved in open_clip's format. Pretrained weights in `name` are not downloaded."""
     open_clip = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
     return _pair(name, open_clip.create_model_and_transforms(f"local-dir:{folder}"))
 
@@ -83,13 +83,13 @@ def _pair(name: str, made: tuple[Any, Any, Any]) -> Pair:
 
 @dataclass(frozen=True)
 class _Description:
-    """What open_clip needs beside the weights to build a model."""
+    """The files that open_clip needs beside the weights."""
 
     architecture: str
     visual: Any
 
     def write(self, folder: Path) -> None:
-        """As open_clip reads it from a folder."""
+        """Writes open_clip's config file."""
         open_clip = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
         known = getattr(self.visual, "preprocess_cfg", {})
         images = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
@@ -99,7 +99,7 @@ class _Description:
 
 
 class _Images:
-    """open_clip's own transform for evaluation; for training its crop, drawn from the sample's generator."""
+    """open_clip's transform for evaluation; for training its random crop, with the sample's generator."""
 
     def __init__(self, visual: Any, evaluation: Any) -> None:
         size = visual.image_size
@@ -123,7 +123,7 @@ class _Images:
 
 
 class _Texts:
-    """Texts go through the tokenizer a chunk at a time."""
+    """Tokenizes texts, one chunk at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -137,7 +137,7 @@ class _Texts:
         return {"text": self._tokenizer(samples)}
 
     def write(self, folder: Path) -> None:
-        """A tokenizer of transformers, which open_clip then expects beside the model; its own need nothing."""
+        """Writes a transformers tokenizer, which open_clip expects beside the model; its own tokenizers need no files."""
         inner: Any = getattr(self._tokenizer, "tokenizer", None)
         if hasattr(inner, "save_pretrained"):
             inner.save_pretrained(folder)

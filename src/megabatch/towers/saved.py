@@ -1,7 +1,7 @@
-"""A trained model in a folder, and back: the weights, and what it takes to build the towers they belong to.
+"""Saves a trained model to a folder, and loads it: the weights, and the description that rebuilds its towers.
 
-`model.safetensors` has both: the tensors, and in its header the name the towers were loaded by, scale and bias, so that the
-file is whole or not there. An open_clip model is saved under open_clip's own names, with its config beside it:
+`model.safetensors` has both: the tensors, and in its header the name of the towers, scale and bias, in one atomic file.
+An open_clip model is saved under open_clip's own names, with its config beside it:
 `open_clip.create_model("local-dir:FOLDER")` loads it. Towers of transformers have their configs and tokenizers in folders
 beside it, so that nothing is downloaded again.
 """
@@ -31,14 +31,14 @@ _FORMAT = 1
 def save(pair: Pair, folder: str | Path) -> Path:
     """Writes the pair with `pair.logit_scale` and `pair.logit_bias`, and returns the file.
 
-    With weights that ranks share (FSDP2), all ranks call it; the first one writes.
+    With FSDP2 all ranks must call it; the first one writes.
 
     Args:
         pair: from `towers.load`; after training with the learned scale, `dataclasses.replace(pair, logit_scale=…)`.
-        folder: made if it is not there.
+        folder: created if it does not exist.
     """
     place = Path(folder)
-    weights = _weights(pair)  # before ranks part: it may need all of them
+    weights = _weights(pair)  # on all ranks: sharded weights are gathered
     if World.of(default_group()).rank == 0:
         description = {
             "format": _FORMAT,
@@ -56,11 +56,11 @@ def save(pair: Pair, folder: str | Path) -> Path:
 
 
 def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
-    """The pair that was saved, with its weights, scale and bias; in evaluation mode.
+    """Loads a saved pair with its weights, scale and bias, in evaluation mode.
 
     Args:
-        folder: of a run, or any that `save` wrote to.
-        device: where the modules go.
+        folder: of a run, or another one that `save` wrote to.
+        device: of the modules.
     """
     place = Path(folder)
     description, weights = _read(place / WEIGHTS)
@@ -74,7 +74,7 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
 
 
 def _built(description: dict[str, Any], place: Path) -> Pair:
-    """The towers, with weights that will be replaced."""
+    """The towers, before their weights are loaded."""
     family, _, name = description["name"].partition(":")
     if family == "open_clip":
         return open_clip.load_folder(name, place)
@@ -85,7 +85,7 @@ def _built(description: dict[str, Any], place: Path) -> Pair:
 
 
 def _modules(pair: Pair) -> dict[str, nn.Module]:
-    """What is saved, by the beginning of its tensors' names; a module that serves both sides once."""
+    """The modules to save by the prefix of their tensors' names; a module of both sides occurs once."""
     if pair.name.startswith("open_clip:"):
         model: Any = pair.first.module
         return {"": model.model}
@@ -101,7 +101,7 @@ def _weights(pair: Pair) -> dict[str, Tensor]:
         for key, value in module.state_dict().items():
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             tensor = whole.detach().to("cpu").contiguous()
-            # safetensors takes no two names for one tensor; tied weights are stored twice.
+            # safetensors refuses two names for one tensor, so tied weights are stored twice.
             found[prefix + key] = tensor.clone() if tensor.data_ptr() in seen else tensor
             seen.add(tensor.data_ptr())
     if pair.name.startswith("open_clip:"):
@@ -126,7 +126,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
-            # Not a mapping, though it has keys.
+            # safe_open has keys and is no mapping.
             weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} must be a whole safetensors file, got one that is not: {error}") from error

