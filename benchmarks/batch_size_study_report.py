@@ -1,4 +1,4 @@
-"""The table and the plot of the runs of `batch_size_study.py` that are there, for a learning rate at 1,024 pairs.
+"""The table and the plot of all finished runs of `batch_size_study.py`, for one learning rate at 1,024 pairs.
 
 python benchmarks/batch_size_study_report.py benchmarks/results/batch_size_study.jsonl 0.02
 """
@@ -13,7 +13,7 @@ from megabatch.evaluation import results
 
 
 def gaps(lines: list[dict[str, Any]], base_lr: float) -> str:
-    """Which runs there are fewer of."""
+    """The runs that are missing or have fewer seeds than others."""
     seeds, found = len({line["seed"] for line in lines}), []
     for size in sorted({line["batch_size"] for line in lines}):
         for rule, power in RULES.items():
@@ -22,7 +22,7 @@ def gaps(lines: list[dict[str, Any]], base_lr: float) -> str:
                 found.append(f"{size:,} {rule} (not run)")
             elif known[2] < seeds:
                 found.append(f"{size:,} {rule} ({known[2]} seeds)")
-    return f"Incomplete: {', '.join(found)}." if found else "All runs are there."
+    return f"Incomplete: {', '.join(found)}." if found else "All runs are complete."
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from cached_step_report import ratios, report, table
+from cached_step_report import markdown, report
 from record import Record, arguments, device_of
 from torch import Tensor, nn
 
@@ -257,8 +257,7 @@ def main() -> int:
         del model
     record.save()
     report(record.path)
-    print(table(record.contents))
-    print(ratios(record.contents))
+    print(markdown(record.contents))
     return 0
 
 

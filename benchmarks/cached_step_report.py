@@ -8,109 +8,110 @@ from typing import Any
 
 import reports
 
+from megabatch.display import plots
+from megabatch.display.numbers import gib, ratio
+from megabatch.display.tables import Table
+
+ALONE = "towers alone"
 COLOURS = {
-    "plain step": "#222222",
-    "cached, budget 0": "#0b6e4f",
-    "cached, auto": "#2fa37c",
-    "cached, replay": "#8fd3bb",
-    "accum-freq": "#c1440e",
-    "GradCache": "#8e44ad",
-    "towers alone": "#999999",
+    "plain step": plots.INK,
+    "cached, budget 0": plots.GREEN,
+    "cached, auto": plots.MINT,
+    "cached, replay": plots.BLUE,
+    "accum-freq": plots.ORANGE,
+    "GradCache": plots.VIOLET,
+    ALONE: plots.GREY,
 }
+HEADINGS = [
+    "model",
+    "B",
+    "chunk",
+    "system",
+    "pairs/s",
+    "÷ towers alone",
+    "peak GiB",
+    "beyond weights, gradients",
+    "loss, share",
+]
 
 
-def table(record: dict[str, Any]) -> str:
-    lines = [
-        "| model | B | chunk | system | pairs/s | ÷ towers alone | peak GiB | beyond weights, gradients | loss, share |",
-        "|---|---:|---:|---|---:|---:|---:|---:|---:|",
-    ]
-    bare = {
-        (r["model"], r["B"]): r["pairs_per_second"]
-        for r in record["results"]
-        if r["system"] == "towers alone" and "seconds" in r
-    }
-    for r in record["results"]:
-        pace = r.get("pairs_per_second")
-        of_bare = [v for (model, B), v in bare.items() if model == r["model"] and r["B"] >= B]
-        part = " †" if "encoded" in r else ""
-        cells = [r["model"], f"{r['B']:,}", r["chunk"], r["system"], f"{pace:.0f}{part}" if pace else r["status"]]
-        cells.append(f"{pace / of_bare[-1]:.3f}" if pace and of_bare else "")
-        if "peak_bytes" in r:
-            cells += [f"{(r['peak_bytes'] + r['held_bytes']) / 2**30:.2f}", f"{r['peak_bytes'] / 2**30:.2f}"]
-        else:
-            cells += ["", ""]
-        cells.append(f"{100 * r['loss_seconds'] / r['seconds']:.1f} %" if "loss_seconds" in r else "")
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    if any("encoded" in r for r in record["results"]):
-        lines += ["", "† Some chunks of the step were timed, with the loss of the whole batch, and extended to all chunks."]
-    if "note" in record:
-        lines += ["", record["note"]]
-    lines += ["", *_checks(record)]
-    where = ", ".join(f"{model} from {library}" for model, library in record.get("towers", {}).items())
-    return "\n".join([*lines, "", f"Towers: {where}; random weights, synthetic images, bf16 autocast."])
+def markdown(record: dict[str, Any]) -> str:
+    """Markdown."""
+    return reports.paragraphs(_steps(record), _checks(record), _towers(record), _ratios(record))
 
 
-def _checks(record: dict[str, Any]) -> list[str]:
+def _steps(record: dict[str, Any]) -> str:
+    results = record["results"]
+    bare = [r for r in results if r["system"] == ALONE and "seconds" in r]
+    rows = []
+    for r in results:
+        pace, peak = r.get("pairs_per_second"), r.get("peak_bytes")
+        # The largest batch of the towers alone that is not larger than this one.
+        base = next((b["pairs_per_second"] for b in reversed(bare) if b["model"] == r["model"] and r["B"] >= b["B"]), None)
+        shown = f"{pace:.0f}{' †' if 'encoded' in r else ''}" if pace else r["status"]
+        cells = [r["model"], f"{r['B']:,}", r["chunk"], r["system"], shown, ratio(pace, base, ".3f")]
+        rows.append([*cells, gib(peak and peak + r["held_bytes"]), gib(peak), _loss_share(r)])
+    part = "† Some chunks of the step were timed, with the loss of the whole batch, and extended to all chunks."
+    notes = (part if any("encoded" in r for r in results) else "", record.get("note", ""))
+    return reports.paragraphs(Table(HEADINGS, rows, names=(0, 3)).markdown(), *notes)
+
+
+def _loss_share(r: dict[str, Any]) -> str:
+    return f"{100 * r['loss_seconds'] / r['seconds']:.1f} %" if "loss_seconds" in r else ""
+
+
+def _checks(record: dict[str, Any]) -> str:
     if not record["checks"]:
-        return ["Gradients were not compared in this run."]
-    lines = ["Gradients against the plain step, float32, a small batch in chunks:", ""]
-    lines += [
-        "| model | system | error of all towers' gradients | scale's gradient ÷ the right one | |",
-        "|---|---|---:|---:|---|",
-    ]
-    for c in record["checks"]:
-        lines.append(f"| {c['model']} | {c['system']} | {c['error']:.0e} | {c['scale']:.4f} | {c['status']} |")
-    return lines
+        return "Gradients were not compared in this run."
+    headings = ["model", "system", "error of all towers' gradients", "scale's gradient ÷ the right one", ""]
+    rows = [[c["model"], c["system"], f"{c['error']:.0e}", f"{c['scale']:.4f}", c["status"]] for c in record["checks"]]
+    title = "Gradients against the plain step, float32, a small batch in chunks:"
+    return Table(headings, rows, title, names=(0, 1, 4)).markdown()
 
 
-def ratios(record: dict[str, Any]) -> str:
-    """Speed against that of the towers alone, and the part of a step that is the loss."""
-    lines = [
-        "| model | B | budget 0 ÷ towers alone | auto ÷ towers alone | loss, share of budget 0 |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for model, B in dict.fromkeys((r["model"], r["B"]) for r in record["results"]):
-        found = {r["system"]: r for r in record["results"] if (r["model"], r["B"]) == (model, B) and "seconds" in r}
-        alone = found.get("towers alone")
-        cells = [model, f"{B:,}"]
-        for name in ("cached, budget 0", "cached, auto"):
-            cells.append(f"{alone['seconds'] / found[name]['seconds']:.3f}" if alone and name in found else "")
-        whole = found.get("cached, budget 0", {})
-        cells.append(f"{100 * whole['loss_seconds'] / whole['seconds']:.1f} %" if "loss_seconds" in whole else "")
-        if any(cells[2:]):
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def _towers(record: dict[str, Any]) -> str:
+    where = ", ".join(f"{model} from {library}" for model, library in record.get("towers", {}).items())
+    return f"Towers: {where}; random weights, synthetic images, bf16 autocast."
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
+def _ratios(record: dict[str, Any]) -> str:
+    """Speed relative to the towers alone, and the loss's share of a step."""
+    rows = []
+    for (model, B), group in reports.groups(record["results"], "model", "B").items():
+        found = {r["system"]: r for r in group if "seconds" in r}
+        seconds = {name: r["seconds"] for name, r in found.items()}
+        cached = [ratio(seconds.get(ALONE), seconds.get(name), ".3f") for name in ("cached, budget 0", "cached, auto")]
+        cells = [*cached, _loss_share(found.get("cached, budget 0", {}))]
+        if any(cells):
+            rows.append([model, f"{B:,}", *cells])
+    headings = ["model", "B", "budget 0 ÷ towers alone", "auto ÷ towers alone", "loss, share of budget 0"]
+    return Table(headings, rows).markdown()
 
-    models = list(dict.fromkeys(r["model"] for r in record["results"]))
-    figure = Figure(figsize=(11, 4.4 * len(models)), layout="constrained")
-    figure.suptitle(f"One training step; {record['machine']['gpu'] or record['machine']['cpu']}")
-    grid = figure.subplots(len(models), 2, squeeze=False)
-    for row, model in zip(grid, models, strict=True):
-        for axes, (label, key) in zip(row, (("pairs a second", "pairs_per_second"), ("peak, GiB", "peak_bytes")), strict=True):
-            for name, colour in COLOURS.items():
-                chosen = [r for r in record["results"] if r["model"] == model and r["system"] == name and key in r]
-                points = [(r["B"], (r[key] + r["held_bytes"]) / 2**30 if key == "peak_bytes" else r[key]) for r in chosen]
-                if points and not (name == "towers alone" and key == "peak_bytes"):
-                    dashed = "--" if name == "towers alone" else "-"
-                    axes.plot(*zip(*sorted(points), strict=True), dashed, color=colour, marker="o", markersize=4, label=name)
-            axes.set(title=model, xscale="log", xlabel="batch, pairs", ylabel=label)
+
+def draw(record: dict[str, Any]) -> Any:
+    """For each model, speed and memory against the batch."""
+    found = reports.groups(record["results"], "model")
+    title = f"One training step; {reports.chip(record)}"
+    figure, grid = plots.figure(title, rows=len(found), columns=2, size=(11, 4.4 * len(found)))
+    for (speed, memory), ((model,), rows) in zip(grid, found.items(), strict=True):
+        for name, colour in COLOURS.items():
+            chosen = sorted((r for r in rows if r["system"] == name and "seconds" in r), key=lambda r: r["B"])
+            style = "--" if name == ALONE else "-"
+            plots.line(speed, [(r["B"], r["pairs_per_second"]) for r in chosen], name, colour, linestyle=style)
+            if name != ALONE:
+                points = [(r["B"], (r["peak_bytes"] + r["held_bytes"]) / 2**30) for r in chosen if "peak_bytes" in r]
+                plots.line(memory, points, name, colour)
+        for axes, label in ((speed, "pairs a second"), (memory, "peak, GiB")):
+            axes.set(title=model, ylabel=label)
             axes.set_ylim(0, 1.1 * max((y for line in axes.lines for y in line.get_ydata()), default=1.0))
-            ticks = sorted({r["B"] for r in record["results"] if r["model"] == model})
-            axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+            plots.batch_axis(axes, [r["B"] for r in rows])
+            plots.legend(axes)
+    return figure
 
 
 def report(path: Path) -> None:
     """Writes both beside the JSON file."""
-    reports.write(path, lambda record: "\n\n".join((table(record), ratios(record))), draw)
+    reports.write(path, markdown, draw)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from family_case import LARGE, Case, Loss
 from family_cases import CASES, case
-from family_gpu_report import report, table
+from family_gpu_report import markdown, report
 from record import Record, arguments, device_of
 from torch import Tensor
 
@@ -201,7 +201,7 @@ def main() -> int:
     family = Family(parse())
     family.run()
     report(family.record.path)
-    print(table(family.record.contents))
+    print(markdown(family.record.contents))
     return 0
 
 

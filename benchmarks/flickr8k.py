@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from flickr8k_data import HELD_OUT, Data, Images, invented, read
-from flickr8k_report import report, table
+from flickr8k_report import markdown, report
 from record import Record, arguments, device_of
 from torch import Tensor, nn
 
@@ -280,7 +280,7 @@ def main() -> int:
         bench.run(text, time.perf_counter() + share)
     bench.record.save()
     report(bench.record.path)
-    print(table(bench.record.contents))
+    print(markdown(bench.record.contents))
     return 0
 
 

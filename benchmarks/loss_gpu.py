@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from loss_gpu_report import table
+from loss_gpu_report import markdown
 from torch import Tensor
 
 import megabatch as mb
@@ -232,7 +232,7 @@ def main() -> int:
         record["large"].append(measure_large(B, 512, small))
         torch.cuda.empty_cache()
         save()
-    print(table(record))
+    print(markdown(record))
     return 0
 
 

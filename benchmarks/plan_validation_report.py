@@ -9,16 +9,18 @@ from typing import Any
 import reports
 
 from megabatch.bench.towers import SIZES
+from megabatch.display import plots
+from megabatch.display.tables import Table
 from megabatch.planning import gpus
 from megabatch.planning.losses import MEGABATCH, Shape, loss_seconds
 
-COLOURS = {"ViT-B/32": "#0b6e4f", "ViT-B/16": "#5b6fb5", "ViT-L/14": "#c1440e"}
+COLOURS = {"ViT-B/32": plots.GREEN, "ViT-B/16": plots.BLUE, "ViT-L/14": plots.ORANGE}
 GIB = 2**30
-LARGE = 2**16  # pairs from which on a per cent of the loss is worth anything
+LARGE = 2**16  # pairs from which the time of the loss is claimed within per cents
 
 
 def planned_again(record: dict[str, Any]) -> dict[str, Any]:
-    """The run with the times that the library plans for it now; what was measured, and planned memory, stay."""
+    """The record with times as the library plans them now; measurements and planned memory stay as they were."""
     gpu = {known.name: known for known in gpus.CATALOGUE}.get(record["planned_for"], gpus.find("H200"))  # as the run chose it
 
     def again(r: dict[str, Any]) -> dict[str, Any]:
@@ -33,18 +35,18 @@ def planned_again(record: dict[str, Any]) -> dict[str, Any]:
 def table(record: dict[str, Any]) -> str:
     headings = ["model", "chunk", "B", "images", "peak GiB", "planned", "error", "loss ms", "planned", "error"]
     headings += ["encoders s", "planned", "of the rate"]
-    lines = ["| " + " | ".join(headings) + " |", "|---|---:|---:|---|" + "---:|" * (len(headings) - 4)]
+    rows = []
     for r in record["results"]:
         cells = [r["model"], r["chunk"], f"{r['B']:,}", r["source"]]
         if r["status"] != "ok":
-            lines.append("| " + " | ".join(map(str, [*cells, r["status"], *([""] * 8)])) + " |")
+            rows.append([*cells, r["status"], *([""] * 8)])
             continue
         cells += [f"{r['peak_bytes'] / GIB:.2f}", f"{r['planned_bytes'] / GIB:.2f}", _off(r["planned_bytes"], r["peak_bytes"])]
         cells += [f"{1000 * r['loss_seconds']:,.1f}", f"{1000 * r['planned_loss_seconds']:,.1f}"]
         cells.append(_off(r["planned_loss_seconds"], r["loss_seconds"]))
         cells += [f"{r['encoder_seconds']:,.1f}", f"{r['planned_encoder_seconds']:,.1f}", f"{r['encoder_efficiency']:.2f}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return Table(headings, rows, names=(0, 3)).markdown()
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -56,17 +58,17 @@ def summary(record: dict[str, Any]) -> str:
     timed = f", time of the loss within {max(off):.0%} from {LARGE:,} pairs on" if off else ""
     rates = [r["encoder_efficiency"] for r in done]
     return (
-        f"Memory within {memory:.1%} of what was measured{timed}. Encoders ran at {min(rates):.2f} to {max(rates):.2f} of the "
-        f"rate in the datasheet; a plan assumes {gpus.ENCODER_EFFICIENCY:.2f} unless told otherwise."
+        f"Memory within {memory:.1%} of the measured memory{timed}. Encoders ran at {min(rates):.2f} to {max(rates):.2f} of "
+        f"the rate in the datasheet; a plan assumes {gpus.ENCODER_EFFICIENCY:.2f} by default."
     )
 
 
 NOTES = (
-    "Peak: of allocated memory in a step with AdamW, weights and all. All embeddings and the whole loss are in place; of the "
-    "chunks the first and last two are encoded, and the others return made-up embeddings. Encoders s: of all chunks, from the "
-    "time of one. Of the rate: share of the dense bf16 rate in the datasheet. Measured once; memory was planned before the "
-    "run, times are planned with the constants that the library has as this table is made, which this run and loss_gpu.md were "
-    "used to choose. Small losses are not claimed to a per cent: a step of 4,096 pairs takes seconds, its loss a millisecond."
+    "Peak: allocated memory in a step with AdamW, weights included. The step holds all embeddings and computes the whole loss; "
+    "only the first and last two chunks are encoded, the others return random embeddings. Encoders s: the time of one chunk, "
+    "extended to all. Of the rate: share of the dense bf16 rate in the datasheet. Measured once. Memory was planned before the "
+    "run. Times are planned with the library's present constants, which were fitted to this run and to loss_gpu.md. Small "
+    "losses are not planned to a per cent: a step of 4,096 pairs takes seconds, its loss a millisecond."
 )
 
 
@@ -74,41 +76,36 @@ def _off(planned: float, measured: float) -> str:
     return f"{100 * (planned / measured - 1):+.1f} %"
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter
-
+def draw(record: dict[str, Any]) -> Any:
+    """Planned against measured values."""
     done = [r for r in record["results"] if r["status"] == "ok"]
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    figure.suptitle(f"Plan against measurement; {record['machine']['gpu'] or record['machine']['cpu']}")
+    figure, (panels,) = plots.figure(f"Plan against measurement; {reports.chip(record)}", columns=2, size=(10, 4.6))
     shown = (
         ("peak memory, GiB", "peak_bytes", "planned_bytes", GIB),
         ("loss, seconds", "loss_seconds", "planned_loss_seconds", 1),
     )
-    for axes, (label, found, planned, unit) in zip(figure.subplots(1, 2), shown, strict=True):
+    for axes, (label, found, planned, unit) in zip(panels, shown, strict=True):
         values = [r[key] / unit for r in done for key in (found, planned)]
         ends = (0.7 * min(values), 1.4 * max(values))
-        axes.plot(ends, ends, color="#999999", linewidth=1)
-        axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="#dddddd", label="within 10 %")
-        for model in dict.fromkeys(r["model"] for r in done):
-            points = [(r[found] / unit, r[planned] / unit) for r in done if r["model"] == model]
-            axes.plot(*zip(*points, strict=True), "o", color=COLOURS.get(model, "#222222"), label=model)
-        axes.set(xscale="log", yscale="log", xlabel=f"measured {label}", ylabel=f"planned {label}", xlim=ends, ylim=ends)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if unit == GIB else (1,)))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(NullFormatter())
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+        axes.plot(ends, ends, color=plots.GREY, linewidth=1)
+        axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color=plots.LINE, label="within 10 %")
+        for (model,), rows in reports.groups(done, "model").items():
+            points = [(r[found] / unit, r[planned] / unit) for r in rows]
+            plots.line(axes, points, model, COLOURS.get(model, plots.INK), linestyle="", markersize=6)
+        axes.set(xlabel=f"measured {label}", ylabel=f"planned {label}", xlim=ends, ylim=ends)
+        for which in ("x", "y"):
+            plots.log_axis(axes, which)
+        plots.legend(axes)
+    return figure
 
 
 def report(path: Path) -> None:
     """Writes both beside the JSON file."""
-    reports.write(path, _text, lambda record, plot: draw(planned_again(record), plot))
+    reports.write(path, markdown, lambda record: draw(planned_again(record)))
 
 
-def _text(record: dict[str, Any]) -> str:
+def markdown(record: dict[str, Any]) -> str:
+    """Summary, table and notes."""
     again = planned_again(record)
     return "\n\n".join((summary(again), table(again), NOTES))
 

@@ -1,4 +1,4 @@
-"""What a benchmark writes down while it runs: the command, the machine, and results after every measurement."""
+"""The record of a benchmark: command, machine and results, saved after every measurement."""
 
 import argparse
 import json
@@ -12,22 +12,22 @@ import torch
 
 from megabatch import machine
 
-PATHS = ("--output", "--data")  # where things are is nobody's matter
+PATHS = ("--output", "--data")  # left out of the recorded command
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def arguments(parser: argparse.ArgumentParser, name: str, seconds: float) -> None:
-    """Those that all of these benchmarks have."""
-    parser.add_argument("--seconds", type=float, default=seconds, help=f"of all of it; what is left is skipped ({seconds:.0f})")
+    """Adds the arguments that all GPU benchmarks share."""
     parser.add_argument(
-        "--tiny", action="store_true", help="less than a minute on a CPU: the same code on little of everything"
+        "--seconds", type=float, default=seconds, help=f"time limit; measurements beyond it are skipped ({seconds:.0f})"
     )
+    parser.add_argument("--tiny", action="store_true", help="the same code at small sizes: less than a minute on a CPU")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
-    parser.add_argument("--name", default=name, help=f"of the files written there ({name})")
+    parser.add_argument("--name", default=name, help=f"name of the files ({name})")
 
 
 def device_of(args: argparse.Namespace) -> str:
-    """The GPU, or a CPU for a tiny run; ends the program where neither will do."""
+    """The GPU, or the CPU for a tiny run; exits with a message otherwise."""
     if torch.cuda.is_available():
         return "cuda"
     if not args.tiny:
@@ -36,7 +36,7 @@ def device_of(args: argparse.Namespace) -> str:
 
 
 class Record:
-    """One run: what it has measured, and how much time is left."""
+    """One run: its results so far, and the time that is left."""
 
     def __init__(self, script: str, args: argparse.Namespace, seconds: float, **beginning: Any) -> None:
         self.path = args.output / f"{args.name}.json"
@@ -46,7 +46,7 @@ class Record:
         self.contents: dict[str, Any] = {"command": command, "machine": about, "results": [], **beginning}
 
     def __getitem__(self, key: str) -> Any:
-        """A part of what has been written down."""
+        """A part of the record."""
         return self.contents[key]
 
     def say(self, text: str) -> None:
@@ -54,11 +54,11 @@ class Record:
         print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", flush=True)
 
     def left(self) -> float:
-        """Seconds of the budget."""
+        """Seconds left."""
         return self.seconds - (time.perf_counter() - self.started)
 
     def save(self) -> None:
-        """What there is so far."""
+        """Writes the results so far."""
         self.contents["seconds"] = time.perf_counter() - self.started
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.contents, indent=1) + "\n")

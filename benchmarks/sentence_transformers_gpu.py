@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from record import Record, arguments, device_of
 from sentence_transformers_exchange import count
-from sentence_transformers_gpu_report import report, table
+from sentence_transformers_gpu_report import markdown, report
 from sentence_transformers_systems import ALONE, OURS_AUTO, PLAIN, SYSTEMS, Setting, encoder, plain, texts
 from torch import nn
 
@@ -176,7 +176,7 @@ def main() -> int:
             count_exchanges(bench.record.contents, EXCHANGES[:1])
         bench.record.save()
     report(path)
-    print(table(json.loads(path.read_text())))
+    print(markdown(json.loads(path.read_text())))
     return 0
 
 

@@ -8,93 +8,79 @@ from typing import Any
 
 import reports
 
+from megabatch.display import plots
+from megabatch.display.numbers import cell, gib, ratio
+from megabatch.display.tables import Table
+
 THEIRS, ALONE = "sentence-transformers", "towers alone"
 COLOURS = {
-    THEIRS: "#c1440e",
-    "megabatch": "#0b6e4f",
-    "megabatch, budget auto": "#2fa37c",
-    "megabatch's loss in sentence-transformers": "#5b6fb5",
-    ALONE: "#999999",
+    THEIRS: plots.ORANGE,
+    "megabatch": plots.GREEN,
+    "megabatch, budget auto": plots.MINT,
+    "megabatch's loss in sentence-transformers": plots.BLUE,
+    ALONE: plots.GREY,
 }
+HEADINGS = ["B", "system", "step, s", "pairs/s", "× sentence-transformers", "÷ towers alone", "peak GiB", "loss"]
 
 
-def table(record: dict[str, Any]) -> str:
+def markdown(record: dict[str, Any]) -> str:
     """Markdown."""
-    lines = [
-        "| B | system | step, s | pairs/s | × sentence-transformers | ÷ towers alone | peak GiB | loss | gradient error |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
     errors = {c["system"]: c.get("gradient_error") for c in record["checks"]}
-    for B in sorted({r["B"] for r in record["results"]}):
-        rows = [r for r in record["results"] if r["B"] == B]
-        seconds = {r["system"]: r["seconds"] for r in rows if "seconds" in r}
-        for r in rows:
-            took, error = r.get("seconds"), errors.get(r["system"])
-            cells = [f"{B:,}", r["system"], f"{took:.3f}" if took else r["status"], f"{B / took:.0f}" if took else ""]
-            cells += [f"{seconds[THEIRS] / took:.2f}" if took and THEIRS in seconds else ""]
-            cells += [f"{seconds[ALONE] / took:.3f}" if took and ALONE in seconds else ""]
-            cells += [f"{r['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in r else ""]
-            cells += [f"{r['loss']:.4f}" if took and r["system"] != ALONE else "", f"{error:.0e}" if error is not None else ""]
-            lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", " ".join((_about(record), record.get("note", ""))).strip()]
-    if record.get("exchange"):
-        lines += ["", *_exchange(record["exchange"])]
-    return "\n".join(lines)
-
-
-def _about(record: dict[str, Any]) -> str:
-    return (
-        f"Chunks of {record['chunk']} texts of {record['tokens']} tokens, for all systems. × sentence-transformers: pairs a "
-        "second in units of theirs. Peak: beyond weights and gradients. Gradient error: against a plain step in float32 on a "
-        "small batch, by length. Losses of one batch differ by dropout, in the fourth digit, and theirs by similarities and "
-        "logits that autocast rounds to bfloat16."
-    )
-
-
-def _exchange(exchange: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for (B,), group in sorted(reports.groups(record["results"], "B").items()):
+        seconds = {r["system"]: r["seconds"] for r in group if "seconds" in r}
+        for r in group:
+            took = r.get("seconds")
+            loss = r["loss"] if took and r["system"] != ALONE else None
+            cells = [f"{B:,}", r["system"], cell(took, ".3f") or r["status"], ratio(B, took, ".0f")]
+            cells += [ratio(seconds.get(THEIRS), took), ratio(seconds.get(ALONE), took, ".3f"), gib(r.get("peak_bytes"))]
+            rows.append([*cells, cell(loss, ".4f"), cell(errors.get(r["system"]), ".0e")])
     about = (
-        "How often a rank talks to the others in one step, without the reduction of the encoder's gradients (ranks of a CPU, "
-        "gloo, which has no reduce-scatter: a scatter from each rank stands for one):"
+        f"Chunks of {record['chunk']} texts of {record['tokens']} tokens, for all systems. × sentence-transformers: multiples "
+        "of its pairs a second. Peak: memory beyond weights and gradients. Gradient error: relative to a plain step in float32 "
+        "on a small batch. The losses of one batch differ in the fourth digit by dropout; sentence-transformers also rounds "
+        "similarities and logits to bfloat16, under autocast."
     )
-    lines = [about, "", "| ranks | mini-batches | system | calls | loss |", "|---:|---:|---|---|---:|"]
+    return reports.paragraphs(
+        Table([*HEADINGS, "gradient error"], rows, names=(1,)).markdown(),
+        " ".join((about, record.get("note", ""))).strip(),
+        _exchange(record["exchange"]) if record.get("exchange") else "",
+    )
+
+
+def _exchange(exchange: list[dict[str, Any]]) -> str:
+    rows = []
     for r in exchange:
         calls = ", ".join(f"{number} {name}" for name, number in r["calls"].items())
-        lines.append(f"| {r['world']} | {r['mini_batches']} | {r['system']} | {calls} | {r['loss']:.6f} |")
-    return lines
+        rows.append([r["world"], r["mini_batches"], r["system"], calls, f"{r['loss']:.6f}"])
+    title = (
+        "Collectives of a rank in one step, without the reduction of the encoder's gradients (ranks of a CPU with gloo, which "
+        "has no reduce-scatter: a scatter from each rank stands for one):"
+    )
+    return Table(["ranks", "mini-batches", "system", "calls", "loss"], rows, title, names=(2, 3)).markdown()
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
+def draw(record: dict[str, Any]) -> Any:
     """Speed and memory against the batch."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
-
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    figure.suptitle(f"One step of a MiniLM-sized encoder; {record['machine']['gpu'] or record['machine']['cpu']}")
-    speed, memory = figure.subplots(1, 2)
-    ticks = sorted({r["B"] for r in record["results"]})
+    title = f"One step of a MiniLM-sized encoder; {reports.chip(record)}"
+    figure, ((speed, memory),) = plots.figure(title, columns=2, size=(11, 4.6))
     for name, colour in COLOURS.items():
         rows = sorted((r for r in record["results"] if r["system"] == name and "seconds" in r), key=lambda r: r["B"])
-        style = {"color": colour, "marker": "o", "markersize": 4, "label": name, "linestyle": "--" if name == ALONE else "-"}
-        if rows:
-            speed.plot([r["B"] for r in rows], [r["B"] / r["seconds"] for r in rows], **style)
-            memory.plot([r["B"] for r in rows], [r["peak_bytes"] / 2**30 for r in rows], **style)
+        style = "--" if name == ALONE else "-"
+        plots.line(speed, [(r["B"], r["B"] / r["seconds"]) for r in rows], name, colour, linestyle=style)
+        plots.line(memory, [(r["B"], r["peak_bytes"] / 2**30) for r in rows], name, colour, linestyle=style)
     for axes, label in ((speed, "pairs a second"), (memory, "peak beyond weights and gradients, GiB")):
-        axes.set(xscale="log", xlabel="batch, pairs", ylabel=label)
-        axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylabel(label)
+        plots.batch_axis(axes, [r["B"] for r in record["results"]])
     speed.set_ylim(0, None)
-    memory.set(yscale="log")
-    memory.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    memory.yaxis.set_major_formatter("{x:g}")
-    speed.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    plots.log_axis(memory)
+    plots.legend(speed)
+    return figure
 
 
 def report(path: Path) -> None:
     """Writes both beside the JSON file."""
-    reports.write(path, table, draw)
+    reports.write(path, markdown, draw)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The scripts in benchmarks/: what they compare is comparable, and their tiny runs end well."""
 
+import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +119,17 @@ def test_images_are_those_of_their_captions():
     assert (
         F.avg_pool2d(larger["image"], 200).sub(data.pixels[chosen].float().mean((2, 3), keepdim=True) / 255).abs().max() < 0.01
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["cached_step", "family_gpu", "flickr8k", "loss_gpu", "plan_validation", "sentence_transformers_gpu"]
+)
+def test_the_tables_in_results_are_made_from_their_records(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    shutil.copy(FOLDER / "results" / f"{name}.json", tmp_path)
+    importlib.import_module(f"{name}_report").report(tmp_path / f"{name}.json")
+    assert (tmp_path / f"{name}.md").read_text() == (FOLDER / "results" / f"{name}.md").read_text()
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.thorough

@@ -19,7 +19,7 @@ def test_a_plan_is_printed_and_written(tmp_path, capsys):
     assert run("--model", "small", "--gpus", "8xA800-80GB", "--nodes", "2", "--batch", "1M", "--output", str(tmp_path)) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "With 1,048,576 pairs the loss does not fit; the encoder does."
-    for words in ("Largest batch, pairs", "activations of a chunk", "waiting for messages", "2 × 8 × A800-80GB"):
+    for words in ("Largest batch, pairs", "cached, GPU", "activations of a chunk", "waiting for messages", "2 × 8 × A800-80GB"):
         assert words in out
     record = json.loads((tmp_path / "plan.json").read_text())
     assert record["batch"] == 2**20

@@ -20,7 +20,7 @@ def page(record: dict[str, Any], figures: dict[str, tuple[str, Any]]) -> str:
         record: of the benchmark.
         figures: {name: (title, figure)} of `bench.figures`.
     """
-    sections = [pages.items(verdict(record))]
+    sections = [pages.paragraph(sentence) for sentence in verdict(record)]
     for part, table in tables(record).items():
         plots = pages.figures(figures[name] for name in BESIDE[part] if name in figures)
         sections.append(pages.section(table.title, plots, pages.table(table)))

@@ -34,6 +34,11 @@ def section(title: str, *parts: str) -> str:
     return f"<h2>{escape(title)}</h2>{''.join(parts)}" if any(parts) else ""
 
 
+def paragraph(text: str) -> str:
+    """A paragraph."""
+    return f"<p>{escape(text)}</p>"
+
+
 def faint(text: str) -> str:
     """A paragraph of small importance."""
     return f'<p class="faint">{escape(text)}</p>' if text else ""
@@ -62,7 +67,7 @@ def tiles(values: Sequence[tuple[str, str]]) -> str:
 
 def table(made: Table) -> str:
     """The table, with its notes below it; its title is for `section`."""
-    return made.html() + faint(made.notes)
+    return made.html() + (f'<p class="notes">{escape(made.notes)}</p>' if made.notes else "")
 
 
 def figures(drawn: Iterable[tuple[str, Any]]) -> str:

@@ -5,6 +5,7 @@ variables, so that plots follow the page's light and dark style.
 """
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from html import escape
@@ -38,7 +39,7 @@ def available() -> bool:
 
 
 def figure(
-    title: str, *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.2, 4.4), about: str = ""
+    title: str, *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (6.4, 4.0), about: str = ""
 ) -> tuple[Any, Any]:
     """A figure and its (rows, columns) array of axes.
 
@@ -84,12 +85,14 @@ def batch_axis(axes: Any, values: Sequence[int], label: str = "batch, pairs", *,
 
 
 def log_axis(axes: Any, which: Literal["x", "y"] = "y") -> None:
-    """A logarithmic axis with plain numbers at 1, 2, 5, 10, …; at more of them if it spans less than a decade."""
+    """A logarithmic axis with plain numbers: at 1, 10, … over many decades, at 1, 2, 5, … over few, at more within one."""
     ticker = extras.load("matplotlib.ticker", extra=EXTRA, purpose="A plot")
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 7)))
+    decades = math.log10(high / low)
+    subs = (1,) if decades > 4 else (1, 2, 5) if decades > 1 else (1, 1.5, 2, 3, 4, 5, 7)
+    axis.set_major_locator(ticker.LogLocator(subs=subs))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(ticker.NullLocator())
 

@@ -112,7 +112,8 @@ def _largest_batches(plan: Plan) -> Table:
     for system in step.SYSTEMS:
         sizes = [f"{plan.largest(system, source):,}" for source in (None, DEVICE, HOST)]
         rows.append([system, *sizes, f"{plan.largest(system, REPLAY):,}" if system == MEGABATCH else ""])
-    return Table(["", "plain step", "cached, inputs on GPU", "… on host", "… replayed"], rows, "Largest batch, pairs")
+    title = "Largest batch, pairs; a cached step with its inputs on the GPU, on the host, or replayed"
+    return Table(["", "plain step", "cached, GPU", "cached, host", "replayed"], rows, title)
 
 
 def _memory(plan: Plan, batch: int) -> Table:
