@@ -69,7 +69,10 @@ def pairwise_logsumexp(
         offsets(col_bias, x),
         row_ids,
         col_ids,
+        *(None, None, None),
+        True,
         SKIPPED if exclude == "diagonal" else KEPT,
+        precision,
         precision,
         backend,
         route,
@@ -153,7 +156,19 @@ def matched_logsumexp(
     """
     precision, backend, route = matched(x, y, ids, names, group, backend)
     row, col, match, share, *_ = operators.apply(
-        operators.logsumexp, x, y, number(scale, names[2], x), None, None, ids, ids, APART, precision, backend, route
+        operators.logsumexp,
+        x,
+        y,
+        number(scale, names[2], x),
+        *(None, None),
+        *(ids, ids),
+        *(None, None, None),
+        True,
+        APART,
+        precision,
+        precision,
+        backend,
+        route,
     )
     return row, col, match, share
 

@@ -47,8 +47,8 @@ def row_logsumexp(
         limit, guide_x, guide_y = ceiling
         if guide_x is not None:
             guide_precision = validation.embeddings(guide_x, guide_y)
-    row, match, share, _ = operators.apply(
-        operators.row_logsumexp,
+    row, _, match, share, *_ = operators.apply(
+        operators.logsumexp,
         x,
         y,
         arguments.number(scale, "scale", x),
@@ -58,6 +58,7 @@ def row_logsumexp(
         limit,
         guide_x,
         guide_y,
+        False,
         diagonal,
         precision,
         guide_precision,

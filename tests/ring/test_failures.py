@@ -81,7 +81,7 @@ CALLS = {
     "clip": lambda x, y, g: mb.clip_loss(x, y, 3.0, group=g),
     "smoothed clip": lambda x, y, g: mb.clip_loss(x, y, 3.0, label_smoothing=0.1, group=g),
     "nt_xent_loss": lambda x, y, g: mb.nt_xent_loss(x, y, scale=3.0, group=g),
-    "matryoshka": lambda x, y, g: mb.matryoshka_clip_loss(x, y, 3.0, widths=[3, 6], group=g),
+    "matryoshka": lambda x, y, g: mb.matryoshka_clip_loss(x, y, 3.0, widths=[6], group=g),
 }
 
 
@@ -101,15 +101,15 @@ def call_differently(group, rank, usual, odd):
         (
             "info_nce_loss",
             "info_nce_loss of keys",
-            "row logsumexp (contrast query-key query-query) on ranks 0 2, row logsumexp (contrast query-key key-key) on rank 1",
+            "logsumexp (contrast query-key query-query) on ranks 0 2, logsumexp (contrast query-key key-key) on rank 1",
         ),
         (
             "info_nce_loss",
             "info_nce_loss symmetric",
-            "row logsumexp (contrast query-key query-query) on ranks 0 2, logsumexp (contrast query-key symmetric) on rank 1",
+            "logsumexp (contrast query-key query-query) on ranks 0 2, logsumexp (contrast query-key symmetric) on rank 1",
         ),
         ("clip", "nt_xent_loss", "logsumexp backward on ranks 0 2, symmetric logsumexp on rank 1"),
-        ("nt_xent_loss", "matryoshka", "symmetric logsumexp on ranks 0 2, logsumexp on rank 1"),
+        ("nt_xent_loss", "matryoshka", "symmetric logsumexp on ranks 0 2, logsumexp backward on rank 1"),
         ("clip", "smoothed clip", "logsumexp backward on ranks 0 2, sum over ranks on rank 1"),
         ("smoothed clip", "clip", "sum over ranks on ranks 0 2, logsumexp backward on rank 1"),
         ("info_nce_loss", "info_nce_loss reordered", None),

@@ -5,6 +5,7 @@ near 100 would cost a rounding of 100 every time; and softmax weights exp(s − 
 would carry the rounding of the logarithm into every one of them, all in the same direction.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,11 @@ class LogSum(NamedTuple):
         """Merges the partial sums of another set of terms into these, in place."""
         base = self._rebase_(other.shift)
         self.total.add_(other.total * (other.shift - base).exp_())
+
+    @staticmethod
+    def merge(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """`add_` for sums that come as (shift, total) from another rank."""
+        LogSum(*sums).add_(LogSum(*others))
 
     def add_exponentials_(self, s: Tensor, dim: int, out: Tensor) -> None:
         """Adds Σ exp(s) along `dim` of a tile, in place. The exponentials are left in `out`, which may be `s` itself."""
