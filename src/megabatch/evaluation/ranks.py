@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch import validation
+from megabatch.arguments import execution
 from megabatch.evaluation.gathering import broadcast_rows, plain, sizes_of
 from megabatch.tiles import plan
 from megabatch.tiles.block import windows
@@ -46,8 +46,7 @@ def ranks_of_best(
         columns: (P,) see `rows`.
         group: the processes that share rows and columns; both members of a pair are on the same rank.
     """
-    precision = validation.embeddings(x, y)
-    validation.group(group)
+    precision = execution(x, y, group=group).precision
     _check_pairs(x, y, rows, columns)
     offset = 0 if group is None else sum(sizes_of(len(y), y.device, group)[: dist.get_rank(plain(group))])
     x, y = (rounded(side, precision).to(accumulator_dtype(side.dtype)) for side in (x, y))
