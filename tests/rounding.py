@@ -26,10 +26,10 @@ UNIT = torch.finfo(torch.float32).eps / 2
 def gradients_rounded_differently(x, y, scale, precision, backend):
     """dx and dy of the sum of all row and column logsumexps; backward gets the dimensions in reverse order."""
     scale = torch.tensor(scale, dtype=torch.float32, device=x.device)
-    *_, row, col = operators.logsumexp(x, y, scale, None, None, None, None, KEPT, precision, backend, "")
+    options = (*(None,) * 7, True, KEPT, precision, precision, backend, "")
+    *_, row, col = operators.logsumexp(x, y, scale, *options)
     drow, dcol = (torch.ones(len(side), device=x.device) for side in (x, y))
     needs = [True, True, True, False, False]
-    options = (None, None, None, None, KEPT, precision, backend, "")
     dx, dy, *_ = logsumexp_backward(x.flip(1), y.flip(1), scale, *options, row, col, drow, dcol, None, needs)
     return dx.flip(1), dy.flip(1)
 

@@ -69,9 +69,9 @@ def test_a_compiled_call_follows_the_matmul_setting():
 
 
 CASES = {
-    "kept": (None, None, None, None, KEPT),
-    "skipped, offsets": (torch.zeros(6), torch.zeros(6), None, None, SKIPPED),
-    "apart, ids": (None, None, torch.arange(6) % 3, torch.arange(6) % 3, APART),
+    "kept": (*(None,) * 7, True, KEPT),
+    "skipped, offsets": (torch.zeros(6), torch.zeros(6), *(None,) * 5, True, SKIPPED),
+    "apart, ids": (None, None, torch.arange(6) % 3, torch.arange(6) % 3, None, None, None, True, APART),
 }
 
 
@@ -84,12 +84,13 @@ opcheck_warns = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tens
 def test_operators_keep_their_promises_to_pytorch(case):
     x, y = leaves(unit(6, 4, seed=0, dtype=torch.float32), unit(6, 4, seed=1, dtype=torch.float32))
     scale = torch.tensor(3.0, requires_grad=True)
-    torch.library.opcheck(operators.logsumexp, (x, y, scale, *CASES[case], "float32", "eager", ""))
+    torch.library.opcheck(operators.logsumexp, (x, y, scale, *CASES[case], "float32", "float32", "eager", ""))
     plain = [t.detach() for t in (x, y, scale)]
     needs = [True, True, True, CASES[case][0] is not None, False]
     arguments = (
         *plain,
         *CASES[case],
+        "float32",
         "float32",
         "eager",
         "",

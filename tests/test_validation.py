@@ -258,9 +258,10 @@ def test_which_backend_serves_a_gpu(monkeypatch, capability, hip, precision, cho
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda:0")
-    assert validation.backend("auto", precision, device) == chosen
+    validation.backend("auto", precision, device)
+    assert backends.default(precision, device) == chosen
     if reason is None:
-        assert validation.backend("triton", precision, device) == "triton"
+        validation.backend("triton", precision, device)
     else:
         with pytest.raises(ValueError, match=reason):
             validation.backend("triton", precision, device)

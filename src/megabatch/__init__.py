@@ -16,8 +16,7 @@ from megabatch.losses import (
     soft_clip_loss,
     sup_con_loss,
 )
-from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus
-from megabatch.pairwise_symmetric import pairwise_symmetric_logsumexp
+from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus, pairwise_symmetric_logsumexp
 from megabatch.ring import RingError
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The three pairwise operations: check the arguments, settle the precision, hand over to an operator.
+"""The pairwise operations: check the arguments, decide how the call runs, hand over to an operator.
 
 s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j is never held; memory grows with N + M, not with N·M.
 
@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import operators, validation
-from megabatch.arguments import number, offsets
-from megabatch.operators.logsumexp import APART, KEPT, SKIPPED
-from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY
+from megabatch.arguments import execution, number, offsets
+from megabatch.operators.logsumexp import KEPT, SKIPPED
+from megabatch.operators.symmetric_logsumexp import ALL, OTHERS
 
 
 def pairwise_logsumexp(
@@ -53,28 +52,55 @@ def pairwise_logsumexp(
             y are this rank's rows and columns; sums are over those of all ranks, which all have to run backward.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
-    precision = validation.embeddings(x, y)
+    run = execution(x, y, group=group, backend=backend)
     validation.exclude(exclude, x, y)
     for name, value, like, side in (("row_bias", row_bias, x, "x"), ("col_bias", col_bias, y, "y")):
         validation.offsets(value, name, like, side)
-    route = validation.group(group)
-    backend = validation.backend(backend, precision, x.device)
     row_ids, col_ids = (None, None) if exclude is None or isinstance(exclude, str) else exclude
     row, col, *_ = operators.apply(
         operators.logsumexp,
-        x,
-        y,
-        number(scale, "scale", x),
-        offsets(row_bias, x),
-        offsets(col_bias, x),
-        row_ids,
-        col_ids,
+        *(x, y, number(scale, "scale", x), offsets(row_bias, x), offsets(col_bias, x), row_ids, col_ids),
+        *(None, None, None),  # limit and guide
+        True,
         SKIPPED if exclude == "diagonal" else KEPT,
-        precision,
-        backend,
-        route,
+        *(run.precision, run.precision, run.backend, run.group),
     )
     return row, col
+
+
+def pairwise_symmetric_logsumexp(
+    z: Tensor,  # (N, D)
+    scale: float | Tensor = 1.0,
+    *,
+    exclude: str | Tensor | None = "diagonal",
+    group: Any = None,
+    backend: str = "auto",
+) -> Tensor:  # (N,)
+    """Row logsumexps of the similarities of all rows with one another, each product formed once for both of its rows.
+
+    Same as, without the matrix:
+
+        s = scale * z @ z.T
+        return s.fill_diagonal_(-torch.inf).logsumexp(1)
+
+    and half the work of `pairwise_logsumexp(z, z, scale, exclude="diagonal")[0]`. Differentiable once, in z and scale. A row
+    with nothing left in it is −inf, with gradient 0.
+
+    Args:
+        z: (N, D) embeddings.
+        scale: a float, or a tensor of one element.
+        exclude: "diagonal", to leave out every row's similarity with itself; a vector of integers (N,), to leave out all pairs
+            whose integers are equal, itself among them; or None.
+        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. z are
+            this rank's rows; sums are over those of all ranks, which all have to run backward.
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+    """
+    run = execution(z, z, ("z", "z"), group=group, backend=backend)
+    validation.exclude_from_symmetric(exclude, z)
+    ids = exclude if isinstance(exclude, Tensor) else None
+    pairs = ALL if exclude is None or ids is not None else OTHERS
+    row: Tensor = operators.apply(operators.symmetric_logsumexp, z, number(scale, "scale", z), ids, pairs, *run)[0]
+    return row
 
 
 def pairwise_softplus(
@@ -99,11 +125,9 @@ def pairwise_softplus(
             y are this rank's rows and columns; sums are over those of all ranks, which all have to run backward.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
-    precision = validation.embeddings(x, y)
-    route = validation.group(group)
-    backend = validation.backend(backend, precision, x.device)
+    run = execution(x, y, group=group, backend=backend)
     row_bias = number(bias, "bias", x).expand(x.shape[0])
-    total: Tensor = operators.apply(operators.softplus, x, y, number(scale, "scale", x), row_bias, precision, backend, route)
+    total: Tensor = operators.apply(operators.softplus, x, y, number(scale, "scale", x), row_bias, *run)
     return total
 
 
@@ -128,85 +152,5 @@ def pairwise_rank(
             y are this rank's pairs, ranked among those of all ranks.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
-    precision = validation.embeddings(x, y, same_rows=True)
-    route = validation.group(group)
-    backend = validation.backend(backend, precision, x.device)
-    row_rank, col_rank = operators.rank(x, y, precision, backend, route)
+    row_rank, col_rank = operators.rank(x, y, *execution(x, y, same_rows=True, group=group, backend=backend))
     return row_rank, col_rank
-
-
-def matched_logsumexp(
-    x: Tensor,  # (N, D)
-    y: Tensor,  # (N, D)
-    scale: float | Tensor,
-    *,
-    names: tuple[str, str, str],
-    ids: Tensor | None = None,  # (N,)
-    group: Any = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (N,), (N,), (N,), ()
-    """For losses: (log Σ_{j≠i} exp s_ij, log Σ_{j≠i} exp s_ji, s_ii, share); equal ids are left out of the sums as well.
-
-    With the matching pair apart, a cross-entropy is softplus(row − match): it cannot be negative, and neither it nor its
-    gradient loses digits when the pair is almost certain. A sum over the pairs here, times `share`, is this rank's part of the
-    mean over the batch: the mean over ranks is the mean over pairs, however many of them each rank has.
-    """
-    precision, backend, route = matched(x, y, ids, names, group, backend)
-    row, col, match, share, *_ = operators.apply(
-        operators.logsumexp, x, y, number(scale, names[2], x), None, None, ids, ids, APART, precision, backend, route
-    )
-    return row, col, match, share
-
-
-def matched_sigmoid(
-    x: Tensor,  # (N, D)
-    y: Tensor,  # (N, D)
-    scale: float | Tensor,
-    bias: float | Tensor,
-    *,
-    names: tuple[str, str, str, str],
-    ids: Tensor | None = None,  # (N,)
-    ids_are_positives: bool = False,
-    group: Any = None,
-    backend: str = "auto",
-) -> Tensor:  # ()
-    """For losses: Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] / N; pairs with equal ids are left out of the inner sum.
-
-    If equal ids are positives, they are in it instead, with −s_ij in place of s_ij. With a group, this rank's part of it,
-    scaled so that the mean over ranks is the whole.
-    """
-    precision, backend, route = matched(x, y, ids, names[:3], group, backend)
-    scale, row_bias = number(scale, names[2], x), number(bias, names[3], x).expand(x.shape[0])
-    unseen = operators.transforms_are_active()  # under a transform, who will ask for a gradient cannot be seen
-    needs = [torch.is_grad_enabled() and (unseen or tensor.requires_grad) for tensor in (x, y, scale, row_bias)]
-    loss: Tensor = operators.apply(
-        operators.sigmoid_mean, x, y, scale, row_bias, ids, ids_are_positives, precision, backend, route, needs
-    )[0]
-    return loss
-
-
-def cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:
-    """For losses: log(1 + exp(negatives − match)), −log of the match's probability; never negative.
-
-    NaN where the match is +inf, as in a dense cross-entropy. The difference alone would call such a pair certain, and a run
-    whose products overflow would look perfect.
-    """
-    overflow = match.detach().clamp_min(0.0) * 0.0  # NaN where the match is +inf, elsewhere 0
-    return exact_softplus(negatives - match + overflow)
-
-
-def exact_softplus(values: Tensor) -> Tensor:
-    """log(1 + exp(values)) to the last digit of float64, where PyTorch's default stops at nine."""
-    return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)
-
-
-def matched(
-    x: Tensor, y: Tensor, ids: Tensor | None, names: tuple[str, str, str], group: Any, backend: str
-) -> tuple[str, str, str]:
-    """(precision, backend, group) of an operation on pairs, its arguments checked."""
-    precision = validation.embeddings(x, y, names[:2], same_rows=True)
-    validation.ids(ids, "ids", x, names[0])
-    route = validation.group(group)
-    if not route:  # over a group one rank may have none; that all have none is found out together
-        validation.at_least_one_pair(x, names[0])
-    return precision, validation.backend(backend, precision, x.device), route

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch.ring import topology
 from megabatch.tiles import backends
 from megabatch.tiles.precision import SUPPORTED_DTYPES, compute_precision
 
@@ -19,8 +18,8 @@ BACKENDS = ("auto", backends.EAGER, backends.TRITON)
 _DTYPE_NAMES = "float64, float32, bfloat16 or float16"
 
 
-def embeddings(x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, same_rows: bool = False) -> str:
-    """Checks the two sides of a pairwise operation; returns the precision in which they are multiplied."""
+def embeddings(x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, same_rows: bool = False) -> None:
+    """The two sides of a pairwise operation."""
     for name, tensor in zip(names, (x, y), strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor of embeddings, got {_kind(tensor)}")
@@ -49,7 +48,6 @@ def embeddings(x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, same_rows
             f"{first} and {second} must have the same dtype, got {_dtype(x)} and {_dtype(y)}; convert one of them with .to() "
             "(under autocast, float32 beside the autocast type will do)"
         )
-    return precisions[0]
 
 
 def autocast_device(x: Tensor) -> str:
@@ -172,22 +170,19 @@ def _is_list_of(kind: type, value: Any) -> bool:
     return all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)
 
 
-def backend(value: Any, precision: str, device: torch.device) -> str:
-    """Settles "auto"; a backend asked for by name works or says why not."""
+def backend(value: Any, precision: str, device: torch.device) -> None:
+    """One of the names; a backend asked for by name works or says why not."""
     if value not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
-    if value == "auto":
-        return str(backends.default(precision, device))
     reason = backends.why_not_triton(precision, device) if value == backends.TRITON else None
     if reason is not None:
         raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')
-    return str(value)
 
 
-def group(value: Any, purpose: str = "") -> str:
-    """None, a process group or a mesh of one dimension; returns what the operators are given (`ring.topology.route`)."""
+def group(value: Any) -> distributed.ProcessGroup | None:
+    """None, a process group or a mesh of one dimension, whose group is returned."""
     if value is None:
-        return ""
+        return None
     if isinstance(value, DeviceMesh):
         if value.ndim != 1:
             raise ValueError(
@@ -199,7 +194,7 @@ def group(value: Any, purpose: str = "") -> str:
         raise ValueError("group must contain this process, got a group of other processes")
     if not isinstance(value, distributed.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed process group, a DeviceMesh or None, got {_kind(value)}")
-    return topology.route(value, purpose)
+    return value
 
 
 def default_group(rank: int, world_size: int) -> Any:

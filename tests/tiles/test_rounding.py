@@ -6,7 +6,6 @@ import torch
 from helpers import unit
 from megabatch import operators
 from megabatch.operators.logsumexp import KEPT, logsumexp_backward
-from megabatch.operators.row_logsumexp import row_logsumexp_backward
 from megabatch.operators.symmetric_logsumexp import ALL, symmetric_logsumexp_backward
 from megabatch.tiles import plan
 from rounding import gradients_rounded_differently, truth_and_bounds
@@ -54,7 +53,7 @@ def assert_largest(weights, most):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_weight_of_rows_and_columns_is_at_most_1(backend):
-    options = (None, None, None, None, KEPT, "float32", backend, "")
+    options = (*(None,) * 7, True, KEPT, "float32", "float32", backend, "")
     *_, row, col = operators.logsumexp(LOW, HIGH, SCALE, *options)
     for drow, dcol in ((ONES, None), (None, ONES), (ONES, ONES)):
         dx, *_ = logsumexp_backward(HIGH, HIGH, SCALE, *options, row, col, drow, dcol, None, [True, True, True, False, False])
@@ -64,11 +63,11 @@ def test_a_weight_of_rows_and_columns_is_at_most_1(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_weight_with_a_guide_is_at_most_1(backend):
-    limit, options = torch.full((24,), 2.0), (KEPT, "float32", "float32", backend, "")
+    limit, options = torch.full((24,), 2.0), (False, KEPT, "float32", "float32", backend, "")
     none = (None, None, None, None)
-    *_, row = operators.row_logsumexp(LOW, HIGH, SCALE, *none, limit, HIGH, HIGH, *options)
+    *_, row, col = operators.logsumexp(LOW, HIGH, SCALE, *none, limit, HIGH, HIGH, *options)
     needs = [True, True, True, False, False]
-    dx, *_ = row_logsumexp_backward(HIGH, HIGH, SCALE, *none, limit, HIGH, HIGH, *options, row, ONES, None, needs)
+    dx, *_ = logsumexp_backward(HIGH, HIGH, SCALE, *none, limit, HIGH, HIGH, *options, row, col, ONES, None, None, needs)
     assert_largest(dx / SCALE, 1)
 
 

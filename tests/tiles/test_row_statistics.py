@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import examples, leaves, tile_size, unit
-from megabatch import operators, reference, rowwise
-from megabatch.rowwise import APART, KEPT, SKIPPED, Ceiling, row_logsumexp
+from megabatch import operators, reference
+from megabatch.arguments import execution, number
+from megabatch.losses.sums import APART, KEPT, SKIPPED, Ceiling, ceiling_above, logsumexp
 from megabatch.tiles.in_memory import Tiles
 from megabatch.tiles.logsum import LogSum
 
@@ -17,6 +18,12 @@ pytestmark = [
 ]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def row_logsumexp(x, y, scale, *, backend="auto", **options):
+    """(log Σ_j exp s_ij, s_ii, share)."""
+    row, _, match, share = logsumexp(x, y, number(scale, "scale", x), execution(x, y, backend=backend), **options)
+    return row, match, share
 
 
 def close(actual, expected, exponent, eps, what):
@@ -246,7 +253,7 @@ def test_limits_are_above_what_rounding_does():
     for dtype in (torch.float32, torch.float64):
         for D in (1, 7, 512):
             x = 10.0 ** torch.linspace(-10, 10, 40)[:, None] * unit(40, D, seed=D, dtype=dtype)
-            limit = rowwise.ceiling_above(x.to(dtype), x.to(dtype), 0.0)
+            limit = ceiling_above(x.to(dtype), x.to(dtype), 0.0)
             backwards = (x.flip(1).to(dtype) @ x.flip(1).to(dtype).T).diagonal()
             assert (backwards <= limit).all()
             assert (limit <= backwards * (1 + 1e-3)).all()
@@ -259,8 +266,8 @@ def test_operators_keep_their_promises_to_pytorch(guided):
     x, y = leaves(unit(6, 4, seed=0, dtype=torch.float32), unit(6, 4, seed=1, dtype=torch.float32))
     scale, limit = torch.tensor(3.0, requires_grad=True), torch.full((6,), 0.5)
     seen = (x.detach()[:, :2], y.detach()[:, :2]) if guided else (None, None)
-    tail = (None, None, None, None, limit, *seen, APART, "float32", "float32", "eager", "")
-    torch.library.opcheck(operators.row_logsumexp, (x, y, scale, *tail))
+    tail = (None, None, None, None, limit, *seen, False, APART, "float32", "float32", "eager", "")
+    torch.library.opcheck(operators.logsumexp, (x, y, scale, *tail))
     torch.library.opcheck(operators.matching, (x, y, "float32", "eager", ""))
     teacher = (x.detach()[:, :3], y.detach()[:, :3], torch.tensor(2.0))
     torch.library.opcheck(operators.soft_cross_entropy, (x, y, scale, *teacher, "float32", "float32", "eager", ""))

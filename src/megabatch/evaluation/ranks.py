@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch import validation
+from megabatch.arguments import execution
 from megabatch.tiles import plan
 from megabatch.tiles.block import windows
 from megabatch.tiles.precision import accumulator_dtype, rounded
@@ -45,8 +45,7 @@ def ranks_of_best(
         columns: (P,) column numbers of the matching pairs.
         group: process group that x and y are sharded over (default: no sharding); both members of a pair are on one rank.
     """
-    precision = validation.embeddings(x, y)
-    validation.group(group)
+    precision = execution(x, y, group=group).precision
     _check_pairs(x, y, rows, columns)
     world = World.of(group, y.device)
     offset = world.row_offset(len(y))

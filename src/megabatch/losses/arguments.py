@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megabatch import arguments, validation
 from megabatch.losses.contrast import CONTRASTS, KEY_KEY, Batch, Negatives
-from megabatch.rowwise import ceiling_above
+from megabatch.losses.sums import ceiling_above, pairs
 
 _NAMES = ("query", "key")
 
@@ -29,20 +29,14 @@ def batch_of(
     backend: str,
 ) -> tuple[Batch, Tensor]:
     """Everything a loss was given, and its scale as a tensor."""
-    precision = validation.embeddings(query, key, _NAMES, same_rows=True)
-    validation.ids(ids, "ids", query, "query")
-    validation.offsets(log_q, "log_q", key, "key")
-    if not validation.group(group):  # over a group one rank may have none; that all have none is found out together
-        validation.at_least_one_pair(query, "query")
     _check_contrast(contrast)
-    validation.backend(backend, precision, query.device)
+    run = pairs(query, key, _NAMES, ids=ids, group=group, purpose=_purpose(contrast, symmetric=symmetric), backend=backend)
+    validation.offsets(log_q, "log_q", key, "key")
     further = tuple(n.flat() for n in _checked_negatives(negatives, query, ids, contrast, guided=guide is not None))
     limit = _limit(query, key, margin, guide, backend)
     number = arguments.number(scale, "scale", query)
     correction = arguments.offsets(log_q, query)
-    return Batch(
-        query, key, ids, correction, further, limit, guide, group, _purpose(contrast, symmetric=symmetric), backend
-    ), number
+    return Batch(query, key, run, ids, correction, further, limit, guide), number
 
 
 def _purpose(contrast: Sequence[str], *, symmetric: bool) -> str:

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from megabatch import validation
 from megabatch.arguments import number
-from megabatch.losses.smoothing import check_smoothing, mean_similarity
-from megabatch.pairwise import cross_entropy, matched_logsumexp
+from megabatch.losses.sums import APART, check_smoothing, cross_entropy, logsumexp, mean_similarity, pairs
 
 
 def clip_loss(
@@ -43,12 +42,12 @@ def clip_loss(
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     label_smoothing = check_smoothing(label_smoothing, ids=ids)
-    row, col, match, share = matched_logsumexp(
-        image, text, logit_scale, names=("image", "text", "logit_scale"), ids=ids, group=group, backend=backend
-    )
+    run = pairs(image, text, ("image", "text"), ids=ids, group=group, backend=backend)
+    scale = number(logit_scale, "logit_scale", image)
+    row, col, match, share = logsumexp(image, text, scale, run, ids=(ids, ids), diagonal=APART, columns=True)
     loss = cross_entropy(row, match).sum() + cross_entropy(col, match).sum()
     if label_smoothing > 0:
-        mean = mean_similarity(image, [(text, None)], number(logit_scale, "logit_scale", image), group)
+        mean = mean_similarity(image, [(text, None)], scale, run)
         loss = loss + 2 * label_smoothing * (match - mean).sum()  # the means of rows and of columns have the same sum
     return loss * (share / 2)
 

@@ -4,18 +4,23 @@ Every loss of this family is a function of a few sums for each query i: log Σ e
 its similarity to its own key. Each kind of negative is one walk, and the walks are put together by adding exponentials.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megabatch import operators, validation
-from megabatch.arguments import offsets
-from megabatch.ring.topology import rank_on
-from megabatch.rowwise import APART, KEPT, SKIPPED, Ceiling, matching_products, row_logsumexp
-from megabatch.tiles.logsum import finite_or_zero
+from megabatch.arguments import Execution, execution
+from megabatch.losses.sums import (
+    APART,
+    SKIPPED,
+    Ceiling,
+    log_add,
+    logsumexp,
+    matching_products,
+    segment_logsumexp,
+)
 
 # Rows and columns of a walk; row i belongs to query i, column j is a negative of it.
 QUERY_KEY, KEY_QUERY, QUERY_QUERY, KEY_KEY = "query-key", "key-query", "query-query", "key-key"
@@ -76,14 +81,12 @@ class Batch:
 
     query: Tensor  # (N, D)
     key: Tensor  # (N, D)
+    run: Execution
     ids: Tensor | None = None  # (N,)
     log_q: Tensor | None = None  # (N,)
     negatives: tuple[Negatives, ...] = ()  # flat
     limit: Tensor | None = None  # (N,) products above are no negatives
     guide: tuple[Tensor, Tensor] | None = None  # (N, E), (N, E): whose products are compared with the limit
-    group: Any = None
-    purpose: str = ""  # what ranks have to agree on besides the operations
-    backend: str = "auto"
 
     def sums(self, scale: Tensor, contrast: Collection[str], *, symmetric: bool) -> Sums:
         """The sums over the negatives named by `contrast`, and over further negatives; if `symmetric`, also those of keys."""
@@ -105,9 +108,7 @@ class Batch:
             for name in (n for n in (QUERY_KEY, KEY_QUERY) if n in names):
                 terms[name], match, share = self._in_batch(scale, name)
         else:
-            products, _, share = matching_products(
-                self.query, self.key, group=self.group, purpose=self.purpose, backend=self.backend
-            )
+            products, _, share = matching_products(self.query, self.key, self.run)
             match = products * scale
         for name in (n for n in (QUERY_QUERY, KEY_KEY) if n in names):
             terms[name], *_ = self._in_batch(scale, name)
@@ -115,24 +116,16 @@ class Batch:
 
     def _both_directions(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys of queries and queries of keys, from one pass."""
-        query, key = self.query, self.key
-        precision = validation.embeddings(query, key)
-        backend = validation.backend(self.backend, precision, query.device)
-        route = validation.group(self.group, self.purpose)
         correction = None if self.log_q is None else -self.log_q
-        row, col, match, share, *_ = operators.apply(
-            operators.logsumexp,
-            query,
-            key,
+        row, col, match, share = logsumexp(
+            self.query,
+            self.key,
             scale,
-            None,
-            offsets(correction, query),
-            self.ids,
-            self.ids,
-            APART,
-            precision,
-            backend,
-            route,
+            self.run,
+            col_bias=correction,
+            ids=(self.ids, self.ids),
+            diagonal=APART,
+            columns=True,
         )
         if self.log_q is not None:
             col, match = col + self.log_q, match + self.log_q
@@ -144,17 +137,15 @@ class Batch:
         seen = {} if self.guide is None else dict(zip(side, self.guide, strict=True))
         rows, columns = name.split("-")
         correction = None if self.log_q is None or columns == "query" else -self.log_q
-        row, match, share = row_logsumexp(
+        row, _, match, share = logsumexp(
             side[rows],
             side[columns],
             scale,
+            self.run,
             col_bias=correction,
             ids=(self.ids, self.ids),
             diagonal=SKIPPED if rows == columns else APART,
             ceiling=self._ceiling(seen.get(rows), seen.get(columns)),
-            group=self.group,
-            purpose=self.purpose,
-            backend=self.backend,
         )
         return row, match if correction is None or rows == columns else match - correction, share
 
@@ -169,7 +160,7 @@ class Batch:
         """Keys against the hard negatives of other queries."""
         assert negatives.owner is not None
         # Rows of different ranks have to differ.
-        first = rank_on(validation.group(self.group)) << 40
+        first = self.run.rank << 40
         own = torch.arange(first, first + len(self.key), device=self.key.device)
         ids = own, negatives.owner + first
         return self._against(scale, self.key, negatives, ids, None if self.guide is None else self.guide[1])
@@ -182,25 +173,21 @@ class Batch:
         ids: tuple[Tensor | None, Tensor | None],
         seen: Tensor | None,  # (N, E)
     ) -> Tensor:  # (N,)
-        row, *_ = row_logsumexp(
+        return logsumexp(
             rows,
             negatives.keys,
             scale,
+            self.run,
             col_bias=None if negatives.log_q is None else -negatives.log_q,
             ids=ids,
-            diagonal=KEPT,
             ceiling=self._ceiling(seen, negatives.guide),
-            group=self.group,
-            purpose=self.purpose,
-            backend=self.backend,
-        )
-        return row
+        ).row
 
     def _private(self, scale: Tensor, negatives: Negatives) -> Tensor:  # (N,)
         """Each query against its own hard negatives alone: O(M·D), no walk."""
         owner = negatives.owner
         assert owner is not None
-        products, *_ = matching_products(self.query[owner], negatives.keys, backend=self.backend)
+        products, *_ = matching_products(self.query[owner], negatives.keys, self.run._replace(group=""))
         s = products * scale
         if negatives.log_q is not None:
             s = s - negatives.log_q
@@ -209,9 +196,10 @@ class Batch:
         if self.limit is not None:
             compared = products.detach()
             if self.guide is not None and negatives.guide is not None:
-                compared, *_ = matching_products(self.guide[0][owner], negatives.guide)
+                seen = self.guide[0][owner]
+                compared, *_ = matching_products(seen, negatives.guide, execution(seen, negatives.guide))
             s = s.masked_fill(compared > self.limit[owner], -torch.inf)
-        return _segment_logsumexp(s, owner, len(self.query))
+        return segment_logsumexp(s, owner, len(self.query))
 
     def _ceiling(self, rows: Tensor | None, columns: Tensor | None) -> Ceiling | None:
         return None if self.limit is None else Ceiling(self.limit, rows, columns)
@@ -219,28 +207,3 @@ class Batch:
 
 def _is_owned(negatives: Negatives) -> bool:
     return negatives.owner is not None and not negatives.private
-
-
-def log_add(terms: Iterable[Tensor], like: Tensor) -> Tensor:  # (N,)
-    """log Σ exp of some vectors; −inf, with gradient 0, where all of them are, or there are none."""
-    terms = list(terms)
-    if not terms:
-        return torch.full_like(like, -torch.inf)
-    if len(terms) == 1:
-        return terms[0]
-    stacked = torch.stack(terms)
-    base = finite_or_zero(stacked.detach().amax(0))
-    return _logarithm((stacked - base).exp().sum(0), base)
-
-
-def _segment_logsumexp(s: Tensor, owner: Tensor, size: int) -> Tensor:  # (M,), (M,) → (size,)
-    """log Σ exp(s) over the entries of each owner."""
-    peak = s.new_full((size,), -torch.inf).scatter_reduce(0, owner, s.detach(), "amax")
-    base = finite_or_zero(peak)
-    total = s.new_zeros(size).index_put((owner,), (s - base[owner]).exp(), accumulate=True)  # in a fixed order, on CUDA too
-    return _logarithm(total, base)
-
-
-def _logarithm(total: Tensor, base: Tensor) -> Tensor:
-    nothing = total == 0
-    return torch.where(nothing, -torch.inf, base + torch.where(nothing, 1.0, total).log())

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megabatch import operators, validation
-from megabatch.arguments import number
+from megabatch import validation
+from megabatch.arguments import execution, number
 from megabatch.losses.clip import ClipLoss, clip_loss
-from megabatch.tiles.backends import EAGER, TRITON
+from megabatch.losses.sums import pairs, soft_cross_entropy
 
 
 def soft_clip_loss(
@@ -46,23 +46,17 @@ def soft_clip_loss(
             DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
-    precision = validation.embeddings(image, text, ("image", "text"), same_rows=True)
+    run = pairs(image, text, ("image", "text"), group=group, backend=backend)
     names = ("teacher_image", "teacher_text")
-    teacher_precision = validation.embeddings(teacher_image, teacher_text, names, same_rows=True)
+    teacher_run = execution(teacher_image, teacher_text, names, same_rows=True, backend=backend)
     validation.same_rows(teacher_image, names[0], image, "image")
     validation.without_gradient((teacher_image, teacher_text), names)
-    settled = {validation.backend(backend, each, image.device) for each in (precision, teacher_precision)}
-    route = validation.group(group)
-    if not route:  # over a group one rank may have none; that all have none is found out together
-        validation.at_least_one_pair(image, "image")
     scale, target_scale = number(logit_scale, "logit_scale", image), number(teacher_scale, "teacher_scale", image)
     if isinstance(teacher_scale, Tensor):
         validation.without_gradient([teacher_scale], ["teacher_scale"])
     teacher = teacher_image, teacher_text, target_scale
-    how = precision, teacher_precision, TRITON if settled == {TRITON} else EAGER, route
-    row, col, share, *_ = operators.apply(operators.soft_cross_entropy, image, text, scale, *teacher, *how)
-    loss: Tensor = (row.sum() + col.sum()) * (share / 2)
-    return loss
+    row, col, share = soft_cross_entropy((image, text, scale), teacher, (run, teacher_run))
+    return (row.sum() + col.sum()) * (share / 2)
 
 
 class DistillClipLoss(ClipLoss):

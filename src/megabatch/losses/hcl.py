@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch import operators, validation
 from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Batch
-from megabatch.pairwise import cross_entropy
+from megabatch.losses.sums import cross_entropy, sum_over_ranks
 
 
 def hcl_loss(
@@ -114,7 +113,7 @@ def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[str], *, symmetr
             return [
                 counted.negatives for counted in batch.sums(torch.zeros_like(scale), contrast, symmetric=symmetric).directions
             ]
-    pairs = operators.apply(operators.total, torch.full_like(scale, len(batch.query)).reshape(1), validation.group(batch.group))
+    pairs = sum_over_ranks(torch.full_like(scale, len(batch.query)).reshape(1), batch.run)
     same = ((pairs - 1) * len(contrast)).log().expand(len(batch.query))
     return [same, same] if symmetric else [same]
 

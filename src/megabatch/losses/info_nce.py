@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Batch, Negatives, Sums
-from megabatch.losses.smoothing import check_smoothing, mean_similarity
-from megabatch.pairwise import cross_entropy
+from megabatch.losses.sums import check_smoothing, cross_entropy, mean_similarity
 
 
 def info_nce_loss(
@@ -91,7 +90,7 @@ def _above_the_mean(batch: Batch, scale: Tensor, sums: Sums) -> list[Tensor]:  #
     queries: list[tuple[Tensor, Tensor | None]] = [(batch.query, None)]
     sides = ((batch.query, keys), (batch.key, queries))
     return [
-        (match - mean_similarity(rows, columns, scale, batch.group)).sum()
+        (match - mean_similarity(rows, columns, scale, batch.run)).sum()
         for (_, match), (rows, columns) in zip(sums.directions, sides, strict=False)
     ]
 

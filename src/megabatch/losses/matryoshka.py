@@ -64,10 +64,7 @@ def matryoshka_clip_loss(
     with _products_in(image):
         for width, weight in weighted.items():
             x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
-            if symmetric:
-                loss = clip_loss(x, y, logit_scale, **options)
-            else:
-                loss = info_nce_loss(x, y, scale=logit_scale, **options)
+            loss = clip_loss(x, y, logit_scale, **options) if symmetric else info_nce_loss(x, y, scale=logit_scale, **options)
             losses.append(weight * loss)
     return torch.stack(losses).sum()
 

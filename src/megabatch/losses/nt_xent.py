@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megabatch.pairwise import cross_entropy, exact_softplus, matched_logsumexp
-from megabatch.pairwise_symmetric import pairwise_symmetric_logsumexp
+from megabatch.arguments import number
+from megabatch.losses.sums import APART, cross_entropy, exact_softplus, logsumexp, pairs
+from megabatch.pairwise import pairwise_symmetric_logsumexp
 
 
 def nt_xent_loss(
@@ -34,7 +35,9 @@ def nt_xent_loss(
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.
-    across1, across2, match, share = matched_logsumexp(z1, z2, scale, names=("z1", "z2", "scale"), group=group, backend=backend)
+    run = pairs(z1, z2, ("z1", "z2"), group=group, backend=backend)
+    factor = number(scale, "scale", z1)
+    across1, across2, match, share = logsumexp(z1, z2, factor, run, diagonal=APART, columns=True)
     within1, within2 = (pairwise_symmetric_logsumexp(z, scale, group=group, backend=backend) for z in (z1, z2))
     losses = _cross_entropy(across1, within1, match) + _cross_entropy(across2, within2, match)
     return losses.sum() * (share / 2)

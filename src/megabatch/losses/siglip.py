@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megabatch import validation
-from megabatch.pairwise import matched_sigmoid
+from megabatch.arguments import number
+from megabatch.losses.sums import pairs, sigmoid_mean
 
 
 def siglip_loss(
@@ -43,20 +44,11 @@ def siglip_loss(
             DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
-    names = ("image", "text", "logit_scale", "logit_bias")
     if ids_are_positives and ids is None:
         raise ValueError("ids must be given where ids_are_positives is True, got None")
-    return matched_sigmoid(
-        image,
-        text,
-        logit_scale,
-        logit_bias,
-        names=names,
-        ids=ids,
-        ids_are_positives=ids_are_positives,
-        group=group,
-        backend=backend,
-    )
+    run = pairs(image, text, ("image", "text"), ids=ids, group=group, backend=backend)
+    scale, bias = number(logit_scale, "logit_scale", image), number(logit_bias, "logit_bias", image)
+    return sigmoid_mean(image, text, scale, bias, run, ids=ids, ids_are_positives=ids_are_positives)
 
 
 class SigLipLoss(nn.Module):

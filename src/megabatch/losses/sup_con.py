@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megabatch import validation
-from megabatch.pairwise import cross_entropy
-from megabatch.pairwise_symmetric import pairwise_symmetric_logsumexp, positive_similarities, positives_logsumexp
+from megabatch.losses.sums import cross_entropy, positive_similarities, positives_logsumexp
+from megabatch.pairwise import pairwise_symmetric_logsumexp
 
 
 def sup_con_loss(

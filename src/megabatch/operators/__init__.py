@@ -8,7 +8,6 @@ from megabatch.operators.logsumexp import logsumexp
 from megabatch.operators.matching import matching
 from megabatch.operators.positives import positives
 from megabatch.operators.rank import rank
-from megabatch.operators.row_logsumexp import row_logsumexp
 from megabatch.operators.sigmoid import sigmoid_mean
 from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
@@ -22,7 +21,6 @@ __all__ = [
     "matching",
     "positives",
     "rank",
-    "row_logsumexp",
     "sigmoid_mean",
     "soft_cross_entropy",
     "softplus",

@@ -44,7 +44,7 @@ class RingHalf:
                 self.half.add_statistics(part, row.part(rows), col.part(columns))
             return col
 
-        self._lap(block, [], own, visit, lambda sums, others: LogSum(*sums).add_(LogSum(*others)))
+        self._lap(block, [], own, visit, LogSum.merge)
         return row
 
     def gradients(self, block: Block, side: Side, dscale: Tensor | None) -> None:

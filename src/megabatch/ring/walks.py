@@ -35,32 +35,20 @@ class RingWalks:
     local: RowWork  # what is done row by row, by this rank alone
     sums_dtype: torch.dtype
 
-    def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]:
-        """Row sums (N,) and column sums (M,) of exp(s) over the whole batch."""
+    def logsumexp_statistics(self, block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:
+        """Row sums (N,) and column sums (M,) of exp(s) over the whole batch; without `columns` these are empty, (0,)."""
         block = self._prepared(block)
         row = LogSum.empty(block.N, dtype=self.sums_dtype, device=block.x.device)
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             visited = self._visited(block, blocks, here)
-            by_row, by_column = (self._kept(part) for part in self.inner(visited).logsumexp_statistics(visited))
+            sums = self.inner(visited).logsumexp_statistics(visited, columns=columns)
+            by_row, by_column = (self._kept(part) for part in sums)
             row.add_(by_row)
-            return by_column
+            return by_column if columns else ()
 
-        home = self._lap(self._columns(block), work, lambda sums, others: LogSum(*sums).add_(LogSum(*others)))
-        return row, LogSum(*home)
-
-    def row_statistics(self, block: Block) -> LogSum:
-        """Row sums (N,) of exp(s) over the whole batch; nothing goes home with the columns."""
-        block = self._prepared(block)
-        row = LogSum.empty(block.N, dtype=self.sums_dtype, device=block.x.device)
-
-        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            visited = self._visited(block, blocks, here)
-            row.add_(self._kept(self.inner(visited).row_statistics(visited)))
-            return ()
-
-        self._lap(self._columns(block), work, _add)
-        return row
+        home = self._lap(self._columns(block), work, LogSum.merge if columns else _add)
+        return row, LogSum(*home) if columns else LogSum.empty(0, dtype=self.sums_dtype, device=block.x.device)
 
     def _kept(self, sums: LogSum) -> LogSum:
         return LogSum(*(part.to(self.sums_dtype) for part in sums))

@@ -20,9 +20,7 @@ EAGER, TRITON = "eager", "triton"
 class Walks(Protocol):
     """The walks over the tiles of a block. `eager` says what each of them means."""
 
-    def logsumexp_statistics(self, block: Block) -> tuple[LogSum, LogSum]: ...  # noqa: D102
-
-    def row_statistics(self, block: Block) -> LogSum: ...  # noqa: D102
+    def logsumexp_statistics(self, block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]: ...  # noqa: D102
 
     def logsumexp_gradients(  # noqa: D102
         self,

@@ -4,8 +4,7 @@ Their tiles are formed by `in_memory`. Nothing there or here reads a value back 
 in a graph.
 
 The walks, over the same tiles:
-- `logsumexp_statistics`  row and column sums of exp(s), both from one pass
-- `row_statistics`        row sums alone, for half the exponentials
+- `logsumexp_statistics`  row sums of exp(s), and column sums from the same pass if they are wanted
 - `softplus_sums`         row sums of softplus(s)
 - `soft_statistics`       cross-entropies of rows and columns under a companion's softmax
 - `*_gradients`           strips of dx as they are finished, dy added to as we go
@@ -33,7 +32,6 @@ __all__ = [
     "logsumexp_statistics",
     "matching_products",
     "rank_counts",
-    "row_statistics",
     "soft_gradients",
     "soft_statistics",
     "softplus_gradients",
@@ -41,31 +39,23 @@ __all__ = [
 ]
 
 
-def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:
-    """Row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles."""
+def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:
+    """Row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles.
+
+    Without `columns` the column sums are empty, (0,), and half of the exponentials are saved.
+    """
     tiles = Tiles(block)
-    spare = tiles.buffer()
+    spare = tiles.buffer() if columns else None
     row = LogSum.empty(block.N, dtype=block.dtype, device=block.x.device)
-    col = LogSum.empty(block.M, dtype=block.dtype, device=block.x.device)
+    col = LogSum.empty(block.M if columns else 0, dtype=block.dtype, device=block.x.device)
     for rows in tiles.rows:
         x = tiles.x(rows)
-        for columns in tiles.columns:
-            s = tiles.similarities(rows, columns, x, tiles.y(columns))
-            row.part(rows).add_exponentials_(s, dim=1, out=spare(*s.shape))
-            col.part(columns).add_exponentials_(s, dim=0, out=s)
+        for window in tiles.columns:
+            s = tiles.similarities(rows, window, x, tiles.y(window))
+            row.part(rows).add_exponentials_(s, dim=1, out=s if spare is None else spare(*s.shape))
+            if columns:
+                col.part(window).add_exponentials_(s, dim=0, out=s)
     return row, col
-
-
-def row_statistics(block: Block) -> LogSum:
-    """Row sums (N,) of exp(s)."""
-    tiles = Tiles(block)
-    row = LogSum.empty(block.N, dtype=block.dtype, device=block.x.device)
-    for rows in tiles.rows:
-        x = tiles.x(rows)
-        for columns in tiles.columns:
-            s = tiles.similarities(rows, columns, x, tiles.y(columns))
-            row.part(rows).add_exponentials_(s, dim=1, out=s)
-    return row
 
 
 def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:

@@ -5,6 +5,7 @@ would cost a rounding of 100 each time. And softmax weights exp(s − shift) / t
 the rounding error of the logarithm into all of them, in the same direction.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,11 @@ class LogSum(NamedTuple):
         """Adds the partial sums of other terms, in place."""
         base = self._rebase_(other.shift)
         self.total.add_(other.total * (other.shift - base).exp_())
+
+    @staticmethod
+    def merge(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """`add_` for sums that come as (shift, total) from another rank."""
+        LogSum(*sums).add_(LogSum(*others))
 
     def add_exponentials_(self, s: Tensor, dim: int, out: Tensor) -> None:
         """Adds Σ exp(s) along `dim` of a tile, in place (online softmax).

@@ -14,7 +14,6 @@ from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.triton_backward import softplus_gradients, softplus_sums
 from megabatch.tiles.triton_distillation import soft_gradients, soft_statistics
 from megabatch.tiles.triton_embeddings import finish_rows, matching_products
-from megabatch.tiles.triton_logsumexp import logsumexp_statistics
 from megabatch.tiles.triton_rank import rank_counts
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "logsumexp_statistics",
     "matching_products",
     "rank_counts",
-    "row_statistics",
     "soft_gradients",
     "soft_statistics",
     "softplus_gradients",
@@ -31,11 +29,13 @@ __all__ = [
 ]
 
 
-def row_statistics(block: Block) -> LogSum:  # (N,)
-    """Row sums of exp(s)."""
-    if block.companion is not None:
-        return triton_guided_logsumexp.row_statistics(block)
-    return triton_logsumexp.row_statistics(block)
+def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:
+    """Row sums (N,) and column sums (M,) of exp(s); without `columns` the column sums are empty, (0,)."""
+    if columns:
+        assert block.limit is None, "a limit belongs to rows"
+        return triton_logsumexp.logsumexp_statistics(block)
+    row = triton_logsumexp.row_statistics(block) if block.companion is None else triton_guided_logsumexp.row_statistics(block)
+    return row, LogSum.empty(0, dtype=row.shift.dtype, device=block.x.device)
 
 
 def logsumexp_gradients(
