@@ -25,7 +25,11 @@ LAYERS = [
         [("evaluation", "recall, search"), ("towers", "encoders"), ("data", "shards, tables"), ("display", "tables, plots")],
     ),
     ("cached step", "#c1440e", [("cached", "encode, loss, encode again: chunk by chunk")]),
-    ("losses", "#0b6e4f", [("losses", "a few lines each"), ("pairwise", "logsumexp, softplus, rank"), ("operators", "autograd")]),
+    (
+        "losses",
+        "#0b6e4f",
+        [("losses", "a few lines each"), ("pairwise", "logsumexp, softplus, rank"), ("operators", "autograd")],
+    ),
     ("engine", "#444444", [("ring", "many devices: who has which block"), ("tiles", "one device: PyTorch or Triton")]),
 ]
 WIDTH = 10.0
