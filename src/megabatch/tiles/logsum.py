@@ -72,7 +72,7 @@ class LogSum(NamedTuple):
         return base
 
 
-def weighted_softmax(s: Tensor, shift: Tensor, total: Tensor, per_unit: Tensor, out: Tensor) -> Tensor:
+def weighted_softmax(s: Tensor, shift: Tensor, total: Tensor, per_unit: Tensor, *, out: Tensor) -> Tensor:
     """weight · softmax(s), with the factors of `LogSum.softmax_factors`. `out` may be `s` itself.
 
     Each term is capped by its sum, so a softmax is at most 1. Backward computes s again and may round it differently than
