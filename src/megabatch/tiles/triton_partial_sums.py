@@ -40,8 +40,9 @@ def _add_partial_sums_kernel(
         sums = _sum_parts(softplus_part, offs_n, parts, rows, True, BLOCK_P)
         tl.store(softplus + offs_n, tl.load(softplus + offs_n, mask_n) + sums, mask_n)
     if row is not None:
-        sums = _sum_parts(row_part, offs_n, parts, rows, False, BLOCK_P)
-        tl.store(row + offs_n, tl.load(row + offs_n, mask_n) + sums, mask_n)
+        tl.store(
+            row + offs_n, tl.load(row + offs_n, mask_n) + _sum_parts(row_part, offs_n, parts, rows, False, BLOCK_P), mask_n
+        )
     if scale is not None:
         sums = _sum_parts(scale_part, offs_n, parts, rows, False, BLOCK_P)
         tl.store(scale + offs_n, tl.load(scale + offs_n, mask_n) + sums, mask_n)
