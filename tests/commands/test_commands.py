@@ -31,7 +31,7 @@ def call(command, *arguments):
 def place(tmp_path_factory):
     """A run, and the images and captions that it is tested on; one image is damaged."""
     pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
-    torch.manual_seed(0)
+    torch.manual_seed(2)  # untrained towers that name some of the colours, and not all
     folder = tmp_path_factory.mktemp("commands")
     (folder / "images").mkdir()
     rows = ["image,caption"]

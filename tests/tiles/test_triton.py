@@ -40,7 +40,7 @@ def close(actual, expected, exponent, what):
     assert error <= bound, f"{what}: {error} > {bound}"
 
 
-@examples(25, quick=5)
+@examples(25, quick=4)
 @given(
     N=st.integers(0, 150),
     M=st.integers(0, 150),
@@ -79,7 +79,7 @@ def test_logsumexp_matches_reference(N, M, D, log_scale, spread, exclude_by, wit
         close(actual, expected, exponent, what)
 
 
-@examples(15, quick=4)
+@examples(15, quick=2)
 @given(
     N=st.integers(1, 150),
     D=st.sampled_from((1, 3, 40, 130)),
