@@ -22,13 +22,13 @@ RULES: dict[str, set[str]] = {
     "pairwise": {"operators", "ring", "tiles"},
     "losses": {"pairwise", "operators", "ring", "tiles"},
     "cached": set(),  # takes any loss
-    "__init__": {"losses", "pairwise", "cached", "ring"},  # ring: the exception that users catch
+    "__init__": {"losses", "pairwise", "ring", "cached"},
     # The application
     "data": {"cached"},
     "towers": {"data"},
     "evaluation": {"data", "towers", "cached", "pairwise", "tiles"},
     "trainer": {"data", "towers", "evaluation", "cached", "losses"},
-    "display": {"__init__"},  # the version, in the footer of a page
+    "display": {"__init__"},  # its version
     "report": {"__init__", "data", "towers", "evaluation", "display"},
     "planning": {"ring", "tiles", "towers", "display"},
     "integrations": {"__init__", "losses", "cached", "data"},
