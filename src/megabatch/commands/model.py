@@ -1,4 +1,4 @@
-"""A model and data as they are named on a command line: a run's folder, or towers and datasets by name."""
+"""The arguments MODEL and --data: a run's folder, or towers and datasets by name."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from megabatch.towers.load import POSSIBLE, image_size
 
 @dataclass(frozen=True)
 class Chosen:
-    """A model, and what to search or evaluate."""
+    """A model, and the data to search or evaluate."""
 
     pair: Pair
     dataset: Dataset
@@ -26,20 +26,20 @@ class Chosen:
     folder: Path | None  # of the run
 
     def drawn(self, size: int) -> Dataset:
-        """The same samples as they are shown: emoji larger than the model sees them."""
+        """The same samples as they are shown: emoji are drawn in this size."""
         return data.load(self.data, self.split, size=size) if self.data == "emoji" else self.dataset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model and the data."""
+    """Adds the arguments that name the model and the data."""
     parser.add_argument("model", metavar="MODEL", help=f"folder of a run, or towers by name: {'; '.join(POSSIBLE)}")
-    parser.add_argument("--data", help=f"{'; '.join(data.POSSIBLE)} (default: what the run was evaluated on)")
-    parser.add_argument("--split", choices=("train", "test", "all"), help="of emoji and wordnet (default: test)")
-    parser.add_argument("--device", default="auto", help='"cpu", "cuda", or "auto" for CUDA where there is any (default)')
+    parser.add_argument("--data", help=f"{'; '.join(data.POSSIBLE)} (default: the run's test data)")
+    parser.add_argument("--split", choices=("train", "test", "all"), help="split of emoji and wordnet (default: test)")
+    parser.add_argument("--device", default="auto", help='"cpu", "cuda" or "auto" (default): CUDA if there is a device')
 
 
 def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
-    """What the arguments name."""
+    """Loads the model and the data that the arguments name."""
     folder = Path(args.model) if Path(args.model).is_dir() else None
     if folder is None and args.model != "small" and ":" not in args.model:
         raise ValueError(f"MODEL must be the folder of a run, or one of: {'; '.join(POSSIBLE)}. Got {args.model!r}")
@@ -72,7 +72,7 @@ def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | Non
 
 
 def lines_of(path: str) -> Sequence[str]:
-    """A file's lines that are not empty."""
+    """The non-empty lines of a file."""
     found = [line.strip() for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
     if not found:
         raise ValueError(f"{path} must have at least one line, got none")

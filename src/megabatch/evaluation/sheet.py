@@ -1,4 +1,4 @@
-"""A contact sheet: queries on the left, what was found beside them, names and scores below, credits at the foot."""
+"""A contact sheet as PNG: a row for each query, with its matches, their names and scores; credits at the bottom."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Found:
     shown: Shown
     name: str
     score: float
-    right: bool | None = None  # marked, where it is known
+    right: bool | None = None  # a right match gets a frame; None if unknown
 
 
 @dataclass(frozen=True)
 class Look:
-    """Measures in pixels, and colours."""
+    """Sizes in pixels, and colours."""
 
     picture: int = 96
     gap: int = 14
@@ -124,7 +124,7 @@ class _Sheet:
             self._pen.text((left, top + number * step), line, fill=self.look.ink, font=self.font)
 
     def _lines(self, text: str, width: int, font: Any, *, most: int) -> list[str]:
-        """Words broken into lines that fit; what is too long ends in an ellipsis."""
+        """The text in lines that fit the width; text beyond the last line becomes an ellipsis."""
         lines: list[str] = []
         for word in text.split():
             longer = f"{lines[-1]} {word}" if lines else word

@@ -48,12 +48,12 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Of both, each once."""
+        """Number of parameters of both towers; shared ones count once."""
         return sum(p.numel() for p in self._each_once())
 
     @property
     def trained(self) -> int:
-        """Those of them that have a gradient."""
+        """Number of parameters that are trained."""
         return sum(p.numel() for p in self._each_once() if p.requires_grad)
 
     def _each_once(self) -> Iterable[nn.Parameter]:
@@ -160,7 +160,7 @@ def _huggingface(spec: str, image_size: int | None, length: int | None) -> tuple
 
 
 def _freeze_unused(sides: tuple[Side, Side]) -> None:
-    """As these towers are when they are loaded; inside `nowhere`."""
+    """The towers as `towers.load` makes them, without data; inside `nowhere`."""
     from megabatch.towers.huggingface import freeze_unused
 
     for side in {id(side.module): side for side in sides}.values():
