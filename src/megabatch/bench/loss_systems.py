@@ -1,7 +1,7 @@
-"""Losses that benchmarks compare, by name: ours, one written by hand, and those of other projects where they are installed.
+"""CLIP losses that benchmarks compare, by name: megabatch, one in plain PyTorch, and other projects' if installed.
 
-Each is a function of image and text embeddings and of the scale that returns the symmetric loss of CLIP. Those that run on a
-CUDA device alone say so by an `ImportError` elsewhere, as those do that are not installed.
+Each is a function of image embeddings, text embeddings and scale that returns CLIP's symmetric loss. A loss that is not
+installed, or does not run on the device, raises `ImportError`.
 """
 
 import importlib.util

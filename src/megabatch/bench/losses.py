@@ -1,4 +1,4 @@
-"""Memory and time of losses against the batch, each checked against float64 before it is timed; and of the bare products."""
+"""Memory and time of losses and of the bare products against the batch. Each loss is checked against float64 first."""
 
 import math
 import time

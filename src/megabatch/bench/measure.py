@@ -1,7 +1,7 @@
-"""One measurement in a process of its own, with a limit on its memory, and the peak of what it took.
+"""Measurements in a fresh process with a memory limit, and their peak memory.
 
-A fresh process, because memory that an earlier measurement freed is often kept by the allocator, and would hide what the
-next one takes. A limit, because a loss that does not fit should fail by itself, not have the system end other programs.
+The process is fresh because the allocator often keeps memory that an earlier measurement freed, which would hide the next
+peak. The memory is limited so that a loss that does not fit fails by itself, before the system kills other programs.
 """
 
 import contextlib

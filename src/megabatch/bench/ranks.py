@@ -1,4 +1,4 @@
-"""Several ranks on this machine: fresh processes joined by gloo, which end by themselves."""
+"""Several ranks on this machine: fresh processes in a gloo process group."""
 
 import datetime
 import multiprocessing

@@ -1,8 +1,8 @@
-"""What the ring is compared with: open_clip's losses over a gathered batch, and Inf-CL's exchange, a ring for each direction.
+"""Peers of the ring: open_clip's losses over a gathered batch, and Inf-CL's scheme, a ring for each direction.
 
 `two_rings` follows the scheme of Inf-CL (arXiv 2410.17243): row sums of x against the travelling y, then of y against the
 travelling x; in backward again one lap for each, in which a block's gradient makes R hops. Similarities are computed in the
-same tiles as megabatch's, so that the comparison is of the schemes.
+same tiles as megabatch's, so that only the schemes differ.
 """
 
 import warnings

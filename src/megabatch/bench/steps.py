@@ -1,6 +1,6 @@
-"""Ways to make one training step with a large batch, for benchmarks: ours, and other projects' schemes by their ideas.
+"""Training steps with a large batch, for benchmarks: plain, cached, and re-implementations of other projects' schemes.
 
-Each is a function of the towers, the inputs and the learned scale that leaves gradients and returns the loss.
+Each is a function of a `Setting` that leaves gradients in the parameters and returns the loss.
 """
 
 from collections.abc import Callable, Iterator

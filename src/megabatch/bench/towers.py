@@ -1,6 +1,6 @@
-"""Towers and images for benchmarks of a step: CLIP's sizes with random weights, and synthetic images that nobody has to store.
+"""Towers and images for benchmarks of a step: CLIP's sizes with random weights, and synthetic images that need no storage.
 
-From `transformers` where it is installed, or else the same sizes in plain PyTorch, which the result says.
+The towers are `transformers`' if it is installed, or the same sizes in plain PyTorch; the record says which.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
-"""Towers by name, without weights: what a plan needs to know of a model is its shape.
+"""Towers by name, without weights: a plan needs only a model's shape.
 
-The names are those of `towers.load`, and nothing is allocated or downloaded: for "hf:NAME" a config.json is read that is on
-this machine. Where all that is known is a number of parameters, a transformer of that size stands in for the tower.
+The names are those of `towers.load`. Nothing is allocated or downloaded: for "hf:NAME" the config.json must be on this
+machine. If only the number of parameters is known, a transformer of that size stands in for the tower.
 """
 
 import logging

@@ -1,10 +1,10 @@
-"""The cost of a loss over many ranks: bytes, operations and seconds, for each schedule, before anything is run.
+"""The cost of a loss over many ranks: bytes, operations and seconds of each schedule, without running it.
 
-Bytes and operations are exact: they follow from the schedule, hop by hop, and tests compare them with what is sent. Seconds are
-a simulation of that schedule: every rank has a clock, every link carries one message after another at its bandwidth, and a rank
-that needs a message waits for it. What it waits for is the exposed part of the exchange; the rest is hidden behind the work.
+Bytes and operations are exact: they follow from the schedule, hop by hop, and tests compare them with the bytes really sent.
+Seconds are a simulation of the schedule: every rank has a clock, every link carries one message after another at its bandwidth,
+and a rank that needs a message waits for it. The waiting time is the exposed part of the communication.
 
-Bandwidths, latencies and the compute rate are inputs; measure them on the machine that is meant.
+Bandwidths, latencies and the compute rate are inputs; measure them on your machine.
 """
 
 from collections import defaultdict

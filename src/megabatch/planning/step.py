@@ -1,8 +1,8 @@
-"""What a training step takes on every GPU, for a batch of any size: memory by what holds it, time by what it goes into.
+"""Memory and time of a training step on each GPU, for any batch size, by part.
 
-A step of this library is `training.cached_backward`: chunks are encoded without a graph, the loss is taken once, chunks are
-encoded again with one. So memory has two moments that may be the peak: while a tower goes back through a chunk, and while the
-loss works. A plain step has one: all activations are held while the loss works.
+A step of this library is `training.cached_backward`: chunks are encoded without a graph, the loss is computed once, chunks are
+encoded again with a graph. Its peak memory is in a tower's backward pass over a chunk, or in the loss. A plain step has one
+peak: the loss, with all activations held.
 """
 
 from collections.abc import Callable
