@@ -167,7 +167,7 @@ def test_what_is_missing_leaves_a_gap_and_says_so(tmp_path, pair, missing):
 
 def test_an_empty_folder_has_a_page_and_none_has_a_message(tmp_path):
     assert "neither command.txt nor config.toml" in write_report(tmp_path).read_text("utf-8")
-    with pytest.raises(FileNotFoundError, match=r"folder must be that of a run, got .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"folder must be a run's folder, got .*nowhere"):
         write_report(tmp_path / "nowhere")
     (tmp_path / "config.toml").write_text("data = ")
     with pytest.raises(ValueError, match=r"config.toml must be"):

@@ -18,21 +18,21 @@ from megabatch.bench.steps import SYSTEMS, Setting
 from megabatch.bench.towers import SIZES, SyntheticImages, tokens, towers
 
 CHECK, CHECK_CHUNK = 64, 16
-TOLERANCE = 1e-3  # of the length of a gradient, float32 against float32
+TOLERANCE = 1e-3  # relative error of a gradient, by norm, float32 against float32
 PLAIN, ALONE = "plain step", "towers alone"
 CACHED = ("cached, budget 0", "cached, auto")
 INITIAL = 2.66  # logarithm of CLIP's scale
-LATER_STEPS = {"cpu": 1, "cuda": 2}  # after one that allocates; the fastest counts
+LATER_STEPS = {"cpu": 1, "cuda": 2}  # timed steps after a first one that allocates; the fastest counts
 
 
 @dataclass
 class StepResult:
-    """One system at one batch; a wrong one has no speed."""
+    """One system at one batch; a wrong one is not timed."""
 
     system: str
     batch: int
     status: str
-    error: float | None = None  # of all towers' gradients, on a small batch
+    error: float | None = None  # relative error of all towers' gradients, on a small batch
     scale_ratio: float | None = None  # the scale's gradient ÷ the right one
     seconds: float | None = None
     peak: int | None = None  # bytes beyond weights and gradients
@@ -41,7 +41,7 @@ class StepResult:
 def measure(
     model: str, batches: list[int], chunk: int, device: str, systems: list[str], until: float = math.inf
 ) -> Iterator[StepResult]:
-    """The systems at all batches, smallest first, while there is time."""
+    """The systems at all batches, smallest first, until the time limit."""
     image, text, _ = towers(SIZES[model], device)
     backend = "triton" if device == "cuda" else "eager"
 
@@ -56,7 +56,7 @@ def measure(
         for name in systems:
             error, ratio = checks.get(name, (None, None))
             result = StepResult(name, batch, OK, error, ratio)
-            # So written, NaN is wrong.
+            # Written so that NaN is wrong.
             if error is not None and ratio is not None and not (error <= TOLERANCE and abs(ratio - 1) <= TOLERANCE):
                 result.status = WRONG
             elif name in failed:
@@ -82,7 +82,7 @@ def compare(s: Setting, systems: list[str]) -> dict[str, tuple[float, float]]:
 
 
 def _gradients(s: Setting, name: str) -> list[Tensor]:
-    """Of all parameters, the scale's last."""
+    """Gradients of all parameters, the scale's last."""
     for p in s.parameters():
         p.grad = None
     SYSTEMS[name](s)
@@ -94,7 +94,7 @@ def _time(result: StepResult, s: Setting, failed: set[str]) -> None:
         p.grad = torch.zeros_like(p)  # as in every step but the first
     gc.collect()
     if s.device == "cuda":
-        torch.cuda.empty_cache()  # or the step would have to give back first what the one before kept
+        torch.cuda.empty_cache()  # cached blocks of the step before would slow down this one
 
     def step() -> float:
         begun = time.perf_counter()

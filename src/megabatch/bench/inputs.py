@@ -1,4 +1,4 @@
-"""Embeddings that benchmarks compare losses on: pairs that match as those of a trained model do, the same every time."""
+"""Deterministic embeddings for benchmarks of losses; pairs match about as well as those of a trained model."""
 
 import math
 
@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SCALE = 50.0  # of the logits; CLIP learns 100, and starts at 14
-NOISE = 4.0  # length of what a text adds to its image: right answers at SCALE are likely, and not certain
-SAMPLED_ROWS = 64  # of the gradients that are compared with float64
+SCALE = 50.0  # logit scale; CLIP starts at 14 and learns 100
+NOISE = 4.0  # length of the noise between an image and its text: at SCALE the match is likely, not certain
+SAMPLED_ROWS = 64  # gradient rows that are compared with float64
 
 # A product of two unit vectors in float32 is off by a few roundings; a logit by SCALE times that, and the loss by about as
 # much; a probability, and with it a gradient, by that part of itself.
@@ -29,12 +29,12 @@ def pairs(batch: int, width: int, device: str = "cpu") -> tuple[Tensor, Tensor, 
 
 
 def sampled_rows(batch: int) -> Tensor:  # (S,)
-    """Which rows of the gradients are compared."""
+    """The gradient rows that are compared."""
     return torch.linspace(0, batch - 1, min(batch, SAMPLED_ROWS)).long()
 
 
 def is_right(loss: float, loss_error: float, gradient_error: float, device: str = "cpu") -> bool:
-    """Whether relative errors are what the input's precision explains. So written, NaN is wrong, and so is a negative loss."""
+    """Whether the relative errors are within the input's precision. NaN and a negative loss are wrong."""
     if device == "cuda":
         return loss >= 0 and loss_error <= HALF_TOLERANCE["loss"] and gradient_error <= HALF_TOLERANCE["gradient"]
     return loss >= 0 and loss_error * loss <= TOLERANCE and gradient_error <= TOLERANCE

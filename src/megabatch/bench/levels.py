@@ -1,4 +1,4 @@
-"""The loss over ranks at each level of tiling: what Inf-CL's table 4 takes away one by one. Ranks are processes on this CPU."""
+"""The loss over ranks with fewer and fewer levels of tiling, as in Inf-CL's table 4. Ranks are processes on this CPU."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ SYSTEMS = {
 
 
 class Measured(NamedTuple):
-    """What a rank sends back."""
+    """The result of a rank."""
 
     seconds: list[float]
     peak: int
@@ -60,7 +60,7 @@ def _measure(rank: int, world: int, system: str, batch: int, width: int, repeats
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.item()
 
-        step(*local(pairs(64 * world, width), slice(64 * rank, 64 * (rank + 1))))  # connections, threads, libraries
+        step(*local(pairs(64 * world, width), slice(64 * rank, 64 * (rank + 1))))  # warm-up: connections, threads, libraries
         inputs = local(pairs(batch, width), rows)
         dist.barrier()
         with ring.counted() as traffic:
@@ -80,7 +80,7 @@ def _measure(rank: int, world: int, system: str, batch: int, width: int, repeats
 
 @contextmanager
 def _loss(system: str, rows: int) -> Iterator[Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The loss of a system; what has to be changed for it is changed back."""
+    """The loss of a system; settings changed for it are restored afterwards."""
     if system in (VANILLA, LOCAL):
         yield lambda *inputs: ring_peers.open_clip_loss(*inputs, local=system == LOCAL)
         return

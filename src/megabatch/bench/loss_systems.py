@@ -1,7 +1,7 @@
-"""Losses that benchmarks compare, by name: ours, one written by hand, and those of other projects where they are installed.
+"""CLIP losses that benchmarks compare, by name: megabatch, one in plain PyTorch, and other projects' if installed.
 
-Each is a function of image and text embeddings and of the scale that returns the symmetric loss of CLIP. Those that run on a
-CUDA device alone say so by an `ImportError` elsewhere, as those do that are not installed.
+Each is a function of image embeddings, text embeddings and scale that returns CLIP's symmetric loss. A loss that is not
+installed, or does not run on the device, raises `ImportError`.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ CHUNK_ROWS = 1024
 
 
 def open_clip_losses() -> Any:
-    """The module of open_clip's losses alone; the whole package wants many others."""
+    """open_clip's module of losses, loaded alone because the package imports many others."""
     package = importlib.util.find_spec("open_clip")
     if package is None or package.origin is None:
         raise ImportError("open_clip", name="open_clip")
@@ -52,7 +52,7 @@ def _dense(device: str) -> Loss:
 
 
 def checkpointed_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """What one writes by hand: some rows of logits at a time, computed again in the backward pass."""
+    """Rows of logits in chunks, recomputed in the backward pass by activation checkpointing."""
 
     def part(rows: Tensor, others: Tensor, scale: Tensor, start: int) -> Tensor:
         logits = scale * rows @ others.T  # (n, N)
@@ -123,7 +123,7 @@ ABOUT = {
 
 
 def loss_of(name: str, device: str) -> Loss:
-    """The loss; an `ImportError` where it is not installed or does not run on `device`."""
+    """The loss. Raises `ImportError` if it is not installed or does not run on `device`."""
     if name in CUDA_ONLY and device != "cuda":
         raise ImportError(f"{name} runs on CUDA alone", name=name)
     return _BUILDERS[name](device)

@@ -1,4 +1,4 @@
-"""Memory and time of losses against the batch, each checked against float64 before it is timed; and of the bare products."""
+"""Memory and time of losses and of the bare products against the batch. Each loss is checked against float64 first."""
 
 import math
 import time
@@ -15,13 +15,13 @@ from megabatch.bench.truth import ClipTruth, clip_truth
 from megabatch.tiles.plan import eager_tile, strip_size
 
 OK, WRONG, MEMORY, MISSING, LATE = "ok", "WRONG", "out of memory", "not installed", "no time left"
-FAILED = "failed"  # and, after a colon, why
-DENSE_BYTES = 16  # a pair of a dense loss; see planning/losses.py
+FAILED = "failed"  # followed by a colon and the reason
+DENSE_BYTES = 16  # bytes that a dense loss holds for each entry of the matrix; see planning/losses.py
 
 
 @dataclass
 class LossResult:
-    """One system at one batch; numbers are None where there are none, and a speed is never given for a wrong result."""
+    """One system at one batch. Missing numbers are None; a wrong result is never timed."""
 
     system: str
     batch: int
@@ -41,7 +41,7 @@ class LossResult:
 
 @dataclass(frozen=True)
 class Products:
-    """Seconds of the matrix products that no exact loss can avoid, at one batch: S, S again, dX and dY."""
+    """Seconds of the matrix products that every exact loss needs, at one batch: S, S again, dX and dY."""
 
     batch: int
     seconds: float
@@ -101,13 +101,13 @@ def _one(
         result.status = MEMORY
         return result
     try:
-        _step(loss, *pairs(64, inputs[0].shape[1], device))  # starts threads and compiles, which is nobody's time or memory
-        _forget_gradients(*inputs)  # those of the system before: memory that would be there to use again, uncounted
+        _step(loss, *pairs(64, inputs[0].shape[1], device))  # warm-up: starts threads and compiles, not to be measured
+        _forget_gradients(*inputs)  # of the system before, whose freed memory would be reused uncounted
         (value, *_), result.peak = peak_memory(lambda: _step(loss, *inputs), device)
     except (torch.OutOfMemoryError, MemoryError):
         result.status = MEMORY
         return result
-    except Exception as error:  # whatever a version of a peer makes of this machine, the others are to be measured
+    except Exception as error:  # a peer may fail in any way; the others are still measured
         result.status = f"{FAILED}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
         return result
     rows = sampled_rows(batch)
@@ -122,7 +122,7 @@ def _one(
 
 
 def _best(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], seconds: float) -> tuple[float, float]:
-    """The fastest of as many steps as there is time for."""
+    """The fastest of as many steps as fit the time limit."""
     begun = time.perf_counter()
     found: list[tuple[float, float]] = []
     while not found or time.perf_counter() - begun < seconds:
@@ -154,7 +154,7 @@ def _now(tensor: Tensor) -> float:
 
 
 def bare_products(image: Tensor, text: Tensor) -> dict[str, Callable[[], None]]:
-    """S, dX and dY of the whole batch by PyTorch's library, in strips that fit the workspace of a loss."""
+    """S, dX and dY of the whole batch with PyTorch's matrix product, in strips that fit the workspace of a loss."""
     B, D = image.shape
     size = strip_size(B, B, D, 2) if image.is_cuda else eager_tile(image.device, image.dtype)
     rows, columns = min(size.rows, B), min(size.columns, B)

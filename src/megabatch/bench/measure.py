@@ -1,7 +1,7 @@
-"""One measurement in a process of its own, with a limit on its memory, and the peak of what it took.
+"""Measurements in a fresh process with a memory limit, and their peak memory.
 
-A fresh process, because memory that an earlier measurement freed is often kept by the allocator, and would hide what the
-next one takes. A limit, because a loss that does not fit should fail by itself, not have the system end other programs.
+The process is fresh because the allocator often keeps memory that an earlier measurement freed, which would hide the next
+peak. The memory is limited so that a loss that does not fit fails by itself, before the system kills other programs.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ProcessError(RuntimeError):
-    """The process of a measurement ended without an answer; the message says how. Or, as a cause: the traceback there."""
+    """The process of a measurement ended without a result; the message says how. As a cause: the traceback in that process."""
 
 
 def fresh_process(function: Callable[..., T], *args: Any, memory_limit: int | None = None) -> T:
@@ -48,7 +48,7 @@ def fresh_process(function: Callable[..., T], *args: Any, memory_limit: int | No
     # Pickled here and not by multiprocessing, which would put tensors in shared memory that ends with the process.
     process = spawn.Process(target=_serve, args=(writer, pickle.dumps((function, args)), memory_limit), daemon=True)
     process.start()
-    writer.close()  # from now on the child has the only one, and its end is the end of the pipe
+    writer.close()  # the child now holds the only write end, so its exit closes the pipe
     try:
         succeeded, value = pickle.loads(reader.recv_bytes())
     except EOFError:
@@ -117,7 +117,7 @@ def _elapsed(work: Callable[[], Any], calls: int, device: str) -> float:
 
 
 def _serve(writer: Connection, call: bytes, memory_limit: int | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the parent tells the story and ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the parent reports it and ends this one
     function, args = pickle.loads(call)
     if memory_limit is not None:
         _limit_memory(memory_limit)
@@ -150,7 +150,7 @@ def _portable(error: Exception) -> Exception:
         return MemoryError(message)
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever an exception of somebody else's makes of being copied
+    except Exception:  # an exception of another library may fail to pickle in any way
         return RuntimeError(f"{type(error).__name__}: {message}")
     return error
 
@@ -163,7 +163,7 @@ def _how_it_ended(exitcode: int | None) -> str:
 
 
 def _forget_peak() -> bool:
-    """Makes what is resident now the peak; False where the system cannot."""
+    """Resets the peak to the present resident memory; False if the system cannot."""
     # Pages that were freed but not given back would be used again, uncounted. Only the GNU C library has the call.
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The three parts of `megabatch bench`, each as what it adds to the record."""
+"""The three parts of `megabatch bench`; each returns its entries of the record."""
 
 import math
 import time
@@ -22,20 +22,20 @@ from megabatch.machine import available_memory
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is run; smaller on a CPU, and much smaller in a hurry."""
+    """Sizes of a run: smaller on a CPU, much smaller with `--quick`."""
 
     batches: list[int]
     width: int
-    seconds: float  # of timing one loss at one batch
-    limit: float  # seconds for all losses, and for all steps; what does not fit is left out
-    level_batch: int  # so that a rank's block is larger than a tile, which would not matter otherwise
+    seconds: float  # of timing for one loss at one batch
+    limit: float  # seconds for all losses, and for all steps; measurements beyond it are skipped
+    level_batch: int  # large enough that a rank's block is larger than a tile
     ranks: int
     model: str
     step_batches: list[int]
     chunk: int
 
 
-SIZES = {  # by device, and whether in a hurry
+SIZES = {  # (device, quick)
     ("cpu", True): Sizes([512, 1024, 2048, 4096], 256, 0.3, 18.0, 4096, 2, "tiny", [32, 64, 128], 16),
     ("cpu", False): Sizes([1024, 2048, 4096, 8192, 16384], 512, 3.0, math.inf, 8192, 4, "tiny", [128, 512, 2048], 16),
     ("cuda", True): Sizes([8192, 16384, 32768, 65536], 512, 0.3, 60.0, 4096, 2, "ViT-B/32", [1024, 2048, 4096], 256),
@@ -43,11 +43,11 @@ SIZES = {  # by device, and whether in a hurry
         [16384, 32768, 65536, 131072, 262144], 512, 1.5, 600.0, 8192, 4, "ViT-B/32", [4096, 16384, 65536], 1024
     ),
 }
-MEMORY_SHARE = 0.8  # of what is available; a dense loss that needs more is not tried
-LEVELS = [TILES, BLOCKS, LOCAL, VANILLA]  # the one that needs least first: what it frees cannot hide what the next one takes
+MEMORY_SHARE = 0.8  # of the available memory; a dense loss that needs more is not tried
+LEVELS = [TILES, BLOCKS, LOCAL, VANILLA]  # smallest memory first, because freed memory would hide the peak of the next
 REPEATS = 2
 
-Say = Callable[[str, float], None]  # what is being done, and which share of the part is done
+Say = Callable[[str, float], None]  # (present task, fraction of the part that is done)
 
 
 def losses(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def losses(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
 
 
 def levels(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
-    """The loss over ranks, with more and more of the tiling; on the CPU whatever the device."""
+    """The loss over ranks at each level of tiling; always on the CPU."""
     batch, width, world = sizes.level_batch, sizes.width, sizes.ranks
     say(f"{batch:,} pairs on {world} ranks", 0.1)
     image, text, log_scale = pairs(batch, width)

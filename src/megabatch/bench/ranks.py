@@ -1,4 +1,4 @@
-"""Several ranks on this machine: fresh processes joined by gloo, which end by themselves."""
+"""Several ranks on this machine: fresh processes in a gloo process group."""
 
 import datetime
 import multiprocessing
@@ -47,14 +47,14 @@ def on_ranks(function: Callable[..., T], world: int, *args: Any, seconds: float 
 
 
 def free_port() -> int:
-    """One that nobody listens to on this machine."""
+    """A free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def join(rank: int, world: int, address: str, seconds: float) -> None:
-    """Makes this process a rank of a default group; cores are shared out evenly."""
+    """Makes this process a rank of a default group; ranks share the cores evenly."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     limit = datetime.timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=limit)
@@ -82,5 +82,5 @@ def _serve(writer: Connection, rank: int, world: int, address: str, seconds: flo
     writer.send_bytes(pickle.dumps(answer))
     writer.close()
     if answer[0]:
-        dist.barrier()  # the first to end would be a dead rank to the others
+        dist.barrier()  # a rank that exits early would look dead to the others
     os._exit(0)

@@ -1,8 +1,8 @@
-"""What the ring is compared with: open_clip's losses over a gathered batch, and Inf-CL's exchange, a ring for each direction.
+"""Peers of the ring: open_clip's losses over a gathered batch, and Inf-CL's scheme, a ring for each direction.
 
 `two_rings` follows the scheme of Inf-CL (arXiv 2410.17243): row sums of x against the travelling y, then of y against the
 travelling x; in backward again one lap for each, in which a block's gradient makes R hops. Similarities are computed in the
-same tiles as megabatch's, so that the comparison is of the schemes.
+same tiles as megabatch's, so that only the schemes differ.
 """
 
 import warnings
@@ -26,7 +26,7 @@ def open_clip_loss(image: Tensor, text: Tensor, scale: Tensor, *, local: bool) -
     world = dist.get_world_size()
     loss = ClipLoss(local_loss=local, gather_with_grad=True, rank=dist.get_rank(), world_size=world)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # it gathers with a function that PyTorch has deprecated
+        warnings.simplefilter("ignore", FutureWarning)  # open_clip gathers with a deprecated function of PyTorch
         value: Tensor = loss(image, text, scale)
     return value
 
@@ -90,7 +90,7 @@ def _exchange(x: Tensor) -> Exchange:
 
 
 def _pass_on(exchange: Exchange, tensor: Tensor) -> Any:
-    """Sends to the next rank; what comes from the one before is returned by the function returned."""
+    """Starts sending to the next rank; the returned function waits for the previous rank's tensor and returns it."""
     rank, size = exchange.members.rank, exchange.members.size
     if size == 1:
         return lambda: tensor

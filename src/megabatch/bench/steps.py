@@ -1,6 +1,6 @@
-"""Ways to make one training step with a large batch, for benchmarks: ours, and other projects' schemes by their ideas.
+"""Training steps with a large batch, for benchmarks: plain, cached, and re-implementations of other projects' schemes.
 
-Each is a function of the towers, the inputs and the learned scale that leaves gradients and returns the loss.
+Each is a function of a `Setting` that leaves gradients in the parameters and returns the loss.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from megabatch.cached import Budget
 
 @dataclass
 class Setting:
-    """What a step is given."""
+    """The inputs of a step."""
 
     image: nn.Module
     text: nn.Module
@@ -34,11 +34,11 @@ class Setting:
     )
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that is trained."""
+        """All trained parameters."""
         return [*self.image.parameters(), *self.text.parameters(), self.log_scale]
 
     def of_batch(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """All embeddings that the loss sees."""
+        """All embeddings that enter the loss."""
         if self.beside is None:
             return image, text
         first, second = (torch.cat((x, rest.to(x.dtype))) for x, rest in zip((image, text), self.beside, strict=True))
@@ -63,7 +63,7 @@ def dense_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 
 def plain(s: Setting) -> Tensor:
-    """One graph over everything."""
+    """One graph over the whole batch."""
     assert isinstance(s.images, SyntheticImages)
     with s.cast():
         loss = mb.clip_loss(s.image(s.images.all()), s.text(s.tokens), s.log_scale.exp(), backend=s.backend)
@@ -125,7 +125,7 @@ def grad_cache(s: Setting) -> Tensor:
 
 
 def towers_alone(s: Setting) -> Tensor:
-    """One forward pass and one forward and backward pass of every chunk, and nothing else: what a budget of 0 cannot beat."""
+    """A forward pass, then a forward and a backward pass of every chunk, without a loss: the lower bound of a budget of 0."""
     total = torch.zeros((), device=s.device)
     for tower, chunks in s.halves():
         with torch.no_grad(), s.cast():

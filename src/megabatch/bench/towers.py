@@ -1,6 +1,6 @@
-"""Towers and images for benchmarks of a step: CLIP's sizes with random weights, and synthetic images that nobody has to store.
+"""Towers and images for benchmarks of a step: CLIP's sizes with random weights, and synthetic images that need no storage.
 
-From `transformers` where it is installed, or else the same sizes in plain PyTorch, which the result says.
+The towers are `transformers`' if it is installed, or the same sizes in plain PyTorch; the record says which.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ VOCABULARY, CONTEXT = 49408, 77
 
 @dataclass(frozen=True)
 class Size:
-    """Of a CLIP model: (width, layers, heads) of both towers."""
+    """A CLIP model: (width, layers, heads) of both towers."""
 
     pixels: int
     patch: int
@@ -70,9 +70,9 @@ class TransformersTower(nn.Module):
 
 
 def towers(size: Size, device: str) -> tuple[nn.Module, nn.Module, str]:
-    """(image tower, text tower, where they are from)."""
+    """(image tower, text tower, name of the library that built them)."""
     torch.manual_seed(0)
-    with torch.device(device):  # a GPU draws the weights of a large model at once
+    with torch.device(device):  # drawing random weights is much faster on the GPU
         if importlib.util.find_spec("transformers") is None or size is SIZES["tiny"]:
             return PlainTower(size, image=True), PlainTower(size, image=False), "plain PyTorch"
         return *_transformers_towers(size), "transformers"
@@ -98,9 +98,9 @@ def _transformers_towers(size: Size) -> tuple[nn.Module, nn.Module]:
 
 
 class SyntheticImages(mb.Source):
-    """Images made on the device from their position: the batch may have any size, and no storage has to keep up."""
+    """Images computed on the device from their index: a batch of any size needs no storage."""
 
-    block = 64  # made together; a span that begins inside a block makes the whole of it
+    block = 64  # images made together; a span that starts inside a block makes the whole block
 
     def __init__(self, rows: int, size: Size, device: str) -> None:
         self.rows, self.shape, self.device = rows, (3, size.pixels, size.pixels), device
@@ -121,7 +121,7 @@ class SyntheticImages(mb.Source):
         return torch.randn(self.block, *self.shape, generator=generator, device=self.device)
 
     def all(self) -> Tensor:
-        """The whole batch, for a step that needs it at once."""
+        """The whole batch as one tensor, for a plain step."""
         whole = torch.empty(self.rows, *self.shape, device=self.device)
         for start in range(0, self.rows, self.block):
             whole[start : start + self.block] = self._block(start // self.block)[: self.rows - start]
@@ -132,7 +132,7 @@ POOL = 256  # raw images on the host that replay reads from
 
 
 def replay(rows: int, size: Size, workers: int, seed: int) -> mb.ReplaySource:
-    """Raw images on the host, cropped and flipped at random by worker threads, the second time as the first."""
+    """Raw images on the host, cropped and flipped at random by worker threads, identically in both passes."""
     raw = size.pixels + 32
     pool = torch.randint(0, 256, (POOL, 3, raw, raw), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -145,7 +145,7 @@ def replay(rows: int, size: Size, workers: int, seed: int) -> mb.ReplaySource:
 
 
 class Normalised(nn.Module):
-    """A tower that takes images of bytes, so that a quarter of the data travels."""
+    """A tower that takes uint8 images: a quarter of the bytes of float32 to copy."""
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The loss of CLIP and some rows of its gradients in float64, in linear memory: what a benchmark compares with.
+"""The CLIP loss and sampled rows of its gradients in float64, in linear memory: the reference of the benchmarks.
 
 Written out from the definition, a few whole rows of logits at a time, and shares no code with the losses it checks.
 """
@@ -70,7 +70,7 @@ def clip_truth(
 
 
 def _logsumexps(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:  # (N,), (N,)
-    """Of the rows and of the columns of scale·x·yᵀ."""
+    """log-sum-exp of the rows and of the columns of scale·x·yᵀ."""
     row, col = torch.empty_like(x[:, 0]), torch.full_like(y[:, 0], -torch.inf)
     for rows in _chunks(len(x), len(y)):
         s = scale * x[rows] @ y.T  # (n, N)

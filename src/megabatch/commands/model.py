@@ -1,4 +1,4 @@
-"""The model and data that a command line names: a run's folder, or towers and datasets by name."""
+"""The arguments MODEL and --data: a run's folder, or towers and datasets by name."""
 
 import argparse
 from collections.abc import Sequence
@@ -26,20 +26,20 @@ class Chosen:
     folder: Path | None  # of the run
 
     def drawn(self, size: int) -> Dataset:
-        """The same samples for display: emoji are drawn larger than for the model."""
+        """The same samples as they are shown: emoji are drawn in this size."""
         return data.load(self.data, self.split, size=size) if self.data == "emoji" else self.dataset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments for the model and the data."""
+    """Adds the arguments that name the model and the data."""
     parser.add_argument("model", metavar="MODEL", help=f"folder of a run, or towers by name: {'; '.join(POSSIBLE)}")
-    parser.add_argument("--data", help=f"{'; '.join(data.POSSIBLE)} (default: the evaluation data of the run)")
-    parser.add_argument("--split", choices=("train", "test", "all"), help="of emoji and wordnet (default: test)")
-    parser.add_argument("--device", default="auto", help='"cpu", "cuda", or "auto" for CUDA if available (default)')
+    parser.add_argument("--data", help=f"{'; '.join(data.POSSIBLE)} (default: the run's test data)")
+    parser.add_argument("--split", choices=("train", "test", "all"), help="split of emoji and wordnet (default: test)")
+    parser.add_argument("--device", default="auto", help='"cpu", "cuda" or "auto" (default): CUDA if there is a device')
 
 
 def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
-    """Loads the model and the data."""
+    """Loads the model and the data that the arguments name."""
     folder = Path(args.model) if Path(args.model).is_dir() else None
     if folder is None and args.model != "small" and ":" not in args.model:
         raise ValueError(f"MODEL must be the folder of a run, or one of: {'; '.join(POSSIBLE)}. Got {args.model!r}")
@@ -72,7 +72,7 @@ def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | Non
 
 
 def lines_of(path: str) -> Sequence[str]:
-    """The lines of a file that are not empty."""
+    """The non-empty lines of a file."""
     found = [line.strip() for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
     if not found:
         raise ValueError(f"{path} must have at least one line, got none")

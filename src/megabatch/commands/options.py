@@ -1,4 +1,4 @@
-"""Values of options, as argparse asks for them: the value, or a message that says what was expected."""
+"""Types of options for argparse."""
 
 import argparse
 

@@ -1,4 +1,7 @@
-"""What a run shows while it goes on: a bar in the terminal, TensorBoard, Weights & Biases. Each observes the trainer."""
+"""Presentation: numbers, tables, plots and pages for reports, benchmarks and plans; observers that show a run's progress.
+
+The observers are exported here: a bar in the terminal, TensorBoard, Weights & Biases.
+"""
 
 from megabatch.display.progress import ProgressDisplay
 from megabatch.display.tensorboard import TensorBoardLog

@@ -1,4 +1,4 @@
-"""Where a run is: a bar where there is a terminal, a line now and then where there is none."""
+"""Progress of a run: a bar in a terminal, a line every few seconds elsewhere."""
 
 import sys
 import time
@@ -9,16 +9,16 @@ from typing import Any, TextIO
 from megabatch import extras
 from megabatch.display import metrics, numbers
 
-LINE_SECONDS = 10.0  # between lines where output is no terminal
+LINE_SECONDS = 10.0  # between lines if the output is not a terminal
 
 
 class ProgressDisplay:
     """An observer that shows step, loss, pairs a second, memory, time left and the last recall.
 
     Args:
-        stream: where to; None for standard output.
-        line_seconds: between lines where the stream is no terminal.
-        clock: of seconds; for tests.
+        stream: output (default: standard output).
+        line_seconds: seconds between lines if the stream is not a terminal.
+        clock: returns seconds; for tests.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ProgressDisplay:
             self._bar = _Bar(self._output, self._total, self._first)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """A step has ended."""
         done = self._done = int(record["step"])
         self._record = record
         if self._bar is not None:
@@ -70,7 +70,7 @@ class ProgressDisplay:
         shown = "  ".join(f"{metrics.words(name)} {numbers.percent(value)}" for name, value in shares.items())
         self._print(f"step {record['step']:,}: {shown}")
         if self._bar is not None and self._record:
-            self._show_bar()  # with the new recall, which after the last step no other step would show
+            self._show_bar()  # with the new recall: after the last step there is no other update
 
     def saved(self, path: Path) -> None:
         """A checkpoint is written."""
@@ -78,7 +78,7 @@ class ProgressDisplay:
             self._print(f"saved {path}")
 
     def finish(self, run: Any) -> None:
-        """The run is over, or was stopped."""
+        """The run has ended or was stopped."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -119,7 +119,7 @@ def _shown(record: Mapping[str, Any], left: float, recall: str) -> dict[str, str
 
 
 class _Bar:
-    """rich's bar with our numbers beside it."""
+    """rich's progress bar with the metrics beside it."""
 
     def __init__(self, stream: TextIO, total: int, first: int) -> None:
         progress = extras.load("rich.progress", extra="train", purpose="A progress bar")

@@ -8,20 +8,20 @@ from typing import Any
 from megabatch import extras
 
 FOLDER = "tensorboard"
-_NOT_DRAWN = ("step", "epoch", "pairs", "seconds")  # they only grow
+_NOT_DRAWN = ("step", "epoch", "pairs", "seconds")  # counters
 
 
 class TensorBoardLog:
     """An observer that writes every training number and every evaluation. Needs the package tensorboard.
 
-    TensorBoard's writer is of no use any more once a disk was full. Where a checkpoint could be written after that, there is
-    room again: another writer begins with what the first one may not have written.
+    TensorBoard's writer cannot be used again after a full disk. Once a checkpoint can be written, there is room again: a new
+    writer starts with the values that the first may not have written.
     """
 
     def __init__(self) -> None:
         self._writer: Any = None
         self._folder = Path()
-        self._numbers: list[tuple[str, float, int]] = []  # name, value, step; that are not surely on the disk
+        self._numbers: list[tuple[str, float, int]] = []  # (name, value, step) since the last flush
         if not self.available():
             extras.load("tensorboard", extra="tensorboard", purpose="A log for TensorBoard")
 
@@ -31,7 +31,7 @@ class TensorBoardLog:
         return extras.installed("tensorboard")
 
     def start(self, run: Any) -> None:
-        """The run begins, or continues: what was written of steps that are done again is not shown."""
+        """The run begins or continues. Values of steps that are repeated are replaced."""
         self._folder, self._numbers = run.folder / FOLDER, []
         self._open(purge_step=run.first_step + 1 if run.first_step else None)
         config = run.folder / "config.toml"
@@ -39,7 +39,7 @@ class TensorBoardLog:
             self._writer.add_text("config", "".join(f"    {line}\n" for line in config.read_text("utf-8").splitlines()))
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """A step has ended."""
         self._add("training", {name: value for name, value in record.items() if name not in _NOT_DRAWN}, record["step"])
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
@@ -48,11 +48,11 @@ class TensorBoardLog:
         self._flush()
 
     def saved(self, path: Path) -> None:
-        """A checkpoint is written; so is what was logged up to it."""
+        """A checkpoint is written; the log is flushed."""
         self._flush()
 
     def finish(self, run: Any) -> None:
-        """The run is over, or was stopped."""
+        """The run has ended or was stopped."""
         self._flush()
         self._writer.close()
 
@@ -89,5 +89,5 @@ class TensorBoardLog:
     def _give_up(self) -> None:
         """Ends the writer and its thread. `SummaryWriter.close` does not: it flushes first, and that raises again."""
         writer, self._writer = self._writer, None
-        with contextlib.suppress(OSError):  # the last flush finds the disk full, too
+        with contextlib.suppress(OSError):  # the disk is still full
             writer.file_writer.close()

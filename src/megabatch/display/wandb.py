@@ -1,4 +1,4 @@
-"""A run's numbers for Weights & Biases, where it is asked for."""
+"""A run's metrics for Weights & Biases (opt-in)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from typing import Any
 
 from megabatch import extras
 
-ID_FILE = "wandb_id.txt"  # in the run's folder: a run that continues is the same run there
+ID_FILE = "wandb_id.txt"  # in the run's folder, so that a continued run keeps its id
 
 
 class WandbLog:
     """An observer that sends every training number and every evaluation. Needs the package wandb.
 
     Args:
-        project: where the run is listed.
+        project: the project of the run.
         **options: for `wandb.init`, such as `entity` or `mode="offline"`.
     """
 
@@ -33,7 +33,7 @@ class WandbLog:
         known.write_text(f"{self._run.id}\n", "utf-8")
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """A step has ended."""
         self._run.log({f"training/{name}": value for name, value in record.items() if name != "step"}, step=record["step"])
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
@@ -41,10 +41,10 @@ class WandbLog:
         self._run.log({f"evaluation/{name}": value for name, value in record["evaluation"].items()}, step=record["step"])
 
     def saved(self, path: Path) -> None:
-        """A checkpoint is written; it stays here."""
+        """A checkpoint is written; it is not uploaded."""
 
     def finish(self, run: Any) -> None:
-        """The run is over, or was stopped."""
+        """The run has ended or was stopped."""
         self._run.finish()
 
 

@@ -1,4 +1,4 @@
-"""A contact sheet: each query on the left, its matches beside it with names and scores, credits at the bottom."""
+"""A contact sheet as PNG: a row for each query, with its matches, their names and scores; credits at the bottom."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Found:
     shown: Shown
     name: str
     score: float
-    right: bool | None = None  # whether it is the right match; None if unknown
+    right: bool | None = None  # a right match gets a frame; None if unknown
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class _Sheet:
             self._pen.text((left, top + number * step), line, fill=self.look.ink, font=self.font)
 
     def _lines(self, text: str, width: int, font: Any, *, most: int) -> list[str]:
-        """Words broken into lines that fit; what is too long ends in an ellipsis."""
+        """The text in lines that fit the width; text beyond the last line becomes an ellipsis."""
         lines: list[str] = []
         for word in text.split():
             longer = f"{lines[-1]} {word}" if lines else word

@@ -1,4 +1,4 @@
-"""What one tower takes to encode a chunk: bytes and operations, counted on tensors without data (`meter`)."""
+"""Bytes and operations of a tower that encodes a chunk, measured on tensors without data (`meter`)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ class Encoder:
     embedding_bytes: int  # of one number
     input_bytes: int  # of one sample
     casts: int  # half-precision copies of weights that autocast keeps during a step
-    saved: Line  # what a graph holds after the forward pass, casts aside
-    forward: Line  # peak of encoding without a graph, casts aside
-    backward: Line  # peak of encoding with a graph and going back, casts aside
+    saved: Line  # activations held after the forward pass, without casts
+    forward: Line  # peak of a forward pass without a graph, without casts
+    backward: Line  # peak of a forward and backward pass, without casts
     forward_operations: float  # of one sample
     backward_operations: float
 
@@ -44,7 +44,7 @@ class Encoder:
 
 
 def measure(side: Side, chunk: int, half: torch.dtype | None) -> Encoder:
-    """Counts a chunk of `chunk` samples, and one of half that, which tells what grows with the samples.
+    """Measures a chunk of `chunk` samples and one of half the size, to separate fixed bytes from bytes a sample.
 
     Args:
         side: the tower, without data.

@@ -1,4 +1,4 @@
-"""Seconds that a step waits for messages: the loss's columns going round, and the towers' gradients being averaged.
+"""Seconds that a step waits for communication: the ring of the loss, and the all-reduce of the towers' gradients.
 
 `planning.ring` simulates a lap hop by hop, which thousands of ranks would make too long. A lap is in steady state after its
 first steps, so what a further node adds is what it added before: two small clusters are simulated, with as many pairs on each
@@ -14,14 +14,14 @@ SIMULATED = 6  # nodes, or ranks of one node, up to which everything is simulate
 
 @dataclass(frozen=True)
 class Waiting:
-    """Of a loss over all ranks."""
+    """Communication of a loss over all ranks."""
 
     seconds: float  # exposed
     sent: float  # bytes of a rank
 
 
 def waiting_for_columns(cluster: Cluster, rows: int, D: int, element_bytes: int) -> Waiting:
-    """What forward and backward of the loss wait for, by the schedule that "auto" takes for many pairs."""
+    """Exposed communication of the loss, forward and backward, with the schedule that "auto" chooses for many pairs."""
     if cluster.ranks == 1:
         return Waiting(0.0, 0.0)
     name = "two_level" if cluster.nodes > 1 and cluster.ranks_per_node > 1 else "ring"
@@ -31,7 +31,7 @@ def waiting_for_columns(cluster: Cluster, rows: int, D: int, element_bytes: int)
 
 
 def averaging_seconds(cluster: Cluster, gradient_bytes: float) -> float:
-    """Seconds of averaging gradients over all ranks in a ring, the slowest link's."""
+    """Seconds of a ring all-reduce of the gradients over all ranks, by the slowest link."""
     if cluster.ranks == 1:
         return 0.0
     slowest = cluster.inside.bandwidth

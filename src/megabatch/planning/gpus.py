@@ -1,4 +1,4 @@
-"""GPUs: what their vendors say of them, and what is assumed beyond that.
+"""GPUs: figures of their vendors, and assumptions beyond them.
 
 Every figure in `CATALOGUE` is printed in the document that `source` names, for dense matrices and one way of a link; where a
 vendor prints the rate with 2:4 sparsity, or both ways of a link together, it is halved. What is not a vendor's
@@ -14,22 +14,22 @@ GIB = 2**30
 # 139.8 of 141 (benchmarks/results/loss_gpu.json); contexts, libraries and fragmentation take the rest. Assumed for all.
 USABLE = 0.94
 
-# Of a link's bandwidth, what a message of megabytes gets. Assumed.
+# Share of a link's bandwidth that a message of megabytes gets. Assumed.
 LINK_EFFICIENCY = 0.8
 
 LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 25e-6  # seconds of a message; assumed
 
-# Of the rate for dense bfloat16, what encoders reach under autocast. An assumption, between two measurements of ViT-L/14: 0.32
+# Share of the dense bfloat16 rate that encoders reach under autocast. An assumption, between two measurements of ViT-L/14: 0.32
 # to 0.33 on an H200 (benchmarks/results/plan_validation.md), 0.37 to 0.39 by the paper's times on eight A800. Smaller towers
 # reach less: ViT-B/16 0.25 to 0.26 there, ViT-B/32 0.20 to 0.22.
 ENCODER_EFFICIENCY = 0.35
 
-# Of the same rate, what this library's loss reaches, counting 8·B²·D operations, on an H200 from 64k pairs on: alone, again and
-# again, 0.642 to 0.661 (benchmarks/results/loss_gpu.md); in a step, after encoders, 0.660 to 0.730 (plan_validation.md there).
+# Share of the same rate that megabatch's loss reaches, counting 8·B²·D operations, on an H200 from 64k pairs on: alone and
+# repeated, 0.642 to 0.661 (benchmarks/results/loss_gpu.md); in a step, after encoders, 0.660 to 0.730 (plan_validation.md there).
 # This is within 5 % of the first and 10 % of the second. Assumed elsewhere.
 LOSS_EFFICIENCY = 0.67
 
-# And what inf_cl reaches: 16 to 19 TFLOP/s measured on an H200 (the same file), where 8·B²·D operations are counted though it
+# The rate of inf_cl: 16 to 19 TFLOP/s measured on an H200 (the same file), where 8·B²·D operations are counted though it
 # does 20.
 INF_CL_EFFICIENCY = 0.0175
 
@@ -48,11 +48,11 @@ class Gpu:
     single: float  # float32 without the matrix engine
     bandwidth: float  # GB/s of its memory
     inside: float  # GB/s in one direction to the other GPUs of its node, all together
-    between: float  # GB/s in one direction of a link to other nodes; assumed, it is not a GPU's
+    between: float  # GB/s in one direction of a link to other nodes; assumed
     rail_each: bool  # whether each GPU of a node is assumed to have such a link, or all share one
     source: str
-    to_one: float | None = None  # of `inside`, what goes to any one of the others; None for all of it
-    correction_gb: float = 0  # of the memory, what error correction keeps for itself
+    to_one: float | None = None  # part of `inside` that reaches any one other GPU; None for all of it
+    correction_gb: float = 0  # memory that error correction takes
 
     @property
     def usable(self) -> float:
@@ -95,7 +95,7 @@ CATALOGUE = [
 
 
 def find(name: str) -> Gpu:
-    """A GPU of the catalogue; "A800-80GB", or "a800" where there is only one."""
+    """A GPU of the catalogue: "A800-80GB", or "a800" if only one has that name."""
     wanted = _plain(name)
     exact = [gpu for gpu in CATALOGUE if _plain(gpu.name) == wanted]
     near = exact or [gpu for gpu in CATALOGUE if wanted and _plain(gpu.name).startswith(wanted)]

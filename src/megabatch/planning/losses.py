@@ -1,4 +1,4 @@
-"""What the loss alone takes on one rank, in memory and in time: ours, and the ways of others.
+"""Memory and time of the loss alone on one rank: megabatch and its peers.
 
 n pairs of a rank, B of all R ranks, D wide. Bytes count what is alive at the peak of forward and backward beyond the
 embeddings themselves, their gradients included. Each formula says where it is from; tests hold ours and the dense ones against
@@ -14,8 +14,8 @@ from megabatch.tiles.plan import strip_size
 VANILLA, LOCAL, INF_CL, MEGABATCH = "vanilla CLIP", "OpenCLIP, local loss", "Inf-CL", "megabatch"
 
 FLOAT, HALF = 4, 2
-STATISTICS = 64  # bytes a row: sums of exponentials in float64 and what they become; measured
-DENSE_BYTES = 16  # a pair at the peak, in float32 and under autocast alike: four float32 matrices; measured
+STATISTICS = 64  # bytes a row: sums of exponentials in float64 and their logarithms; measured
+DENSE_BYTES = 16  # bytes of a matrix entry at the peak, in float32 and under autocast: four float32 matrices; measured
 
 # Float32 blocks of n×D that inf_cl holds: ten on one GPU (measured, benchmarks/results/loss_gpu.md), and in its ring five
 # more: the block that is here and the one coming, the gradient going round and the one coming, and that of this visit.
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """n, of a rank with the most."""
+        """n, the largest number of rows of a rank."""
         return -(-self.batch // self.ranks)
 
 
@@ -51,7 +51,7 @@ def loss_bytes(system: str, shape: Shape) -> float:
 
 
 def loss_seconds(system: str, shape: Shape, gpu: Gpu, precision: str, efficiency: float = gpus.LOSS_EFFICIENCY) -> float:
-    """Seconds of one rank's work in a training step, the exchange with others aside."""
+    """Seconds of one rank's work in a training step, without communication."""
     pairs = shape.batch * (shape.batch if system == VANILLA else shape.rows)  # vanilla: all logits on every rank
     operations, rate = 8.0 * pairs * shape.width, gpu.rate(precision)
     if system == INF_CL:

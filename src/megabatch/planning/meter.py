@@ -1,4 +1,4 @@
-"""What a piece of PyTorch takes in memory and operations, found by running it on tensors that have shapes and no data.
+"""Memory and operations of PyTorch code, found by running it on tensors that have shapes and no data.
 
 Nothing is allocated and no device is needed: every operator says what it would return, and the meter adds up the storages
 that are alive. What autograd saves is alive as long as its graph, so peaks of forward and backward passes come out as they
@@ -52,7 +52,7 @@ _FLOPS: dict[Any, Any] = {
 
 
 class Meter:
-    """Bytes alive now and at the peak, and operations so far; of what is made inside `metered`."""
+    """Bytes alive now and at the peak, and operations so far, of tensors made inside `metered`."""
 
     def __init__(self) -> None:
         self.alive = 0
@@ -66,7 +66,7 @@ class Meter:
         return int(self._counter.get_total_flops())
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """These were there before."""
+        """Leaves these tensors out: they existed before."""
         self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def _made(self, tensor: Tensor) -> None:
@@ -87,7 +87,7 @@ class Meter:
 
 @contextmanager
 def metered(meter: Meter, half: torch.dtype | None) -> Iterator[None]:
-    """Counts what is made inside; `half` is autocast's type, or None. To be used inside `nowhere`."""
+    """Counts tensors made inside the context; `half` is autocast's type, or None. Use it inside `nowhere`."""
     autocast = torch.autocast("cpu", dtype=half or torch.bfloat16, enabled=half is not None)
     with autocast, _Float32(half is not None), meter._counter, _Watch(meter):
         yield
@@ -95,7 +95,7 @@ def metered(meter: Meter, half: torch.dtype | None) -> Iterator[None]:
 
 @cache
 def nowhere() -> AbstractContextManager[Any]:
-    """Tensors that are made inside have a shape and no data. Always the same context: those of two do not mix."""
+    """Tensors made inside have a shape and no data. There is one such context, because tensors of two cannot be mixed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
@@ -121,7 +121,7 @@ def without_data(module: nn.Module) -> nn.Module:
 
 
 class _Watch(TorchDispatchMode):
-    """Tells the meter of every tensor that an operator returns."""
+    """Reports every tensor that an operator returns to the meter."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

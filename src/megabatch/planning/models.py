@@ -1,7 +1,7 @@
-"""Towers by name, without weights: what a plan needs to know of a model is its shape.
+"""Towers by name, without weights: a plan needs only a model's shape.
 
-The names are those of `towers.load`, and nothing is allocated or downloaded: for "hf:NAME" a config.json is read that is on
-this machine. Where all that is known is a number of parameters, a transformer of that size stands in for the tower.
+The names are those of `towers.load`. Nothing is allocated or downloaded: for "hf:NAME" the config.json must be on this
+machine. If only the number of parameters is known, a transformer of that size stands in for the tower.
 """
 
 import logging
@@ -48,12 +48,12 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Of both, each once."""
+        """Number of parameters of both towers; shared ones count once."""
         return sum(p.numel() for p in self._each_once())
 
     @property
     def trained(self) -> int:
-        """Those of them that have a gradient."""
+        """Number of parameters that are trained."""
         return sum(p.numel() for p in self._each_once() if p.requires_grad)
 
     def _each_once(self) -> Iterable[nn.Parameter]:
@@ -160,7 +160,7 @@ def _huggingface(spec: str, image_size: int | None, length: int | None) -> tuple
 
 
 def _freeze_unused(sides: tuple[Side, Side]) -> None:
-    """As these towers are when they are loaded; inside `nowhere`."""
+    """The towers as `towers.load` makes them, without data; inside `nowhere`."""
     from megabatch.towers.huggingface import freeze_unused
 
     for side in {id(side.module): side for side in sides}.values():

@@ -147,7 +147,7 @@ def _notes(plan: Plan) -> str:
     inside = f"{setup.gpu.inside:g} GB/s inside a node" + (f", {setup.gpu.to_one:g} to one GPU" if setup.gpu.to_one else "")
     lines = [
         f"{VANILLA}: all logits on every GPU. {LOCAL}: the logits of a GPU's own rows. Host memory of a node: {host}.",
-        "Measured: activations and operations, by running the towers on tensors without data.",
+        "Counted: activations and operations, by running the towers on tensors without data.",
         f"From the vendor: rates and memory ({setup.gpu.source}).",
         f"Assumed: {memory} usable; {shares};",
         f"{gpus.LINK_EFFICIENCY:.0%} of {inside}, and of {between} between nodes.",

@@ -1,10 +1,10 @@
-"""The cost of a loss over many ranks: bytes, operations and seconds, for each schedule, before anything is run.
+"""The cost of a loss over many ranks: bytes, operations and seconds of each schedule, without running it.
 
-Bytes and operations are exact: they follow from the schedule, hop by hop, and tests compare them with what is sent. Seconds are
-a simulation of that schedule: every rank has a clock, every link carries one message after another at its bandwidth, and a rank
-that needs a message waits for it. What it waits for is the exposed part of the exchange; the rest is hidden behind the work.
+Bytes and operations are exact: they follow from the schedule, hop by hop, and tests compare them with the bytes really sent.
+Seconds are a simulation of the schedule: every rank has a clock, every link carries one message after another at its bandwidth,
+and a rank that needs a message waits for it. The waiting time is the exposed part of the communication.
 
-Bandwidths, latencies and the compute rate are inputs; measure them on the machine that is meant.
+Bandwidths, latencies and the compute rate are inputs; measure them on your machine.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ SCHEDULES: dict[str, Callable[[Nodes], Schedule]] = {
 
 @dataclass(frozen=True)
 class Link:
-    """Carries this much in each direction at once."""
+    """A full-duplex link: this bandwidth in each direction at once."""
 
     bandwidth: float  # bytes a second
     latency: float = 0.0  # seconds
@@ -44,7 +44,7 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -55,13 +55,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Pass:
-    """One lap: what it does for a pair and what travels for a column."""
+    """One lap of the ring: operations for a pair, bytes sent for a column."""
 
     name: str
     operations: int  # for a pair, per unit of width
     block_bytes: int  # of a column, on its way to all ranks
-    sums_bytes: int  # of what is summed for a column, on its way home
-    exchanges: int = 1  # small messages of all ranks to all, before the lap
+    sums_bytes: int  # of the sums of a column, on their way home
+    exchanges: int = 1  # small all-to-all messages before the lap
 
 
 def clip_passes(D: int, element_bytes: int, *, sums_bytes: int = 4, statistics_bytes: int | None = None) -> list[Pass]:
@@ -87,7 +87,7 @@ def siglip_passes(D: int, element_bytes: int, *, sums_bytes: int = 4) -> list[Pa
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one pass."""
+    """The cost of one pass."""
 
     sent: list[int]  # bytes that each rank sends
     crossing: list[int]  # bytes that leave each node
@@ -198,9 +198,9 @@ class _Simulation:
         crosses = self.schedule.crosses(hop)
         link = self.cluster.between if crosses else self.cluster.inside
         ways = [("out", *self._rail(hop.source, crosses)), ("in", *self._rail(hop.target, crosses))]
-        # Both sides have to have come this far: a message is taken when it is asked for.
+        # A message starts when both sides have reached this step.
         asked = max(clocks[hop.source], clocks[hop.target])
-        # Each end works through its own messages: one that has to wait at one end does not hold up others at the other.
+        # Each end serves its own messages in order: a message that waits at one end does not block the other end.
         for way in ways:
             self._free[way] = max(asked, self._free[way]) + size / link.bandwidth
         end = max(self._free[way] for way in ways)

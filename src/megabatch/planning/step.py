@@ -1,8 +1,8 @@
-"""What a training step takes on every GPU, for a batch of any size: memory by what holds it, time by what it goes into.
+"""Memory and time of a training step on each GPU, for any batch size, by part.
 
-A step of this library is `cached_backward`: chunks are encoded without a graph, the loss is taken once, chunks are
-encoded again with one. So memory has two moments that may be the peak: while a tower goes back through a chunk, and while the
-loss works. A plain step has one: all activations are held while the loss works.
+A step of this library is `cached_backward`: chunks are encoded without a graph, the loss is computed once, chunks are
+encoded again with a graph. Its peak memory is in a tower's backward pass over a chunk, or in the loss. A plain step has one
+peak: the loss, with all activations held.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ CHUNKS, CHUNK_SHARE = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2), 0.2
 
 @dataclass(frozen=True)
 class Setup:
-    """Where a model is to be trained, and how."""
+    """GPUs, links and training options of a plan."""
 
     gpu: Gpu
     per_node: int
@@ -47,7 +47,7 @@ class Setup:
     loss_efficiency: float = gpus.LOSS_EFFICIENCY
 
     def __post_init__(self) -> None:
-        """Says which options there are."""
+        """Checks the options."""
         for name, options in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS), ("sharding", SHARDINGS)):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
@@ -64,7 +64,7 @@ class Setup:
 
     @property
     def cluster(self) -> Cluster:
-        """For messages to one other rank, as columns go round: `planning.ring`."""
+        """The cluster for messages to one other rank, as the ring sends them: `planning.ring`."""
         give = 1e9 * gpus.LINK_EFFICIENCY
         return Cluster(
             nodes=self.nodes,
@@ -77,7 +77,7 @@ class Setup:
 
     @property
     def all_links(self) -> Cluster:
-        """For averaging and gathering, which use every link of a GPU at once."""
+        """The cluster for all-reduce and all-gather, which use every link of a GPU at once."""
         one, others = self.cluster, max(1, self.per_node - 1)
         bandwidth = min(self.gpu.inside * 1e9 * gpus.LINK_EFFICIENCY, others * one.inside.bandwidth)
         return replace(one, inside=replace(one.inside, bandwidth=bandwidth))
@@ -98,23 +98,23 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a step, by what they go into."""
+    """Seconds of a step by part."""
 
     encode: float  # forward passes
-    recompute: float  # forward passes of a cached step's second round
+    recompute: float  # forward passes of a cached step's second pass
     backward: float
     loss: float
     waiting: float  # exposed communication: columns of the loss, gradients of the towers, sharded weights
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return float(sum(vars(self).values()))
 
 
@@ -130,22 +130,22 @@ class Plan:
     # Memory
 
     def rows(self, batch: int) -> int:
-        """Pairs of a GPU."""
+        """Pairs on each GPU."""
         return -(-batch // self.setup.ranks)
 
     def shape(self, batch: int) -> Shape:
-        """Of the loss."""
+        """The shape of the loss."""
         first = self.encoders[0]
         return Shape(batch, self.setup.ranks, self.setup.nodes, first.width, first.embedding_bytes, self.setup.half)
 
     @cached_property
     def states(self) -> Memory:
-        """What is there between steps, and the gradients."""
+        """Memory held between steps, and the gradients."""
         whole, trained = self.model.parameters * FLOAT, self.model.trained * FLOAT
         ranks, sharding = self.setup.ranks, self.setup.sharding
         optimizer = trained * OPTIMIZERS[self.setup.optimizer] / (ranks if sharding != "none" else 1)
         if sharding == "fsdp":
-            # One layer's weights are whole at a time, and the next is on its way; gradients stay whole until the last chunk.
+            # FSDP gathers one layer and prefetches the next; gradients stay unsharded until the last chunk.
             return Memory(whole / ranks + 2 * self.largest_layer * FLOAT, trained, optimizer, 0, 0, 0, 0, 0)
         buckets = trained if ranks > 1 else 0  # DDP's
         return Memory(whole, trained + buckets, optimizer, 0, 0, 0, 0, 0)
@@ -169,25 +169,25 @@ class Plan:
 
     @property
     def casts(self) -> float:
-        """Half-precision copies of all towers' weights, each once."""
+        """Autocast's half-precision copies of all weights; shared ones count once."""
         return self.encoders[0].casts if self.model.is_one_tower else sum(tower.casts for tower in self.encoders)
 
     def embeddings(self, batch: int) -> float:
-        """Of all towers; or, later, their gradients."""
+        """Embeddings of all towers, or their gradients."""
         return self.rows(batch) * sum(tower.embedding for tower in self.encoders)
 
     def inputs(self, batch: int, source: str) -> float:
-        """On the device: all of them, or two chunks of the tower at work."""
+        """Inputs on the device: the whole batch, or two chunks of the tower that is encoding."""
         if source == DEVICE:
             return self.rows(batch) * sum(tower.input_bytes for tower in self.encoders)
         return 2 * min(self.chunk, self.rows(batch)) * max(tower.input_bytes for tower in self.encoders)
 
     def host_bytes(self, batch: int) -> float:
-        """Of a node, where inputs are kept on the host."""
+        """Host memory of a node that holds the inputs."""
         return self.rows(batch) * self.setup.per_node * sum(tower.input_bytes for tower in self.encoders)
 
     def while_encoding(self, batch: int, source: str) -> Memory:
-        """A cached step, as the tower that needs most goes back through a chunk."""
+        """A cached step, at the peak of the largest tower's backward pass over a chunk."""
         chunk = min(self.chunk, self.rows(batch))
         return replace(
             self.states,
@@ -207,7 +207,7 @@ class Plan:
         )
 
     def plain(self, batch: int, system: str) -> Memory:
-        """A step without chunks: every activation is held while the loss works, and while the last tower goes back."""
+        """A plain step: all activations are held during the loss and the last tower's backward pass."""
         rows = self.rows(batch)
         saved = sum(tower.saved.at(rows) for tower in self.encoders)
         work = max(tower.backward.at(rows) - tower.saved.at(rows) for tower in self.encoders)
@@ -242,7 +242,7 @@ class Plan:
     # Time
 
     def seconds(self, batch: int, system: str = MEGABATCH, *, cached: bool = True) -> Seconds:
-        """Of one step; communication is that of megabatch's ring, or of gathering for the dense losses."""
+        """Seconds of one step. Communication: megabatch's ring, or all-gather for the dense losses."""
         setup, rows, shape = self.setup, self.rows(batch), self.shape(batch)
         rate = setup.gpu.rate(setup.precision) * setup.encoder_efficiency
         forward = rows * sum(tower.forward_operations for tower in self.encoders) / rate
@@ -261,8 +261,8 @@ class Plan:
             element = 2 if self.setup.half else FLOAT
             return exchange.waiting_for_columns(self.setup.cluster, shape.rows, shape.width, element).seconds
         if system == INF_CL:
-            return 0.0  # two rings, each with the columns and their gradient in float32, behind work that takes far longer
-        # Embeddings of both towers gathered, their gradients scattered back.
+            return 0.0  # Inf-CL's two rings send columns and gradients in float32, hidden behind much longer work
+        # All-gather of both towers' embeddings, reduce-scatter of their gradients.
         return exchange.averaging_seconds(self.setup.all_links, 2 * shape.batch * shape.width * FLOAT)
 
     def _gradients(self, rows: int, forward: float, backward: float, cached: bool) -> float:
@@ -272,7 +272,7 @@ class Plan:
         hidden_by = backward / chunks  # the last chunk's backward pass
         exposed = max(0.0, averaging - hidden_by)
         if self.setup.sharding == "fsdp":
-            # Weights are gathered for each chunk in forward, in forward again and in backward: half an averaging each.
+            # FSDP gathers the weights for each chunk in both forward passes and in backward; each costs half an all-reduce.
             gathering = exchange.averaging_seconds(self.setup.all_links, self.model.parameters * FLOAT) / 2
             passes, work = (3, 2 * forward + backward) if cached else (2, forward + backward)
             exposed += max(0.0, passes * chunks * gathering - work)
@@ -280,7 +280,7 @@ class Plan:
 
 
 def make(model: Model, setup: Setup, chunk: int | None = None) -> Plan:
-    """Counts what the towers take; chooses a chunk if none is given."""
+    """Measures the towers; chooses a chunk size if none is given."""
     half = PRECISIONS[setup.precision]
     if chunk is None:
         tried = [encoder.measure(side, 32, half) for side in model.sides[: 1 if model.is_one_tower else 2]]
@@ -292,12 +292,12 @@ def make(model: Model, setup: Setup, chunk: int | None = None) -> Plan:
 
 
 def on(plan: Plan, nodes: int, per_node: int) -> Plan:
-    """The same on another number of GPUs."""
+    """The same plan on another number of GPUs."""
     return replace(plan, setup=replace(plan.setup, nodes=nodes, per_node=per_node))
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, where every smaller one does."""
+    """The largest number that fits, if every smaller one fits."""
     if not fits(1):
         return 0
     low, high = 1, 2

@@ -12,7 +12,7 @@ DOTS = 30  # a curve of fewer points has a marker at each
 
 def curves(run: Run) -> str:
     """The section with plots of all metrics that the run has; a sentence if matplotlib is missing."""
-    title = "How it went"
+    title = "Training curves"
     if not run.training and not run.evaluations:
         return ""
     if not plots.available():

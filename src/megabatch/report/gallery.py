@@ -1,4 +1,4 @@
-"""What the model finds: a few queries, and the best matches of each among data it was not trained on."""
+"""Search results of a model: a few queries with their best matches in the test data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from megabatch.evaluation import embed, encode, search
 from megabatch.evaluation.sheet import Found, Shown
 from megabatch.towers import Pair
 
-QUERIES = 8  # captions of the data, drawn at random
+QUERIES = 8  # captions of the test data, drawn at random
 MATCHES = 8
-MOST = 2000  # samples that are searched; a gallery need not wait for all of a large dataset
-PICTURE = 72  # pixels of a drawing's side
+MOST = 2000  # samples that are searched, to keep a large dataset fast
+PICTURE = 72  # side length of a drawing, in pixels
 _SEED = 20240917
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """Queries with what was found, best first; a match is right where the query is its caption."""
+    """Queries with their matches, best first. A match is right if the query is its caption."""
 
     queries: list[Shown]
     found: list[list[Found]]
@@ -29,13 +29,13 @@ class Gallery:
 
 
 def gallery(pair: Pair, dataset: Dataset, drawn: Dataset, queries: Sequence[str] = ()) -> Gallery:
-    """Queries of one's own, then captions of the data.
+    """Searches for the given queries, then for captions of the data.
 
     Args:
         pair: the model.
-        dataset: what is searched.
-        drawn: the same samples as they are shown, larger where the model's own are small.
-        queries: texts that stand first.
+        dataset: samples to search, as the model sees them.
+        drawn: the same samples as they are shown, which may be larger.
+        queries: texts to search for first.
     """
     items = _one_of_each(dataset)
     chosen = items[:MOST]
@@ -56,7 +56,7 @@ def gallery(pair: Pair, dataset: Dataset, drawn: Dataset, queries: Sequence[str]
 
 
 def _one_of_each(dataset: Dataset) -> list[int]:
-    """Samples in random order, one for each item: an image with five captions is found once."""
+    """Samples in random order, one for each item: an image with five captions occurs once."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(_SEED))
     items = dataset.items()
     if items is None:

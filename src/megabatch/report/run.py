@@ -1,4 +1,4 @@
-"""What a run has left in its folder: configuration, command, and a line of metrics for each step and each evaluation."""
+"""The files in a run's folder: configuration, command, and metrics of each step and each evaluation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ CONFIG, COMMAND, METRICS = "config.toml", "command.txt", "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, read."""
+    """The contents of a run's folder."""
 
     folder: Path
     config_text: str
@@ -25,19 +25,19 @@ class Run:
 
     @property
     def training_data(self) -> str:
-        """What was trained on, as it was named."""
+        """The training data's name."""
         return str(self.config.get("data", ""))
 
     @property
     def test_data(self) -> tuple[str, str | None] | None:
-        """What to evaluate on, and the split of it; None where the run names nothing."""
+        """(name, split) of the data to evaluate on; None if the run names none."""
         spec = str(self.config.get("validation") or self.training_data)
         if spec in data.WITH_SPLITS:
             return spec, "test"
         return (spec, None) if self.config.get("validation") else None
 
     def test_set(self, *, size: int | None = None) -> Dataset:
-        """The data to evaluate on; with drawings of this size, where they are drawn."""
+        """The data to evaluate on. `size` is the side length of emoji, in pixels."""
         found = self.test_data
         if found is None:
             raise ValueError(f"{self.folder / CONFIG} must name data to evaluate on (validation = …), got none")
@@ -45,16 +45,16 @@ class Run:
 
     @property
     def test_options(self) -> dict[str, Any]:
-        """How that data is read, such as a table's columns."""
+        """Options of that data, such as a table's columns."""
         options: dict[str, Any] = self.config.get("validation_options", {})
         return options
 
 
 def read(folder: str | Path) -> Run:
-    """The run; a file that is missing leaves its part empty, one that is damaged is an error that names it."""
+    """Reads a run. A missing file leaves its part empty; a damaged one raises an error that names it."""
     place = Path(folder)
     if not place.is_dir():
-        raise FileNotFoundError(f"folder must be that of a run, got {folder}, which is no folder")
+        raise FileNotFoundError(f"folder must be a run's folder, got {folder}, which is not a folder")
     config_text = _text(place / CONFIG)
     records = results.read(place / METRICS) if (place / METRICS).is_file() else []
     return Run(
@@ -72,6 +72,6 @@ def _text(path: Path) -> str:
 
 
 def _by_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In order, and of steps that were done again after a stop the last."""
+    """Sorted by step; of a step that was repeated after a stop, the last record."""
     last = {int(record["step"]): record for record in records}
     return [last[step] for step in sorted(last)]
