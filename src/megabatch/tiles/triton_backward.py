@@ -121,7 +121,7 @@ def gradient_strips(
     height, width = (window.stop - window.start for window in (all_rows, all_columns))
     strip = plan.strip_size(height, width, block.D, operands.x.element_size())
     # Summing dscale in the kernel costs a tenth of the kernel's time. Half precision takes it from dx instead: the rounding
-    # errors of g enter, and those of the dense computation are larger still. That does not hold if positives are in the sums,
+    # errors of g enter, but the dense computation has larger ones. That does not hold if positives are in the sums,
     # where dscale nearly cancels.
     scale_in_kernel = needs.dscale and (block.positives_within or block.precision in (FLOAT32, TF32))
     want_dx = needs.dx or (needs.dscale and not scale_in_kernel)

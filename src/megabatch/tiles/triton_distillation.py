@@ -72,7 +72,7 @@ def _weighted_softmax(values, shift, total, per_unit, offs, mask, axis: tl.const
 
 @triton.jit
 def _soft_gradient_kernel(
-    s,  # (rows, columns) overwritten by the gradient: weighted softmaxes of the student less those of the teacher
+    s,  # (rows, columns) overwritten by the gradient: weighted softmax of the student minus the teacher's
     t,  # (rows, columns)
     row_shift,  # (rows,) `LogSum.softmax_factors`
     row_total,

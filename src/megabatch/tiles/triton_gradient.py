@@ -193,7 +193,7 @@ class StripTask:
 
 
 class RowSums(NamedTuple):
-    """Row sums (n,) of a strip that its launch adds to; None for those not needed."""
+    """Row sums (n,) of a strip that its launch adds to; None where not needed."""
 
     softplus: Tensor | None = None
     g: Tensor | None = None
