@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import megabatch.pairwise
+from megabatch.arguments import Backend
 from megabatch.evaluation.gathering import gathered
 from megabatch.evaluation.ranks import ranks_of_best
 
@@ -20,7 +21,7 @@ def retrieval(
     *,
     names: tuple[str, str] = ("image", "text"),
     group: Any = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> dict[str, float]:
     """How well one side finds the other: recall@1, 5 and 10, mean and median rank, both ways; mean and median count from 1.
 

@@ -4,6 +4,7 @@ What is kept is Σ exp(s), Σ exp(t), and how far below its largest s the teache
 are positive, so nothing cancels, whatever the size of s.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,11 @@ class SoftSum(NamedTuple):
         self.gap.add_(gap * (other.teacher.shift - finite_or_zero(self.teacher.shift)).exp_())
         self.student.add_(other.student)
         self.teacher.add_(other.teacher)
+
+    @staticmethod
+    def merge(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """`add_` for sums that come packed, (K, 5), from another rank."""
+        SoftSum.unpack(sums[0]).add_(SoftSum.unpack(others[0]))
 
     def add_tile_(self, s: Tensor, t: Tensor, dim: int, spare: Tensor, other: Tensor) -> None:
         """Adds a tile along `dim`; s and t are left as they are, two buffers of their shape are overwritten."""
