@@ -5,7 +5,10 @@ PyTorch's compile cache does not notice a changed operator, so a run has one of 
 
 import importlib.util
 import os
+import random
+import signal
 import tempfile
+import threading
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +77,37 @@ def _group(item: pytest.Item) -> str | None:
         if any(definition.scope == "module" for definition in definitions):
             return item.nodeid.partition("::")[0]
     return None
+
+
+def _state() -> dict[str, Any]:
+    """What tests share in one process."""
+    threads = {f"thread {thread.name}": thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+    return threads | {
+        "working directory": os.getcwd(),
+        "handler of SIGINT": signal.getsignal(signal.SIGINT),
+        "handler of SIGTERM": signal.getsignal(signal.SIGTERM),
+        "number of threads": torch.get_num_threads(),
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "process group": torch.distributed.is_initialized(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """Tests begin with the same random numbers and variables, in whatever order; one that changes anything else fails."""
+    random.seed(0)
+    torch.manual_seed(0)
+    before, variables = _state(), dict(os.environ)
+    yield
+    for name in set(os.environ) - set(variables):  # libraries set some when they are imported
+        del os.environ[name]
+    os.environ.update(variables)
+    after = _state()
+    changed = {name: after.get(name) for name in before | after if before.get(name) != after.get(name)}
+    assert not changed, f"left behind: {changed}"
 
 
 @pytest.fixture
