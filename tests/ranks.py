@@ -31,16 +31,12 @@ def free_port():
 
 
 def join(rank, size, port):
-    """This process as a rank of the default group."""
+    """This process as a rank of the default group, which meets at a store that listens at the port already."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=PATIENCE),
-    )
+    limit = datetime.timedelta(seconds=PATIENCE)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def _serve(pipe, rank, size, port, seconds):
@@ -77,10 +73,10 @@ class Pool:
         context = starting()
         self.size = size
         self._pipes, self.processes = [], []
-        port = free_port()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port that is free
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port, seconds), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, self._store.port, seconds), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
