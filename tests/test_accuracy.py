@@ -65,13 +65,13 @@ def test_the_mean_of_equal_losses_is_that_loss(N):
     x = torch.zeros(N, 4)
     row = mb.pairwise_logsumexp(x, x, exclude="diagonal")[0][0]
     one_of_many = F.softplus(row)
-    assert mb.dcl(x, x, scale=1.0) == row
+    assert mb.dcl_loss(x, x, scale=1.0) == row
     assert mb.clip_loss(x, x, 1.0) == one_of_many
     assert mb.clip_loss(x, x, 1.0, label_smoothing=0.1) == one_of_many
-    assert mb.info_nce(x, x, scale=1.0, both=True) == one_of_many
+    assert mb.info_nce_loss(x, x, scale=1.0, symmetric=True) == one_of_many
     assert mb.matryoshka_clip_loss(x + 1, x + 1, 1e-30, widths=(2, 4)) == 2 * one_of_many
-    assert mb.hcl(x, x, scale=1.0, beta=0.0, tau_plus=0.0) == one_of_many
-    assert mb.sup_con(x, torch.zeros(N, dtype=torch.int64)) == row
+    assert mb.hcl_loss(x, x, scale=1.0, beta=0.0, tau_plus=0.0) == one_of_many
+    assert mb.sup_con_loss(x, torch.zeros(N, dtype=torch.int64)) == row
     assert mb.soft_clip_loss(x, x, 1.0, x, x, 1.0) == mb.pairwise_logsumexp(x, x)[0][0]
 
 
@@ -105,17 +105,17 @@ def by_label(loss, rows_each, **options):
 
 # Mine, dense, rows, width, scale, noise: where parts of the scale's gradient, or of the loss, nearly cancel.
 IN_PARTS = {
-    "nt_xent": (mb.nt_xent, reference.nt_xent, 400, 32, 12.0, 3.0),
+    "nt_xent": (mb.nt_xent_loss, reference.nt_xent_loss, 400, 32, 12.0, 3.0),
     "info_nce, a bank alone": (
-        lambda x, y, s: mb.info_nce(x, y, scale=s, negatives=hard_negatives(x, False), contrast=()),
+        lambda x, y, s: mb.info_nce_loss(x, y, scale=s, negatives=hard_negatives(x, False), contrast=()),
         *(dense_bank, 800, 48, 5.0, 10.0),
     ),
     "info_nce, hard negatives": (
-        lambda x, y, s: mb.info_nce(x, y, scale=s, negatives=hard_negatives(x, True)),
+        lambda x, y, s: mb.info_nce_loss(x, y, scale=s, negatives=hard_negatives(x, True)),
         *(dense_hard, 200, 48, 9.0, 5.0),
     ),
-    "sup_con, pairs": (by_label(mb.sup_con, 2), by_label(reference.sup_con, 2), 150, 32, 10.0, 3.0),
-    "sup_con, in": (by_label(mb.sup_con, 30, form="in"), by_label(reference.sup_con, 30, form="in"), 150, 32, 10.0, 10.0),
+    "sup_con, pairs": (by_label(mb.sup_con_loss, 2), by_label(reference.sup_con_loss, 2), 150, 32, 10.0, 3.0),
+    "sup_con, in": (by_label(mb.sup_con_loss, 30, form="in"), by_label(reference.sup_con_loss, 30, form="in"), 150, 32, 10.0, 10.0),
 }
 
 

@@ -1,14 +1,19 @@
 """Checked arguments as the operators take them: how a call runs, decided once, and numbers as tensors."""
 
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import validation
 from megabatch.ring import topology
 from megabatch.tiles import backends
 from megabatch.tiles.precision import accumulator_dtype, compute_precision
+
+Backend = Literal["auto", "eager", "triton"]
+Group = ProcessGroup | DeviceMesh | None
 
 
 class Execution(NamedTuple):
@@ -30,9 +35,9 @@ def execution(
     names: tuple[str, str] = ("x", "y"),
     *,
     same_rows: bool = False,
-    group: Any = None,
+    group: Group = None,
     purpose: str = "",
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Execution:
     """Checks the two sides of a pairwise operation, its group and its backend, and decides how the call runs.
 

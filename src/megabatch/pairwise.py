@@ -9,15 +9,29 @@ The products ⟨x_i, y_j⟩ themselves have to be within float32's range, before
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megabatch import operators, validation
-from megabatch.arguments import execution, number, offsets
+from megabatch.arguments import Backend, Group, execution, number, offsets
 from megabatch.operators.logsumexp import KEPT, SKIPPED
 from megabatch.operators.symmetric_logsumexp import ALL, OTHERS
+
+
+class LogSumExp(NamedTuple):
+    """Logsumexps of the rows, (N,), and of the columns, (M,)."""
+
+    row: Tensor
+    col: Tensor
+
+
+class PairRanks(NamedTuple):
+    """Ranks of the matching pairs in their rows and in their columns, (N,) int64 each; 0 is best."""
+
+    row: Tensor
+    col: Tensor
 
 
 def pairwise_logsumexp(
@@ -28,9 +42,9 @@ def pairwise_logsumexp(
     col_bias: Tensor | None = None,  # (M,)
     *,
     exclude: str | Sequence[Tensor] | None = None,
-    group: Any = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:  # (N,), (M,)
+    group: Group = None,
+    backend: Backend = "auto",
+) -> LogSumExp:  # (N,), (M,)
     """Row and column logsumexps of all pairwise similarities, both from one pass over them.
 
     Same as, without the matrix:
@@ -48,8 +62,8 @@ def pairwise_logsumexp(
         col_bias: (M,) added to every similarity of a column.
         exclude: None; "diagonal", to leave out the pairs (i, i); or a pair of integer vectors, ids of the rows (N,) and of
             the columns (M,), to leave out the pairs whose ids are equal.
-        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. x and
-            y are this rank's rows and columns; sums are over those of all ranks, which all have to run backward.
+        group: process group, or mesh of one dimension, to share the batch over (default: this process only). x and y are this
+            rank's rows and columns. Sums are over the rows and columns of all ranks, and all ranks have to run backward.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     run = execution(x, y, group=group, backend=backend)
@@ -65,7 +79,7 @@ def pairwise_logsumexp(
         SKIPPED if exclude == "diagonal" else KEPT,
         *(run.precision, run.precision, run.backend, run.group),
     )
-    return row, col
+    return LogSumExp(row, col)
 
 
 def pairwise_symmetric_logsumexp(
@@ -73,8 +87,8 @@ def pairwise_symmetric_logsumexp(
     scale: float | Tensor = 1.0,
     *,
     exclude: str | Tensor | None = "diagonal",
-    group: Any = None,
-    backend: str = "auto",
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # (N,)
     """Row logsumexps of the similarities of all rows with one another, each product formed once for both of its rows.
 
@@ -91,8 +105,8 @@ def pairwise_symmetric_logsumexp(
         scale: a float, or a tensor of one element.
         exclude: "diagonal", to leave out every row's similarity with itself; a vector of integers (N,), to leave out all pairs
             whose integers are equal, itself among them; or None.
-        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. z are
-            this rank's rows; sums are over those of all ranks, which all have to run backward.
+        group: process group, or mesh of one dimension, to share the batch over (default: this process only). z are this
+            rank's rows. Sums are over the rows of all ranks, and all ranks have to run backward.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     run = execution(z, z, ("z", "z"), group=group, backend=backend)
@@ -109,8 +123,8 @@ def pairwise_softplus(
     scale: float | Tensor = 1.0,
     bias: float | Tensor = 0.0,
     *,
-    group: Any = None,
-    backend: str = "auto",
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # (N,)
     """Row sums of the softplus of all pairwise similarities.
 
@@ -121,8 +135,8 @@ def pairwise_softplus(
         y: (M, D) embeddings, of the same dtype.
         scale: a float, or a tensor of one element.
         bias: a float, or a tensor of one element.
-        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. x and
-            y are this rank's rows and columns; sums are over those of all ranks, which all have to run backward.
+        group: process group, or mesh of one dimension, to share the batch over (default: this process only). x and y are this
+            rank's rows and columns. Sums are over the rows and columns of all ranks, and all ranks have to run backward.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     run = execution(x, y, group=group, backend=backend)
@@ -136,9 +150,9 @@ def pairwise_rank(
     x: Tensor,  # (N, D)
     y: Tensor,  # (N, D)
     *,
-    group: Any = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
+    group: Group = None,
+    backend: Backend = "auto",
+) -> PairRanks:  # (N,), (N,) int64
     """The rank of each matching pair (x_i, y_i) in its row and in its column of similarities; 0 is best. No gradient.
 
     Same as, without the matrix: the position of i in `(x @ y.T)[i]`, sorted from large to small, and in column i. Of
@@ -148,9 +162,9 @@ def pairwise_rank(
     Args:
         x: (N, D) embeddings.
         y: (N, D) embeddings, of the same dtype; row i belongs to row i of x.
-        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. x and
-            y are this rank's pairs, ranked among those of all ranks.
+        group: process group, or mesh of one dimension, to share the batch over (default: this process only). x and y are this
+            rank's pairs; ranks are among the pairs of all ranks.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     row_rank, col_rank = operators.rank(x, y, *execution(x, y, same_rows=True, group=group, backend=backend))
-    return row_rank, col_rank
+    return PairRanks(row_rank, col_rank)

@@ -58,6 +58,24 @@ def test_dcl(two_views, ids):
         )
 
 
+@pytest.mark.parametrize("guided", [False, True])
+def test_dcl_with_log_q_and_a_margin(guided):
+    """Keys that are more similar than the own key by more than the margin are left out, as in info_nce_loss."""
+    log_q = torch.linspace(-3, -1, 21, dtype=torch.float64)
+    guide = tuple(aligned_pairs(21, 5, noise=1.0, seed=3)) if guided else None
+
+    def dense(query, key, scale):
+        logits = scale * query @ key.T - log_q
+        compared = query.detach() @ key.detach().T if guide is None else guide[0] @ guide[1].T
+        out = (compared > compared.diagonal()[:, None] + 0.1) | torch.eye(21, dtype=torch.bool)
+        return (logits.masked_fill(out, -torch.inf).logsumexp(1) - logits.diagonal()).mean()
+
+    with tile_size(4, 5):
+        assert_same_outcomes(
+            lambda q, k, s: mb.dcl_loss(q, k, scale=s, log_q=log_q, margin=0.1, guide=guide), dense, data(), 5.0
+        )
+
+
 @pytest.mark.parametrize("two_views", [False, True])
 @pytest.mark.parametrize("ids", [None, torch.arange(21) % 8])
 @pytest.mark.parametrize(("beta", "tau_plus"), [(0.0, 0.0), (0.0, 0.1), (1.0, 0.1), (0.5, 0.02), (2.0, 0.0)])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megabatch.arguments import Backend
 from megabatch.bench.losses import LATE, MEMORY, OK, WRONG
 from megabatch.bench.measure import peak_memory
 from megabatch.bench.steps import SYSTEMS, Setting
@@ -43,7 +44,7 @@ def measure(
 ) -> Iterator[StepResult]:
     """The systems at all batches, smallest first, until the time limit."""
     image, text, _ = towers(SIZES[model], device)
-    backend = "triton" if device == "cuda" else "eager"
+    backend: Backend = "triton" if device == "cuda" else "eager"
 
     def setting(rows: int, chunk: int, autocast: bool) -> Setting:
         log_scale = nn.Parameter(torch.tensor(INITIAL, device=device))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
+from megabatch.arguments import Backend
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 MEGABATCH, DENSE, CHUNKS = "megabatch", "open_clip", "checkpoint"
@@ -36,7 +37,7 @@ def open_clip_losses() -> Any:
 
 
 def _megabatch(device: str) -> Loss:
-    backend = "triton" if device == "cuda" else "auto"
+    backend: Backend = "triton" if device == "cuda" else "auto"
     return lambda x, y, k: mb.clip_loss(x, y, k, backend=backend)
 
 

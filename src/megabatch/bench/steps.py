@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch as mb
+from megabatch.arguments import Backend
 from megabatch.bench.towers import SyntheticImages
 from megabatch.cached import Budget
 
@@ -28,7 +29,7 @@ class Setting:
     chunk: int
     device: str
     autocast: bool = True
-    backend: str = "auto"
+    backend: Backend = "auto"
     beside: tuple[Tensor, Tensor] | None = (
         None  # embeddings of a larger batch, of which the rest is encoded: (n, D) of each side
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import megabatch.pairwise
+from megabatch.arguments import Backend
 from megabatch.evaluation.ranks import ranks_of_best
 from megabatch.world import World
 
@@ -20,7 +21,7 @@ def retrieval(
     *,
     names: tuple[str, str] = ("image", "text"),
     group: Any = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> dict[str, float]:
     """Recall@1, 5 and 10, mean and median rank in both directions; mean and median ranks count from 1.
 

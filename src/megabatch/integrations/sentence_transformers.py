@@ -19,7 +19,9 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch import extras
+from megabatch.arguments import Backend
 from megabatch.integrations.learned_scale import LearnedScale, differentiated, joined
+from megabatch.losses.contrast import Contrast
 from megabatch.world import default_group
 
 extras.load("sentence_transformers", extra="sentence_transformers", purpose="megabatch.integrations.sentence_transformers")
@@ -32,7 +34,7 @@ __all__ = ["CachedGISTEmbedLoss", "CachedMultipleNegativesRankingLoss"]
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 QUERY_TO_DOC, DOC_TO_QUERY, DOC_TO_DOC = "query_to_doc", "doc_to_query", "doc_to_doc"
-_CONTRASTS = {
+_CONTRASTS: dict[str, Contrast] = {
     QUERY_TO_DOC: "query-key",
     "query_to_query": "query-query",
     DOC_TO_QUERY: "key-query",
@@ -89,7 +91,7 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
         labels_are_ids: bool = False,
         matryoshka_dims: Sequence[int] | None = None,
         matryoshka_weights: Sequence[float] | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
     ) -> None:
         _one_vector("model", model)
         super().__init__(
@@ -320,7 +322,7 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
         return {**super().get_config_dict(), "learn_temperature": self.learned_scale is not None}
 
     def _loss(self, columns: list[Tensor], seen: list[Tensor], scale: float | Tensor) -> Tensor:  # ()
-        contrast = ["query-key"]
+        contrast: list[Contrast] = ["query-key"]
         contrast += ["query-query"] if self.contrast_anchors else []
         contrast += ["key-key"] if self.contrast_positives else []
         # Hard negatives have no owners: the original does not compare positives with them.

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megabatch import arguments, validation
-from megabatch.losses.contrast import CONTRASTS, KEY_KEY, Batch, Negatives
+from megabatch.arguments import Backend, Group
+from megabatch.losses.contrast import CONTRASTS, KEY_KEY, Batch, Contrast, Negatives
 from megabatch.losses.sums import ceiling_above, pairs
 
 _NAMES = ("query", "key")
@@ -17,16 +18,16 @@ def batch_of(
     query: Tensor,
     key: Tensor,
     scale: float | Tensor,
-    negatives: Tensor | Negatives | Sequence[Negatives] | None,
-    contrast: Sequence[str],
+    negatives: Tensor | Negatives | Sequence[Tensor | Negatives] | None,
+    contrast: Sequence[Contrast],
     *,
     symmetric: bool,
     ids: Tensor | None,
     log_q: Tensor | None,
     margin: float | Tensor | None,
     guide: tuple[Tensor, Tensor] | None,
-    group: Any,
-    backend: str,
+    group: Group,
+    backend: Backend,
 ) -> tuple[Batch, Tensor]:
     """Everything a loss was given, and its scale as a tensor."""
     _check_contrast(contrast)
@@ -39,10 +40,10 @@ def batch_of(
     return Batch(query, key, run, ids, correction, further, limit, guide), number
 
 
-def _purpose(contrast: Sequence[str], *, symmetric: bool) -> str:
+def _purpose(contrast: Sequence[Contrast], *, symmetric: bool) -> str:
     """What ranks would not notice by their operations: different contrasts are walks of the same kind."""
-    names = [name for name in CONTRASTS if name in contrast]
-    return " ".join(["contrast", *(names or ["nothing"]), *(["symmetric"] if symmetric else [])])
+    names: list[str] = [name for name in CONTRASTS if name in contrast] or ["nothing"]
+    return " ".join(["contrast", *names, *(["symmetric"] if symmetric else [])])
 
 
 def _check_contrast(value: Any) -> None:
@@ -52,7 +53,7 @@ def _check_contrast(value: Any) -> None:
 
 
 def _limit(
-    query: Tensor, key: Tensor, margin: float | Tensor | None, guide: tuple[Tensor, Tensor] | None, backend: str
+    query: Tensor, key: Tensor, margin: float | Tensor | None, guide: tuple[Tensor, Tensor] | None, backend: Backend
 ) -> Tensor | None:  # (N,)
     if margin is None and guide is None:
         return None
@@ -79,7 +80,7 @@ def _check_guide(guide: Any, query: Tensor) -> None:
 
 
 def _checked_negatives(
-    value: Any, query: Tensor, ids: Tensor | None, contrast: Sequence[str], *, guided: bool
+    value: Any, query: Tensor, ids: Tensor | None, contrast: Sequence[Contrast], *, guided: bool
 ) -> list[Negatives]:
     if value is None:
         return []
@@ -90,7 +91,9 @@ def _checked_negatives(
     return [_checked(part, name, query, ids, contrast, guided=guided) for name, part in named]
 
 
-def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, contrast: Sequence[str], *, guided: bool) -> Negatives:
+def _checked(
+    value: Any, name: str, query: Tensor, ids: Tensor | None, contrast: Sequence[Contrast], *, guided: bool
+) -> Negatives:
     if isinstance(value, Tensor):
         value = Negatives(value)
     if not isinstance(value, Negatives):

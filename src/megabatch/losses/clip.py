@@ -1,11 +1,11 @@
 """The softmax loss of CLIP: each image finds its text among all texts, each text its image among all images."""
 
-from typing import Any
+from typing import Literal, overload
 
 from torch import Tensor, nn
 
 from megabatch import validation
-from megabatch.arguments import number
+from megabatch.arguments import Backend, Group, number
 from megabatch.losses.sums import APART, check_smoothing, cross_entropy, logsumexp, mean_similarity, pairs
 
 
@@ -16,8 +16,8 @@ def clip_loss(
     *,
     ids: Tensor | None = None,  # (N,)
     label_smoothing: float = 0.0,
-    group: Any = None,
-    backend: str = "auto",
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # ()
     """The symmetric cross-entropy of CLIP, without the N×N matrix of logits.
 
@@ -36,9 +36,9 @@ def clip_loss(
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
         label_smoothing: the part of the target that is spread evenly over the whole batch, as in `F.cross_entropy`. Not with
             ids.
-        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
-            passes its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after
-            DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
+        group: process group, or mesh of one dimension, to share the batch over (default: this process only). Each rank passes
+            its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after DDP's
+            mean so is every gradient. All ranks have to run backward. See docs/ring.md.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     label_smoothing = check_smoothing(label_smoothing, ids=ids)
@@ -77,6 +77,37 @@ class ClipLoss(nn.Module):
         self.rank = rank
         self.world_size = world_size
         self.use_horovod = use_horovod
+
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: float | Tensor,
+        logit_bias: float | Tensor | None = None,
+        output_dict: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: float | Tensor,
+        logit_bias: float | Tensor | None = None,
+        *,
+        output_dict: Literal[True],
+    ) -> dict[str, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: float | Tensor,
+        logit_bias: float | Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]: ...
 
     def forward(
         self,

@@ -6,7 +6,7 @@ its similarity to its own key. Each kind of negative is one walk, and the walks 
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,13 @@ from megabatch.losses.sums import (
 )
 
 # Rows and columns of a walk; row i belongs to query i, column j is a negative of it.
-QUERY_KEY, KEY_QUERY, QUERY_QUERY, KEY_KEY = "query-key", "key-query", "query-query", "key-key"
-CONTRASTS = (QUERY_KEY, KEY_QUERY, QUERY_QUERY, KEY_KEY)
-_EXCHANGED = {QUERY_KEY: KEY_QUERY, KEY_QUERY: QUERY_KEY, QUERY_QUERY: KEY_KEY, KEY_KEY: QUERY_QUERY}
+QUERY_KEY: Final = "query-key"
+KEY_QUERY: Final = "key-query"
+QUERY_QUERY: Final = "query-query"
+KEY_KEY: Final = "key-key"
+Contrast = Literal["query-key", "key-query", "query-query", "key-key"]
+CONTRASTS: tuple[Contrast, ...] = (QUERY_KEY, KEY_QUERY, QUERY_QUERY, KEY_KEY)
+_EXCHANGED: dict[Contrast, Contrast] = {QUERY_KEY: KEY_QUERY, KEY_QUERY: QUERY_KEY, QUERY_QUERY: KEY_KEY, KEY_KEY: QUERY_QUERY}
 
 
 class Negatives(NamedTuple):
@@ -88,7 +92,7 @@ class Batch:
     limit: Tensor | None = None  # (N,) products above are no negatives
     guide: tuple[Tensor, Tensor] | None = None  # (N, E), (N, E): whose products are compared with the limit
 
-    def sums(self, scale: Tensor, contrast: Collection[str], *, symmetric: bool) -> Sums:
+    def sums(self, scale: Tensor, contrast: Collection[Contrast], *, symmetric: bool) -> Sums:
         """The sums over the negatives named by `contrast`, and over further negatives; if `symmetric`, also those of keys."""
         exchanged = [_EXCHANGED[name] for name in contrast] if symmetric else []
         terms, match, share = self._terms(scale, {*contrast, *exchanged})
@@ -99,7 +103,7 @@ class Batch:
             return Sums((queries,), share)
         return Sums((queries, Direction(log_add([terms[name] for name in exchanged], match), match)), share)
 
-    def _terms(self, scale: Tensor, names: Collection[str]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def _terms(self, scale: Tensor, names: Collection[Contrast]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """One (N,) for each name, the matching similarities and the share."""
         terms: dict[str, Tensor] = {}
         if QUERY_KEY in names and KEY_QUERY in names and self.limit is None:

@@ -1,13 +1,13 @@
 """Decoupled contrastive learning (Yeh et al. 2022): InfoNCE with a query's own key left out of the denominator."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megabatch.arguments import Backend, Group
 from megabatch.losses.arguments import batch_of
-from megabatch.losses.contrast import QUERY_KEY, Negatives
+from megabatch.losses.contrast import QUERY_KEY, Contrast, Negatives
 
 
 def dcl_loss(
@@ -15,12 +15,15 @@ def dcl_loss(
     key: Tensor,  # (N, D)
     *,
     scale: float | Tensor,
-    negatives: Tensor | Negatives | Sequence[Negatives] | None = None,
-    contrast: Sequence[str] = (QUERY_KEY,),
+    negatives: Tensor | Negatives | Sequence[Tensor | Negatives] | None = None,
+    contrast: Sequence[Contrast] = (QUERY_KEY,),
     symmetric: bool = False,
     ids: Tensor | None = None,  # (N,)
-    group: Any = None,
-    backend: str = "auto",
+    log_q: Tensor | None = None,  # (N,)
+    margin: float | Tensor | None = None,  # or (N,)
+    guide: tuple[Tensor, Tensor] | None = None,  # (N, E), (N, E)
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # ()
     """The mean of log Σ_{j≠i} exp s_ij − s_ii: a pair that is almost certain still pulls with full weight.
 
@@ -41,9 +44,9 @@ def dcl_loss(
         contrast,
         symmetric=symmetric,
         ids=ids,
-        log_q=None,
-        margin=None,
-        guide=None,
+        log_q=log_q,
+        margin=margin,
+        guide=guide,
         group=group,
         backend=backend,
     )

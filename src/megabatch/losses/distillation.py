@@ -1,11 +1,9 @@
 """Distillation: a student's similarities follow those of a teacher, which are formed again tile by tile and never stored."""
 
-from typing import Any
-
 from torch import Tensor
 
 from megabatch import validation
-from megabatch.arguments import execution, number
+from megabatch.arguments import Backend, Group, execution, number
 from megabatch.losses.clip import ClipLoss, clip_loss
 from megabatch.losses.sums import pairs, soft_cross_entropy
 
@@ -18,8 +16,8 @@ def soft_clip_loss(
     teacher_text: Tensor,  # (N, E)
     teacher_scale: float | Tensor,
     *,
-    group: Any = None,
-    backend: str = "auto",
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # ()
     """The symmetric cross-entropy of CLIP with soft targets, those of a teacher, and without either matrix of logits.
 
@@ -41,9 +39,7 @@ def soft_clip_loss(
         teacher_image: (N, E) the teacher's embeddings of the same images, of any width and dtype.
         teacher_text: (N, E) the teacher's embeddings of the same texts.
         teacher_scale: the teacher's inverse temperature.
-        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
-            passes its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after
-            DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
+        group: process group to share the batch over, as in `clip_loss`.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     run = pairs(image, text, ("image", "text"), group=group, backend=backend)

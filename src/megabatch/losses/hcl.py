@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch.arguments import Backend, Group
 from megabatch.losses.arguments import batch_of
-from megabatch.losses.contrast import QUERY_KEY, Batch
+from megabatch.losses.contrast import QUERY_KEY, Batch, Contrast
 from megabatch.losses.sums import cross_entropy, sum_over_ranks
 
 
@@ -24,11 +25,11 @@ def hcl_loss(
     scale: float | Tensor,
     beta: float = 1.0,
     tau_plus: float = 0.1,
-    contrast: Sequence[str] = (QUERY_KEY,),
+    contrast: Sequence[Contrast] = (QUERY_KEY,),
     symmetric: bool = False,
     ids: Tensor | None = None,  # (N,)
-    group: Any = None,
-    backend: str = "auto",
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # ()
     """InfoNCE whose n negatives are reweighted by exp(β·s) and freed of chance matches.
 
@@ -106,7 +107,7 @@ def _freed_of_matches(
     return torch.where(nothing, -torch.inf, torch.maximum(freed, floor))
 
 
-def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[str], *, symmetric: bool) -> list[Tensor]:  # (N,) each
+def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[Contrast], *, symmetric: bool) -> list[Tensor]:  # (N,) each
     """The logarithm of the number of negatives of each query, and of each key."""
     if batch.ids is not None:
         with torch.no_grad():

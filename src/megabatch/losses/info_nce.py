@@ -1,13 +1,13 @@
 """InfoNCE: each query finds its key among many. Dense retrieval, two-tower recommenders, MoCo and GTE are forms of it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megabatch.arguments import Backend, Group
 from megabatch.losses.arguments import batch_of
-from megabatch.losses.contrast import QUERY_KEY, Batch, Negatives, Sums
+from megabatch.losses.contrast import QUERY_KEY, Batch, Contrast, Negatives, Sums
 from megabatch.losses.sums import check_smoothing, cross_entropy, mean_similarity
 
 
@@ -16,16 +16,16 @@ def info_nce_loss(
     key: Tensor,  # (N, D)
     *,
     scale: float | Tensor,
-    negatives: Tensor | Negatives | Sequence[Negatives] | None = None,
-    contrast: Sequence[str] = (QUERY_KEY,),
+    negatives: Tensor | Negatives | Sequence[Tensor | Negatives] | None = None,
+    contrast: Sequence[Contrast] = (QUERY_KEY,),
     symmetric: bool = False,
     ids: Tensor | None = None,  # (N,)
     log_q: Tensor | None = None,  # (N,)
     margin: float | Tensor | None = None,  # or (N,)
     guide: tuple[Tensor, Tensor] | None = None,  # (N, E), (N, E)
     label_smoothing: float = 0.0,
-    group: Any = None,
-    backend: str = "auto",
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # ()
     """The cross-entropy of each query's own key among its negatives, without the matrix of logits.
 
@@ -57,9 +57,7 @@ def info_nce_loss(
             not given.
         label_smoothing: the part of the target that is spread evenly over all that a query is compared with, as in
             `F.cross_entropy`. With the contrast "query-key" alone, and nothing that leaves pairs out.
-        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
-            passes its own pairs and negatives and gets its share of the loss: the mean over ranks is the loss of the whole
-            batch, and after DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
+        group: process group to share the batch over, as in `clip_loss`; each rank passes its own pairs and negatives.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     batch, number = batch_of(
@@ -95,7 +93,7 @@ def _above_the_mean(batch: Batch, scale: Tensor, sums: Sums) -> list[Tensor]:  #
     ]
 
 
-def _check_smoothing(value: float, batch: Batch, contrast: Sequence[str]) -> float:
+def _check_smoothing(value: float, batch: Batch, contrast: Sequence[Contrast]) -> float:
     limited = None if batch.limit is None else "a limit"
     private = True if any(further.private for further in batch.negatives) else None
     value = check_smoothing(value, ids=batch.ids, margin=limited, **{"negatives.private": private})

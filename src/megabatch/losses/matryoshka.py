@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import validation
+from megabatch.arguments import Backend, Group
 from megabatch.losses.clip import clip_loss
 from megabatch.losses.info_nce import info_nce_loss
 
@@ -22,8 +23,8 @@ def matryoshka_clip_loss(
     weights: Sequence[float] | None = None,
     symmetric: bool = True,
     ids: Tensor | None = None,  # (N,)
-    group: Any = None,
-    backend: str = "auto",
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # ()
     """The weighted sum of CLIP's losses at several widths.
 

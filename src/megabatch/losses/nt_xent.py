@@ -1,10 +1,8 @@
 """The loss of SimCLR: two views of each sample find each other among all views of all samples."""
 
-from typing import Any
-
 from torch import Tensor
 
-from megabatch.arguments import number
+from megabatch.arguments import Backend, Group, number
 from megabatch.losses.sums import APART, cross_entropy, exact_softplus, logsumexp, pairs
 from megabatch.pairwise import pairwise_symmetric_logsumexp
 
@@ -14,8 +12,8 @@ def nt_xent_loss(
     z2: Tensor,  # (N, D)
     scale: float | Tensor = 10.0,
     *,
-    group: Any = None,
-    backend: str = "auto",
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # ()
     """The normalized-temperature cross-entropy of SimCLR, without the 2N×2N matrix of logits, each product formed once.
 
@@ -31,7 +29,7 @@ def nt_xent_loss(
         z1: (N, D) embeddings of one view, usually of unit length.
         z2: (N, D) embeddings of the other; row i is of the same sample as row i of `z1`.
         scale: the inverse temperature: a float, or a tensor of one element.
-        group: the processes that share the batch, as in `clip_loss`.
+        group: process group to share the batch over, as in `clip_loss`.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.

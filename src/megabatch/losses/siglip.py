@@ -1,11 +1,11 @@
 """The sigmoid loss of SigLIP: every pair, matching or not, is a yes-or-no question of its own."""
 
-from typing import Any
+from typing import Literal, overload
 
 from torch import Tensor, nn
 
 from megabatch import validation
-from megabatch.arguments import number
+from megabatch.arguments import Backend, Group, number
 from megabatch.losses.sums import pairs, sigmoid_mean
 
 
@@ -17,8 +17,8 @@ def siglip_loss(
     *,
     ids: Tensor | None = None,  # (N,)
     ids_are_positives: bool = False,
-    group: Any = None,
-    backend: str = "auto",
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # ()
     """The sigmoid loss of SigLIP, without the N×N matrix of logits.
 
@@ -39,9 +39,7 @@ def siglip_loss(
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
         ids_are_positives: pairs with the same id are all positives of each other, with the sign +1 in the lines above, instead
             of being left out.
-        group: the processes that share the batch, a process group or a mesh of one dimension; None for this one alone. Each
-            passes its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after
-            DDP's mean so is every gradient. All of them have to run backward. See docs/ring.md.
+        group: process group to share the batch over, as in `clip_loss`.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     if ids_are_positives and ids is None:
@@ -71,6 +69,37 @@ class SigLipLoss(nn.Module):
         self.rank = rank
         self.world_size = world_size
         self.dist_impl = dist_impl
+
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: float | Tensor,
+        logit_bias: float | Tensor | None,
+        output_dict: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: float | Tensor,
+        logit_bias: float | Tensor | None,
+        *,
+        output_dict: Literal[True],
+    ) -> dict[str, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: float | Tensor,
+        logit_bias: float | Tensor | None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]: ...
 
     def forward(
         self,

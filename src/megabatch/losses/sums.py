@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import operators, validation
-from megabatch.arguments import Execution, execution, number, offsets
+from megabatch.arguments import Backend, Execution, Group, execution, number, offsets
 from megabatch.operators.logsumexp import APART, KEPT, SKIPPED
 from megabatch.operators.symmetric_logsumexp import EQUAL_IDS
 from megabatch.tiles.backends import EAGER, TRITON
@@ -47,9 +47,9 @@ def pairs(
     names: tuple[str, str],
     *,
     ids: Tensor | None = None,
-    group: Any = None,
+    group: Group = None,
     purpose: str = "",
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Execution:
     """Checks embeddings whose rows are pairs, and decides how the call runs."""
     run = execution(x, y, names, same_rows=True, group=group, purpose=purpose, backend=backend)
@@ -134,7 +134,7 @@ def ceiling_above(
     x: Tensor,  # (N, D)
     y: Tensor,  # (N, D)
     margin: float | Tensor,  # or (N,)
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:  # (N,)
     """⟨x_i, y_i⟩ + margin, and what rounding may add: a key that occurs twice is not above itself."""
     products, noise, _ = matching_products(x, y, execution(x, y, same_rows=True, backend=backend))
@@ -146,7 +146,7 @@ def positive_similarities(
     labels: Tensor,  # (N,)
     scale: float | Tensor,
     *,
-    group: Any = None,
+    group: Group = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (N,), (N,), (N,), ()
     """(mean of s_ij over all other rows j of i's label, how many, ids that only sole partners share, share).
 
@@ -165,7 +165,7 @@ def positives_logsumexp(
     labels: Tensor,  # (N,)
     scale: float | Tensor,
     *,
-    group: Any = None,
+    group: Group = None,
 ) -> Tensor:  # (N,)
     """log Σ exp s_ij over all other rows j of i's label; −inf where there are none.
 

@@ -1,11 +1,12 @@
 """The supervised contrastive loss: every row finds the other rows of its label among all rows."""
 
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megabatch import validation
+from megabatch.arguments import Backend, Group
 from megabatch.losses.sums import cross_entropy, positive_similarities, positives_logsumexp
 from megabatch.pairwise import pairwise_symmetric_logsumexp
 
@@ -15,9 +16,9 @@ def sup_con_loss(
     labels: Tensor,  # (N,)
     scale: float | Tensor = 10.0,
     *,
-    form: str = "out",
-    group: Any = None,
-    backend: str = "auto",
+    form: Literal["out", "in"] = "out",
+    group: Group = None,
+    backend: Backend = "auto",
 ) -> Tensor:  # ()
     """The supervised contrastive loss, without the N×N matrix of logits, each product formed once.
 
@@ -37,7 +38,7 @@ def sup_con_loss(
         scale: the inverse temperature: a float, or a tensor of one element.
         form: where the mean over positives is taken: "out", of logarithms, or "in", of probabilities. "out" is the usual one,
             and its positives cost O(N·D); those of "in" are formed as tiles once more, in PyTorch operations.
-        group: the processes that share the batch, as in `clip_loss`; a label may occur on several of them.
+        group: process group to share the batch over, as in `clip_loss`; a label may occur on several of them.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     validation.embeddings(z, z, ("z", "z"))

@@ -9,7 +9,6 @@ from megabatch.operators.gradients import on_its_device, refuse_second_derivativ
 from megabatch.operators.team import assemble
 from megabatch.operators.transforms import apply, differentiable
 from megabatch.ring.lap import Tensors
-from megabatch.ring.visits import place_in_group, sum_over_ranks, visit_all
 from megabatch.tiles.backends import EAGER
 from megabatch.tiles.block import Block
 from megabatch.tiles.positives import SameId
@@ -31,9 +30,8 @@ def positives(
     block = _block(z, scale, labels, precision)
     labels = labels.long().contiguous()
     with on_its_device(z):
-        walks = assemble(group, EAGER, block, "positives").walks
-        rank, size = place_in_group(walks)
-        number = torch.arange(block.N, device=z.device) * size + rank  # no other row of any rank has the same
+        team = assemble(group, EAGER, block, "positives")
+        number = torch.arange(block.N, device=z.device) * team.size + team.rank  # no other row of any rank has the same
         values = rounded(z, block.precision)
         products = torch.zeros(block.N, dtype=torch.float64, device=z.device)
         count, partner = torch.full_like(number, -1), -number  # the row itself is not one of its positives
@@ -47,11 +45,11 @@ def positives(
                 mine = values[:, part].double()
                 products.add_((mine * (sums - mine if own else sums)).sum(1))
 
-        visit_all(walks, [values, labels, number], look)
+        team.visit([values, labels, number], look)
         sole = torch.where(count == 1, torch.minimum(number, partner), number)
-        anchors = sum_over_ranks(walks, (count > 0).sum().reshape(1)).to(block.dtype).reshape(())
+        anchors = team.total((count > 0).sum()).to(block.dtype)
         mean = products / count.clamp_min(1) * scale
-        return mean.to(block.dtype), count, sole, size / anchors.clamp_min(1)
+        return mean.to(block.dtype), count, sole, team.size / anchors.clamp_min(1)
 
 
 @positives.register_fake
@@ -74,7 +72,7 @@ def positives_backward(
     block = _block(z, scale, labels, precision)
     labels = labels.long().contiguous()
     with on_its_device(z):
-        walks = assemble(group, EAGER, block, "positives backward").walks
+        team = assemble(group, EAGER, block, "positives backward")
         values, weight = rounded(z, block.precision), (dmean / count.clamp_min(1)).double()[:, None]
         dz = block.zeros(block.N, block.D)
         products = torch.zeros(block.N, dtype=torch.float64, device=z.device)
@@ -91,7 +89,7 @@ def positives_backward(
                 mine = weight * values[:, part].double()
                 dz[:, part] += (sums - mine if own else sums).to(dz.dtype)
 
-        visit_all(walks, [values, labels, weight], look)
+        team.visit([values, labels, weight], look)
         dscale = (weight[:, 0] * products).sum().to(scale.dtype)
         return (dz * scale).to(z.dtype), dscale
 

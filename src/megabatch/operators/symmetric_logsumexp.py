@@ -9,7 +9,6 @@ from megabatch.operators.gradients import gradient_unit, on_its_device, refuse_s
 from megabatch.operators.team import Team, assemble
 from megabatch.operators.transforms import apply, differentiable
 from megabatch.ring.symmetric import RingHalf
-from megabatch.ring.walks import RingWalks
 from megabatch.tiles.backends import EAGER, sums_dtype
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.logsum import LogSum
@@ -88,7 +87,7 @@ def _block(
     """Where pairs of equal ids alone are summed, rows are sorted by their ids."""
     settled = by_matmul_setting(precision, z.device.type)
     if pairs != EQUAL_IDS:
-        within = ids is not None  # who gives ids has labels, and positives that he does not leave out
+        within = ids is not None  # with ids given, rows with equal ids are positives and stay in the sum
         block = Block(z, z, scale, settled, row_ids=ids, col_ids=ids, skip_diagonal=pairs == OTHERS, positives_within=within)
         return block, None
     assert ids is not None
@@ -103,7 +102,7 @@ def _in_order(values: Tensor, order: Tensor | None) -> Tensor:
 
 def _half(team: Team, backend: str, pairs: str) -> Half | RingHalf:
     half = SameLabel() if pairs == EQUAL_IDS else _half_of(backend)
-    return RingHalf(half, team.walks) if isinstance(team.walks, RingWalks) else half
+    return team.symmetric(half)
 
 
 def _half_of(backend: str) -> Half:

@@ -1,28 +1,75 @@
-"""Who works on a block: this process alone, or all ranks of a group. What an operator needs to know of it."""
+"""The processes that work on a block: this one alone, which is a ring of one step, or all ranks of a group."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megabatch.ring.agreement import agree, settle
 from megabatch.ring.exchange import Exchange
+from megabatch.ring.lap import Tensors
+from megabatch.ring.symmetric import RingHalf
 from megabatch.ring.topology import Members
 from megabatch.ring.walks import RingWalks
 from megabatch.tiles.backends import RowWork, Walks, sums_dtype, walks
 from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.symmetric import Half
+
+Look = Callable[[Tensors, bool], None]  # tensors of some blocks, and whether they are this rank's own
 
 
-class Team(NamedTuple):
-    """What the walks over a block are, and what a mean over all pairs of the batch takes."""
+@dataclass(frozen=True)
+class Team:
+    """One process: the walks over its block, and what a mean over all pairs of the batch takes."""
 
     walks: Walks
-    local: RowWork  # what is done row by row, by this rank alone
+    local: RowWork  # work on rows, by this rank alone
     share: float  # Σ over local pairs · share, averaged over the ranks, is the mean over all pairs of the batch
-    largest: Callable[[Tensor], Tensor] | None = None  # the largest of all ranks' numbers, on all of them
+    rank: int = 0
+    size: int = 1
+
+    def visit(self, own: list[Tensor], look: Look) -> None:
+        """`look` at the tensors of the own block, then at those of all other ranks."""
+        look(own, True)
+
+    def largest(self, number: Tensor) -> Tensor:  # ()
+        """The largest of all ranks' numbers; it keeps a NaN, and all ranks see the same."""
+        return number
+
+    def total(self, number: Tensor) -> Tensor:  # ()
+        """The sum of all ranks' numbers."""
+        return number
+
+    def symmetric(self, half: Half) -> Half | RingHalf:
+        """The walks over the upper half of a symmetric block, over all ranks."""
+        return half
+
+
+@dataclass(frozen=True)
+class RingTeam(Team):
+    """All ranks of a group."""
+
+    walks: RingWalks
+
+    def visit(self, own: list[Tensor], look: Look) -> None:
+        """`look` at the tensors of the own block, then at those of all other ranks."""
+        self.walks.visit(own, look)
+
+    def largest(self, number: Tensor) -> Tensor:  # ()
+        """The largest of all ranks' numbers; it keeps a NaN, and all ranks see the same."""
+        return torch.cat(self.walks.exchange.everyone(number.reshape(1))).amax()
+
+    def total(self, number: Tensor) -> Tensor:  # ()
+        """The sum of all ranks' numbers."""
+        return torch.cat(self.walks.exchange.everyone(number.reshape(1))).sum()
+
+    def symmetric(self, half: Half) -> Half | RingHalf:
+        """The walks over the upper half of a symmetric block, over all ranks."""
+        return RingHalf(half, self.walks)
 
 
 def assemble(
@@ -35,7 +82,7 @@ def assemble(
     mean: bool = False,
     terms: Mapping[str, Any] = MappingProxyType({}),
 ) -> Team:
-    """The team for one walk over `block`. With a group, all ranks have to come here, and to mean the same.
+    """The team for one walk over `block`. With a group, all ranks have to call this with the same terms.
 
     Args:
         group: a route (`ring.topology`); empty for this process alone.
@@ -44,7 +91,7 @@ def assemble(
         operation: what is done, for messages.
         needs: which gradients the walk is to find, if it is to find any.
         mean: whether there has to be at least one pair, somewhere.
-        terms: what else must be the same on all ranks, and its name.
+        terms: by name, further values that must be the same on all ranks.
     """
     if not group:
         own = walks(backend, block)
@@ -58,12 +105,7 @@ def assemble(
     schedule = settle(members, census, column_bytes)
     local, sums = walks(backend, block), sums_dtype(backend, block.dtype)
     around = RingWalks(exchange, schedule, census, partial(walks, backend), local, sums)
-    share = members.size / max(sum(census.rows), 1)
-
-    def largest(number: Tensor) -> Tensor:
-        return torch.cat(exchange.everyone(number.reshape(1))).amax()  # keeps a NaN, and all ranks see the same
-
-    return Team(around, local, share, largest)
+    return RingTeam(around, local, members.size / max(sum(census.rows), 1), members.rank, members.size)
 
 
 def _terms(members: Members, backend: str, block: Block, needs: Needs | None) -> dict[str, Any]:

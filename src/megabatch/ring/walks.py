@@ -87,10 +87,7 @@ class RingWalks:
             row.add_(by_row)
             return [by_column.pack()]
 
-        def merge(sums: Tensors, others: Tensors) -> None:
-            SoftSum.unpack(sums[0]).add_(SoftSum.unpack(others[0]))
-
-        (home,) = self._lap(self._columns(block), work, merge)
+        (home,) = self._lap(self._columns(block), work, SoftSum.merge)
         return row, SoftSum.unpack(home)
 
     def soft_gradients(
@@ -160,6 +157,15 @@ class RingWalks:
         (col_rank,) = self._lap([*self._columns(block), match, index], work, _add)
         return row_rank, col_rank
 
+    def visit(self, own: list[Tensor], look: Callable[[Tensors, bool], None]) -> None:
+        """`look` at the tensors of the own block, then at those of all other ranks; no sums go home."""
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            look(here, blocks == (self.exchange.members.rank,))
+            return ()
+
+        self._lap(own, work, _add)
+
     def _gradient_lap(
         self,
         block: Block,
@@ -172,11 +178,11 @@ class RingWalks:
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             visited = self._visited(block, blocks, here[: len(columns)])
             own = blocks == (self.exchange.members.rank,)
-            partial = sums if own else _like(sums, visited.M)
+            partial = sums if own else sums.zeros(visited.M)
             if not visited.is_empty:
                 for strip in walk(visited, here[len(columns) :], partial):
                     rows.add(strip)
-            return _present(partial)
+            return partial.tensors()
 
         self._lap([*columns, *weights], work, _add)
 
@@ -252,14 +258,6 @@ class _RowSums:
         for rows in windows(self.block.N, plan.rows_at_once(self.block.x.device, self.block.D)):
             dx, dscale, drow_bias = (None if whole is None else whole[rows] for whole in wholes)
             yield RowGradients(rows, dx, dscale, drow_bias)
-
-
-def _like(sums: ColumnGradients, columns: int) -> ColumnGradients:
-    return ColumnGradients(*(None if part is None else part.new_zeros(columns, *part.shape[1:]) for part in sums))
-
-
-def _present(sums: ColumnGradients) -> list[Tensor]:
-    return [part for part in sums if part is not None]
 
 
 def _add(sums: Tensors, others: Tensors) -> None:

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT64
 from megabatch.tiles.softsum import SoftSum
 
-EAGER, TRITON = "eager", "triton"
+EAGER: Final = "eager"
+TRITON: Final = "triton"
 
 
 class Walks(Protocol):

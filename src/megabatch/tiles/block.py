@@ -81,6 +81,14 @@ class ColumnGradients(NamedTuple):
     dy: Tensor | None  # (M, D), not yet multiplied by the scale
     dcol_bias: Tensor | None  # (M,)
 
+    def zeros(self, columns: int) -> "ColumnGradients":
+        """Fresh accumulators of the same kind for another block of columns."""
+        return ColumnGradients(*(None if part is None else part.new_zeros(columns, *part.shape[1:]) for part in self))
+
+    def tensors(self) -> list[Tensor]:
+        """The accumulators that exist, as they travel."""
+        return [part for part in self if part is not None]
+
 
 class RowGradients(NamedTuple):
     """What a gradient walk has finished: some rows, summed over all columns of the block."""

@@ -4,6 +4,7 @@ Three sums are kept: Σ exp(s), Σ exp(t), and the gap Σ_j exp(t_j)·(max s −
 log Σ exp(s − max s) + gap / Σ exp(t). All terms are positive, so nothing cancels, however large s is.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,11 @@ class SoftSum(NamedTuple):
         self.gap.add_(gap * (other.teacher.shift - finite_or_zero(self.teacher.shift)).exp_())
         self.student.add_(other.student)
         self.teacher.add_(other.teacher)
+
+    @staticmethod
+    def merge(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """`add_` for sums that come packed, (K, 5), from another rank."""
+        SoftSum.unpack(sums[0]).add_(SoftSum.unpack(others[0]))
 
     def add_tile_(self, s: Tensor, t: Tensor, dim: int, spare: Tensor, other: Tensor) -> None:
         """Adds a tile along `dim`. s and t stay unchanged; `spare` and `other`, of their shape, are overwritten."""
