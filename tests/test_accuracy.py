@@ -115,7 +115,14 @@ IN_PARTS = {
         *(dense_hard, 200, 48, 9.0, 5.0),
     ),
     "sup_con, pairs": (by_label(mb.sup_con_loss, 2), by_label(reference.sup_con_loss, 2), 150, 32, 10.0, 3.0),
-    "sup_con, in": (by_label(mb.sup_con_loss, 30, form="in"), by_label(reference.sup_con_loss, 30, form="in"), 150, 32, 10.0, 10.0),
+    "sup_con, in": (
+        by_label(mb.sup_con_loss, 30, form="in"),
+        by_label(reference.sup_con_loss, 30, form="in"),
+        150,
+        32,
+        10.0,
+        10.0,
+    ),
 }
 
 
