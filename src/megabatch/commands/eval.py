@@ -28,8 +28,8 @@ Evaluates retrieval: the rank of each text's own image among all images, and vic
 
 Recall@k (R@k) is the fraction of queries whose match is among the first k; ranks count from 1. For
 an image with several captions the best one counts. Unreadable samples are skipped and counted.
-Memory grows linearly with the number of samples. The result is appended as a JSON line, with open_clip's
-names, to evaluation.jsonl in the run's folder, or to --output.
+Memory grows linearly with the number of samples. The result is appended as a JSON line, with
+open_clip's names, to evaluation.jsonl in the run's folder, or to --output.
 """
 FILE = "evaluation.jsonl"
 
