@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-demo: $(DEMO_READY)  ## train on emoji and their names, and search drawings never seen (CPU; MINUTES)
+demo: $(DEMO_READY)  ## two towers learn emoji and their names, and search drawings never seen (two cores: 1 to 2 minutes)
 	@rm -rf demo
 	$(BIN)/megabatch train --output demo --set evaluate_every=20
 	$(BIN)/megabatch search demo "red heart" "cat face" "snowman" "strawberry" "light bulb" --sheet demo/found.png

@@ -13,6 +13,8 @@ from megabatch.tiles import plan
 if TYPE_CHECKING:
     from hypothesis import settings
 
+PATIENCE = 900.0  # seconds; what has not ended by then never will, however busy the machine is
+
 
 def examples(thorough: int, *, quick: int = 10) -> "settings":
     """How many examples hypothesis draws in `make test-all`, and in `make test`, where they are the same every time."""

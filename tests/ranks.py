@@ -15,8 +15,9 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from helpers import PATIENCE
+
 WORLDS = (1, 2, 3, 4, 8)
-TIMEOUT = 60.0
 
 
 class RankFailedError(AssertionError):
@@ -30,23 +31,19 @@ def free_port():
 
 
 def join(rank, size, port):
-    """This process as a rank of the default group."""
+    """This process as a rank of the default group, which meets at a store that listens at the port already."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=TIMEOUT),
-    )
+    limit = datetime.timedelta(seconds=PATIENCE)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def _serve(pipe, rank, size, port, seconds):
     join(rank, size, port)  # however long it takes to start
     limit = datetime.timedelta(seconds=seconds)  # a group has a timeout of its own, and not that of the default group
     groups = {world: dist.new_group(range(world), timeout=limit) for world in WORLDS if world <= size}
-    if seconds == TIMEOUT:
+    if seconds == PATIENCE:
         groups[size] = dist.group.WORLD
     while True:
         try:
@@ -72,20 +69,20 @@ def starting():
 
 
 class Pool:
-    def __init__(self, size=8, seconds=TIMEOUT):
+    def __init__(self, size=8, seconds=PATIENCE):
         context = starting()
         self.size = size
         self._pipes, self.processes = [], []
-        port = free_port()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port that is free
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port, seconds), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, self._store.port, seconds), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function, world, *args, seconds=TIMEOUT):
+    def run(self, function, world, *args, seconds=PATIENCE):
         """What `function(group, rank, *args)` returns on each rank; a failure anywhere is a failure here."""
         answers = self.attempt(function, world, *args, seconds=seconds)
         for rank, (worked, answer) in enumerate(answers):
@@ -93,7 +90,7 @@ class Pool:
                 raise RankFailedError(f"rank {rank}: {answer}")
         return [answer for _, answer in answers]
 
-    def attempt(self, function, world, *args, seconds=TIMEOUT):
+    def attempt(self, function, world, *args, seconds=PATIENCE):
         """The same as pairs: (True, result), or (False, how it failed)."""
         call = pickle.dumps((function, world, args))
         deadline = time.monotonic() + seconds

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers import PATIENCE
 from megabatch import settings
 from megabatch.data.dataset import Dataset, UnreadableSampleError
 from megabatch.towers.tower import Pair, Tower
@@ -200,12 +201,12 @@ def processes(folder, changes, *, ranks=1, **how):
         )
         for rank in range(ranks)
     ]
-    started[-1].wait(60)
+    started[-1].wait(PATIENCE)
     answers = []
     for process in started:
         if how.get("kill_at_read") and process.poll() is None:
             process.kill()  # what waits for one that is gone
-        answers.append((process.communicate(timeout=60)[0], process.returncode))
+        answers.append((process.communicate(timeout=PATIENCE)[0], process.returncode))
     return answers
 
 

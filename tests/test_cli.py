@@ -9,6 +9,7 @@ import tempfile
 import pytest
 import torch
 
+from helpers import PATIENCE
 from megabatch import cli, settings, towers
 from megabatch.commands import info, train
 from megabatch.evaluation import results
@@ -197,7 +198,7 @@ try:
 except SystemExit as done:
     assert done.code == 2
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     for line in ("megabatch train --resume runs/emoji-1", "--set KEY=VALUE", "torchrun --nproc-per-node 8", "emoji (drawings"):
         assert line in done.stdout
@@ -215,5 +216,5 @@ def test_info_names_versions_backends_and_extras(capsys):
 
 @pytest.mark.thorough
 def test_python_m_megabatch_is_the_command_line():
-    done = subprocess.run([sys.executable, "-m", "megabatch", "--version"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "megabatch", "--version"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.startswith("megabatch 0.")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import PATIENCE
+
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer")
 packaging = pytest.importorskip("packaging.requirements")
 
@@ -74,7 +76,7 @@ def test_the_demo_runs_with_the_packages_of_its_extras_alone(tmp_path):
     modules = importlib.metadata.packages_distributions()
     blocked = sorted(name for name, owners in modules.items() if not {called(owner) for owner in owners} & mine)
     program = BLOCKER.format(blocked=blocked) + DEMO.format(folder=str(tmp_path / "demo"))
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     for name in ("report.html", "found.png", "model.safetensors", "metrics.jsonl"):
         assert (tmp_path / "demo" / name).stat().st_size > 1000

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import megabatch
+from helpers import PATIENCE
 from megabatch import reference
 
 BLOCKED = (
@@ -39,7 +40,7 @@ mb.clip_loss(x, x, 2.0).backward()
 assert not [name for name in sys.modules if name.split(".")[0] in {BLOCKED!r}], "imported behind our back"
 print("ok")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ok"
 
@@ -47,7 +48,7 @@ print("ok")
 @pytest.mark.thorough
 def test_import_stays_quiet_and_touches_no_device():
     program = "import torch, megabatch; assert not torch.cuda.is_initialized()"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert not done.stdout
 
@@ -95,5 +96,5 @@ except ValueError as error:
     print(error)
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert "its kernels run on NVIDIA GPUs, and the inputs are on cpu" in done.stdout, done.stderr

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import PATIENCE
+
 PLACE = Path(__file__).parent.parent / "tools" / "install.py"
 
 
@@ -126,7 +128,7 @@ def test_a_folder_and_a_link_to_it_are_counted_once(tool, tmp_path):
 
 
 def test_an_error_of_pip_is_shown_and_is_the_status():
-    done = subprocess.run([sys.executable, PLACE, ".[no such extra", "10"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, PLACE, ".[no such extra", "10"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert "ERROR" in done.stderr
     assert "no such extra" in done.stderr

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from helpers import PATIENCE
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -134,7 +136,7 @@ def test_tiny_runs(script, tmp_path):
     if script in packages:
         pytest.importorskip(packages[script])
     command = [sys.executable, str(FOLDER / f"{script}.py"), "--tiny", "--output", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
     record = json.loads((tmp_path / f"{script}.json").read_text())
     checks = {c.get("system"): c.get("status", "ok" if c.get("ok") else "WRONG") for c in record["checks"]}
     assert checks.get("megabatch", "ok") == checks.get("cached, budget 0", "ok") == "ok"

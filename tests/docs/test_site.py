@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import megabatch
+from helpers import PATIENCE
 
 pytestmark = pytest.mark.thorough
 
@@ -43,7 +44,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     call = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

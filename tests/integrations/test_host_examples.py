@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers import PATIENCE
+
 FOLDER = Path(__file__).parents[2] / "examples"
 CASES = {
     "plain_loop": ["--batch", "256", "--chunk", "100", "--steps", "12"],
@@ -86,7 +88,7 @@ def test_under_torchrun(name, arguments, tmp_path):
     environment |= {"ACCELERATE_USE_CPU": "true"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     call = [*launch, str(FOLDER / f"{name}.py"), *arguments]
-    done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     first, last = numbers(done.stdout)[-2:]
     assert last < first - 0.2, done.stdout

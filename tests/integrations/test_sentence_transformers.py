@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import sentences
+from helpers import PATIENCE
 
 pytest.importorskip("sentence_transformers")
 pytest.importorskip("datasets")
@@ -305,7 +306,7 @@ def test_two_processes(tmp_path):
     sentences.write_model(tmp_path / "model")
     sentences.write_model(tmp_path / "guide", seed=7)
     call = [*launcher, sentences.__file__, str(tmp_path), json.dumps(TWO_RANKS)]
-    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-5000:]
     found = torch.load(tmp_path / "found.pt")
     assert_same_weights(found[1][0], found[0][0])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import PATIENCE
+
 pytest.importorskip("triton")
 
 
@@ -28,6 +30,6 @@ def test_kernels_compile(capability, precision, features):
     program = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(program), str(capability), precision, features]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "compiled" in done.stdout.splitlines()[-1]

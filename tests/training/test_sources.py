@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import megabatch as mb
+from helpers import PATIENCE
 from megabatch.training import ReplayMismatchError
 from megabatch.training.replay import PIECE, checksum, sample_seed, stack
 from steps import Loss, cached, data, plain, tower
@@ -190,7 +191,10 @@ def test_workers_read_ahead_in_order_and_wait_when_they_are_ahead():
     for position, chunk in enumerate(chunks):
         assert chunk.tolist() == list(range(*spans[position]))
         if position == 2:
-            time.sleep(0.2)
+            end = time.monotonic() + PATIENCE
+            while max(started) < spans[position + 1][0] and time.monotonic() < end:
+                time.sleep(0.01)
+            time.sleep(0.2)  # in which none goes too far
             with lock:
                 assert max(started) < spans[position + 2][1]  # this one, and two ahead
                 assert max(started) >= spans[position + 1][0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import runs
+from helpers import PATIENCE
 from megabatch import settings
 
 pytestmark = pytest.mark.thorough
@@ -33,7 +34,7 @@ def python(folder, *arguments):
     paths = os.pathsep.join([os.path.abspath("src"), *sys.path])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
     call = [sys.executable, *arguments]
-    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

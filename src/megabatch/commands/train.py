@@ -30,7 +30,7 @@ PROBLEMS_NAMED = 5
 DESCRIPTION = f"""
 Trains two towers so that what belongs together is found among everything else.
 
-  megabatch train                                  emoji and their names; two small towers, two cores, three minutes
+  megabatch train                                  emoji and their names; two small towers, two cores, 1 to 3 minutes
   megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384 --epochs 10 --lr 5e-4
   megabatch train --data "cc12m/{{00000..01242}}.tar" --validation coco.csv --model open_clip:ViT-B-16 --batch-size 65536
   megabatch train --data wordnet --batch-size 8192 --set optimizer.scaling=sqrt
@@ -63,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="DATA", help="what to train on (default: emoji)")
     add("--validation", metavar="DATA", help="what to evaluate on (default: the test split of emoji and wordnet)")
     add("--model", metavar="MODEL", help="what to train (default: small)")
-    add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 1024)")
+    add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 512 for emoji, else 1024)")
     add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
-    add("--epochs", type=float, metavar="N", help="passes over the data (default: 72 for emoji, 4 for wordnet, else 32)")
+    add("--epochs", type=float, metavar="N", help="passes over the data (default: 28 for emoji, 4 for wordnet, else 32)")
     add("--lr", type=float, metavar="RATE", help="highest learning rate (default: 3e-3 for small, else 5e-4)")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="in which towers compute (default: fp32)")
     add("--seed", type=int, metavar="N", help="of weights, order and augmentation (default: 0)")
