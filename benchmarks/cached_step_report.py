@@ -3,7 +3,7 @@
 python benchmarks/cached_step_report.py benchmarks/results/cached_step.json
 """
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import reports
@@ -109,10 +109,7 @@ def draw(record: dict[str, Any]) -> Any:
     return figure
 
 
-def report(path: Path) -> None:
-    """Writes both beside the JSON file."""
-    reports.write(path, markdown, draw)
-
+report = partial(reports.write, text=markdown, draw=draw)
 
 if __name__ == "__main__":
     reports.main(__doc__, report)

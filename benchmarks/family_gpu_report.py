@@ -3,7 +3,7 @@
 python benchmarks/family_gpu_report.py benchmarks/results/family_gpu.json
 """
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import reports
@@ -103,10 +103,7 @@ def where_it_ends(record: dict[str, Any], name: str, rows: int) -> str:
     return "; ".join(parts)
 
 
-def report(path: Path) -> None:
-    """Writes both beside the JSON file."""
-    reports.write(path, markdown, draw)
-
+report = partial(reports.write, text=markdown, draw=draw)
 
 if __name__ == "__main__":
     reports.main(__doc__, report)

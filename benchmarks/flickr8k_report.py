@@ -1,7 +1,7 @@
 """The table and the plot of a run of `flickr8k.py`: python benchmarks/flickr8k_report.py benchmarks/results/flickr8k.json."""
 
 import statistics
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import reports
@@ -90,10 +90,7 @@ def draw(record: dict[str, Any]) -> Any:
     return figure
 
 
-def report(path: Path) -> None:
-    """Writes both beside the JSON file."""
-    reports.write(path, markdown, draw)
-
+report = partial(reports.write, text=markdown, draw=draw)
 
 if __name__ == "__main__":
     reports.main(__doc__, report)

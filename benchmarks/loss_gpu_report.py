@@ -1,6 +1,6 @@
 """The table and the plot of a run of `loss_gpu.py`: python benchmarks/loss_gpu_report.py benchmarks/results/loss_gpu.json."""
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import reports
@@ -79,10 +79,7 @@ def draw(record: dict[str, Any]) -> Any:
     return figure
 
 
-def report(path: Path) -> None:
-    """Writes both beside the JSON file."""
-    reports.write(path, markdown, draw)
-
+report = partial(reports.write, text=markdown, draw=draw)
 
 if __name__ == "__main__":
     reports.main(__doc__, report)

@@ -3,7 +3,7 @@
 python benchmarks/sentence_transformers_gpu_report.py benchmarks/results/sentence_transformers_gpu.json
 """
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import reports
@@ -78,10 +78,7 @@ def draw(record: dict[str, Any]) -> Any:
     return figure
 
 
-def report(path: Path) -> None:
-    """Writes both beside the JSON file."""
-    reports.write(path, markdown, draw)
-
+report = partial(reports.write, text=markdown, draw=draw)
 
 if __name__ == "__main__":
     reports.main(__doc__, report)
