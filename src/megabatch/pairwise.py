@@ -195,6 +195,11 @@ def cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:
     return exact_softplus(negatives - match + overflow)
 
 
+def part_of_mean(losses: Tensor, share: Tensor) -> Tensor:  # (...), () → ()
+    """For losses: Σ losses · share, this rank's part of the mean; added up in float64 and rounded once."""
+    return (losses.sum(dtype=torch.float64) * share).to(losses.dtype)
+
+
 def exact_softplus(values: Tensor) -> Tensor:
     """log(1 + exp(values)) to the last digit of float64, where PyTorch's default stops at nine."""
     return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)

@@ -38,7 +38,7 @@ def batch_of(
     validation.backend(backend, precision, query.device)
     further = tuple(n.flat() for n in _checked_negatives(negatives, query, ids, contrast, guided=guide is not None))
     limit = _limit(query, key, margin, guide, backend)
-    number = arguments.number(scale, "scale", query)
+    number = arguments.number(scale, "scale", query, shared=True)
     correction = arguments.offsets(log_q, query)
     return Batch(query, key, ids, correction, further, limit, guide, group, _purpose(contrast, both=both), backend), number
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megabatch import validation
 from megabatch.arguments import number
 from megabatch.losses.smoothing import check_smoothing, mean_similarity
-from megabatch.pairwise import cross_entropy, matched_logsumexp
+from megabatch.pairwise import cross_entropy, matched_logsumexp, part_of_mean
 
 
 def clip_loss(
@@ -46,11 +46,11 @@ def clip_loss(
     row, col, match, share = matched_logsumexp(
         image, text, logit_scale, names=("image", "text", "logit_scale"), ids=ids, group=group, backend=backend
     )
-    loss = cross_entropy(row, match).sum() + cross_entropy(col, match).sum()
+    losses = cross_entropy(row, match) + cross_entropy(col, match)
     if label_smoothing > 0:
         mean = mean_similarity(image, [(text, None)], number(logit_scale, "logit_scale", image), group)
-        loss = loss + 2 * label_smoothing * (match - mean).sum()  # the means of rows and of columns have the same sum
-    return loss * (share / 2)
+        losses = losses + 2 * label_smoothing * (match - mean)  # the means of rows and of columns have the same sum
+    return part_of_mean(losses, share / 2)
 
 
 class ClipLoss(nn.Module):

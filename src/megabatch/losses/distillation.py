@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megabatch import operators, validation
 from megabatch.arguments import number
 from megabatch.losses.clip import ClipLoss, clip_loss
+from megabatch.pairwise import part_of_mean
 from megabatch.tiles.backends import EAGER, TRITON
 
 
@@ -61,8 +63,7 @@ def soft_clip_loss(
     teacher = teacher_image, teacher_text, target_scale
     how = precision, teacher_precision, TRITON if settled == {TRITON} else EAGER, route
     row, col, share, *_ = operators.apply(operators.soft_cross_entropy, image, text, scale, *teacher, *how)
-    loss: Tensor = (row.sum() + col.sum()) * (share / 2)
-    return loss
+    return part_of_mean(torch.stack((row, col)), share / 2)
 
 
 class DistillClipLoss(ClipLoss):

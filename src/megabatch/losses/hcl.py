@@ -15,7 +15,8 @@ from torch import Tensor
 from megabatch import operators, validation
 from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Batch
-from megabatch.pairwise import cross_entropy
+from megabatch.pairwise import cross_entropy, part_of_mean
+from megabatch.tiles.precision import accumulator_dtype
 
 
 def hcl(
@@ -67,8 +68,8 @@ def hcl(
         match = match / (1 + beta)
         weighted = negatives - _finite(weight) + _finite(count)
         freed = _freed_of_matches(weighted, count, match, number, tau_plus)
-        losses.append(cross_entropy(freed, match).sum())
-    return torch.stack(losses).sum() * (share / len(losses))
+        losses.append(cross_entropy(freed, match))
+    return part_of_mean(torch.stack(losses), share / len(losses))
 
 
 def _freed_of_matches(
@@ -98,7 +99,7 @@ def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[str], *, both: b
         with torch.no_grad():
             return [counted.negatives for counted in batch.sums(torch.zeros_like(scale), contrast, both=both).directions]
     pairs = operators.apply(operators.total, torch.full_like(scale, len(batch.query)).reshape(1), validation.group(batch.group))
-    same = ((pairs - 1) * len(contrast)).log().expand(len(batch.query))
+    same = ((pairs - 1) * len(contrast)).log().to(accumulator_dtype(batch.query.dtype)).expand(len(batch.query))
     return [same, same] if both else [same]
 
 

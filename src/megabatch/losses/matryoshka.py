@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megabatch import validation
-from megabatch.pairwise import cross_entropy
+from megabatch.pairwise import cross_entropy, part_of_mean
 from megabatch.pairwise_prefix import matched_prefix_logsumexp
 
 
@@ -66,6 +66,6 @@ def matryoshka_clip_loss(
         backend=backend,
     )
     directions = (row, col) if both else (row,)
-    losses = torch.stack([cross_entropy(sums, match).sum(0) for sums in directions]).sum(0)  # (W,)
+    losses = torch.stack([cross_entropy(sums, match) for sums in directions]).sum((0, 1), dtype=torch.float64)  # (W,)
     terms = [loss * weight for loss, weight in zip(losses.unbind(), weighted.values(), strict=True)]
-    return torch.stack(terms).sum() * (share / len(directions))
+    return part_of_mean(torch.stack(terms), share / len(directions)).to(match.dtype)

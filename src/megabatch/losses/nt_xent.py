@@ -4,7 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megabatch.pairwise import cross_entropy, exact_softplus, matched_logsumexp
+from megabatch import validation
+from megabatch.arguments import number
+from megabatch.pairwise import cross_entropy, exact_softplus, matched_logsumexp, part_of_mean
 from megabatch.pairwise_self import pairwise_self_logsumexp
 
 
@@ -34,10 +36,13 @@ def nt_xent(
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.
-    across1, across2, match, share = matched_logsumexp(z1, z2, scale, names=("z1", "z2", "scale"), group=group, backend=backend)
+    names = ("z1", "z2", "scale")
+    validation.embeddings(z1, z2, names[:2], same_rows=True)
+    scale = number(scale, "scale", z1, shared=True)
+    across1, across2, match, share = matched_logsumexp(z1, z2, scale, names=names, group=group, backend=backend)
     within1, within2 = (pairwise_self_logsumexp(z, scale, group=group, backend=backend) for z in (z1, z2))
     losses = _cross_entropy(across1, within1, match) + _cross_entropy(across2, within2, match)
-    return losses.sum() * (share / 2)
+    return part_of_mean(losses, share / 2)
 
 
 def _cross_entropy(first: Tensor, second: Tensor, match: Tensor) -> Tensor:

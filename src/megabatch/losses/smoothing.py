@@ -35,8 +35,8 @@ def mean_similarity(
     rows, columns = _as_multiplied(x), [_as_multiplied(keys) for keys, _ in others]
     with torch.autocast(validation.autocast_device(x), enabled=False):
         sums = torch.stack([keys.sum(0) for keys in columns]).sum(0)
-        subtracted = [torch.zeros_like(scale) if log_q is None else log_q.sum() for _, log_q in others]
-        count = torch.full_like(scale, sum(map(len, columns)))
+        subtracted = [sums.new_zeros(()) if log_q is None else log_q.sum() for _, log_q in others]
+        count = sums.new_full((), sum(map(len, columns)))
         packed = torch.cat((sums, torch.stack((torch.stack(subtracted).sum(), count))))
         whole = operators.apply(operators.total, packed, validation.group(group))
         mean: Tensor = (rows @ (whole[:-2] * scale) - whole[-2]) / whole[-1]

@@ -15,6 +15,7 @@ from megabatch.operators.gradients import (
     in_units,
     on_its_device,
     refuse_second_derivative,
+    share_of_mean,
     statistic,
 )
 from megabatch.operators.team import assemble
@@ -57,7 +58,7 @@ def logsumexp(
         match = block.zeros(0)
         if diagonal == APART:
             match = matching_similarities(block, team.local.matching_products(block))
-        share = torch.full_like(scale, team.share)
+        share = share_of_mean(x, team.share)
         values = row.value().to(block.dtype), col.value().to(block.dtype)
         return *values, match, share, row.pack().to(packed), col.pack().to(packed)
 
@@ -68,7 +69,7 @@ def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tenso
     N, M = x.shape[0], y.shape[0]
     match = statistic(x, N if diagonal == APART else 0)
     sums = [x.new_empty(2, size, dtype=sums_dtype(backend, accumulator_dtype(x.dtype))) for size in (N, M)]
-    return statistic(x, N), statistic(x, M), match, torch.empty_like(scale), sums[0], sums[1]
+    return statistic(x, N), statistic(x, M), match, share_of_mean(x, 1.0), sums[0], sums[1]
 
 
 @torch.library.custom_op("megabatch::logsumexp_backward", mutates_args=())
@@ -108,12 +109,12 @@ def logsumexp_backward(
             sums,
             wanted,
         )
-        return finish(team.local, block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
+        return finish(team.local, block, strips, sums, wanted, scale=scale, unit=unit, dmatch=in_units(dmatch, unit))
 
 
 @logsumexp_backward.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> Gradients:
-    return empty_gradients(x, y, Needs(*options[-1]))
+    return empty_gradients(x, y, scale, Needs(*options[-1]))
 
 
 def _block(
@@ -127,7 +128,7 @@ def _block(
     diagonal: str,
     precision: str,
 ) -> Block:
-    skip = diagonal != KEPT
+    skip, scale = diagonal != KEPT, scale.to(accumulator_dtype(x.dtype))
     return Block(
         x, y, scale, by_matmul_setting(precision, x.device.type), row_bias, col_bias, row_ids, col_ids, skip_diagonal=skip
     )

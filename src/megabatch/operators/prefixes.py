@@ -16,6 +16,7 @@ from megabatch.operators.gradients import (
     gradient_unit,
     on_its_device,
     refuse_second_derivative,
+    share_of_mean,
     statistic,
 )
 from megabatch.operators.team import Team, assemble
@@ -53,12 +54,12 @@ def prefix_logsumexp(
         if backend == EAGER:
             statistics = partial(around.statistics, team.walks) if isinstance(team.walks, RingWalks) else here.statistics
             row, col = statistics(given)
-            match = matching_products(given) * given.row_factor * given.col_factor * scale
+            match = matching_products(given) * given.row_factor * given.col_factor * given.block.scale
         else:
             row, col, match = width_by_width.statistics(team, given, precision)
         dtype, packed = given.block.dtype, sums_dtype(backend, given.block.dtype)
         values = row.value().to(dtype), col.value().to(dtype)
-        return *values, match, torch.full_like(scale, team.share), row.pack().to(packed), col.pack().to(packed)
+        return *values, match, share_of_mean(x, team.share), row.pack().to(packed), col.pack().to(packed)
 
 
 @prefix_logsumexp.register_fake
@@ -69,7 +70,7 @@ def _(
     N, W = x.shape[0], len(widths)
     row, col, match = (statistic(x, N, W) for _ in range(3))
     sums = [x.new_empty(2, N, W, dtype=sums_dtype(backend, accumulator_dtype(x.dtype))) for _ in range(2)]
-    return row, col, match, torch.empty_like(scale), sums[0], sums[1]
+    return row, col, match, share_of_mean(x, 1.0), sums[0], sums[1]
 
 
 @torch.library.custom_op("megabatch::prefix_logsumexp_backward", mutates_args=())
@@ -106,12 +107,12 @@ def prefix_logsumexp_backward(
             d.to(side.dtype) if d is not None and asked else side.new_empty(0)
             for d, side, asked in zip(found, (x, y), needs, strict=False)
         )
-        return dx, dy, found[2]
+        return dx, dy, found[2].to(scale.dtype)
 
 
 @prefix_logsumexp_backward.register_fake
-def _(x: Tensor, y: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dy, dscale, *_ = empty_gradients(x, y, Needs(*options[-1]))
+def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dy, dscale, *_ = empty_gradients(x, y, scale, Needs(*options[-1]))
     return dx, dy, dscale
 
 
@@ -119,6 +120,7 @@ def _given(
     x: Tensor, y: Tensor, scale: Tensor, ids: Tensor | None, widths: list[int], precision: str, backend: str
 ) -> Prefixes:
     """One pass over all widths rounds the inputs and scales their products; kernels see what has unit length, rounded."""
+    scale = scale.to(accumulator_dtype(x.dtype))
     block = Block(x, y, scale, precision if backend == EAGER else FLOAT32, row_ids=ids, col_ids=ids, skip_diagonal=True)
     return Prefixes.of_unit_length(block, tuple(widths))
 
@@ -136,7 +138,7 @@ def _gradients_in_one_pass(
     subtract_along(given, by_row, block.x, given.row_factor)
     subtract_along(given, by_column, block.y, given.col_factor)
     dx, dy = (sums.d * (block.scale * unit) for sums in (by_row, by_column))
-    return dx, dy, by_row.products.sum() * unit
+    return dx, dy, by_row.products.sum(dtype=torch.float64) * unit
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

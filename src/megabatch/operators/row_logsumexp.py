@@ -15,6 +15,7 @@ from megabatch.operators.gradients import (
     in_units,
     on_its_device,
     refuse_second_derivative,
+    share_of_mean,
     statistic,
 )
 from megabatch.operators.logsumexp import APART, KEPT
@@ -58,7 +59,7 @@ def row_logsumexp(
         match = block.zeros(0)
         if diagonal == APART:
             match = matching_similarities(block, team.local.matching_products(block))
-        share = torch.full_like(scale, team.share)
+        share = share_of_mean(x, team.share)
         return row.value().to(block.dtype), match, share, row.pack().to(sums_dtype(backend, block.dtype))
 
 
@@ -68,7 +69,7 @@ def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tenso
     N = x.shape[0]
     match = statistic(x, N if diagonal == APART else 0)
     packed = x.new_empty(2, N, dtype=sums_dtype(backend, accumulator_dtype(x.dtype)))
-    return statistic(x, N), match, torch.empty_like(scale), packed
+    return statistic(x, N), match, share_of_mean(x, 1.0), packed
 
 
 @torch.library.custom_op("megabatch::row_logsumexp_backward", mutates_args=())
@@ -104,12 +105,12 @@ def row_logsumexp_backward(
         unit = gradient_unit(block, drow, largest=team.largest)
         sums = column_sums(block, wanted)
         strips = team.walks.logsumexp_gradients(block, LogSum.unpack(row), None, in_units(drow, unit), None, sums, wanted)
-        return finish(team.local, block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
+        return finish(team.local, block, strips, sums, wanted, scale=scale, unit=unit, dmatch=in_units(dmatch, unit))
 
 
 @row_logsumexp_backward.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> Gradients:
-    return empty_gradients(x, y, Needs(*options[-1]))
+    return empty_gradients(x, y, scale, Needs(*options[-1]))
 
 
 def _block(
@@ -134,7 +135,7 @@ def _block(
     return Block(
         x,
         y,
-        scale,
+        scale.to(accumulator_dtype(x.dtype)),
         by_matmul_setting(precision, x.device.type),
         row_bias,
         col_bias,

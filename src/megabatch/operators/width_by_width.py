@@ -56,7 +56,7 @@ def gradients(
         if total is not None:
             subtract_along(given, total, side, factor)
     dx, dy = (None if total is None else total.d for total in sums)
-    return dx, dy, dscale.to(block.scale.dtype)
+    return dx, dy, dscale
 
 
 def _gradients_at_one_width(
@@ -79,7 +79,16 @@ def _gradients_at_one_width(
     strips = team.walks.logsumexp_gradients(block, row, col, in_units(drow, unit), in_units(dcol, unit), columns, needs)
     dmatch = in_units(dmatch, unit)
     dx, dy, *_ = finish(
-        team.local, block, strips, columns, needs, unit=unit, dmatch=dmatch, dtype=block.dtype, for_scale=dscale
+        team.local,
+        block,
+        strips,
+        columns,
+        needs,
+        scale=block.scale,
+        unit=unit,
+        dmatch=dmatch,
+        dtype=block.dtype,
+        for_scale=dscale,
     )
     return dx, dy
 
