@@ -134,6 +134,26 @@ def test_a_loss_of_several_parts_is_rounded_once(name):
     assert (found <= 2 * bar).all(), list(zip(["value", "dx", "dy", "d scale"], found.tolist(), bar.tolist(), strict=True))
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        mb.clip_loss,
+        mb.nt_xent,
+        lambda x, y, s: mb.siglip_loss(x, y, s, -1.0),
+        lambda x, y, s: mb.soft_clip_loss(x, y, s, x, y, 3.0),
+        lambda x, y, s: mb.matryoshka_clip_loss(x, y, s, widths=(4, 16)),
+        lambda x, y, s: mb.pairwise_softplus(x, y, s).mean(),
+    ],
+)
+def test_a_float64_scale_beside_float32_embeddings_gets_a_float64_gradient(loss):
+    x, y = (t.float() for t in aligned_pairs(64, 16, noise=1.0, seed=0))
+    scale = torch.tensor(10.0, dtype=torch.float64, requires_grad=True)
+    value = loss(x, y, scale)
+    (dscale,) = torch.autograd.grad(value, scale)
+    assert (value.dtype, dscale.dtype) == (torch.float32, torch.float64)
+    assert dscale != dscale.float(), "rounded on the way"
+
+
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_the_precision_of_forward_is_that_of_backward(when):
     x, y = (t.float().requires_grad_() for t in aligned_pairs(64, 16, noise=1.0, seed=0))

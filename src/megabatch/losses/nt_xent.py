@@ -35,10 +35,10 @@ def nt_xent(
         group: the processes that share the batch, as in `clip_loss`.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
-    # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.
     names = ("z1", "z2", "scale")
     validation.embeddings(z1, z2, names[:2], same_rows=True)
     scale = number(scale, "scale", z1, shared=True)
+    # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.
     across1, across2, match, share = matched_logsumexp(z1, z2, scale, names=names, group=group, backend=backend)
     within1, within2 = (pairwise_self_logsumexp(z, scale, group=group, backend=backend) for z in (z1, z2))
     losses = _cross_entropy(across1, within1, match) + _cross_entropy(across2, within2, match)
