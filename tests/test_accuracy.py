@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import megabatch as mb
-from helpers import PATIENCE, aligned_pairs, dense_clip, dense_siglip, outcomes, tile_size
+from helpers import PATIENCE, aligned_pairs, dense_clip, dense_siglip, outcomes, tile_size, unit
 from megabatch import reference
 
 SEEDS = 24
@@ -56,6 +57,108 @@ def test_error_is_at_most_twice_the_dense_one(loss, regime, dtype):
     assert (found <= 2 * bar).all(), report
     if dtype == torch.float32:
         assert (bar < 1e-2).all(), "the bar itself must mean something"
+
+
+@pytest.mark.parametrize("N", [3, 7, 100, 1000, 1023])
+def test_the_mean_of_equal_losses_is_that_loss(N):
+    """Every row of zeros has the same loss: added up in float32 and multiplied by a rounded 1/N, they came out as another."""
+    x = torch.zeros(N, 4)
+    row = mb.pairwise_logsumexp(x, x, exclude="diagonal")[0][0]
+    one_of_many = F.softplus(row)
+    assert mb.dcl_loss(x, x, scale=1.0) == row
+    assert mb.clip_loss(x, x, 1.0) == one_of_many
+    assert mb.clip_loss(x, x, 1.0, label_smoothing=0.1) == one_of_many
+    assert mb.info_nce_loss(x, x, scale=1.0, symmetric=True) == one_of_many
+    assert mb.matryoshka_clip_loss(x + 1, x + 1, 1e-30, widths=(2, 4)) == 2 * one_of_many
+    assert mb.hcl_loss(x, x, scale=1.0, beta=0.0, tau_plus=0.0) == one_of_many
+    assert mb.sup_con_loss(x, torch.zeros(N, dtype=torch.int64)) == row
+    assert mb.soft_clip_loss(x, x, 1.0, x, x, 1.0) == mb.pairwise_logsumexp(x, x)[0][0]
+
+
+def hard_negatives(query, several):
+    return (
+        unit(len(query), 3, query.shape[1], seed=99).to(query.dtype)
+        if several
+        else unit(50, query.shape[1], seed=99).to(query.dtype)
+    )
+
+
+def dense_bank(query, key, scale):
+    logits = torch.cat(((query * key).sum(1, keepdim=True), query @ hard_negatives(query, False).T), dim=1) * scale
+    return F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.int64))
+
+
+def dense_hard(query, key, scale):
+    keys = torch.cat((key, hard_negatives(query, True).flatten(0, 1)))
+    return F.cross_entropy(scale * (query @ keys.T), torch.arange(len(query)))
+
+
+def by_label(loss, rows_each, **options):
+    """Of two views: labels of two rows, or of more."""
+
+    def of_labels(x, y, scale):
+        labels = torch.arange(len(x)) % (2 * len(x) // rows_each)
+        return loss(torch.cat((x, y)), labels.repeat(2), scale, **options)
+
+    return of_labels
+
+
+# Mine, dense, rows, width, scale, noise: where parts of the scale's gradient, or of the loss, nearly cancel.
+IN_PARTS = {
+    "nt_xent": (mb.nt_xent_loss, reference.nt_xent_loss, 400, 32, 12.0, 3.0),
+    "info_nce_loss, a bank alone": (
+        lambda x, y, s: mb.info_nce_loss(x, y, scale=s, negatives=hard_negatives(x, False), contrast=()),
+        *(dense_bank, 800, 48, 5.0, 10.0),
+    ),
+    "info_nce_loss, hard negatives": (
+        lambda x, y, s: mb.info_nce_loss(x, y, scale=s, negatives=hard_negatives(x, True)),
+        *(dense_hard, 200, 48, 9.0, 5.0),
+    ),
+    "sup_con_loss, pairs": (by_label(mb.sup_con_loss, 2), by_label(reference.sup_con_loss, 2), 150, 32, 10.0, 3.0),
+    "sup_con_loss, in": (
+        by_label(mb.sup_con_loss, 30, form="in"),
+        by_label(reference.sup_con_loss, 30, form="in"),
+        150,
+        32,
+        10.0,
+        10.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_loss_of_several_parts_is_rounded_once(name):
+    """Its parts come from operators of their own, whose gradients of the scale are of opposite signs.
+
+    Rounded before they are added, they left the scale with three to eight times the dense error here.
+    """
+    mine, dense, N, D, scale, noise = IN_PARTS[name]
+    draws = [
+        [*(t.float() for t in aligned_pairs(N, D, noise=noise, seed=seed)), torch.tensor(scale)]
+        for seed in range(0, 2 * SEEDS, 2)
+    ]
+    found, bar = (root_mean_square_errors(function, dense, draws) for function in (mine, dense))
+    assert (found <= 2 * bar).all(), list(zip(["value", "dx", "dy", "d scale"], found.tolist(), bar.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        mb.clip_loss,
+        mb.nt_xent_loss,
+        lambda x, y, s: mb.siglip_loss(x, y, s, -1.0),
+        lambda x, y, s: mb.soft_clip_loss(x, y, s, x, y, 3.0),
+        lambda x, y, s: mb.matryoshka_clip_loss(x, y, s, widths=(4, 16)),
+        lambda x, y, s: mb.pairwise_softplus(x, y, s).mean(),
+    ],
+)
+def test_a_float64_scale_beside_float32_embeddings_gets_a_float64_gradient(loss):
+    x, y = (t.float() for t in aligned_pairs(64, 16, noise=1.0, seed=0))
+    scale = torch.tensor(10.0, dtype=torch.float64, requires_grad=True)
+    value = loss(x, y, scale)
+    (dscale,) = torch.autograd.grad(value, scale)
+    assert (value.dtype, dscale.dtype) == (torch.float32, torch.float64)
+    assert dscale != dscale.float(), "rounded on the way"
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

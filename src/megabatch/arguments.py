@@ -58,10 +58,15 @@ def execution(
     return Execution(precision, chosen, topology.route(process_group, purpose))
 
 
-def number(value: float | Tensor, name: str, x: Tensor) -> Tensor:  # ()
-    """A scale or bias as a 0-d tensor, made on the device: a copy from the host would make CUDA wait."""
+def number(value: float | Tensor, name: str, x: Tensor, *, shared: bool = False) -> Tensor:  # ()
+    """A scale or bias as a 0-d tensor, made on the device: a copy from the host would make CUDA wait.
+
+    One that several operators share is float64, and stays it. Their gradients are then added before they are rounded, which
+    matters where they nearly cancel.
+    """
     validation.number(value, name, x)
-    dtype = accumulator_dtype(x.dtype)
+    shared = shared or (isinstance(value, Tensor) and value.dtype == torch.float64)
+    dtype = torch.float64 if shared else accumulator_dtype(x.dtype)
     if isinstance(value, Tensor):
         return value.reshape(()).to(dtype)
     return torch.full((), value, dtype=dtype, device=x.device)

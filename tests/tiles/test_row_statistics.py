@@ -137,7 +137,7 @@ def test_the_matching_pair_apart(backend):
     own = torch.eye(70, dtype=torch.bool, device=DEVICE)
     wanted = logits.masked_fill(own, -torch.inf).logsumexp(1) - 2 * logits.diagonal()
     torch.testing.assert_close((row - 2 * match).double(), wanted, rtol=1e-5, atol=1e-5)
-    assert share == torch.tensor(1 / 70, dtype=torch.float32)
+    assert share == 1 / 70
     found = torch.autograd.grad((row - 2 * match).sum(), inputs)
     for actual, expected in zip(found, torch.autograd.grad(wanted.sum(), wide), strict=True):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)

@@ -35,7 +35,7 @@ def batch_of(
     validation.offsets(log_q, "log_q", key, "key")
     further = tuple(n.flat() for n in _checked_negatives(negatives, query, ids, contrast, guided=guide is not None))
     limit = _limit(query, key, margin, guide, backend)
-    number = arguments.number(scale, "scale", query)
+    number = arguments.number(scale, "scale", query, shared=True)
     correction = arguments.offsets(log_q, query)
     return Batch(query, key, run, ids, correction, further, limit, guide), number
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megabatch import validation
 from megabatch.arguments import Backend, Group, number
-from megabatch.losses.sums import APART, check_smoothing, cross_entropy, logsumexp, mean_similarity, pairs
+from megabatch.losses.sums import APART, check_smoothing, cross_entropy, logsumexp, mean_similarity, pairs, part_of_mean
 
 
 def clip_loss(
@@ -45,11 +45,11 @@ def clip_loss(
     run = pairs(image, text, ("image", "text"), ids=ids, group=group, backend=backend)
     scale = number(logit_scale, "logit_scale", image)
     row, col, match, share = logsumexp(image, text, scale, run, ids=(ids, ids), diagonal=APART, columns=True)
-    loss = cross_entropy(row, match).sum() + cross_entropy(col, match).sum()
+    losses = cross_entropy(row, match) + cross_entropy(col, match)
     if label_smoothing > 0:
         mean = mean_similarity(image, [(text, None)], scale, run)
-        loss = loss + 2 * label_smoothing * (match - mean).sum()  # the means of rows and of columns have the same sum
-    return loss * (share / 2)
+        losses = losses + 2 * label_smoothing * (match - mean)  # the means of rows and of columns have the same sum
+    return part_of_mean(losses, share / 2)
 
 
 class ClipLoss(nn.Module):

@@ -113,7 +113,7 @@ class Batch:
                 terms[name], match, share = self._in_batch(scale, name)
         else:
             products, _, share = matching_products(self.query, self.key, self.run)
-            match = products * scale
+            match = _scaled(products, scale)
         for name in (n for n in (QUERY_QUERY, KEY_KEY) if n in names):
             terms[name], *_ = self._in_batch(scale, name)
         return terms, match, share
@@ -192,7 +192,7 @@ class Batch:
         owner = negatives.owner
         assert owner is not None
         products, *_ = matching_products(self.query[owner], negatives.keys, self.run._replace(group=""))
-        s = products * scale
+        s = _scaled(products, scale)
         if negatives.log_q is not None:
             s = s - negatives.log_q
         if self.ids is not None and negatives.ids is not None:
@@ -207,6 +207,11 @@ class Batch:
 
     def _ceiling(self, rows: Tensor | None, columns: Tensor | None) -> Ceiling | None:
         return None if self.limit is None else Ceiling(self.limit, rows, columns)
+
+
+def _scaled(products: Tensor, scale: Tensor) -> Tensor:  # (K,), () float64
+    """s, whose gradients are added up in float64 where they become that of the scale."""
+    return (products.double() * scale).to(products.dtype)
 
 
 def _is_owned(negatives: Negatives) -> bool:

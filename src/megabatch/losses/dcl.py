@@ -8,6 +8,7 @@ from torch import Tensor
 from megabatch.arguments import Backend, Group
 from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Contrast, Negatives
+from megabatch.losses.sums import part_of_mean
 
 
 def dcl_loss(
@@ -51,5 +52,5 @@ def dcl_loss(
         backend=backend,
     )
     sums = batch.sums(number, contrast, symmetric=symmetric)
-    losses = [torch.where(negatives == -torch.inf, 0.0, negatives - match).sum() for negatives, match in sums.directions]
-    return torch.stack(losses).sum() * (sums.share / len(losses))
+    losses = [torch.where(negatives == -torch.inf, 0.0, negatives - match) for negatives, match in sums.directions]
+    return part_of_mean(torch.stack(losses), sums.share / len(losses))

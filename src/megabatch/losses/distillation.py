@@ -1,11 +1,12 @@
 """Distillation: a student's similarities follow those of a teacher, which are formed again tile by tile and never stored."""
 
+import torch
 from torch import Tensor
 
 from megabatch import validation
 from megabatch.arguments import Backend, Group, execution, number
 from megabatch.losses.clip import ClipLoss, clip_loss
-from megabatch.losses.sums import pairs, soft_cross_entropy
+from megabatch.losses.sums import pairs, part_of_mean, soft_cross_entropy
 
 
 def soft_clip_loss(
@@ -52,7 +53,7 @@ def soft_clip_loss(
         validation.without_gradient([teacher_scale], ["teacher_scale"])
     teacher = teacher_image, teacher_text, target_scale
     row, col, share = soft_cross_entropy((image, text, scale), teacher, (run, teacher_run))
-    return (row.sum() + col.sum()) * (share / 2)
+    return part_of_mean(torch.stack((row, col)), share / 2)
 
 
 class DistillClipLoss(ClipLoss):

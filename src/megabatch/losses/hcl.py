@@ -15,7 +15,8 @@ from torch import Tensor
 from megabatch.arguments import Backend, Group
 from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Batch, Contrast
-from megabatch.losses.sums import cross_entropy, sum_over_ranks
+from megabatch.losses.sums import cross_entropy, part_of_mean, sum_over_ranks
+from megabatch.tiles.precision import accumulator_dtype
 
 
 def hcl_loss(
@@ -82,8 +83,8 @@ def hcl_loss(
         match = match / (1 + beta)
         weighted = negatives - _finite(weight) + _finite(count)
         freed = _freed_of_matches(weighted, count, match, number, tau_plus)
-        losses.append(cross_entropy(freed, match).sum())
-    return torch.stack(losses).sum() * (share / len(losses))
+        losses.append(cross_entropy(freed, match))
+    return part_of_mean(torch.stack(losses), share / len(losses))
 
 
 def _freed_of_matches(
@@ -115,7 +116,7 @@ def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[Contrast], *, sy
                 counted.negatives for counted in batch.sums(torch.zeros_like(scale), contrast, symmetric=symmetric).directions
             ]
     pairs = sum_over_ranks(torch.full_like(scale, len(batch.query)).reshape(1), batch.run)
-    same = ((pairs - 1) * len(contrast)).log().expand(len(batch.query))
+    same = ((pairs - 1) * len(contrast)).log().to(accumulator_dtype(batch.query.dtype)).expand(len(batch.query))
     return [same, same] if symmetric else [same]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from megabatch.arguments import Backend, Group
 from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Batch, Contrast, Negatives, Sums
-from megabatch.losses.sums import check_smoothing, cross_entropy, mean_similarity
+from megabatch.losses.sums import check_smoothing, cross_entropy, mean_similarity, part_of_mean
 
 
 def info_nce_loss(
@@ -76,19 +76,19 @@ def info_nce_loss(
     )
     label_smoothing = _check_smoothing(label_smoothing, batch, contrast)
     sums = batch.sums(number, contrast, symmetric=symmetric)
-    losses = [cross_entropy(negatives, match).sum() for negatives, match in sums.directions]
+    losses = [cross_entropy(negatives, match) for negatives, match in sums.directions]
     if label_smoothing > 0:
         losses += [label_smoothing * above for above in _above_the_mean(batch, number, sums)]
-    return torch.stack(losses).sum() * (sums.share / len(sums.directions))
+    return part_of_mean(torch.stack(losses), sums.share / len(sums.directions))
 
 
-def _above_the_mean(batch: Batch, scale: Tensor, sums: Sums) -> list[Tensor]:  # () each
-    """Σ_i of how far s_ii is above the mean of all that query i is compared with, for each direction."""
+def _above_the_mean(batch: Batch, scale: Tensor, sums: Sums) -> list[Tensor]:  # (N,) each
+    """How far s_ii is above the mean of all that query i is compared with, for each direction."""
     keys = [(batch.key, batch.log_q), *((further.keys, further.log_q) for further in batch.negatives)]
     queries: list[tuple[Tensor, Tensor | None]] = [(batch.query, None)]
     sides = ((batch.query, keys), (batch.key, queries))
     return [
-        (match - mean_similarity(rows, columns, scale, batch.run)).sum()
+        match - mean_similarity(rows, columns, scale, batch.run)
         for (_, match), (rows, columns) in zip(sums.directions, sides, strict=False)
     ]
 

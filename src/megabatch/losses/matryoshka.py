@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import validation
-from megabatch.arguments import Backend, Group
+from megabatch.arguments import Backend, Group, number
 from megabatch.losses.clip import clip_loss
 from megabatch.losses.info_nce import info_nce_loss
 
@@ -59,13 +59,14 @@ def matryoshka_clip_loss(
     validation.number(logit_scale, "logit_scale", image)
     weighted = validation.widths(widths, weights, image)
     options: dict[str, Any] = {"ids": ids, "group": group, "backend": backend}
+    scale = number(logit_scale, "logit_scale", image, shared=True)
     # Converted once, so that the gradients of all widths are added in float32.
     images, texts = (side.to(torch.promote_types(side.dtype, torch.float32)) for side in (image, text))
     losses = []
     with _products_in(image):
         for width, weight in weighted.items():
             x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
-            loss = clip_loss(x, y, logit_scale, **options) if symmetric else info_nce_loss(x, y, scale=logit_scale, **options)
+            loss = clip_loss(x, y, scale, **options) if symmetric else info_nce_loss(x, y, scale=scale, **options)
             losses.append(weight * loss)
     return torch.stack(losses).sum()
 

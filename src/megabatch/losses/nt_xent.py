@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megabatch.arguments import Backend, Group, number
-from megabatch.losses.sums import APART, cross_entropy, exact_softplus, logsumexp, pairs
+from megabatch.losses.sums import APART, cross_entropy, exact_softplus, logsumexp, pairs, part_of_mean
 from megabatch.pairwise import pairwise_symmetric_logsumexp
 
 
@@ -34,11 +34,11 @@ def nt_xent_loss(
     """
     # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.
     run = pairs(z1, z2, ("z1", "z2"), group=group, backend=backend)
-    factor = number(scale, "scale", z1)
+    factor = number(scale, "scale", z1, shared=True)
     across1, across2, match, share = logsumexp(z1, z2, factor, run, diagonal=APART, columns=True)
-    within1, within2 = (pairwise_symmetric_logsumexp(z, scale, group=group, backend=backend) for z in (z1, z2))
+    within1, within2 = (pairwise_symmetric_logsumexp(z, factor, group=group, backend=backend) for z in (z1, z2))
     losses = _cross_entropy(across1, within1, match) + _cross_entropy(across2, within2, match)
-    return losses.sum() * (share / 2)
+    return part_of_mean(losses, share / 2)
 
 
 def _cross_entropy(first: Tensor, second: Tensor, match: Tensor) -> Tensor:

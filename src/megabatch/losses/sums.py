@@ -193,6 +193,11 @@ def cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:
     return exact_softplus(negatives - match + overflow)
 
 
+def part_of_mean(losses: Tensor, share: Tensor) -> Tensor:  # (...), () → ()
+    """Σ losses · share, this rank's part of the mean; added up in float64 and rounded once."""
+    return (losses.sum(dtype=torch.float64) * share).to(losses.dtype)
+
+
 def exact_softplus(values: Tensor) -> Tensor:
     """log(1 + exp(values)) to the last digit of float64, where PyTorch's default stops at nine."""
     return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)
@@ -245,8 +250,8 @@ def mean_similarity(
     rows, columns = _as_multiplied(x), [_as_multiplied(keys) for keys, _ in others]
     with torch.autocast(validation.autocast_device(x), enabled=False):
         sums = torch.stack([keys.sum(0) for keys in columns]).sum(0)
-        subtracted = [torch.zeros_like(scale) if log_q is None else log_q.sum() for _, log_q in others]
-        count = torch.full_like(scale, sum(map(len, columns)))
+        subtracted = [sums.new_zeros(()) if log_q is None else log_q.sum() for _, log_q in others]
+        count = sums.new_full((), sum(map(len, columns)))
         packed = torch.cat((sums, torch.stack((torch.stack(subtracted).sum(), count))))
         whole = sum_over_ranks(packed, run)
         return (rows @ (whole[:-2] * scale) - whole[-2]) / whole[-1]

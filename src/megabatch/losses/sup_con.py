@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megabatch import validation
-from megabatch.arguments import Backend, Group
-from megabatch.losses.sums import cross_entropy, positive_similarities, positives_logsumexp
+from megabatch.arguments import Backend, Group, number
+from megabatch.losses.sums import cross_entropy, part_of_mean, positive_similarities, positives_logsumexp
 from megabatch.pairwise import pairwise_symmetric_logsumexp
 
 
@@ -44,6 +44,7 @@ def sup_con_loss(
     validation.embeddings(z, z, ("z", "z"))
     validation.labels(labels, z)
     validation.form(form, backend)
+    scale = number(scale, "scale", z, shared=True)
     mean, count, sole, share = positive_similarities(z, labels, scale, group=group)
     if form == "in":
         others = pairwise_symmetric_logsumexp(z, scale, exclude=labels, group=group, backend=backend)
@@ -54,4 +55,4 @@ def sup_con_loss(
         # several, each is far from certain: the loss is at least the logarithm of their number.
         others = pairwise_symmetric_logsumexp(z, scale, exclude=sole, group=group, backend=backend)
         losses = torch.where(count == 1, cross_entropy(others, mean), others - mean)
-    return torch.where(count > 0, losses, 0.0).sum() * share
+    return part_of_mean(torch.where(count > 0, losses, 0.0), share)

@@ -35,17 +35,22 @@ def on_its_device(x: Tensor) -> Iterator[None]:
         yield
 
 
+def share_of_mean(x: Tensor, share: float) -> Tensor:  # ()
+    """What turns a sum over local pairs into this rank's part of a mean; float64, as a rounded 1/N would be in every loss."""
+    return torch.full((), share, dtype=torch.float64, device=x.device)
+
+
 def statistic(x: Tensor, *shape: int) -> Tensor:
     """An uninitialised tensor of the type that sums over x are kept in."""
     return x.new_empty(shape, dtype=accumulator_dtype(x.dtype))
 
 
-def empty_gradients(x: Tensor, y: Tensor, needs: Needs, dtype: torch.dtype | None = None) -> Gradients:
+def empty_gradients(x: Tensor, y: Tensor, scale: Tensor, needs: Needs, dtype: torch.dtype | None = None) -> Gradients:
     """Uninitialised gradients of the right shapes; those of x and y in `dtype`, or in their own."""
     return (
         x.new_empty(x.shape if needs.dx else (0,), dtype=dtype),
         y.new_empty(y.shape if needs.dy else (0,), dtype=dtype),
-        statistic(x),
+        torch.empty_like(scale),
         statistic(x, x.shape[0] if needs.drow_bias else 0),
         statistic(x, y.shape[0] if needs.dcol_bias else 0),
     )
@@ -88,12 +93,13 @@ def finish(
     sums: ColumnGradients,
     needs: Needs,
     *,
+    scale: Tensor,  # () as the operator was given it
     unit: Tensor,  # ()
     dmatch: Tensor | None = None,  # (N,) gradient of s_ii where the diagonal is kept apart, in units
     dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Runs the walk and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
-    dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, needs._replace(dy=False), dtype)
+    dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, scale, needs._replace(dy=False), dtype)
     factor, products = block.scale * unit, None
     of_rows = torch.zeros_like(dscale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
     for rows, dx_rows, dscale_rows, drow_bias_rows in strips:

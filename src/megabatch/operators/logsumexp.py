@@ -15,6 +15,7 @@ from megabatch.operators.gradients import (
     in_units,
     on_its_device,
     refuse_second_derivative,
+    share_of_mean,
     statistic,
 )
 from megabatch.operators.team import assemble
@@ -67,7 +68,7 @@ def logsumexp(
         match = block.zeros(0)
         if diagonal == APART:
             match = matching_similarities(block, team.local.matching_products(block))
-        share = torch.full_like(scale, team.share)
+        share = share_of_mean(x, team.share)
         values = row.value().to(block.dtype), col.value().to(block.dtype)
         return *values, match, share, row.pack().to(packed), col.pack().to(packed)
 
@@ -78,7 +79,7 @@ def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tenso
     N, M = x.shape[0], y.shape[0] if columns else 0
     match = statistic(x, N if diagonal == APART else 0)
     sums = [x.new_empty(2, size, dtype=sums_dtype(backend, accumulator_dtype(x.dtype))) for size in (N, M)]
-    return statistic(x, N), statistic(x, M), match, torch.empty_like(scale), sums[0], sums[1]
+    return statistic(x, N), statistic(x, M), match, share_of_mean(x, 1.0), sums[0], sums[1]
 
 
 @torch.library.custom_op("megabatch::logsumexp_backward", mutates_args=())
@@ -127,12 +128,12 @@ def logsumexp_backward(
             sums,
             wanted,
         )
-        return finish(team.local, block, strips, sums, wanted, unit=unit, dmatch=in_units(dmatch, unit))
+        return finish(team.local, block, strips, sums, wanted, scale=scale, unit=unit, dmatch=in_units(dmatch, unit))
 
 
 @logsumexp_backward.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> Gradients:
-    return empty_gradients(x, y, Needs(*options[-1]))
+    return empty_gradients(x, y, scale, Needs(*options[-1]))
 
 
 def _summed(columns: bool) -> str:
@@ -158,6 +159,7 @@ def _block(
     if guide_x is not None and guide_y is not None:
         one = torch.ones((), dtype=accumulator_dtype(guide_x.dtype), device=guide_x.device)
         guide = Block(guide_x, guide_y, one, by_matmul_setting(guide_precision, guide_x.device.type))
+    scale = scale.to(accumulator_dtype(x.dtype))
     return Block(
         x,
         y,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.operators.gradients import on_its_device, refuse_second_derivative, statistic
+from megabatch.operators.gradients import on_its_device, refuse_second_derivative, share_of_mean, statistic
 from megabatch.operators.team import assemble
 from megabatch.operators.transforms import apply, differentiable
 from megabatch.tiles import plan
@@ -22,13 +22,13 @@ def matching(x: Tensor, y: Tensor, precision: str, backend: str, group: str) -> 
     with on_its_device(x):
         team = assemble(group, backend, block, "matching pairs", mean=bool(group))
         by_row, by_column = rank_noise(block)
-        return team.local.matching_products(block), by_row * by_column, torch.full_like(one, team.share)
+        return team.local.matching_products(block), by_row * by_column, share_of_mean(x, team.share)
 
 
 @matching.register_fake
 def _(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     N = x.shape[0]
-    return statistic(x, N), statistic(x, N), statistic(x)
+    return statistic(x, N), statistic(x, N), share_of_mean(x, 1.0)
 
 
 @torch.library.custom_op("megabatch::matching_backward", mutates_args=())

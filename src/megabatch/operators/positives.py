@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.operators.gradients import on_its_device, refuse_second_derivative, statistic
+from megabatch.operators.gradients import on_its_device, refuse_second_derivative, share_of_mean, statistic
 from megabatch.operators.team import assemble
 from megabatch.operators.transforms import apply, differentiable
 from megabatch.ring.lap import Tensors
 from megabatch.tiles.backends import EAGER
 from megabatch.tiles.block import Block
 from megabatch.tiles.positives import SameId
-from megabatch.tiles.precision import by_matmul_setting, rounded
+from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting, rounded
 
 
 @torch.library.custom_op("megabatch::positives", mutates_args=())
@@ -47,7 +47,7 @@ def positives(
 
         team.visit([values, labels, number], look)
         sole = torch.where(count == 1, torch.minimum(number, partner), number)
-        anchors = team.total((count > 0).sum()).to(block.dtype)
+        anchors = team.total((count > 0).sum()).double()
         mean = products / count.clamp_min(1) * scale
         return mean.to(block.dtype), count, sole, team.size / anchors.clamp_min(1)
 
@@ -55,7 +55,7 @@ def positives(
 @positives.register_fake
 def _(z: Tensor, scale: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count, sole = (z.new_empty(z.shape[0], dtype=torch.int64) for _ in range(2))
-    return statistic(z, z.shape[0]), count, sole, torch.empty_like(scale)
+    return statistic(z, z.shape[0]), count, sole, share_of_mean(z, 1.0)
 
 
 @torch.library.custom_op("megabatch::positives_backward", mutates_args=())
@@ -91,7 +91,7 @@ def positives_backward(
 
         team.visit([values, labels, weight], look)
         dscale = (weight[:, 0] * products).sum().to(scale.dtype)
-        return (dz * scale).to(z.dtype), dscale
+        return (dz * block.scale).to(z.dtype), dscale
 
 
 @positives_backward.register_fake
@@ -100,6 +100,7 @@ def _(z: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
 
 
 def _block(z: Tensor, scale: Tensor, labels: Tensor, precision: str) -> Block:
+    scale = scale.to(accumulator_dtype(z.dtype))
     return Block(z, z, scale, by_matmul_setting(precision, z.device.type), row_ids=labels, col_ids=labels)
 
 

@@ -20,12 +20,13 @@ from megabatch.operators.gradients import (
     finish,
     gradient_unit,
     on_its_device,
+    statistic,
 )
 from megabatch.operators.team import assemble
 from megabatch.operators.transforms import differentiable
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.matching import matching_similarities
-from megabatch.tiles.precision import FLOAT16, by_matmul_setting
+from megabatch.tiles.precision import FLOAT16, accumulator_dtype, by_matmul_setting
 
 
 @torch.library.custom_op("megabatch::sigmoid_mean", mutates_args=())
@@ -49,7 +50,7 @@ def sigmoid_mean(
     block = Block(
         x,
         y,
-        scale,
+        scale.to(accumulator_dtype(x.dtype)),
         by_matmul_setting(precision, x.device.type),
         row_bias,
         row_ids=ids,
@@ -64,7 +65,7 @@ def sigmoid_mean(
         if any(wanted):
             total = block.zeros(block.N)
             sums = column_sums(block, wanted)
-            unit = gradient_unit(block, torch.ones_like(scale))
+            unit = gradient_unit(block, torch.ones_like(block.scale))
             weight = torch.ones_like(total) / unit if block.precision == FLOAT16 else None
             strips = team.walks.softplus_gradients(block, weight, sums, wanted, total=total)
             dmatch = -torch.sigmoid(-match) / unit
@@ -74,20 +75,22 @@ def sigmoid_mean(
                 strips,
                 sums,
                 wanted,
+                scale=scale,
                 unit=unit * team.share,
                 dmatch=dmatch,
                 dtype=_saved_dtype(x, y),
             )
         else:
             total = team.walks.softplus_sums(block)
-            gradients = empty_gradients(x, y, wanted, _saved_dtype(x, y))
+            gradients = empty_gradients(x, y, scale, wanted, _saved_dtype(x, y))
         total -= F.logsigmoid(match)
-        return total.sum() * team.share, *gradients[:4]
+        loss = total.sum(dtype=torch.float64) * team.share
+        return loss.to(block.dtype), *gradients[:4]
 
 
 @sigmoid_mean.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> Gradients:
-    return torch.empty_like(scale), *empty_gradients(x, y, Needs(*options[-1]), _saved_dtype(x, y))[:4]
+    return statistic(x), *empty_gradients(x, y, scale, Needs(*options[-1]), _saved_dtype(x, y))[:4]
 
 
 def _saved_dtype(x: Tensor, y: Tensor) -> torch.dtype | None:

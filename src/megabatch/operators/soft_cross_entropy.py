@@ -14,6 +14,7 @@ from megabatch.operators.gradients import (
     gradient_unit,
     on_its_device,
     refuse_second_derivative,
+    share_of_mean,
     statistic,
 )
 from megabatch.operators.team import assemble
@@ -44,13 +45,13 @@ def soft_cross_entropy(
     with on_its_device(x):
         team = assemble(group, backend, block, "soft cross-entropy", mean=True)
         row, col = team.walks.soft_statistics(block)
-        return row.value(), col.value(), torch.full_like(scale, team.share), row.pack(), col.pack()
+        return row.value(), col.value(), share_of_mean(x, team.share), row.pack(), col.pack()
 
 
 @soft_cross_entropy.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     N, M = x.shape[0], y.shape[0]
-    return statistic(x, N), statistic(x, M), torch.empty_like(scale), statistic(x, N, 5), statistic(x, M, 5)
+    return statistic(x, N), statistic(x, M), share_of_mean(x, 1.0), statistic(x, N, 5), statistic(x, M, 5)
 
 
 @torch.library.custom_op("megabatch::soft_cross_entropy_backward", mutates_args=())
@@ -81,12 +82,12 @@ def soft_cross_entropy_backward(
         strips = team.walks.soft_gradients(
             block, SoftSum.unpack(row), SoftSum.unpack(col), drow / unit, dcol / unit, sums, wanted
         )
-        return finish(team.local, block, strips, sums, wanted, unit=unit)
+        return finish(team.local, block, strips, sums, wanted, scale=scale, unit=unit)
 
 
 @soft_cross_entropy_backward.register_fake
-def _(x: Tensor, y: Tensor, *options: Any) -> Gradients:
-    return empty_gradients(x, y, Needs(*options[-1]))
+def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> Gradients:
+    return empty_gradients(x, y, scale, Needs(*options[-1]))
 
 
 def _block(
@@ -102,6 +103,7 @@ def _block(
     device = x.device.type
     number = teacher_scale.to(accumulator_dtype(teacher_x.dtype))
     teacher = Block(teacher_x, teacher_y, number, by_matmul_setting(teacher_precision, device))
+    scale = scale.to(accumulator_dtype(x.dtype))
     return Block(x, y, scale, by_matmul_setting(precision, device), companion=teacher)
 
 

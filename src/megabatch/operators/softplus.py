@@ -19,7 +19,7 @@ from megabatch.operators.gradients import (
 from megabatch.operators.team import assemble
 from megabatch.operators.transforms import apply, differentiable
 from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.precision import by_matmul_setting
+from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 
 
 @torch.library.custom_op("megabatch::softplus", mutates_args=())
@@ -33,7 +33,7 @@ def softplus(
     group: str,
 ) -> Tensor:
     """Σ_j log(1 + exp s_ij), one sum a row."""
-    block = Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias)
+    block = _block(x, y, scale, row_bias, precision)
     with on_its_device(x):
         return assemble(group, backend, block, "softplus").walks.softplus_sums(block)
 
@@ -56,19 +56,23 @@ def softplus_backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dy, dscale, drow_bias, nothing)."""
-    block = Block(x, y, scale, by_matmul_setting(precision, x.device.type), row_bias)
+    block = _block(x, y, scale, row_bias, precision)
     wanted = Needs(*needs)
     with on_its_device(x):
         team = assemble(group, backend, block, "softplus backward", needs=wanted)
         unit = gradient_unit(block, dtotal, largest=team.largest)
         sums = column_sums(block, wanted)
         strips = team.walks.softplus_gradients(block, dtotal / unit, sums, wanted)
-        return finish(team.local, block, strips, sums, wanted, unit=unit)
+        return finish(team.local, block, strips, sums, wanted, scale=scale, unit=unit)
 
 
 @softplus_backward.register_fake
-def _(x: Tensor, y: Tensor, *options: Any) -> Gradients:
-    return empty_gradients(x, y, Needs(*options[-1]))
+def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> Gradients:
+    return empty_gradients(x, y, scale, Needs(*options[-1]))
+
+
+def _block(x: Tensor, y: Tensor, scale: Tensor, row_bias: Tensor, precision: str) -> Block:
+    return Block(x, y, scale.to(accumulator_dtype(x.dtype)), by_matmul_setting(precision, x.device.type), row_bias)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

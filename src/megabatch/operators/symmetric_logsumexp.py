@@ -72,7 +72,7 @@ def symmetric_logsumexp_backward(
         dscale = torch.zeros_like(scale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
         _half(team, backend, pairs).gradients(block, side, dscale if needs_scale else None)
         dz = torch.empty_like(block.x)
-        team.local.finish_rows(side.dz, dz, scale * unit, own=None, partners=dz, dmatch=None, precision=block.precision)
+        team.local.finish_rows(side.dz, dz, block.scale * unit, own=None, partners=dz, dmatch=None, precision=block.precision)
         return _in_order(dz, order), (dscale * unit).to(scale.dtype)
 
 
@@ -85,7 +85,7 @@ def _block(
     z: Tensor, scale: Tensor, ids: Tensor | None, pairs: str, precision: str
 ) -> tuple[Block, Tensor | None]:  # the order of its rows
     """Where pairs of equal ids alone are summed, rows are sorted by their ids."""
-    settled = by_matmul_setting(precision, z.device.type)
+    settled, scale = by_matmul_setting(precision, z.device.type), scale.to(accumulator_dtype(z.dtype))
     if pairs != EQUAL_IDS:
         within = ids is not None  # with ids given, rows with equal ids are positives and stay in the sum
         block = Block(z, z, scale, settled, row_ids=ids, col_ids=ids, skip_diagonal=pairs == OTHERS, positives_within=within)
