@@ -67,8 +67,8 @@ def matryoshka_clip_loss(
         for width, weight in weighted.items():
             x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
             loss = clip_loss(x, y, scale, **options) if symmetric else info_nce_loss(x, y, scale=scale, **options)
-            losses.append(weight * loss)
-    return torch.stack(losses).sum()
+            losses.append(weight * loss.double())
+    return torch.stack(losses).sum().to(loss.dtype)
 
 
 def _products_in(image: Tensor) -> Any:
