@@ -25,7 +25,7 @@ COMMANDS = {
 DESCRIPTION = """
 Contrastive training with batches of any size.
 
-  megabatch train                                 two small towers learn emoji and their names: 1 to 3 minutes, two cores
+  megabatch train                                 two small towers learn emoji and their names: 1 to 2 minutes, two cores
   megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384
   megabatch search runs/emoji-1 "smiling cat"     what a trained model finds
   megabatch COMMAND --help                        all about a command, with examples

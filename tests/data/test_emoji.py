@@ -44,6 +44,18 @@ def test_splits(rendered):
 
 
 @needs_drawings
+def test_the_first_use_says_that_it_draws_and_the_second_is_silent(tmp_path, monkeypatch, caplog):
+    few = dict(list(emoji._names().items())[:40])
+    monkeypatch.setattr(emoji, "_names", lambda: few)
+    with caplog.at_level("INFO", logger="megabatch"):
+        data = Emoji("all", size=8, cache_folder=tmp_path)
+        assert caplog.messages == [f"drawing {len(data.names)} emoji by two artists, once"]
+        caplog.clear()
+        Emoji("train", size=8, cache_folder=tmp_path)
+        assert not caplog.messages
+
+
+@needs_drawings
 def test_two_drawings_of_one_concept_share_name_and_id_but_nothing_else(rendered):
     data = Emoji("all", size=16, cache_folder=rendered)
     concept = data.names.index("strawberry")

@@ -30,7 +30,7 @@ PROBLEMS_NAMED = 5
 DESCRIPTION = f"""
 Trains two towers with a contrastive loss, so that each sample is most similar to its own match.
 
-  megabatch train                                  emoji and their names; two small towers, two cores, 1 to 3 minutes
+  megabatch train                                  emoji and their names; two small towers, two cores, 1 to 2 minutes
   megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384 --epochs 10 --lr 5e-4
   megabatch train --data "cc12m/{{00000..01242}}.tar" --validation coco.csv --model open_clip:ViT-B-16 --batch-size 65536
   megabatch train --data wordnet --batch-size 8192 --set optimizer.scaling=sqrt

