@@ -62,13 +62,13 @@ clean:  ## remove what the targets made
 
 # The demo's packages are some of the developers', so either may be installed first.
 $(DEMO_READY): pyproject.toml constraints.txt
-	@echo "Setting up .venv for the demo, once: 3.1 GB to download, nearly all of it PyTorch with its CUDA libraries"
+	@echo "Setting up .venv for the demo, once: up to 3.1 GB to download, nearly all of it PyTorch with its CUDA libraries"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python tools/install.py '.[emoji,train]' 3100
 	@touch $@
 
 $(READY): pyproject.toml constraints.txt
-	@echo "Setting up .venv for developers, once: 3.5 GB to download, nearly all of it PyTorch with its CUDA libraries"
+	@echo "Setting up .venv for developers, once: up to 3.4 GB to download, nearly all of it PyTorch with its CUDA libraries"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python tools/install.py '.[dev]' 3500
+	@$(BIN)/python tools/install.py '.[dev]' 3400
 	@touch $(DEMO_READY) $@

@@ -59,9 +59,9 @@ def tool():
 
 LINES = [
     "  choosing versions",
-    f"  downloading [{'#' * 8}{'.' * 22}] 2 of about 8 MB",
-    f"  downloading [{'#' * 15}{'.' * 15}] 4 of about 8 MB",
-    f"  downloading [{'#' * 22}{'.' * 8}] 6 of about 8 MB",
+    f"  downloading [{'#' * 8}{'.' * 22}] 2 of up to 8 MB",
+    f"  downloading [{'#' * 15}{'.' * 15}] 4 of up to 8 MB",
+    f"  downloading [{'#' * 22}{'.' * 8}] 6 of up to 8 MB",
     "  unpacking: 1 package",
     "  unpacking: 2 packages",
 ]

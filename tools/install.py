@@ -2,8 +2,9 @@
 
     .venv/bin/python tools/install.py ".[emoji,train]" 3100
 
-The second argument is the expected download in MB. pip by itself is either silent for minutes or prints pages, so pip runs
-quietly and this script watches its folders: the size of the downloaded files, then the number of unpacked packages.
+The second argument is the largest expected download in MB; packages that are already there are not downloaded again. pip by
+itself is either silent for minutes or prints pages, so pip runs quietly and this script watches its folders: the size of the
+downloaded files, then the number of unpacked packages.
 """
 
 import os
@@ -77,7 +78,7 @@ def progress(downloaded: float, expected: int, unpacked: int) -> str:
         return "  choosing versions"
     width = 30
     filled = min(width, round(width * downloaded / expected))
-    return f"  downloading [{'#' * filled}{'.' * (width - filled)}] {downloaded:,.0f} of about {expected:,} MB"
+    return f"  downloading [{'#' * filled}{'.' * (width - filled)}] {downloaded:,.0f} of up to {expected:,} MB"
 
 
 def megabytes(folder: Path, pattern: str = "*") -> float:
