@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO_READY := .venv/.ready-demo
-# Two workers of one thread each use two cores; tests that share a fixture share a worker.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Two workers of one thread each use two cores. Each begins with half of the tests, and takes from the other when it is done.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two installations into one .venv would break it

@@ -25,9 +25,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-GROUPS = {"pool": "eight ranks", "two": "two ranks"}  # by session fixture: a worker starts processes once
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Hypothesis draws the same examples every time in `make test`, others every time where thorough tests run."""
     if importlib.util.find_spec("hypothesis") is not None:  # tests that need a GPU run without
@@ -57,26 +54,11 @@ def _is(item: pytest.Function, case: dict[str, Any]) -> bool:
     return all(name in parameters and parameters[name] == value for name, value in case.items())
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none here"))
-        if config.pluginmanager.hasplugin("xdist"):
-            group = _group(item)
-            if group is not None:
-                item.add_marker(pytest.mark.xdist_group(group))
-
-
-def _group(item: pytest.Item) -> str | None:
-    """What tests with a fixture in common share: one worker. Others run wherever there is room."""
-    for name in getattr(item, "fixturenames", ()):
-        if name in GROUPS:
-            return GROUPS[name]
-        definitions = item._fixtureinfo.name2fixturedefs.get(name, ())
-        if any(definition.scope == "module" for definition in definitions):
-            return item.nodeid.partition("::")[0]
-    return None
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none here"))
 
 
 def _state() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Which package may import which. A module that breaks a rule is named, with the line."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ def imports(path: Path, known: dict[str, Path]) -> list[tuple[int, str]]:
     return [(line, name) for line, name in found if name.split(".")[0] == "megabatch"]
 
 
+@cache
 def dependencies() -> dict[str, dict[str, list[str]]]:
     """Package: the packages it imports, each with the places."""
     known = modules()
