@@ -28,6 +28,7 @@ def inputs(N=40, dtype=torch.float32):
     return x, y, scale, bias, torch.arange(N) % 7
 
 
+@pytest.mark.quick({"dynamic": True})
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_whole(dynamic):
     compiled = torch.compile(everything, fullgraph=True, dynamic=dynamic, backend="aot_eager")

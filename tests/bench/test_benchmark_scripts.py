@@ -123,6 +123,7 @@ def test_images_are_those_of_their_captions():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["cached_step", "family_gpu", "flickr8k", "loss_gpu", "plan_validation", "sentence_transformers_gpu"]
 )

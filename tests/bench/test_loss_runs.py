@@ -118,6 +118,7 @@ def test_every_name_has_a_line_about_it():
     assert NAMES[0] == MEGABATCH
 
 
+@pytest.mark.thorough
 def test_steps_whose_gradients_are_wrong_have_no_speed():
     systems = ["plain step", "cached, budget 0", "accum-freq", "GradCache", "towers alone"]
     found = {r.system: r for r in cached.measure("tiny", [32], 16, "cpu", systems)}

@@ -75,6 +75,7 @@ def test_a_gpu_with_a_link_to_each_other_and_one_with_codes_in_its_memory(tmp_pa
     assert "94% of the memory that error correction leaves usable" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_links_and_rates_are_taken(tmp_path):
     words = ("--model", "small", "--gpus", "4x24GB@100TFLOPS", "--nodes", "2", "--inside", "20", "--between", "1", "--one-link")
     assert run(*words, "--host-memory", "64", "--precision", "tf32", "--sharding", "fsdp", "--output", str(tmp_path)) == 0

@@ -54,6 +54,7 @@ def assert_close(found, wanted, exponent):
         assert (actual - expected).abs().max() <= bound
 
 
+@pytest.mark.quick({"N": 150}, {"N": 70})
 @pytest.mark.parametrize(
     ("N", "widths", "scale", "id_count"),
     [
@@ -197,6 +198,7 @@ def test_a_frozen_side(frozen):
     torch.testing.assert_close(inputs[2].grad, wanted[2])
 
 
+@pytest.mark.quick({"symmetric": True})
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_compiles_as_one_graph(symmetric):
     def loss(x, y, scale):

@@ -124,7 +124,7 @@ def test_small_losses_keep_their_digits(loss):
 REGIMES = {"untrained": (10.0, 14.0), "training": (0.7, 50.0), "trained": (0.3, 50.0)}
 
 
-@pytest.mark.quick({"regime": "training"})
+@pytest.mark.quick({"regime": "training", "dtype": torch.float32}, {"regime": "trained", "dtype": torch.float16})
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
