@@ -40,7 +40,7 @@ from megabatch.data.order import Order
 from megabatch.evaluation.embedding import evaluating
 from megabatch.evaluation.retrieval import retrieval
 from megabatch.trainer import optim
-from megabatch.trainer.optim import ScheduleConfig, rate
+from megabatch.trainer.optim import ScheduleConfig, learning_rate
 
 OURS, THEIRS, AGAIN = "megabatch", "open_clip", "open_clip, half chunks"
 RUNS = ["ViT-B-32:4096:40", "ViT-B-16:4096:12", "ViT-B-32:32768:4"]
@@ -102,7 +102,7 @@ class Learner:
     def step(self, pairs: Tensor, number: int) -> dict[str, Any]:
         """One step of training, timed."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate(SCHEDULE, OPTIMIZER.lr, number, number + 1)
+            group["lr"] = learning_rate(SCHEDULE, OPTIMIZER.lr, number, number + 1)
 
         def work() -> tuple[float, float]:
             begun = time.perf_counter()
