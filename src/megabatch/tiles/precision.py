@@ -90,7 +90,10 @@ def round_to_tf32(values: Tensor) -> Tensor:
 
 
 def round_to_tf32_(values: Tensor, spare: Tensor) -> Tensor:
-    """`round_to_tf32` in place, with a buffer of the same size, for values far from overflow. NaN stays NaN by arithmetic."""
+    """`round_to_tf32` in place, with a buffer of the same size, for values far from overflow. NaN stays NaN by arithmetic.
+
+    A value halfway between two TF32 values may go to the other neighbour than in `round_to_tf32`.
+    """
     large = torch.mul(values, 2**13 + 1, out=spare)
     return torch.sub(large, torch.sub(large, values, out=values), out=values)
 
