@@ -101,7 +101,7 @@ def test_a_source_that_does_not_repeat_itself_is_caught_and_the_samples_are_name
 
     image, text, loss = tower(6, 0), tower(5, 1), Loss()
     source = mb.ReplaySource([f"img{i}" for i in range(11)], forgetful)
-    names = r"read must return the same .* 2 of samples 4 to 7 .*: sample 4 \('img4'\), sample 7 \('img7'\)\. Draw"
+    names = r"read must return the same .* 2 of samples 0 to 10 .*: sample 4 \('img4'\), sample 7 \('img7'\)\. Draw"
     with pytest.raises(ReplayMismatchError, match=names):
         mb.cached_backward(loss, [(image, source), (text, data(5, 1))], chunk_size=(4, 11))
 
@@ -113,16 +113,64 @@ def test_many_mismatches_are_counted_and_a_few_named():
         list(source.chunks([(0, 20)], None))
 
 
-def test_a_collate_that_does_not_repeat_itself_is_caught():
+def test_a_collate_that_does_not_repeat_itself_is_noticed():
     counter = iter(range(100))
 
     def collate(samples):
         return torch.stack(samples) + next(counter)
 
-    source = mb.ReplaySource(range(4), lambda i, generator: torch.tensor(float(i)), collate=collate)
-    list(source.chunks([(0, 2), (2, 4)], None))
-    with pytest.raises(ReplayMismatchError, match=r"collate must return the same .* samples 2 to 3"):
-        list(source.chunks([(2, 4)], None))
+    source = mb.ReplaySource(range(11), augmented, collate=collate)
+    with pytest.warns(RuntimeWarning, match=r"towers\[0\] must give the same embeddings in both passes"):
+        mb.cached_backward(Loss(), [(tower(6, 0), source), (tower(5, 1), data(5, 1))], chunk_size=4)
+
+
+def test_held_samples_are_read_once_and_the_others_twice():
+    reads = []
+
+    def read(i, generator):
+        reads.append(i)
+        return augmented(i, generator)
+
+    image, text, loss = tower(6, 0), tower(5, 1), Loss()
+    rows, texts = 3 * PIECE - 5, (text, data(5, 1, 3 * PIECE - 5))
+    references = [i % 50 for i in range(rows)]
+    modules = (image, text, loss)
+    wanted = cached(loss, [(image, in_memory(augmented, references, 4)), texts], modules, chunk_size=20)
+    sample = 6 * 8  # bytes
+    for hold, twice in ((0, rows), (PIECE * sample, rows - PIECE), (2 * PIECE * sample + 1, PIECE - 5), (10**9, 0)):
+        for workers in (0, 2):
+            reads.clear()
+            source = mb.ReplaySource(references, read, seed=4, workers=workers, hold=hold)
+            found = cached(loss, [(image, source), texts], modules, chunk_size=20)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+            assert len(reads) == rows + twice
+            assert source.sample_bytes == sample
+
+
+def test_the_next_batch_is_read_ahead_as_far_as_it_may_be_held():
+    reads = []
+
+    def read(i, generator):
+        reads.append(i)
+        return augmented(i, generator)
+
+    with ThreadPoolExecutor(1) as executor:
+        source = mb.ReplaySource(range(50), read, workers=executor, hold=10**6)
+        source.start(0)  # the size of a sample is not known yet
+        source.start(10**6)
+        executor.submit(int).result(PATIENCE)
+        assert not reads
+        source.start(6 * 8)
+        executor.submit(int).result(PATIENCE)
+        assert reads == list(range(PIECE))  # whole pieces
+        assert len(torch.cat(list(source.chunks([(0, 20), (20, 50)], None)))) == 50
+        assert reads == list(range(50))
+
+
+def test_finish_gets_samples_and_device():
+    source = mb.ReplaySource(range(5), augmented, finish=lambda samples, device: (torch.stack(samples), device))
+    (first, device), (second, _) = source.chunks([(0, 3), (3, 5)], torch.device("cpu"))
+    assert (first.shape, second.shape, device.type) == ((3, 6), (2, 6), "cpu")
 
 
 def test_collate_pads():
@@ -284,6 +332,8 @@ def test_a_source_that_ends_early_is_named():
         ({"workers": -1}, ValueError, "workers must be a number of threads.*got -1"),
         ({"workers": "four"}, ValueError, "workers must be .* got 'four'"),
         ({"ahead": 0}, ValueError, "ahead must be a number of chunks of at least 1, got 0"),
+        ({"hold": -1}, ValueError, "hold must be a number of bytes of at least 0, got -1"),
+        ({"collate": list, "finish": list}, ValueError, "collate must be left out if finish is given"),
     ],
 )
 def test_wrong_options(options, error, message):

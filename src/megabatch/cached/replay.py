@@ -1,18 +1,18 @@
-"""Replay: samples are read, decoded and augmented again for the second pass, so that no memory ever holds the batch.
+"""Replay: samples are read when their chunk is due, and held in host memory for the second pass as far as they fit.
 
-Per sample, only a reference (a path, an index, any argument of `read`) and a 32-bit checksum are kept. Its seed follows from
-its position. If the second reading differs from the first, an error names the samples.
+A sample that is not held is read, decoded and augmented again: no memory ever has to hold the batch. Of such a sample only a
+reference (a path, an index, any argument of `read`) and a 32-bit checksum are kept; its seed follows from its position. If the
+second reading differs from the first, an error names the samples.
 """
 
 import ctypes
-import itertools
 import threading
 import zlib
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megabatch.cached import randomness
 from megabatch.cached.sources import Source, Span
-from megabatch.cached.streaming import streamed
+from megabatch.cached.streaming import copied, produced
 
-PIECE = 16  # samples per task: enough to hide the overhead of a task, few enough to spread a chunk over workers
+PIECE = 32  # samples per task: enough to hide the overhead of a task, few enough to spread a chunk over workers
 NAMED = 5  # samples that an error lists
 _UNREAD = 2**32  # no checksum
 
@@ -47,15 +47,17 @@ class ReplaySource(Source):
         read: reads one sample.
         seed: of the batch. Sample i gets a seed made of this one and i. Use another seed for every batch.
         workers: 0 to read on demand; n for n threads; or your own `concurrent.futures.Executor`, shared by many batches.
-        collate: turns a list of samples into inputs of the tower (default: stacks tensors). Runs in the main thread.
+        collate: turns a list of samples into inputs of the tower (default: stacks tensors). On a CUDA device it runs in a
+            thread of its own, ahead of the computation.
+        finish: turns a list of samples and the tower's device into inputs on that device, in place of `collate`; for
+            decoding and augmenting a whole chunk there.
         ahead: chunks that workers read in advance.
+        hold: bytes of host memory for samples that wait for the second pass. Samples beyond are read again.
 
     Example:
         source = mb.ReplaySource(paths, lambda path, generator: crop(decode(path), generator), seed=step, workers=8)
         mb.cached_backward(loss_fn, [(image_tower, source), (text_tower, tokens)])
     """
-
-    reuses_memory = True
 
     def __init__(
         self,
@@ -65,7 +67,9 @@ class ReplaySource(Source):
         seed: int = 0,
         workers: int | Executor = 0,
         collate: Callable[[list[Any]], Any] | None = None,
+        finish: Callable[[list[Any], torch.device | None], Any] | None = None,
         ahead: int = 2,
+        hold: int = 0,
     ) -> None:
         if not callable(read):
             raise TypeError(f"read must be a function of a reference and a generator, got {type(read).__name__}")
@@ -73,68 +77,110 @@ class ReplaySource(Source):
             raise ValueError(f"workers must be a number of threads, 0 for none, or an Executor, got {workers!r}")
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
             raise ValueError(f"ahead must be a number of chunks of at least 1, got {ahead!r}")
+        if isinstance(hold, bool) or not isinstance(hold, int) or hold < 0:
+            raise ValueError(f"hold must be a number of bytes of at least 0, got {hold!r}")
+        if collate is not None and finish is not None:
+            raise ValueError("collate must be left out if finish is given, because finish gets the samples; got both")
         self._references, self._read, self._seed = references, read, seed
-        self._workers, self._collate, self._ahead = workers, collate, ahead
+        self._workers, self._collate, self._finish, self._ahead = workers, collate, finish, ahead
         self._checksums = array("Q", [_UNREAD]) * len(references)
-        self._collated: dict[Span, int] = {}  # checksums of the collated chunks
+        self._hold = hold
+        self._held: dict[int, list[Any]] = {}  # piece → samples
+        self._held_bytes = 0
+        self._passing: dict[int, list[Any]] = {}  # piece that is not held, and that the next span begins in → samples
+        self._coming: dict[int, Future[list[tuple[Any, int]]]] = {}  # piece → its reading
+        self.sample_bytes = 0  # mean of the samples read so far
 
     def __len__(self) -> int:
         """The number of samples."""
         return len(self._references)
 
+    def start(self, sample_bytes: int) -> None:
+        """Begins to read as many samples as it may hold, for a batch that is due later. Needs an executor as `workers`.
+
+        Args:
+            sample_bytes: expected size of a sample, such as `sample_bytes` of the batch before.
+        """
+        if isinstance(self._workers, Executor) and sample_bytes:
+            last = min(len(self), self._hold // sample_bytes) // PIECE
+            self._request(self._workers, range(last))
+
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
         """Reads the spans in order and ahead of the computation, and compares repeated samples with their checksum."""
-        pinned = device is not None and device.type == "cuda"
-        return streamed(self._assembled(spans, pinned), device)
+        on_cuda = device is not None and device.type == "cuda"
+        # Without workers the main thread reads, because it may seed the global random generators.
+        return produced(self._assembled(spans, on_cuda), device, self._finish or copied, ahead=on_cuda and self._workers != 0)
 
     def _assembled(self, spans: Sequence[Span], pinned: bool) -> Iterator[Any]:
+        """The chunks on the host; with `finish` the samples themselves."""
         with ExitStack() as cleanup:
             executor = self._workers
             if isinstance(executor, int):
                 executor = _Inline() if executor == 0 else ThreadPoolExecutor(executor, thread_name_prefix="megabatch-replay")
                 cleanup.callback(executor.shutdown, wait=True, cancel_futures=True)
-            waiting: deque[list[Future[list[tuple[Any, int]]]]] = deque()
-            cleanup.callback(_cancel, waiting)
-            upcoming = iter(spans)
+            cleanup.callback(self._cancel)
             ahead = 1 if isinstance(executor, _Inline) else self._ahead
-            for span in itertools.islice(upcoming, ahead):
-                waiting.append(self._start(executor, span))
-            for span in spans:
-                pieces = [future.result() for future in waiting.popleft()]
-                waiting.extend(self._start(executor, later) for later in itertools.islice(upcoming, 1))
-                yield self._checked(span, [one for piece in pieces for one in piece], pinned)
+            self._passing.clear()
+            for span in spans[:ahead]:
+                self._request(executor, _pieces(span))
+            for i, span in enumerate(spans):
+                samples = self._samples(span)
+                for later in spans[i + ahead : i + ahead + 1]:
+                    self._request(executor, _pieces(later))
+                if self._finish is not None:
+                    yield samples
+                elif self._collate is not None:
+                    yield self._collate(samples)
+                else:
+                    yield stack(samples, pinned)
 
-    def _start(self, executor: Executor, span: Span) -> list[Future[list[tuple[Any, int]]]]:
-        futures = []
-        for start in range(*span, PIECE):
-            positions = range(start, min(start + PIECE, span[1]))
-            work = [(i, self._references[i], sample_seed(self._seed, i)) for i in positions]
-            futures.append(executor.submit(_read_piece, self._read, work))
-        return futures
+    def _request(self, executor: Executor, pieces: Iterable[int]) -> None:
+        for piece in pieces:
+            if not any(piece in known for known in (self._held, self._passing, self._coming)):
+                positions = range(piece * PIECE, min((piece + 1) * PIECE, len(self)))
+                work = [(i, self._references[i], sample_seed(self._seed, i)) for i in positions]
+                self._coming[piece] = executor.submit(_read_piece, self._read, work)
 
-    def _checked(self, span: Span, read: list[tuple[Any, int]], pinned: bool) -> Any:
-        different = []
-        for i, (_, now) in zip(range(*span), read, strict=True):
+    def _samples(self, span: Span) -> list[Any]:
+        found = []
+        for piece in _pieces(span):
+            samples = self._held.get(piece) or self._passing.get(piece) or self._arrived(piece)
+            first = piece * PIECE
+            found += samples[max(0, span[0] - first) : span[1] - first]
+            if piece not in self._held and span[1] < first + len(samples):
+                self._passing[piece] = samples
+            else:
+                self._passing.pop(piece, None)
+        return found
+
+    def _arrived(self, piece: int) -> list[Any]:
+        """Waits for a piece, compares it with an earlier reading, and holds it if there is room."""
+        read = self._coming[piece].result()
+        del self._coming[piece]
+        first, different = piece * PIECE, []
+        for i, (_, now) in enumerate(read, first):
             if self._checksums[i] not in (_UNREAD, now):
                 different.append(i)
             self._checksums[i] = now
         if different:
             raise ReplayMismatchError(
-                f"read must return the same tensors for the same reference and seed, but {len(different)} of samples {span[0]} "
-                f"to {span[1] - 1} came out differently the second time: {self._named(different)}. Draw all randomness from "
-                "the generator that is passed to read, and read nothing that changes"
+                f"read must return the same tensors for the same reference and seed, but {len(different)} of samples {first} "
+                f"to {first + len(read) - 1} came out differently the second time: {self._named(different)}. Draw all "
+                "randomness from the generator that is passed to read, and read nothing that changes"
             )
         samples = [sample for sample, _ in read]
-        if self._collate is None:
-            return stack(samples, pinned)
-        chunk = self._collate(samples)
-        found = checksum(chunk)
-        if self._collated.setdefault(span, found) != found:
-            raise ReplayMismatchError(
-                f"collate must return the same tensors for the same samples, but those it made of samples {span[0]} to "
-                f"{span[1] - 1} came out differently the second time: {self._named(range(*span))}"
-            )
-        return chunk
+        size = size_of(samples)
+        self.sample_bytes = max(1, size // len(samples))
+        if self._held_bytes + size <= self._hold:
+            self._held[piece] = samples
+            self._held_bytes += size
+        return samples
+
+    def _cancel(self) -> None:
+        """Ends readings that no chunk is waiting for any more, because the step failed."""
+        for future in self._coming.values():
+            future.cancel()
+        self._coming.clear()
 
     def _named(self, positions: Sequence[int]) -> str:
         names = ", ".join(f"sample {i} ({self._references[i]!r})" for i in positions[:NAMED])
@@ -186,6 +232,11 @@ def checksum(inputs: Any) -> int:
         elif isinstance(inputs, tuple | list):
             for entry in inputs:
                 rest(entry)
+        elif isinstance(inputs, bytes):
+            value = zlib.crc32(inputs, value)
+        elif is_dataclass(inputs) and not isinstance(inputs, type):
+            for field in fields(inputs):
+                rest(getattr(inputs, field.name))
         elif hasattr(inputs, "__array__"):
             add(torch.as_tensor(inputs))
         else:
@@ -193,6 +244,23 @@ def checksum(inputs: Any) -> int:
 
     rest(inputs)
     return value
+
+
+def size_of(sample: Any) -> int:
+    """Bytes of the tensors, arrays and strings in a sample."""
+    if isinstance(sample, Tensor):
+        return sample.numel() * sample.element_size()
+    if isinstance(sample, Mapping):
+        return sum(map(size_of, sample.values()))
+    if isinstance(sample, tuple | list):
+        return sum(map(size_of, sample))
+    if is_dataclass(sample) and not isinstance(sample, type):
+        return sum(size_of(getattr(sample, field.name)) for field in fields(sample))
+    return len(sample) if isinstance(sample, bytes | str) else int(getattr(sample, "nbytes", 8))
+
+
+def _pieces(span: Span) -> range:
+    return range(span[0] // PIECE, -(-span[1] // PIECE))
 
 
 def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any, int]]:
@@ -213,12 +281,6 @@ def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any,
                 ) from error
             results.append((sample, checksum(sample)))
         return results
-
-
-def _cancel(waiting: deque[list[Future[Any]]]) -> None:
-    for futures in waiting:
-        for future in futures:
-            future.cancel()
 
 
 class _Inline(Executor):

@@ -1,11 +1,17 @@
-"""Double-buffered copies from the host to a CUDA device: the next chunk is copied while the device works on the present one.
+"""Chunks on their way to the device, ahead of the computation.
 
-There are two buffers on the device, used in turn. A copy runs on its own stream and waits for the computation that used the
-buffer before; the computation waits for the copy. So the device holds two chunks, however far the host runs ahead.
+`streamed` copies tensors of the host through two buffers on the device, used in turn. A copy runs on its own stream and waits
+for the computation that used the buffer before; the computation waits for the copy. So the device holds two chunks, however far
+the host runs ahead.
+
+`produced` has a thread with its own stream make the next chunk (collate, copy, decode, augment) while the main thread queues
+the kernels of this one. The thread waits until the device is done with the chunk before the last, so it holds three.
 """
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, Queue
 from typing import Any
 
 import torch
@@ -22,6 +28,79 @@ def streamed(chunks: Iterator[Any], device: torch.device | None) -> Iterator[Any
             return
         for chunk in chunks:
             yield chunk if device is None else map_rows(lambda tensor: tensor.to(device), chunk)
+
+
+def produced(
+    chunks: Iterator[Any], device: torch.device | None, make: Callable[[Any, torch.device | None], Any], *, ahead: bool
+) -> Iterator[Any]:
+    """`make(chunk, device)` of each chunk: its inputs on `device`.
+
+    Args:
+        chunks: on the host.
+        device: of the tower.
+        make: makes the inputs.
+        ahead: whether a thread runs `chunks` and `make`, one chunk ahead; on CUDA alone.
+    """
+    with closed_at_the_end(chunks):
+        if device is None or not ahead:
+            for chunk in chunks:
+                yield make(chunk, device)
+            return
+        with closed_at_the_end(thread := _ahead(chunks, device, make)):
+            yield from thread
+
+
+def copied(chunk: Any, device: torch.device | None) -> Any:
+    """The tensors on `device`. Pinned ones are copied without waiting."""
+    return chunk if device is None else map_rows(lambda tensor: tensor.to(device, non_blocking=True), chunk)
+
+
+def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, torch.device], Any]) -> Iterator[Any]:
+    made: Queue[Any] = Queue(1)
+    used: Queue[torch.cuda.Event] = Queue()  # after the last kernel of each chunk
+    stop = threading.Event()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def produce() -> None:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                for i, chunk in enumerate(chunks):
+                    if i >= 2 and not stop.is_set():
+                        used.get().synchronize()
+                    if stop.is_set():
+                        return
+                    inputs = make(chunk, device)
+                    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    ready.record(stream)
+                    made.put((inputs, ready, chunk))  # the chunk's pinned memory lives until its copy is done
+                    del inputs, chunk
+            made.put(None)
+        except BaseException as error:  # raised where the chunk is used
+            made.put(error)
+
+    thread = threading.Thread(target=produce, name="megabatch-chunks", daemon=True)
+    thread.start()
+    try:
+        while (item := made.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            inputs, ready, _ = item
+            current = torch.cuda.current_stream(device)
+            current.wait_event(ready)
+            map_rows(lambda tensor, stream=current: tensor.record_stream(stream), inputs)  # type: ignore[misc]
+            yield inputs
+            del inputs, item
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(device))
+            used.put(done)
+    finally:
+        stop.set()
+        unrecorded: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        used.put(unrecorded)  # wakes a thread that waits for a chunk to be used; an event never recorded counts as done
+        while thread.is_alive():
+            with suppress(Empty):
+                made.get(timeout=0.05)
+        thread.join()
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def _query(text: str) -> Shown:
     path = Path(text)
     if path.is_file():
         try:
-            return images.decode(path.read_bytes(), text)
+            return images.decode(images.Encoded(path.read_bytes(), text))
         except UnreadableSampleError as error:
             raise ValueError(f"QUERY must be a text or an image that can be read: {error}") from error
     if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"):

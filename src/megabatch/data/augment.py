@@ -1,4 +1,4 @@
-"""Random crops, shifts, rotations and colours, in two steps: numbers are drawn per sample, images are changed per chunk.
+"""Random shifts, rotations and colours, in two steps: numbers are drawn per sample, images are changed per chunk.
 
 A sample's numbers come from its own generator, so they are the same in every reading. They are applied to a whole chunk in a
 few tensor operations, which makes augmentation cheap on a CPU.
@@ -65,27 +65,6 @@ class Augmentation:
         if self.hue:
             colour = _turned(colour, hue.flatten() * (2 * math.pi * self.hue))
         return (grey - 0.5 + colour) * (1 + self.contrast * contrast) + 0.5 + self.brightness * brightness
-
-
-@dataclass(frozen=True)
-class RandomCrop:
-    """A random resized crop, as in the training of CLIP on photographs."""
-
-    size: tuple[int, int]  # height, width
-    area: tuple[float, float] = (0.9, 1.0)  # least and most of the image's area
-    shape: tuple[float, float] = (3 / 4, 4 / 3)  # least and most width over height
-
-    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:  # (3, H, W) uint8 -> (3, *size) float32
-        """The crop in [0, 1]. Draws four numbers for every image."""
-        _, H, W = image.shape
-        area, shape, down, right = torch.rand(4, generator=generator).tolist()
-        wanted = H * W * (self.area[0] + area * (self.area[1] - self.area[0]))
-        ratio = math.exp(math.log(self.shape[0]) + shape * (math.log(self.shape[1]) - math.log(self.shape[0])))
-        height = min(H, max(1, round((wanted / ratio) ** 0.5)))
-        width = min(W, max(1, round((wanted * ratio) ** 0.5)))
-        top, left = int(down * (H - height + 1)), int(right * (W - width + 1))
-        part = image[None, :, top : top + height, left : left + width].float() / 255
-        return F.interpolate(part, self.size, mode="bicubic", antialias=True)[0].clamp_(0, 1)
 
 
 def unchanged(images: Tensor) -> Tensor:  # (n, 3, H, W) uint8 -> float32

@@ -18,10 +18,10 @@ def folder() -> Path:
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """The contents of the file; if it is missing or unreadable, `make` computes and writes them."""
+    """The contents of the file, memory-mapped; if it is missing or unreadable, `make` computes and writes them."""
     if path.exists():
         try:
-            return torch.load(path, weights_only=True)
+            return torch.load(path, weights_only=True, mmap=True)
         except Exception:  # a truncated file, or another format: written again
             path.unlink(missing_ok=True)
     value = make()

@@ -1,23 +1,27 @@
 """Datasets: pairs whose two sides can be read by index, any number of times.
 
-A batch is a list of sample indices. `source` turns it into the inputs of one tower for `cached_backward`: a sample is read and
-augmented when its chunk is due, and again for the second pass. Its randomness depends only on (seed, epoch, sample, side), not
-on its position in a batch or on the worker, so a run can be repeated with any number of ranks and workers.
+A batch is a list of sample indices. `source` turns it into the inputs of one tower for `cached_backward`. Readers read samples
+ahead of their chunk. A sample waits in host memory for the second pass, or is read again if memory is short. Its randomness
+depends only on (seed, epoch, sample, side), not on its position in a batch or on the reader, so a run can be repeated with any
+number of ranks and readers.
 
 An unreadable sample does not end a run. A blank takes its place, `failures` records its index and the reason, and `usable`
 tells the loss which pairs to skip.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megabatch.cached.replay import ReplaySource, sample_seed
+
+if TYPE_CHECKING:
+    from megabatch.data.crops import TrainingImages
 
 IMAGE, TEXT = "image", "text"
 BLANK_SIZE = 8  # pixels of the grey image in place of an unreadable one; towers resize it
@@ -30,11 +34,17 @@ class UnreadableSampleError(Exception):
 class Preparation(Protocol):
     """Preprocessing of a tower."""
 
-    def prepare(self, sample: Any, generator: torch.Generator | None) -> Any:
-        """Preprocesses one sample, augmented if `generator` is given. An image is (3, H, W) uint8, a text a str."""
+    @property
+    def prepare(self) -> Callable[[Any, torch.Generator | None], Any]:
+        """Preprocesses one sample, augmented if there is a generator. An image is (3, H, W) uint8, a text a str."""
 
-    def collate(self, samples: list[Any]) -> Any:
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
         """Collates results of `prepare` into the inputs of a chunk."""
+
+    @property
+    def training_images(self) -> "TrainingImages | None":
+        """Preprocessing of images in training, in place of both; None if there is no faster way."""
 
 
 class Dataset(ABC):
@@ -58,6 +68,10 @@ class Dataset(ABC):
             UnreadableSampleError: it is missing or damaged, with the file's name and the reason.
         """
 
+    def stored(self, index: int, side: int) -> Any:
+        """The sample as it is stored: an image that is still encoded (`images.Encoded`), or the same as `read`."""
+        return self.read(index, side)
+
     @abstractmethod
     def name(self, index: int) -> str:
         """The name of a sample, for messages and contact sheets."""
@@ -80,6 +94,8 @@ class Dataset(ABC):
         epoch: int = 0,
         augment: bool = True,
         workers: int | Executor = 0,
+        hold: int = 0,
+        decodes: bool = False,
     ) -> ReplaySource:
         """One side of some samples as a source of a tower's inputs, identical each time they are read.
 
@@ -91,11 +107,18 @@ class Dataset(ABC):
             epoch: each epoch augments differently.
             augment: False for evaluation.
             workers: as for `ReplaySource`.
+            hold: as for `ReplaySource`.
+            decodes: whether the tower's device decodes JPEGs (`crops.decodes_on`).
         """
         if side not in (0, 1):
             raise ValueError(f"side must be 0 or 1, got {side!r}")
-        read = _Read(self, side, preparation, sample_seed(sample_seed(seed, epoch), side) if augment else None)
-        return ReplaySource(indices, read, workers=workers, collate=_Collate(self, preparation))
+        own = sample_seed(sample_seed(seed, epoch), side)
+        fast = getattr(preparation, "training_images", None) if augment else None
+        if fast is None:
+            read = _Read(self, side, preparation.prepare, own if augment else None)
+            return ReplaySource(indices, read, workers=workers, collate=_Collate(self, preparation.collate), hold=hold)
+        read_image = _ReadImage(self, side, fast, own, decodes)
+        return ReplaySource(indices, read_image, workers=workers, finish=_FinishImages(self, fast), hold=hold)
 
     def usable(self, indices: Sequence[int]) -> Tensor:  # (n,) bool
         """Mask of the samples without a failure so far; final once both sides have been read."""
@@ -123,7 +146,7 @@ class _Read:
 
     dataset: Dataset
     side: int
-    preparation: Preparation
+    prepare: Callable[[Any, torch.Generator | None], Any]
     seed: int | None
 
     def __call__(self, index: int, generator: torch.Generator) -> tuple[int, Any, _Failure | None]:
@@ -133,10 +156,30 @@ class _Read:
         except UnreadableSampleError as error:
             sample, failure = blank(self.dataset.sides[self.side]), _Failure(error)
         if self.seed is None:
-            return index, self.preparation.prepare(sample, None), failure
+            return index, self.prepare(sample, None), failure
         # Seeded by the sample's index instead of its position in the batch.
         generator.manual_seed(sample_seed(self.seed, int(index)))
-        return index, self.preparation.prepare(sample, generator), failure
+        return index, self.prepare(sample, generator), failure
+
+
+@dataclass
+class _ReadImage:
+    """The same for images in training: an image that the device decodes is only fetched."""
+
+    dataset: Dataset
+    side: int
+    images: "TrainingImages"
+    seed: int
+    decodes: bool
+
+    def __call__(self, index: int, generator: torch.Generator) -> tuple[int, Any, _Failure | None]:
+        own = sample_seed(self.seed, int(index))
+        try:
+            stored = self.dataset.stored(int(index), self.side)
+            return index, self.images.read(stored, generator.manual_seed(own), self.decodes), None
+        except UnreadableSampleError as error:
+            grey = blank(self.dataset.sides[self.side])
+            return index, self.images.read(grey, generator.manual_seed(own), self.decodes), _Failure(error)
 
 
 @dataclass
@@ -144,13 +187,34 @@ class _Collate:
     """Collates a chunk and records failures, in the main process, since workers may be other processes."""
 
     dataset: Dataset
-    preparation: Preparation
+    collate: Callable[[list[Any]], Any]
 
     def __call__(self, samples: list[tuple[int, Any, _Failure | None]]) -> Any:
-        for index, _, failure in samples:
-            if failure is not None:
-                self.dataset.failures.setdefault(int(index), str(failure))
-        return self.preparation.collate([inputs for _, inputs, _ in samples])
+        _note_failures(self.dataset, samples)
+        return self.collate([inputs for _, inputs, _ in samples])
+
+
+@dataclass
+class _FinishImages:
+    """The same for images in training, on the tower's device."""
+
+    dataset: Dataset
+    images: "TrainingImages"
+
+    def __call__(self, samples: list[tuple[int, Any, _Failure | None]], device: torch.device | None) -> Any:
+        _note_failures(self.dataset, samples)
+        index_of = {id(picture): index for index, picture, _ in samples}
+
+        def failed(picture: Any, reason: str) -> None:
+            self.dataset.failures.setdefault(int(index_of[id(picture)]), reason)
+
+        return self.images.finish([picture for _, picture, _ in samples], device, failed)
+
+
+def _note_failures(dataset: Dataset, samples: list[tuple[int, Any, _Failure | None]]) -> None:
+    for index, _, failure in samples:
+        if failure is not None:
+            dataset.failures.setdefault(int(index), str(failure))
 
 
 def blank(kind: str) -> Any:

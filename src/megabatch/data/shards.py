@@ -1,7 +1,8 @@
 """webdataset shards as img2dataset writes them: tar files of images and captions, with random access.
 
 Each shard's table of contents (name, offset and size of each member) is made once and cached. Samples can then be read in any
-order, by any rank or worker, and again for a second pass. `groups` is the number of samples of each shard; `Order` uses it
+order, by any rank or worker, and again for a second pass. The tables are memory-mapped, so all readers of a machine share them,
+and a shard stays open between samples. `groups` is the number of samples of each shard; `Order` uses it
 to shuffle so that few shards are read at a time.
 
 Damaged data does not end a run. Of a truncated shard the intact samples are used; samples without image or caption are skipped;
@@ -13,7 +14,9 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 import tarfile
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from megabatch.data.dataset import Dataset, UnreadableSampleError
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 TEXTS = ("txt", "json")  # the caption, or img2dataset's JSON with the key "caption"
-_FORMAT = 1  # version of the cached tables of contents
+_FORMAT = 2  # version of the cached tables of contents
 
 
 class Shards(Dataset):
@@ -47,19 +50,23 @@ class Shards(Dataset):
         self.problems: list[str] = []  # missing shards and samples, by name
         self._caption_ids = caption_ids
         self.paths: list[Path] = []
-        self._keys: list[list[str]] = []
-        self._places: list[Tensor] = []  # (samples, 2 sides, (offset, size, member kind)) int64
+        self._tables: list[dict[str, Any]] = []
+        folder = Path(cache_folder or cache.folder())
         for path in expanded(shards):
-            contents = _contents(path, Path(cache_folder or cache.folder()) / "shards")
-            self.problems += contents["problems"]
-            if contents["keys"]:
+            table, problems = _contents(path, folder / "shards")
+            self.problems += problems
+            if table is not None and len(table["places"]):
                 self.paths.append(path)
-                self._keys.append(contents["keys"])
-                self._places.append(contents["places"])
+                self._tables.append(table)
         if not self.paths:
             raise ValueError(f"shards must have at least one sample, got none in {shards!r}: {'; '.join(self.problems[:5])}")
-        self.groups = tuple(len(keys) for keys in self._keys)
+        self.groups = tuple(len(table["places"]) for table in self._tables)
         self._ends = list(itertools.accumulate(self.groups))
+        self._folder, self._files = folder, OpenFiles()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in a reader process maps the same tables of contents."""
+        return _reopened, (self.paths, self._caption_ids, self._folder, self.groups)
 
     def __len__(self) -> int:
         """The number of samples that have an image and a caption."""
@@ -67,16 +74,25 @@ class Shards(Dataset):
 
     def read(self, index: int, side: int) -> Any:
         """The image, or the caption."""
+        found = self.stored(index, side)
+        return images.decode(found) if side == 0 else found
+
+    def stored(self, index: int, side: int) -> Any:
+        """The encoded image, or the caption."""
         shard, row = self._find(index)
-        offset, size, kind = self._places[shard][row, side].tolist()
-        name = f"{self.paths[shard].name}:{self._keys[shard][row]}.{(IMAGES, TEXTS)[side][kind]}"
-        data = _read_at(self.paths[shard], offset, size, name)
-        return images.decode(data, name) if side == 0 else _caption(data, TEXTS[kind], name)
+        offset, size, kind = self._tables[shard]["places"][row, side].tolist()
+        name = f"{self._name(shard, row)}.{(IMAGES, TEXTS)[side][kind]}"
+        try:
+            data = self._files.read(self.paths[shard], offset, size)
+        except OSError as error:
+            raise UnreadableSampleError(f"{name} cannot be read: {error.strerror}") from error
+        if len(data) < size:
+            raise UnreadableSampleError(f"{name} must have {size} bytes, got {len(data)}: the shard has become shorter")
+        return images.Encoded(data, name) if side == 0 else _caption(data, TEXTS[kind], name)
 
     def name(self, index: int) -> str:
         """The shard and the key."""
-        shard, row = self._find(index)
-        return f"{self.paths[shard].name}:{self._keys[shard][row]}"
+        return self._name(*self._find(index))
 
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
         """Ids of the captions, with `caption_ids`."""
@@ -90,9 +106,22 @@ class Shards(Dataset):
                 found.append(text_id(self.name(index)))  # unreadable caption: a unique id
         return torch.tensor(found, dtype=torch.int64)
 
+    def _name(self, shard: int, row: int) -> str:
+        table = self._tables[shard]
+        start, end = table["ends"][row : row + 2].tolist()
+        key = bytes(table["keys"][start:end].tolist())
+        return f"{self.paths[shard].name}:{key.decode('utf-8', 'surrogateescape')}"
+
     def _find(self, index: int) -> tuple[int, int]:
         shard = bisect.bisect_right(self._ends, self.check(index))
         return shard, index - (self._ends[shard - 1] if shard else 0)
+
+
+def _reopened(paths: list[Path], caption_ids: bool, folder: Path, groups: tuple[int, ...]) -> Shards:
+    shards = Shards(paths, caption_ids=caption_ids, cache_folder=folder)
+    if shards.groups != groups:
+        raise RuntimeError(f"shards must not change while they are read, got {len(shards)} samples instead of {sum(groups)}")
+    return shards
 
 
 def text_id(text: str) -> int:
@@ -118,19 +147,53 @@ def expanded(shards: str | Path | Sequence[str | Path]) -> list[Path]:
     return paths
 
 
-def _contents(path: Path, folder: Path) -> dict[str, Any]:
-    """Keys, offsets and problems of one shard, cached until the file changes."""
+class OpenFiles:
+    """Reads parts of files, the last few of which stay open. Threads may share it; a copy in another process opens its own."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._open: dict[Path, _OpenFile] = {}
+        self._lock = threading.Lock()
+
+    def read(self, path: Path, offset: int, size: int) -> bytes:
+        """Bytes of a file; fewer than `size` at its end."""
+        with self._lock:
+            file = self._open.pop(path, None) or _OpenFile(path)
+            self._open[path] = file  # the last one used comes last
+            if len(self._open) > self._most:
+                del self._open[next(iter(self._open))]
+        return os.pread(file.number, size, offset)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has no open files."""
+        return OpenFiles, (self._most,)
+
+
+class _OpenFile:
+    """An open file, which is closed when no thread uses it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+def _contents(path: Path, folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The table of contents of one shard, cached until the file changes, and its problems."""
     try:
         status = path.stat()
     except OSError as error:
-        return {"keys": [], "places": torch.zeros(0, 2, 3), "problems": [f"shard {path} cannot be read: {error.strerror}"]}
+        return None, [f"shard {path} cannot be read: {error.strerror}"]
     name = hashlib.blake2b(str(path.resolve()).encode(), digest_size=12).hexdigest()
     place = folder / f"{name}-{_FORMAT}-{status.st_size}-{status.st_mtime_ns}.pt"
-    contents: dict[str, Any] = cache.kept(place, lambda: _listed(path, status.st_size))
-    return contents
+    table: dict[str, Any] = cache.kept(place, lambda: _listed(path, status.st_size))
+    return table, table["problems"]
 
 
 def _listed(path: Path, length: int) -> dict[str, Any]:
+    """Of each sample with both sides: its key, UTF-8 in one tensor, and offset, size and kind of each side's member."""
     members, problems = _members(path, length)
     keys, places = [], []
     for key, by_ending in members.items():
@@ -142,9 +205,14 @@ def _listed(path: Path, length: int) -> dict[str, Any]:
             else:
                 chosen.append((*by_ending[endings[kind]], kind))
         if len(chosen) == 2:
-            keys.append(key)
+            keys.append(key.encode("utf-8", "surrogateescape"))
             places.append(chosen)
-    return {"keys": keys, "places": torch.tensor(places, dtype=torch.int64).view(-1, 2, 3), "problems": problems}
+    return {
+        "keys": torch.tensor(list(b"".join(keys)), dtype=torch.uint8),
+        "ends": torch.tensor([0, *itertools.accumulate(map(len, keys))], dtype=torch.int64),  # of key i: i and i + 1
+        "places": torch.tensor(places, dtype=torch.int64).view(-1, 2, 3),
+        "problems": problems,
+    }
 
 
 def _members(path: Path, length: int) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str]]:
@@ -180,18 +248,6 @@ def _ends_at(path: Path, end: int) -> bool:
     with path.open("rb") as file:
         file.seek(end)
         return file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
-
-
-def _read_at(path: Path, offset: int, size: int, name: str) -> bytes:
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            data = file.read(size)
-    except OSError as error:
-        raise UnreadableSampleError(f"{name} cannot be read: {error.strerror}") from error
-    if len(data) < size:
-        raise UnreadableSampleError(f"{name} must have {size} bytes, got {len(data)}: the shard has become shorter")
-    return data
 
 
 def _caption(data: bytes, ending: str, name: str) -> str:

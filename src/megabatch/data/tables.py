@@ -82,12 +82,17 @@ class Table(Dataset):
 
     def read(self, index: int, side: int) -> Any:
         """The image, or the text."""
+        found = self.stored(index, side)
+        return images.decode(found) if isinstance(found, images.Encoded) else found
+
+    def stored(self, index: int, side: int) -> Any:
+        """The file of the image, or the text."""
         value = (self._first, self._second)[side][self.check(index)]
         if self.sides[side] == TEXT:
             return value
         place = self.root / value
         try:
-            return images.decode(place.read_bytes(), str(place))
+            return images.Encoded(place.read_bytes(), str(place))
         except OSError as error:
             raise UnreadableSampleError(f"{place} cannot be read: {error.strerror}") from error
 
