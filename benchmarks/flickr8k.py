@@ -170,8 +170,12 @@ class Bench:
         pictures = invented(96) if self.args.data is None else read(self.args.data, 96 if tiny else None)
         self.record.contents["data"] = "invented" if self.args.data is None else "Flickr8k, 128 pixels"
         self.record.say(f"{len(pictures.captions)} images read")
-        collate = self.pair(self.args.runs[0].split(":")[0]).second.collate
-        data = Data.of(pictures, lambda texts: collate(texts)["text"], self.device, 24 if tiny else HELD_OUT)
+        tower = self.pair(self.args.runs[0].split(":")[0]).second
+
+        def tokens(texts: list[str]) -> Tensor:
+            return tower.collate([tower.prepare(text, None) for text in texts])["text"]
+
+        data = Data.of(pictures, tokens, self.device, 24 if tiny else HELD_OUT)
         self.record.say(f"{data.trained} pairs to train on")
         return data
 

@@ -17,8 +17,8 @@ from megabatch.trainer.fit import Fit
 from megabatch.trainer.observers import MetricsFile
 from megabatch.trainer.stopping import StoppedError
 
-# Dropout, augmentation, an average, and memory for two of the three chunks: everything that has a state.
-SETTINGS = {"ema": 0.9, "memory": {"graphs": 0.0}, "steps": 7}
+# Dropout, augmentation, an average: everything that has a state. Images are read in both passes.
+SETTINGS = {"ema": 0.9, "memory": {"graphs": 0.0, "inputs": 0.0}, "steps": 7}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def uninterrupted(folder, changes=SETTINGS, **how):
 
 def test_killed_in_the_middle_of_a_step_and_continued_ends_with_the_same_bits(tmp_path):
     wanted = uninterrupted(tmp_path / "whole", dropout=0.2)
-    ((_, status),) = runs.processes(tmp_path / "killed", SETTINGS, dropout=0.2, kill_at_read=211)
+    ((_, status),) = runs.processes(tmp_path / "killed", SETTINGS, dropout=0.2, kill_at_read=174)
     assert status == -signal.SIGKILL
     made = runs.trainer(tmp_path / "killed", SETTINGS, pair=runs.tiny(0.2))
     assert made.resume()
@@ -59,7 +59,7 @@ def _after(wanted, tmp_path):
 @pytest.mark.thorough
 def test_two_ranks_killed_and_continued_end_with_the_same_bits(pool, tmp_path):
     wanted = pool.run(runs.on_rank, 2, tmp_path / "whole", SETTINGS, {"dropout": 0.2})
-    (_, first), (_, second) = runs.processes(tmp_path / "killed", SETTINGS, ranks=2, dropout=0.2, kill_at_read=90)
+    (_, first), (_, second) = runs.processes(tmp_path / "killed", SETTINGS, ranks=2, dropout=0.2, kill_at_read=68)
     assert second == -signal.SIGKILL
     assert first != 0
     found = pool.run(runs.on_rank, 2, tmp_path / "killed", SETTINGS, {"dropout": 0.2, "resume": True})
@@ -70,7 +70,7 @@ def test_two_ranks_killed_and_continued_end_with_the_same_bits(pool, tmp_path):
 def test_sigterm_saves_first_and_says_how_to_continue(tmp_path):
     changes = {**SETTINGS, "checkpoint": {"every": 100}}
     numbers = runs.Numbers()
-    numbers.signalled_at = 110
+    numbers.signalled_at = 80
     with pytest.raises(
         StoppedError, match=r"stopped by SIGTERM after step 3 of 7, and saved; .* megabatch train --resume .*run"
     ):
@@ -85,7 +85,7 @@ def test_sigterm_saves_first_and_says_how_to_continue(tmp_path):
 
 @pytest.mark.thorough
 def test_a_signal_on_one_rank_stops_all(tmp_path):
-    answers = runs.processes(tmp_path, {**SETTINGS, "checkpoint": {"every": 100}}, ranks=2, signal_at_read=60)
+    answers = runs.processes(tmp_path, {**SETTINGS, "checkpoint": {"every": 100}}, ranks=2, signal_at_read=45)
     assert [status for _, status in answers] == [3, 3]
     assert all("stopped by SIGTERM after step 3 of 7" in said for said, _ in answers)
     made = runs.trainer(tmp_path, SETTINGS)
@@ -98,7 +98,7 @@ def test_ctrl_c_stops_after_the_step_and_a_second_one_at_once(tmp_path):
         times = 0
 
         def read(self, index, side):
-            if self.reads == 60 or (self.times == 2 and self.reads == 61):
+            if self.reads == 40 or (self.times == 2 and self.reads == 41):
                 signal.raise_signal(signal.SIGINT)
             return super().read(index, side)
 

@@ -11,7 +11,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -89,6 +89,8 @@ class ReplaySource(Source):
         self._held_bytes = 0
         self._passing: dict[int, list[Any]] = {}  # piece that is not held, and that the next span begins in → samples
         self._coming: dict[int, Future[list[tuple[Any, int]]]] = {}  # piece → its reading
+        self._planned: Iterator[int] = iter(())  # pieces to read ahead
+        self._lock = threading.Lock()
         self.sample_bytes = 0  # mean of the samples read so far
 
     def __len__(self) -> int:
@@ -98,12 +100,21 @@ class ReplaySource(Source):
     def start(self, sample_bytes: int) -> None:
         """Begins to read as many samples as it may hold, for a batch that is due later. Needs an executor as `workers`.
 
+        A few pieces are read at a time, so that a batch that is due now does not wait for this one.
+
         Args:
-            sample_bytes: expected size of a sample, such as `sample_bytes` of the batch before.
+            sample_bytes: expected size of a sample, such as `sample_bytes` of the batch before; 0 if it is not known.
         """
         if isinstance(self._workers, Executor) and sample_bytes:
-            last = min(len(self), self._hold // sample_bytes) // PIECE
-            self._request(self._workers, range(last))
+            self._planned = iter(range(min(len(self), self._hold // sample_bytes) // PIECE))
+            for _ in range(2 * getattr(self._workers, "_max_workers", 4)):
+                self._read_next_planned()
+
+    def _read_next_planned(self, _: Any = None) -> None:
+        with suppress(RuntimeError):  # the executor is shutting down
+            for piece in self._planned:
+                if self._request(self._workers, [piece], then=self._read_next_planned):
+                    return
 
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
         """Reads the spans in order and ahead of the computation, and compares repeated samples with their checksum."""
@@ -134,12 +145,24 @@ class ReplaySource(Source):
                 else:
                     yield stack(samples, pinned)
 
-    def _request(self, executor: Executor, pieces: Iterable[int]) -> None:
-        for piece in pieces:
-            if not any(piece in known for known in (self._held, self._passing, self._coming)):
-                positions = range(piece * PIECE, min((piece + 1) * PIECE, len(self)))
-                work = [(i, self._references[i], sample_seed(self._seed, i)) for i in positions]
-                self._coming[piece] = executor.submit(_read_piece, self._read, work)
+    def _request(self, executor: Any, pieces: Iterable[int], then: Callable[[Any], None] | None = None) -> int:
+        """Has pieces read that are not there yet, and `then` called after each. The main thread and readers call it.
+
+        Returns:
+            How many.
+        """
+        asked = []
+        with self._lock:
+            for piece in pieces:
+                if not any(piece in known for known in (self._held, self._passing, self._coming)):
+                    positions = range(piece * PIECE, min((piece + 1) * PIECE, len(self)))
+                    work = [(i, self._references[i], sample_seed(self._seed, i)) for i in positions]
+                    self._coming[piece] = executor.submit(_read_piece, self._read, work)
+                    asked.append(self._coming[piece])
+        for future in asked:
+            if then is not None:
+                future.add_done_callback(then)
+        return len(asked)
 
     def _samples(self, span: Span) -> list[Any]:
         found = []
@@ -178,9 +201,11 @@ class ReplaySource(Source):
 
     def _cancel(self) -> None:
         """Ends readings that no chunk is waiting for any more, because the step failed."""
-        for future in self._coming.values():
-            future.cancel()
-        self._coming.clear()
+        with self._lock:
+            self._planned = iter(())
+            for future in self._coming.values():
+                future.cancel()
+            self._coming.clear()
 
     def _named(self, positions: Sequence[int]) -> str:
         names = ", ".join(f"sample {i} ({self._references[i]!r})" for i in positions[:NAMED])

@@ -1,8 +1,8 @@
 """Images of training: decoded, randomly cropped and normalised, on the GPU where torchvision decodes JPEGs there.
 
 A reader takes an image as it is stored and draws the numbers of its crop from the sample's own generator, so the crop is the
-same for any number of readers, ranks and chunks, and in both passes. For a GPU that decodes, an ordinary JPEG stays encoded, and
-the whole chunk is decoded, cropped and normalised there. Otherwise the reader decodes and crops, and the chunk holds pixels.
+same for any number of readers, ranks and chunks, and in both passes. If the GPU decodes, an ordinary JPEG stays encoded until
+its whole chunk is decoded, cropped and normalised there. Otherwise the reader decodes and crops, and the chunk holds pixels.
 
 On a GPU a crop is two matrix products, Y · image · Xᵀ. Each row of Y and X has the weights of the antialiased bicubic filter
 of `torch.nn.functional.interpolate` for one output pixel, so a chunk of crops of any size takes two products.
@@ -112,17 +112,18 @@ def filter_weights(lengths: Tensor, size: int, width: int) -> Tensor:  # (n,) in
 
 
 def _groups(boxes: Sequence[Box]) -> list[list[int]]:
-    """Boxes of similar size together, so that little is padded."""
+    """Boxes of similar size together, so that at most half of a group is padding."""
     groups: list[list[int]] = []
-    height = width = 0
+    height = width = area = 0
     for i in sorted(range(len(boxes)), key=lambda i: (boxes[i].height, boxes[i].width)):
-        h, w = max(height, boxes[i].height), max(width, boxes[i].width)
-        if groups and h * w <= 2 * boxes[i].height * boxes[i].width and h * w * (len(groups[-1]) + 1) <= PIXELS_AT_ONCE:
+        box = boxes[i]
+        height, width, area = max(height, box.height), max(width, box.width), area + box.height * box.width
+        padded = height * width * (len(groups[-1]) + 1) if groups else 0
+        if groups and padded <= min(2 * area, PIXELS_AT_ONCE):
             groups[-1].append(i)
-            height, width = h, w
         else:
             groups.append([i])
-            height, width = boxes[i].height, boxes[i].width
+            height, width, area = box.height, box.width, box.height * box.width
     return groups
 
 
@@ -219,7 +220,7 @@ def _decoded(pictures: list[Picture], device: torch.device, failed: Callable[[Pi
     assert torchvision is not None, "an image stays encoded only where torchvision decodes it"
     whole = torch.frombuffer(bytearray().join(picture.data for picture in pictures), dtype=torch.uint8)
     try:
-        parts = list(whole.split([len(picture.data) for picture in pictures]))
+        parts = list(torch.split(whole, [len(picture.data) for picture in pictures]))
         found: list[Tensor] = torchvision.decode_jpeg(parts, torchvision.ImageReadMode.RGB, device=device)
         return found
     except RuntimeError:  # one of them is damaged: each by itself

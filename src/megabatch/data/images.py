@@ -39,7 +39,9 @@ def decode(image: Encoded) -> Tensor:  # (3, H, W) uint8
         raise UnreadableSampleError(f"{image.name} is empty")
     if (torchvision := torchvision_io()) is not None and is_plain_jpeg(image.data):
         try:
-            found: Tensor = torchvision.decode_jpeg(torch.frombuffer(bytearray(image.data), dtype=torch.uint8), torchvision.ImageReadMode.RGB)
+            found: Tensor = torchvision.decode_jpeg(
+                torch.frombuffer(bytearray(image.data), dtype=torch.uint8), torchvision.ImageReadMode.RGB
+            )
             return found
         except RuntimeError:
             pass  # Pillow may read it, or says what is wrong

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megabatch import extras
-from megabatch.data.augment import RandomCrop, unchanged
+from megabatch.data.augment import unchanged
+from megabatch.data.crops import RandomCrop, TrainingImages
 from megabatch.data.images import fitted, to_pillow
 from megabatch.towers.demo import n_grams
 
@@ -100,14 +101,13 @@ class Images:
 
     def __init__(self, config: Any, processor: Any | None) -> None:
         self.size = height_and_width(config)
-        self._crop, self._processor = RandomCrop(self.size), processor
+        self._processor = processor
         mean, deviation = (getattr(processor, name, None) or [0.5] * 3 for name in ("image_mean", "image_std"))
+        self.training = TrainingImages(RandomCrop(self.size), tuple(mean), tuple(deviation), "pixel_values")
         self._mean, self._deviation = (torch.tensor(value)[:, None, None] for value in (mean, deviation))
 
     def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor:  # (3, S, S)
-        """One image."""
-        if generator is not None:
-            return (self._crop(image, generator) - self._mean) / self._deviation
+        """One image, for evaluation."""
         if self._processor is not None:
             made: Tensor = self._processor(images=to_pillow(image), return_tensors="pt")["pixel_values"][0]
             return made

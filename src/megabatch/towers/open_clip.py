@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megabatch import extras
 from megabatch.data import cache
-from megabatch.data.augment import RandomCrop
+from megabatch.data.crops import RandomCrop, TrainingImages
 from megabatch.data.images import to_pillow
 from megabatch.towers.tower import Pair, Tower
 
@@ -73,7 +73,14 @@ def _pair(name: str, made: tuple[Any, Any, Any]) -> Pair:
     module, images = Sides(model), _Images(model.visual, evaluation)
     texts = _Texts(open_clip.get_tokenizer(architecture))
     return Pair(
-        Tower(module, "image", images.prepare, images.collate, _Description(architecture, model.visual).write),
+        Tower(
+            module,
+            "image",
+            images.prepare,
+            images.collate,
+            _Description(architecture, model.visual).write,
+            images.training(),
+        ),
         Tower(module, "text", texts.prepare, texts.collate, texts.write),
         logit_scale=model.logit_scale.detach().exp().item(),
         logit_bias=None if bias is None else bias.detach().item(),
@@ -99,21 +106,22 @@ class _Description:
 
 
 class _Images:
-    """open_clip's transform for evaluation; for training its random crop, with the sample's generator."""
+    """open_clip's transform for evaluation; in training its random crop, with the sample's own numbers."""
 
     def __init__(self, visual: Any, evaluation: Any) -> None:
         size = visual.image_size
-        self._crop = RandomCrop((size, size) if isinstance(size, int) else tuple(size))
-        mean, deviation = (getattr(visual, name, None) for name in ("image_mean", "image_std"))
+        self._size: tuple[int, int] = (size, size) if isinstance(size, int) else tuple(size)
         constants = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
-        self._mean = torch.tensor(mean or constants.OPENAI_DATASET_MEAN)[:, None, None]
-        self._deviation = torch.tensor(deviation or constants.OPENAI_DATASET_STD)[:, None, None]
+        self._mean = tuple(getattr(visual, "image_mean", None) or constants.OPENAI_DATASET_MEAN)
+        self._deviation = tuple(getattr(visual, "image_std", None) or constants.OPENAI_DATASET_STD)
         self._evaluation = evaluation
 
+    def training(self) -> TrainingImages:
+        """Random crops."""
+        return TrainingImages(RandomCrop(self._size), self._mean, self._deviation, "image")
+
     def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor:  # (3, S, S)
-        """One image."""
-        if generator is not None:
-            return (self._crop(image, generator) - self._mean) / self._deviation
+        """One image, for evaluation."""
         prepared: Tensor = self._evaluation(to_pillow(image))
         return prepared
 
@@ -123,18 +131,20 @@ class _Images:
 
 
 class _Texts:
-    """Tokenizes texts, one chunk at a time."""
+    """Tokenizes each text where it is read, because open_clip's own tokenizer is Python code."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def prepare(self, text: str, generator: torch.Generator | None) -> str:
-        """As it is."""
-        return text
+    def prepare(self, text: str, generator: torch.Generator | None) -> bytes:
+        """The tokens of a text, padded, as int32."""
+        tokens: bytes = self._tokenizer([text])[0].to(torch.int32).numpy().tobytes()
+        return tokens
 
-    def collate(self, samples: list[str]) -> dict[str, Tensor]:
+    def collate(self, samples: list[bytes]) -> dict[str, Tensor]:
         """A chunk."""
-        return {"text": self._tokenizer(samples)}
+        tokens = torch.frombuffer(bytearray().join(samples), dtype=torch.int32).view(len(samples), -1)
+        return {"text": tokens.long()}
 
     def write(self, folder: Path) -> None:
         """Writes a transformers tokenizer, which open_clip expects beside the model; its own tokenizers need no files."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megabatch.data.crops import TrainingImages
+
 INITIAL_SCALE = 1 / 0.07  # CLIP's
 
 
@@ -20,6 +22,7 @@ class Tower:
     prepare: Callable[[Any, torch.Generator | None], Any]  # preprocesses one sample; augments it if there is a generator
     collate: Callable[[list[Any]], Any]  # results of `prepare` → inputs of the module
     keep: Callable[[Path], None] | None = None  # writes the files, besides weights, that rebuild the tower
+    training_images: TrainingImages | None = None  # preprocesses images in training, in place of `prepare` and `collate`
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megabatch.cached import batchnorm, randomness
 from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, free_memory
 from megabatch.cached.tower_io import call, count_rows, local, map_rows, opened
 from megabatch.evaluation.embedding import evaluating
-from megabatch.machine import ALLOCATION_FAILED
+from megabatch.machine import ALLOCATION_FAILED, available_memory
 from megabatch.world import World
 
 ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
@@ -32,10 +32,11 @@ class MemoryConfig:
 
     chunk: float = 0.25  # fraction for the activations of a chunk, if chunk_size is "auto"
     graphs: float = 0.5  # fraction for graphs kept from the first pass; 0 keeps none
+    inputs: float = 0.3  # fraction of the host's memory for samples read ahead or waiting for the second pass; 0 reads twice
 
     def __post_init__(self) -> None:
         """Checks the fractions."""
-        for name in ("chunk", "graphs"):
+        for name in ("chunk", "graphs", "inputs"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"memory.{name} must be a fraction from 0 to 1, got {getattr(self, name)}")
 
@@ -85,6 +86,11 @@ def what_fits(
     graph_bytes = config.graphs * (free - _coming(modules, samples, pairs, world.device))
     least = world.min([*sizes, max(0.0, graph_bytes)])
     return Fit(tuple(int(size) for size in least[:-1]), int(least[-1]))
+
+
+def input_bytes(config: MemoryConfig, world: World) -> int:
+    """Host memory for the samples of one batch on this rank, while the next batch has as much."""
+    return int(config.inputs * (available_memory() or 0) / world.local_size / 2)
 
 
 def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> int:

@@ -9,9 +9,9 @@ All ranks create a `Trainer` with the same arguments. One step is in step.py, th
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from megabatch import settings, towers
 from megabatch.cached import randomness
 from megabatch.cached.replay import sample_seed
+from megabatch.data import readers
 from megabatch.data.dataset import Dataset
 from megabatch.data.order import Order
 from megabatch.evaluation import evaluate
@@ -221,10 +222,15 @@ class Trainer:
         return {side: kept}
 
     def _train(self, step: Step, request: Request) -> None:
-        for batch in self.order.batches(self.step, self.steps):
+        batches = self.order.batches(self.step, self.steps)
+        upcoming = next((step.prepare(batch) for batch in batches), None)
+        while upcoming is not None:
             began = time.perf_counter()
+            inputs, batch = upcoming, upcoming.batch
+            upcoming = next((step.prepare(later) for later in batches), None)  # read while this one trains
             rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
-            outcome = step(batch, rate)
+            outcome = step(inputs, rate)
+            del inputs
             self.step = self.run.step = batch.number + 1
             self._fit = step.fit
             if self.average is not None:
@@ -322,10 +328,7 @@ class Trainer:
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    @contextmanager
-    def _workers(self) -> Iterator[int | Executor]:
-        if self.config.workers == 0:
-            yield 0
-            return
-        with ThreadPoolExecutor(self.config.workers, thread_name_prefix="megabatch-read") as executor:
-            yield executor
+    def _workers(self) -> AbstractContextManager[int | Executor]:
+        datasets = [data for data in (self.dataset, self.validation) if data is not None]
+        preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
+        return readers.opened(self.config.workers, [*datasets, *preparations], processes=self.world.device.type == "cuda")

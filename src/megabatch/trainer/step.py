@@ -11,19 +11,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megabatch.cached import batchnorm, randomness
+from megabatch.cached import HostSource, ReplaySource, Source, batchnorm, randomness
 from megabatch.cached.backward import cached_backward
-from megabatch.data.dataset import Dataset
+from megabatch.cached.streaming import closed_at_the_end
+from megabatch.data import crops
+from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.data.order import Batch
 from megabatch.towers.tower import Pair
 from megabatch.trainer import gradients
 from megabatch.trainer.config import TrainConfig
-from megabatch.trainer.fit import Fit, ran_out
+from megabatch.trainer.fit import Fit, input_bytes, ran_out
 from megabatch.trainer.locked import KeptEmbeddings
 from megabatch.trainer.objective import Objective, ReadablePairs
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
+
+
+class Inputs(NamedTuple):
+    """The inputs of a batch, which readers read ahead of its step."""
+
+    batch: Batch
+    sources: dict[int, ReplaySource]  # by the index of the side
 
 
 class Outcome(NamedTuple):
@@ -68,47 +77,69 @@ class Step:
         """Finds the running statistics, which are averaged over ranks."""
         found = [batchnorm.running_statistics(tower.module) for tower in self.pair.towers]
         self._statistics = list({id(value): value for side in found for value in side.values()}.values())
+        self._sides = [side for side in (0, 1) if side not in self.known]
+        images = [side for side in self._sides if self.dataset.sides[side] == IMAGE]
+        self._hold = input_bytes(self.config.memory, self.world) // max(1, len(images))
+        self._decodes = crops.decodes_on(self.world.device)
+        self._sample_bytes = dict.fromkeys(self._sides, 0)  # of the last batch
 
-    def __call__(self, batch: Batch, rate: float) -> Outcome:
+    def prepare(self, batch: Batch) -> Inputs:
+        """The inputs of a batch. Readers begin to read them, so that they are there when the batch is due."""
+        sources = {}
+        for side in self._sides:
+            sources[side] = self.dataset.source(
+                batch.indices.tolist(),
+                side,
+                self.pair.towers[side],
+                seed=self.config.seed,
+                epoch=batch.epoch,
+                augment=self.config.augment,
+                workers=self.workers,
+                hold=self._hold,
+                decodes=self._decodes,
+            )
+            sources[side].start(self._sample_bytes[side])
+        return Inputs(batch, sources)
+
+    def __call__(self, inputs: Inputs, rate: float) -> Outcome:
         """One step with this rank's part of a batch."""
+        batch = inputs.batch
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss, pairs = self._retried(lambda: self._backward(batch))
+        sources = [self._source(inputs, side) for side in self._sides]
+        loss, pairs = self._retried(lambda: self._backward(batch, sources))
+        self._sample_bytes = {side: source.sample_bytes for side, source in inputs.sources.items()}
         if pairs == 0:
             LOG.warning("step %d changes nothing: none of its pairs could be read", batch.number + 1)
             self.optimizer.zero_grad()
             return Outcome(math.nan, 0.0, 0)
         return Outcome(loss, self._update(loss, batch.number + 1), pairs)
 
-    def _backward(self, batch: Batch) -> tuple[float, int]:
+    def _source(self, inputs: Inputs, side: int) -> Source:
+        """The source of a tower's inputs. Texts are small: all of a batch are read first, and kept as tokens."""
+        source = inputs.sources[side]
+        if self.dataset.sides[side] == IMAGE:
+            return source
+        whole = source.chunks([(0, len(source))], None)
+        with closed_at_the_end(whole):
+            return HostSource(next(whole))
+
+    def _backward(self, batch: Batch, sources: Sequence[Source]) -> tuple[float, int]:
         indices = batch.indices.tolist()
-        sides = [side for side in (0, 1) if side not in self.known]
-        roles = [(self.modules[side], self._source(indices, side, batch.epoch)) for side in sides]
         known = {side: kept.rows(batch.indices).to(self.world.device) for side, kept in self.known.items()}
         ids = self.dataset.ids(indices) if self.config.loss.ids else None
         loss_fn = ReadablePairs(self.objective, self.world, lambda: self.dataset.usable(indices), ids, known)
         with autocast(self.config.precision, self.world.device):
             share = cached_backward(
                 loss_fn,
-                roles,
-                chunk_size=[self.fit.chunk_sizes[side] for side in sides],
+                [(self.modules[side], source) for side, source in zip(self._sides, sources, strict=True)],
+                chunk_size=[self.fit.chunk_sizes[side] for side in self._sides],
                 budget=self.fit.graph_bytes,
                 scaler=self.scaler,
             )
         gradients.average(self.objective.parameters(), self.world)
         gradients.average_statistics(self._statistics, self.world)
         return self.world.sum([share.item()])[0] / self.world.size, loss_fn.pairs
-
-    def _source(self, indices: list[int], side: int, epoch: int) -> Any:
-        return self.dataset.source(
-            indices,
-            side,
-            self.pair.towers[side],
-            seed=self.config.seed,
-            epoch=epoch,
-            augment=self.config.augment,
-            workers=self.workers,
-        )
 
     def _retried(self, work: Callable[[], tuple[float, int]]) -> tuple[float, int]:
         """Repeats a step that ran out of memory with half the memory; for one process, since other ranks cannot go back."""

@@ -1,0 +1,179 @@
+"""Reader processes: an executor whose work runs in other Python processes, beside the thread that keeps the GPU busy.
+
+Threads share Python's interpreter lock, which reading, tokenizing and queueing kernels would fight over. Each reader is a fresh
+Python process that imports this package and nothing of the program that started it, so it works from any script and after CUDA
+was initialised. Objects that every task needs (datasets, tokenizers) are sent once. A reader ends when its pipe closes, so also
+if the program is killed.
+"""
+
+import io
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+LOG = logging.getLogger("megabatch")
+
+
+@contextmanager
+def opened(count: int, shared: Sequence[Any], *, processes: bool) -> Iterator[int | Executor]:
+    """Readers, as `ReplaySource` takes them: 0, or an executor. Work that is still waiting at the end is dropped.
+
+    Args:
+        count: of readers; 0 to read in the main thread.
+        shared: objects that tasks refer to, such as datasets.
+        processes: whether readers are processes; otherwise threads, and also if an object cannot be pickled.
+    """
+    if count == 0:
+        yield 0
+        return
+    executor: Executor | None = None
+    if processes:
+        try:
+            executor = ReaderProcesses(count, shared)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            LOG.warning("samples are read by threads instead of processes, because one object cannot be sent: %s", error)
+    executor = executor or ThreadPoolExecutor(count, thread_name_prefix="megabatch-read")
+    try:
+        yield executor
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+class ReaderProcesses(ThreadPoolExecutor):
+    """An executor of `count` processes; a thread for each sends it tasks and waits for results.
+
+    Args:
+        count: of processes. They start at once, and import PyTorch while the program goes on.
+        shared: objects that tasks may refer to. They are pickled once; in tasks only their number is sent.
+    """
+
+    def __init__(self, count: int, shared: Sequence[Any] = ()) -> None:
+        super().__init__(count, thread_name_prefix="megabatch-read")
+        self._numbers = {id(value): number for number, value in enumerate(shared)}
+        self._shared = list(shared)  # alive, so that their ids stay theirs
+        first = _dumped(list(shared), {})
+        self._processes = [_Process(first) for _ in range(count)]
+        self._free = list(self._processes)
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs `function(*args, **kwargs)` in a process. All of it must be picklable."""
+        return super().submit(self._run, function, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        task = _dumped((function, args, kwargs), self._numbers)
+        with self._lock:
+            process = self._free.pop()  # there are as many as threads
+        try:
+            return process.answer(task)
+        finally:
+            with self._lock:
+                self._free.append(process)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends the threads, then the processes."""
+        super().shutdown(wait=wait, cancel_futures=cancel_futures)
+        for process in self._processes:
+            process.connection.close()
+        for process in self._processes:
+            process.end()
+
+
+class _Process:
+    """One reader: a Python process and the pipe to it. The message `first` is sent before the first task."""
+
+    def __init__(self, first: bytes) -> None:
+        self.connection, theirs = Pipe()
+        self._first: bytes | None = first
+        settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+        environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        program = f"from megabatch.data.readers import serve; serve({theirs.fileno()})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program], pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+        )
+        theirs.close()
+
+    def answer(self, task: bytes) -> Any:
+        try:
+            if self._first is not None:
+                self.connection.send_bytes(self._first)
+                self._first = None
+            self.connection.send_bytes(task)
+            result, error = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError) as broken:
+            code = self._process.poll()
+            raise RuntimeError(f"a reader process ended unexpectedly, with exit code {code}") from broken
+        if error is not None:
+            raise error
+        return result
+
+    def end(self) -> None:
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def serve(number: int) -> None:
+    """The main function of a reader: answers tasks from the pipe with this file number until it is closed."""
+    import torch
+
+    torch.set_num_threads(1)
+    connection: Connection[Any, Any] = Connection(number)
+    try:
+        shared = _loaded(connection.recv_bytes(), [])
+        while True:
+            function, args, kwargs = _loaded(connection.recv_bytes(), shared)
+            try:
+                answer = pickle.dumps((function(*args, **kwargs), None), pickle.HIGHEST_PROTOCOL)
+            except Exception as error:
+                answer = _failed(error)
+            connection.send_bytes(answer)
+    except (EOFError, OSError, KeyboardInterrupt):
+        pass  # the program has ended
+
+
+def _failed(error: Exception) -> bytes:
+    try:
+        answer = pickle.dumps((None, error))
+        pickle.loads(answer)  # some exceptions cannot be built again
+    except Exception:
+        answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+    return answer
+
+
+def _dumped(value: Any, numbers: dict[int, int]) -> bytes:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler.numbers = numbers
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
+def _loaded(data: bytes, shared: list[Any]) -> Any:
+    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler.shared = shared
+    return unpickler.load()
+
+
+class _Pickler(pickle.Pickler):
+    numbers: dict[int, int]
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self.numbers.get(id(value))
+
+
+class _Unpickler(pickle.Unpickler):
+    shared: list[Any]
+
+    def persistent_load(self, number: int) -> Any:
+        return self.shared[number]

@@ -1,0 +1,237 @@
+"""Images of training: decoded whole or named as damaged, cropped as PyTorch resizes, the same wherever it happens."""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megabatch.data import crops, images
+from megabatch.data.crops import Box, RandomCrop, TrainingImages, filter_weights
+from megabatch.data.dataset import Dataset, UnreadableSampleError
+from megabatch.data.images import Encoded
+from megabatch.data.readers import ReaderProcesses
+
+Image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")
+pytest.importorskip("torchvision", reason="decodes JPEGs")
+
+TRAINING = TrainingImages(RandomCrop((12, 9), area=(0.5, 1.0)), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), "pixels")
+
+
+def picture(seed, height, width):
+    """A smooth image, which JPEG keeps."""
+    coarse = torch.rand(1, 3, 3, 3, generator=torch.Generator().manual_seed(seed))
+    return (F.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)[0] * 255).round().to(torch.uint8)
+
+
+def stored(image, kind="JPEG", **options):
+    data = io.BytesIO()
+    images.to_pillow(image).save(data, kind, **options)
+    return data.getvalue()
+
+
+def rotated(image, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return stored(image, exif=exif)
+
+
+def grey(image):
+    data = io.BytesIO()
+    images.to_pillow(image).convert("L").save(data, "JPEG")
+    return data.getvalue()
+
+
+def cmyk(image):
+    data = io.BytesIO()
+    images.to_pillow(image).convert("CMYK").save(data, "JPEG")
+    return data.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "plain"),
+    [
+        (stored(picture(0, 20, 30)), True),
+        (stored(picture(0, 20, 30), progressive=True), True),
+        (rotated(picture(0, 20, 30), 1), True),
+        (rotated(picture(0, 20, 30), 6), False),
+        (grey(picture(0, 20, 30)), False),
+        (cmyk(picture(0, 20, 30)), False),
+        (stored(picture(0, 20, 30), "PNG"), False),
+        (stored(picture(0, 20, 30))[:-200], False),
+        (b"\xff\xd8\xff", False),
+        (b"\xff\xd8\xff\xe1\xff\xd9", False),
+        (b"", False),
+    ],
+)
+def test_which_files_any_jpeg_decoder_reads(data, plain):
+    assert images.is_plain_jpeg(data) is plain
+
+
+def test_headers_of_any_bytes_do_not_raise():
+    generator = torch.Generator().manual_seed(0)
+    whole = rotated(picture(0, 20, 30), 6)
+    for end in range(0, len(whole), 7):
+        images.is_plain_jpeg(whole[:end] + b"\xff\xd9")
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for place in torch.randint(2, 200, (5,), generator=generator).tolist():
+            damaged[place] = int(torch.randint(0, 256, (), generator=generator))
+        images.is_plain_jpeg(bytes(damaged))
+
+
+def test_torchvision_decodes_as_pillow_does(monkeypatch):
+    files = [stored(picture(0, 20, 30)), rotated(picture(1, 9, 40), 6), grey(picture(2, 8, 8)), cmyk(picture(3, 8, 9))]
+    found = [images.decode(Encoded(data, "a.jpg")) for data in files]
+    monkeypatch.setattr(images, "torchvision_io", lambda: None)
+    for one, data in zip(found, files, strict=True):
+        assert torch.equal(one, images.decode(Encoded(data, "a.jpg")))
+    assert found[1].shape == (3, 40, 9)
+
+
+def test_a_damaged_jpeg_is_named():
+    for data in (stored(picture(0, 64, 64))[:300], stored(picture(0, 64, 64))[:300] + b"\xff\xd9", b"\xff\xd8\xff\xd9"):
+        with pytest.raises(UnreadableSampleError, match=r"^b/c\.jpg is not an image that can be read: "):
+            images.decode(Encoded(data, "b/c.jpg"))
+    with pytest.raises(UnreadableSampleError, match=r"^b/c\.jpg is empty"):
+        images.decode(Encoded(b"", "b/c.jpg"))
+
+
+@pytest.mark.parametrize(("length", "size"), [(5, 12), (12, 5), (300, 7), (1, 4), (7, 7), (224, 224), (256, 224)])
+def test_weights_are_those_of_antialiased_resizing(length, size):
+    weights = filter_weights(torch.tensor([length]), size, length + 3)[0].double()
+    unit = torch.eye(length, dtype=torch.float64)[:, None, None]  # (length, 1, 1, length)
+    wanted = F.interpolate(unit, (1, size), mode="bicubic", antialias=True)[:, 0, 0].T
+    torch.testing.assert_close(weights[:, :length], wanted, rtol=1e-5, atol=1e-6)
+    assert not weights[:, length:].any()
+
+
+def test_crops_by_matrix_products_are_antialiased_resizing():
+    generator = torch.Generator().manual_seed(0)
+    crop = RandomCrop((24, 31), area=(0.3, 1.0), flip=True)
+    sizes = [*torch.randint(5, 200, (30, 2), generator=generator).tolist(), [1, 1], [1, 300], [900, 2]]
+    many = [torch.randint(0, 256, (3, *size), generator=generator, dtype=torch.uint8) for size in sizes]
+    numbers = [crop.draw(generator) for _ in many]
+    found, mirrored = crop.many(many, numbers), 0
+    for image, drawn, one in zip(many, numbers, found, strict=True):
+        top, left, height, width, flip = crop.box(drawn, *image.shape[1:])
+        part = image[None, :, top : top + height, left : left + width].double()
+        wanted = F.interpolate(part, crop.size, mode="bicubic", antialias=True)[0].clamp(0, 255)
+        wanted = wanted.flip(2) if flip else wanted
+        assert (one.double() - wanted).abs().max() < 0.501
+        mirrored += flip
+    assert 5 < mirrored < 28
+
+
+def test_boxes_are_within_the_image_and_of_the_area_asked_for():
+    crop = RandomCrop((8, 8), area=(0.5, 0.6), shape=(0.9, 1.1))
+    generator = torch.Generator().manual_seed(0)
+    boxes = [crop.box(crop.draw(generator), 100, 120) for _ in range(200)]
+    for top, left, height, width, mirrored in boxes:
+        assert 0 <= top <= top + height <= 100
+        assert 0 <= left <= left + width <= 120
+        assert 0.49 < height * width / 12000 < 0.61
+        assert 0.88 < width / height < 1.12
+        assert not mirrored
+    assert len({box.top for box in boxes}) > 15
+
+
+def test_images_of_different_sizes_are_not_padded_to_the_largest():
+    boxes = [Box(0, 0, 10, 10, False)] * 3 + [Box(0, 0, 4000, 3000, False)] + [Box(0, 0, 11, 10, False)]
+    assert sorted(map(sorted, crops._groups(boxes))) == [[0, 1, 2, 4], [3]]
+    assert len(crops._groups([Box(0, 0, 4096, 4096, False)] * 9)) == 3
+
+
+class Files(Dataset):
+    """Images as they are stored."""
+
+    def __init__(self, files):
+        super().__init__()
+        self.files = files
+
+    def __len__(self):
+        return len(self.files)
+
+    def read(self, index, side):
+        return images.decode(self.stored(index, side))
+
+    def stored(self, index, side):
+        return Encoded(self.files[index], f"{index}.jpg")
+
+    def name(self, index):
+        return f"{index}.jpg"
+
+
+class Preparation:
+    training_images = TRAINING
+
+
+def files():
+    made = [stored(picture(i, 20 + 3 * i, 40 - 2 * i)) for i in range(8)]
+    made[2] = stored(picture(2, 15, 17), "PNG")
+    made[3] = rotated(picture(3, 15, 17), 6)
+    made[5] = stored(picture(5, 64, 64))[:300] + b"\xff\xd9"  # damaged, which only the decoder notices
+    made[6] = b"nothing"
+    return made
+
+
+def chunks(data, **options):
+    source = data.source(range(8), 0, Preparation(), seed=3, epoch=1, **options)
+    return [[chunk["pixels"].clone() for chunk in source.chunks([(0, 5), (5, 8)], None)] for _ in range(2)]
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize("hold", [0, 10**6])
+def test_chunks_are_the_same_in_both_passes_and_damaged_images_are_named(decodes, hold):
+    data = Files(files())
+    first, again = chunks(data, decodes=decodes, hold=hold)
+    assert [len(chunk) for chunk in first] == [5, 3]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert data.usable(range(8)).tolist() == [True, True, True, True, True, False, False, True]
+    assert {i: reason.split(":")[0] for i, reason in data.failures.items()} == {
+        5: "5.jpg is not an image that can be read",
+        6: "6.jpg is not an image that can be read",
+    }
+    for position, i in ((0, 0), (4, 4)):  # by definition
+        drawn = TRAINING.crop.draw(torch.Generator().manual_seed(own_seed(i)))
+        wanted = TRAINING.crop.one(data.read(i, 0), drawn).float() / 255
+        wanted = (wanted - torch.tensor(TRAINING.mean)[:, None, None]) / torch.tensor(TRAINING.deviation)[:, None, None]
+        # One level of 255 from rounding between the two directions, over a deviation of 0.2.
+        torch.testing.assert_close(first[0][position], wanted, rtol=0, atol=1.01 / 255 / 0.2 if decodes else 1e-6)
+
+
+def own_seed(index):
+    from megabatch.cached.replay import sample_seed
+
+    return sample_seed(sample_seed(sample_seed(3, 1), 0), index)
+
+
+def test_the_same_pictures_whatever_reads_them():
+    data = Files(files())
+    with ReaderProcesses(1, [data]) as executor:
+        for decodes in (False, True):
+            wanted, _ = chunks(Files(files()), decodes=decodes)
+            for workers in (2, executor):
+                found, _ = chunks(data, decodes=decodes, workers=workers)
+                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+            source = data.source([7, 1, 4], 0, Preparation(), seed=3, epoch=1, decodes=decodes)
+            (other,) = source.chunks([(0, 3)], None)
+            for position, (chunk, row) in enumerate(((1, 2), (0, 1), (0, 4))):
+                torch.testing.assert_close(other["pixels"][position], wanted[chunk][row], rtol=0, atol=1.01 / 255 / 0.2)
+
+
+def test_an_encoded_image_that_is_larger_than_its_crop_is_held_as_the_crop():
+    noise = torch.randint(0, 256, (3, 60, 60), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    small, large = stored(picture(0, 12, 9), quality=10), stored(noise, quality=95)
+    assert len(small) > 12 * 9 * 3 or len(large) > 12 * 9 * 3
+    read = TRAINING.read(Encoded(large, "large.jpg"), torch.Generator().manual_seed(1), encoded=True)
+    assert read.numbers is not None
+    first = TRAINING.finish([read], None, lambda picture, reason: pytest.fail(reason))["pixels"]
+    assert (read.numbers, len(read.data)) == (None, 12 * 9 * 3)
+    assert torch.equal(first, TRAINING.finish([read], None, lambda picture, reason: pytest.fail(reason))["pixels"])
+
+
+def test_no_device_decodes_where_there_is_none(monkeypatch):
+    assert not crops.decodes_on(torch.device("cpu"))
+    monkeypatch.setattr(images, "torchvision_io", lambda: None)
+    assert not crops.decodes_on(torch.device("cuda"))

@@ -1,0 +1,77 @@
+"""Reader processes: they answer, fail and end as the work of an executor does."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Executor
+
+import pytest
+
+from megabatch.data.readers import ReaderProcesses, opened
+
+
+class Counted:
+    """An object that knows how often it was pickled."""
+
+    pickled = 0
+
+    def __init__(self):
+        self.values = list(range(1000))
+
+    def __getstate__(self):
+        Counted.pickled += 1
+        return {"values": self.values}
+
+
+def last(counted):
+    return counted.values[-1]
+
+
+class AwkwardError(Exception):
+    """Cannot be built again from its arguments."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def raises(what):
+    raise AwkwardError(what, 2) if what == "awkward" else ValueError(what)
+
+
+def test_work_runs_in_other_processes():
+    shared = Counted()
+    with ReaderProcesses(1, [shared]) as executor:
+        futures = [executor.submit(last, shared) for _ in range(20)]
+        assert [future.result() for future in futures] == [999] * 20
+        assert Counted.pickled == 1  # sent once
+        assert executor.submit(os.getpid).result() != os.getpid()
+        main = "__import__('sys').modules['__main__'].__dict__.get('__file__')"
+        assert executor.submit(eval, main).result() is None  # the user's program is not imported
+        with pytest.raises(ValueError, match="damaged"):
+            executor.submit(raises, "damaged").result()
+        with pytest.raises(RuntimeError, match="AwkwardError: awkward 2"):
+            executor.submit(raises, "awkward").result()
+        os.kill(executor.submit(os.getpid).result(), signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="a reader process ended unexpectedly"):
+            executor.submit(os.getpid).result()
+
+
+def test_waiting_work_is_dropped_at_the_end():
+    with opened(1, [], processes=False) as executor:
+        futures = [executor.submit(time.sleep, 0.05) for _ in range(200)]
+    assert futures[-1].cancelled()
+
+
+def test_threads_or_none():
+    with opened(0, [], processes=True) as executor:
+        assert executor == 0
+    with opened(2, [], processes=False) as executor:
+        assert isinstance(executor, Executor)
+        assert executor.submit(os.getpid).result() == os.getpid()
+
+
+def test_what_cannot_be_sent_is_read_by_threads(caplog):
+    with opened(2, [threading.Lock()], processes=True) as executor:
+        assert executor.submit(os.getpid).result() == os.getpid()
+    assert "samples are read by threads instead of processes" in caplog.text
