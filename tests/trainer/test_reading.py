@@ -1,0 +1,142 @@
+"""Images of a run: the same bits whoever reads them, when, and how often; the next batch is read while this one trains."""
+
+import functools
+import io
+import tarfile
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import runs
+from helpers import PATIENCE
+from megabatch.cached.replay import PIECE
+from megabatch.data import images, readers
+from megabatch.data.crops import RandomCrop, TrainingImages
+from megabatch.data.shards import Shards
+from megabatch.towers.tower import Pair, Tower
+from megabatch.trainer import loop
+from megabatch.world import World
+
+pytest.importorskip("PIL.Image", reason="images are made with Pillow")
+
+SIZE = 8
+
+
+class ImageNet(nn.Module):
+    """Channel means of an image's quarters, and one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 8)
+
+    def forward(self, pixels):
+        return F.normalize(self.linear(F.avg_pool2d(pixels, SIZE // 2).flatten(1)), dim=1)
+
+
+class TextNet(nn.Module):
+    """The mean of the embeddings of a text's characters."""
+
+    def __init__(self):
+        super().__init__()
+        self.letters = nn.Embedding(128, 8)
+
+    def forward(self, letters):
+        return F.normalize(self.letters(letters).mean(1), dim=1)
+
+
+def letters(text, generator):
+    return torch.tensor([ord(letter) for letter in text.ljust(12)[:12]])
+
+
+def stack(samples):
+    return torch.stack(samples)
+
+
+def pair():
+    torch.manual_seed(0)
+    training = TrainingImages(RandomCrop((SIZE, SIZE), area=(0.3, 1.0)), (0.5,) * 3, (0.25,) * 3, "pixels")
+    return Pair(
+        Tower(ImageNet(), "image", first_sample, stack, training_images=training),
+        Tower(TextNet(), "text", letters, stack),
+        5.0,
+        name="photos",
+    )
+
+
+def first_sample(image, generator):
+    """For evaluation, and for what the trainer shows to towers first."""
+    return F.interpolate(image[None].float() / 255, (SIZE, SIZE))[0]
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGABATCH_CACHE", str(tmp_path / "cache"))
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        for i in range(40):
+            noise = torch.rand(1, 3, 4, 4, generator=torch.Generator().manual_seed(i))
+            pixels = (F.interpolate(noise, (20 + i, 30)) * 255)[0].to(torch.uint8)
+            data = io.BytesIO()
+            images.to_pillow(pixels).save(data, "PNG" if i % 3 == 0 else "JPEG")
+            stored = data.getvalue()[:60] if i == 7 else data.getvalue()
+            for name, contents in ((f"{i}.jpg", stored), (f"{i}.txt", f"photo {i}".encode())):
+                member = tarfile.TarInfo(name)
+                member.size = len(contents)
+                archive.addfile(member, io.BytesIO(contents))
+    return tmp_path
+
+
+def trained(folder, photos, **changes):
+    made = runs.trainer(folder, {"steps": 5, **changes}, pair=pair(), data=Shards(photos / "0.tar"))
+    made.fit()
+    assert list(made.dataset.failures) == [7]
+    return runs.weights(made)
+
+
+def test_the_same_bits_whoever_reads_and_how_often(photos, monkeypatch):
+    wanted = trained(photos / "plain", photos)
+    assert runs.same_bits(trained(photos / "twice", photos, memory={"graphs": 0.0, "inputs": 0.0}), wanted) == []
+    assert runs.same_bits(trained(photos / "threads", photos, workers=3), wanted) == []
+    opened = functools.partial(_as_processes, readers.opened)
+    monkeypatch.setattr(loop.readers, "opened", opened)
+    assert runs.same_bits(trained(photos / "processes", photos, workers=1), wanted) == []
+
+
+def _as_processes(opened, count, shared, *, processes):
+    return opened(count, shared, processes=True)
+
+
+def test_two_ranks_see_the_pictures_of_one(photos, pool):
+    wanted = trained(photos / "one", photos)
+    for found in pool.run(_on_rank, 2, photos):
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def _on_rank(group, rank, photos):
+    world = World(torch.device("cpu"), group)
+    made = runs.trainer(photos / "two", {"steps": 5}, pair=pair(), data=Shards(photos / "0.tar"), world=world)
+    made.fit()
+    return runs.weights(made)
+
+
+def test_the_next_batch_is_read_while_this_one_trains(tmp_path):
+    data = runs.Numbers()
+    made = runs.trainer(tmp_path, {"batch_size": 40, "workers": 2, "steps": 4, "chunk_size": 40}, data=data)
+    record, reads = made._record, []
+
+    def after_step(*args):
+        """The first batch shows how large samples are. Then a whole piece of each side of the next one is read ahead."""
+        begun = len(reads)
+        ahead = 0 if begun in (0, 3) else 2 * PIECE
+        end = time.monotonic() + PATIENCE
+        while data.reads < 5 + 80 * (begun + 1) + ahead and time.monotonic() < end:  # 5 were shown to the towers first
+            time.sleep(0.01)
+        reads.append(data.reads)
+        record(*args)
+
+    made._record = after_step
+    made.fit()
+    assert reads == [85, 165 + 2 * PIECE, 245 + 2 * PIECE, 325]
