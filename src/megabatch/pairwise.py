@@ -141,7 +141,7 @@ def pairwise_softplus(
     """
     run = execution(x, y, group=group, backend=backend)
     row_bias = number(bias, "bias", x).expand(x.shape[0])
-    total: Tensor = operators.apply(operators.softplus, x, y, number(scale, "scale", x), row_bias, *run)
+    total: Tensor = operators.apply(operators.softplus, x, y, number(scale, "scale", x), row_bias, None, False, False, *run)[0]
     return total
 
 

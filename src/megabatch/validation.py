@@ -132,6 +132,12 @@ def exclude_from_symmetric(value: Any, z: Tensor) -> None:
     _identifiers(value, "exclude", z, "z", expected='None, "diagonal" or a tensor of integers')
 
 
+def reduction(value: Any) -> None:
+    """Over the rows of a loss."""
+    if value not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {value!r}")
+
+
 def labels(value: Any, z: Tensor) -> None:
     """One integer for each row of z."""
     _identifiers(value, "labels", z, "z", expected="a tensor of integers")

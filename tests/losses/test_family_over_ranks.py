@@ -52,6 +52,12 @@ LOSSES = {
     "clip smoothing": lambda g, **o: mb.clip_loss(g["x"], g["y"], g["scale"], label_smoothing=0.1, **o),
     "dcl_loss": lambda g, **o: mb.dcl_loss(g["x"], g["y"], scale=g["scale"], contrast=ALL, symmetric=True, **o),
     "hcl_loss": lambda g, **o: mb.hcl_loss(g["x"], g["y"], scale=g["scale"], **o),
+    "hcl_loss, hard negatives and a bank": lambda g, **o: mb.hcl_loss(
+        g["x"], g["y"], scale=g["scale"], negatives=[further(g, private=True), g["negatives"], g["bank"]], symmetric=True, **o
+    ),
+    "hcl_loss, margin, GTE": lambda g, **o: mb.hcl_loss(
+        g["x"], g["y"], scale=g["scale"], negatives=further(g), contrast=ALL, margin=0.1, **o
+    ),
     "hcl_loss, two views, ids": lambda g, **o: mb.hcl_loss(
         g["x"], g["y"], scale=g["scale"], contrast=("query-key", "query-query"), symmetric=True, ids=g["ids"], **o
     ),

@@ -9,7 +9,7 @@ from torch import Tensor
 from megabatch import arguments, validation
 from megabatch.arguments import Backend, Group
 from megabatch.losses.contrast import CONTRASTS, KEY_KEY, Batch, Contrast, Negatives
-from megabatch.losses.sums import ceiling_above, pairs
+from megabatch.losses.sums import Reduction, ceiling_above, pairs
 
 _NAMES = ("query", "key")
 
@@ -27,11 +27,13 @@ def batch_of(
     margin: float | Tensor | None,
     guide: tuple[Tensor, Tensor] | None,
     group: Group,
+    reduction: Reduction,
     backend: Backend,
 ) -> tuple[Batch, Tensor]:
     """Everything a loss was given, and its scale as a tensor."""
     _check_contrast(contrast)
-    run = pairs(query, key, _NAMES, ids=ids, group=group, purpose=_purpose(contrast, symmetric=symmetric), backend=backend)
+    purpose = _purpose(contrast, symmetric=symmetric)
+    run = pairs(query, key, _NAMES, ids=ids, group=group, purpose=purpose, reduction=reduction, backend=backend)
     validation.offsets(log_q, "log_q", key, "key")
     further = tuple(n.flat() for n in _checked_negatives(negatives, query, ids, contrast, guided=guide is not None))
     limit = _limit(query, key, margin, guide, backend)

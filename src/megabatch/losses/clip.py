@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megabatch import validation
 from megabatch.arguments import Backend, Group, number
-from megabatch.losses.sums import APART, check_smoothing, cross_entropy, logsumexp, mean_similarity, pairs, part_of_mean
+from megabatch.losses.sums import APART, Reduction, check_smoothing, cross_entropy, logsumexp, mean_similarity, pairs, reduced
 
 
 def clip_loss(
@@ -16,9 +16,10 @@ def clip_loss(
     *,
     ids: Tensor | None = None,  # (N,)
     label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The symmetric cross-entropy of CLIP, without the N×N matrix of logits.
 
     Same value and gradients as
@@ -36,20 +37,22 @@ def clip_loss(
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
         label_smoothing: the part of the target that is spread evenly over the whole batch, as in `F.cross_entropy`. Not with
             ids.
+        reduction: "mean", "sum", or "none" for one value per pair, (N,), the mean of its two directions. Over a group, "sum" and
+            "none" are of this rank's pairs; gradients are of the sum over all ranks.
         group: process group, or mesh of one dimension, to share the batch over (default: this process only). Each rank passes
             its own pairs and gets its share of the loss: the mean over ranks is the loss of the whole batch, and after DDP's
             mean so is every gradient. All ranks have to run backward. See docs/ring.md.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     label_smoothing = check_smoothing(label_smoothing, ids=ids)
-    run = pairs(image, text, ("image", "text"), ids=ids, group=group, backend=backend)
+    run = pairs(image, text, ("image", "text"), ids=ids, group=group, reduction=reduction, backend=backend)
     scale = number(logit_scale, "logit_scale", image)
     row, col, match, share = logsumexp(image, text, scale, run, ids=(ids, ids), diagonal=APART, columns=True)
-    losses = cross_entropy(row, match) + cross_entropy(col, match)
+    losses = [cross_entropy(row, match), cross_entropy(col, match)]
     if label_smoothing > 0:
-        mean = mean_similarity(image, [(text, None)], scale, run)
-        losses = losses + 2 * label_smoothing * (match - mean)  # the means of rows and of columns have the same sum
-    return part_of_mean(losses, share / 2)
+        means = mean_similarity(image, [(text, None)], scale, run), mean_similarity(text, [(image, None)], scale, run)
+        losses = [loss + label_smoothing * (match - mean) for loss, mean in zip(losses, means, strict=True)]
+    return reduced(losses, share, reduction)
 
 
 class ClipLoss(nn.Module):

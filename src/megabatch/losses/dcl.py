@@ -8,7 +8,7 @@ from torch import Tensor
 from megabatch.arguments import Backend, Group
 from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Contrast, Negatives
-from megabatch.losses.sums import part_of_mean
+from megabatch.losses.sums import Reduction, reduced
 
 
 def dcl_loss(
@@ -23,9 +23,10 @@ def dcl_loss(
     log_q: Tensor | None = None,  # (N,)
     margin: float | Tensor | None = None,  # or (N,)
     guide: tuple[Tensor, Tensor] | None = None,  # (N, E), (N, E)
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The mean of log Σ_{j≠i} exp s_ij − s_ii: a pair that is almost certain still pulls with full weight.
 
     Same value and gradients as
@@ -49,8 +50,9 @@ def dcl_loss(
         margin=margin,
         guide=guide,
         group=group,
+        reduction=reduction,
         backend=backend,
     )
     sums = batch.sums(number, contrast, symmetric=symmetric)
     losses = [torch.where(negatives == -torch.inf, 0.0, negatives - match) for negatives, match in sums.directions]
-    return part_of_mean(torch.stack(losses), sums.share / len(losses))
+    return reduced(losses, sums.share, reduction)

@@ -1,12 +1,11 @@
 """Distillation: a student's similarities follow those of a teacher, which are formed again tile by tile and never stored."""
 
-import torch
 from torch import Tensor
 
 from megabatch import validation
 from megabatch.arguments import Backend, Group, execution, number
 from megabatch.losses.clip import ClipLoss, clip_loss
-from megabatch.losses.sums import pairs, part_of_mean, soft_cross_entropy
+from megabatch.losses.sums import Reduction, pairs, reduced, soft_cross_entropy
 
 
 def soft_clip_loss(
@@ -17,9 +16,10 @@ def soft_clip_loss(
     teacher_text: Tensor,  # (N, E)
     teacher_scale: float | Tensor,
     *,
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The symmetric cross-entropy of CLIP with soft targets, those of a teacher, and without either matrix of logits.
 
     Same value and gradients as
@@ -40,10 +40,11 @@ def soft_clip_loss(
         teacher_image: (N, E) the teacher's embeddings of the same images, of any width and dtype.
         teacher_text: (N, E) the teacher's embeddings of the same texts.
         teacher_scale: the teacher's inverse temperature.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
         group: process group to share the batch over, as in `clip_loss`.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
-    run = pairs(image, text, ("image", "text"), group=group, backend=backend)
+    run = pairs(image, text, ("image", "text"), group=group, reduction=reduction, backend=backend)
     names = ("teacher_image", "teacher_text")
     teacher_run = execution(teacher_image, teacher_text, names, same_rows=True, backend=backend)
     validation.same_rows(teacher_image, names[0], image, "image")
@@ -53,7 +54,7 @@ def soft_clip_loss(
         validation.without_gradient([teacher_scale], ["teacher_scale"])
     teacher = teacher_image, teacher_text, target_scale
     row, col, share = soft_cross_entropy((image, text, scale), teacher, (run, teacher_run))
-    return part_of_mean(torch.stack((row, col)), share / 2)
+    return reduced((row, col), share, reduction)
 
 
 class DistillClipLoss(ClipLoss):

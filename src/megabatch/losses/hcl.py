@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megabatch.arguments import Backend, Group
 from megabatch.losses.arguments import batch_of
-from megabatch.losses.contrast import QUERY_KEY, Batch, Contrast
-from megabatch.losses.sums import cross_entropy, part_of_mean, sum_over_ranks
+from megabatch.losses.contrast import KEY_KEY, QUERY_KEY, Batch, Contrast, Negatives
+from megabatch.losses.sums import Reduction, cross_entropy, reduced, sum_over_ranks
 from megabatch.tiles.precision import accumulator_dtype
 
 
@@ -26,12 +26,16 @@ def hcl_loss(
     scale: float | Tensor,
     beta: float = 1.0,
     tau_plus: float = 0.1,
+    negatives: Tensor | Negatives | Sequence[Tensor | Negatives] | None = None,
     contrast: Sequence[Contrast] = (QUERY_KEY,),
     symmetric: bool = False,
     ids: Tensor | None = None,  # (N,)
+    margin: float | Tensor | None = None,  # or (N,)
+    guide: tuple[Tensor, Tensor] | None = None,  # (N, E), (N, E)
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """InfoNCE whose n negatives are reweighted by exp(β·s) and freed of chance matches.
 
     Same value and gradients as, with s the similarities to the n negatives of a query and p that to its own key:
@@ -41,7 +45,8 @@ def hcl_loss(
         return -(p.exp() / (p.exp() + negatives)).log().mean()
 
     Embeddings have to be of unit length: the clamp is the least that n similarities can add up to. The paper's form for two
-    views is `contrast=("query-key", "query-query"), symmetric=True`. Arguments are those of `info_nce_loss`, and
+    views is `contrast=("query-key", "query-query"), symmetric=True`. The other arguments are those of `info_nce_loss`; `log_q`
+    is not among them, because the loss counts negatives, and a correction would count some of them more than once.
 
     Args:
         query: (N, D) embeddings of unit length.
@@ -49,11 +54,15 @@ def hcl_loss(
         scale: the inverse temperature: a float, or a tensor of one element.
         beta: how much harder negatives count more; 0 for all alike.
         tau_plus: how likely a key drawn at random is a match; below 1.
+        negatives: see `info_nce_loss`; n counts them.
         contrast: see `info_nce_loss`.
         symmetric: see `info_nce_loss`.
-        ids: see `info_nce_loss`.
-        group: see `info_nce_loss`.
-        backend: see `info_nce_loss`.
+        ids: see `info_nce_loss`; n does not count what is left out.
+        margin: see `info_nce_loss`; n does not count what is left out.
+        guide: see `info_nce_loss`.
+        reduction: see `clip_loss`.
+        group: see `clip_loss`.
+        backend: see `clip_loss`.
     """
     beta = _number("beta", beta, "of at least 0", math.inf)
     tau_plus = _number("tau_plus", tau_plus, "from 0 to below 1", 1)
@@ -61,16 +70,21 @@ def hcl_loss(
         query,
         key,
         scale,
-        None,
+        negatives,
         contrast,
         symmetric=symmetric,
         ids=ids,
         log_q=None,
-        margin=None,
-        guide=None,
+        margin=margin,
+        guide=guide,
         group=group,
+        reduction=reduction,
         backend=backend,
     )
+    if any(further.log_q is not None for further in batch.negatives):
+        raise ValueError(
+            "negatives.log_q must be None: hcl_loss counts its negatives, and has no correction for their sampling"
+        )
     counts = _log_counts(batch, number, contrast, symmetric=symmetric)
     upper, share = batch.sums(number * (1 + beta), contrast, symmetric=symmetric)
     weights = (
@@ -79,12 +93,12 @@ def hcl_loss(
         else counts
     )
     losses = []
-    for (negatives, match), weight, count in zip(upper, weights, counts, strict=True):
+    for (total, match), weight, count in zip(upper, weights, counts, strict=True):
         match = match / (1 + beta)
-        weighted = negatives - _finite(weight) + _finite(count)
+        weighted = total - _finite(weight) + _finite(count)
         freed = _freed_of_matches(weighted, count, match, number, tau_plus)
         losses.append(cross_entropy(freed, match))
-    return part_of_mean(torch.stack(losses), share / len(losses))
+    return reduced(losses, share, reduction)
 
 
 def _freed_of_matches(
@@ -110,14 +124,22 @@ def _freed_of_matches(
 
 def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[Contrast], *, symmetric: bool) -> list[Tensor]:  # (N,) each
     """The logarithm of the number of negatives of each query, and of each key."""
-    if batch.ids is not None:
+    owned = any(further.owner is not None for further in batch.negatives)
+    if batch.ids is not None or batch.limit is not None or (owned and KEY_KEY in contrast):  # then queries have different ones
         with torch.no_grad():
             return [
                 counted.negatives for counted in batch.sums(torch.zeros_like(scale), contrast, symmetric=symmetric).directions
             ]
-    pairs = sum_over_ranks(torch.full_like(scale, len(batch.query)).reshape(1), batch.run)
-    same = ((pairs - 1) * len(contrast)).log().to(accumulator_dtype(batch.query.dtype)).expand(len(batch.query))
-    return [same, same] if symmetric else [same]
+    N = len(batch.query)
+    shared = sum(len(further.keys) for further in batch.negatives if not further.private)
+    whole = sum_over_ranks(torch.stack([torch.full_like(scale, size) for size in (N, shared)]), batch.run)
+    of_keys = ((whole[0] - 1) * len(contrast)).expand(N)
+    of_queries = of_keys + whole[1]
+    for further in batch.negatives:
+        if further.private and further.owner is not None:
+            of_queries = of_queries.index_add(0, further.owner, torch.ones_like(further.owner, dtype=of_queries.dtype))
+    counts = [of_queries, of_keys] if symmetric else [of_queries]
+    return [count.log().to(accumulator_dtype(batch.query.dtype)) for count in counts]
 
 
 def _finite(logarithm: Tensor) -> Tensor:

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from megabatch.arguments import Backend, Group
 from megabatch.losses.arguments import batch_of
 from megabatch.losses.contrast import QUERY_KEY, Batch, Contrast, Negatives, Sums
-from megabatch.losses.sums import check_smoothing, cross_entropy, mean_similarity, part_of_mean
+from megabatch.losses.sums import Reduction, check_smoothing, cross_entropy, mean_similarity, reduced
 
 
 def info_nce_loss(
@@ -24,9 +23,10 @@ def info_nce_loss(
     margin: float | Tensor | None = None,  # or (N,)
     guide: tuple[Tensor, Tensor] | None = None,  # (N, E), (N, E)
     label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The cross-entropy of each query's own key among its negatives, without the matrix of logits.
 
     Same value and gradients as
@@ -57,6 +57,7 @@ def info_nce_loss(
             not given.
         label_smoothing: the part of the target that is spread evenly over all that a query is compared with, as in
             `F.cross_entropy`. With the contrast "query-key" alone, and nothing that leaves pairs out.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
         group: process group to share the batch over, as in `clip_loss`; each rank passes its own pairs and negatives.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
@@ -72,14 +73,16 @@ def info_nce_loss(
         margin=margin,
         guide=guide,
         group=group,
+        reduction=reduction,
         backend=backend,
     )
     label_smoothing = _check_smoothing(label_smoothing, batch, contrast)
     sums = batch.sums(number, contrast, symmetric=symmetric)
     losses = [cross_entropy(negatives, match) for negatives, match in sums.directions]
     if label_smoothing > 0:
-        losses += [label_smoothing * above for above in _above_the_mean(batch, number, sums)]
-    return part_of_mean(torch.stack(losses), sums.share / len(sums.directions))
+        above = _above_the_mean(batch, number, sums)
+        losses = [loss + label_smoothing * more for loss, more in zip(losses, above, strict=True)]
+    return reduced(losses, sums.share, reduction)
 
 
 def _above_the_mean(batch: Batch, scale: Tensor, sums: Sums) -> list[Tensor]:  # (N,) each

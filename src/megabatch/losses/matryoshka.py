@@ -12,6 +12,7 @@ from megabatch import validation
 from megabatch.arguments import Backend, Group, number
 from megabatch.losses.clip import clip_loss
 from megabatch.losses.info_nce import info_nce_loss
+from megabatch.losses.sums import Reduction
 
 
 def matryoshka_clip_loss(
@@ -23,9 +24,10 @@ def matryoshka_clip_loss(
     weights: Sequence[float] | None = None,
     symmetric: bool = True,
     ids: Tensor | None = None,  # (N,)
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The weighted sum of CLIP's losses at several widths.
 
     Same value and gradients as
@@ -52,13 +54,14 @@ def matryoshka_clip_loss(
         weights: one number for each width; all 1 if None.
         symmetric: the mean of both directions, as in `clip_loss`; False for image to text alone, as in `info_nce_loss`.
         ids: one integer for each pair; pairs with the same id are not each other's negatives.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
         group: process group to share the batch over, as in `clip_loss`.
         backend: "auto", "eager" or "triton".
     """
     validation.embeddings(image, text, ("image", "text"), same_rows=True)
     validation.number(logit_scale, "logit_scale", image)
     weighted = validation.widths(widths, weights, image)
-    options: dict[str, Any] = {"ids": ids, "group": group, "backend": backend}
+    options: dict[str, Any] = {"ids": ids, "reduction": reduction, "group": group, "backend": backend}
     scale = number(logit_scale, "logit_scale", image, shared=True)
     # Converted once, so that the gradients of all widths are added in float32.
     images, texts = (side.to(torch.promote_types(side.dtype, torch.float32)) for side in (image, text))
@@ -68,7 +71,7 @@ def matryoshka_clip_loss(
             x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
             loss = clip_loss(x, y, scale, **options) if symmetric else info_nce_loss(x, y, scale=scale, **options)
             losses.append(weight * loss.double())
-    return torch.stack(losses).sum().to(loss.dtype)
+    return torch.stack(losses).sum(0).to(loss.dtype)
 
 
 def _products_in(image: Tensor) -> Any:

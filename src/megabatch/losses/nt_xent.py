@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megabatch.arguments import Backend, Group, number
-from megabatch.losses.sums import APART, cross_entropy, exact_softplus, logsumexp, pairs, part_of_mean
+from megabatch.losses.sums import APART, Reduction, cross_entropy, exact_softplus, logsumexp, pairs, reduced
 from megabatch.pairwise import pairwise_symmetric_logsumexp
 
 
@@ -12,9 +12,10 @@ def nt_xent_loss(
     z2: Tensor,  # (N, D)
     scale: float | Tensor = 10.0,
     *,
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The normalized-temperature cross-entropy of SimCLR, without the 2N×2N matrix of logits, each product formed once.
 
     Same value and gradients as
@@ -29,16 +30,17 @@ def nt_xent_loss(
         z1: (N, D) embeddings of one view, usually of unit length.
         z2: (N, D) embeddings of the other; row i is of the same sample as row i of `z1`.
         scale: the inverse temperature: a float, or a tensor of one element.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
         group: process group to share the batch over, as in `clip_loss`.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.
-    run = pairs(z1, z2, ("z1", "z2"), group=group, backend=backend)
+    run = pairs(z1, z2, ("z1", "z2"), group=group, reduction=reduction, backend=backend)
     factor = number(scale, "scale", z1, shared=True)
     across1, across2, match, share = logsumexp(z1, z2, factor, run, diagonal=APART, columns=True)
     within1, within2 = (pairwise_symmetric_logsumexp(z, factor, group=group, backend=backend) for z in (z1, z2))
-    losses = _cross_entropy(across1, within1, match) + _cross_entropy(across2, within2, match)
-    return part_of_mean(losses, share / 2)
+    losses = [_cross_entropy(across1, within1, match), _cross_entropy(across2, within2, match)]
+    return reduced(losses, share, reduction)
 
 
 def _cross_entropy(first: Tensor, second: Tensor, match: Tensor) -> Tensor:

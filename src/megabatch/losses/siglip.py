@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megabatch import validation
 from megabatch.arguments import Backend, Group, number
-from megabatch.losses.sums import pairs, sigmoid_mean
+from megabatch.losses.sums import Reduction, pairs, sigmoid_loss
 
 
 def siglip_loss(
@@ -17,9 +17,10 @@ def siglip_loss(
     *,
     ids: Tensor | None = None,  # (N,)
     ids_are_positives: bool = False,
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The sigmoid loss of SigLIP, without the N×N matrix of logits.
 
     Same value and gradients as
@@ -39,14 +40,15 @@ def siglip_loss(
         ids: one integer for each pair; pairs with the same id (a caption that occurs twice) are not each other's negatives.
         ids_are_positives: pairs with the same id are all positives of each other, with the sign +1 in the lines above, instead
             of being left out.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
         group: process group to share the batch over, as in `clip_loss`.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     if ids_are_positives and ids is None:
         raise ValueError("ids must be given where ids_are_positives is True, got None")
-    run = pairs(image, text, ("image", "text"), ids=ids, group=group, backend=backend)
+    run = pairs(image, text, ("image", "text"), ids=ids, group=group, reduction=reduction, backend=backend)
     scale, bias = number(logit_scale, "logit_scale", image), number(logit_bias, "logit_bias", image)
-    return sigmoid_mean(image, text, scale, bias, run, ids=ids, ids_are_positives=ids_are_positives)
+    return sigmoid_loss(image, text, scale, bias, run, ids=ids, ids_are_positives=ids_are_positives, reduction=reduction)
 
 
 class SigLipLoss(nn.Module):

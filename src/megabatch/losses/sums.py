@@ -7,7 +7,7 @@ the batch: the mean over ranks is the mean over pairs, however many pairs each r
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from megabatch.tiles.logsum import finite_or_zero
 from megabatch.tiles.precision import FLOAT32, HALF_DTYPE, SOFTPLUS_IS_IDENTITY, accumulator_dtype, compute_precision
 
 __all__ = ["APART", "KEPT", "SKIPPED"]
+
+Reduction = Literal["mean", "sum", "none"]
 
 
 class LogSums(NamedTuple):
@@ -49,9 +51,11 @@ def pairs(
     ids: Tensor | None = None,
     group: Group = None,
     purpose: str = "",
+    reduction: Reduction = "mean",
     backend: Backend = "auto",
 ) -> Execution:
     """Checks embeddings whose rows are pairs, and decides how the call runs."""
+    validation.reduction(reduction)
     run = execution(x, y, names, same_rows=True, group=group, purpose=purpose, backend=backend)
     validation.ids(ids, "ids", x, names[0])
     if not run.group:  # over a group one rank may have no rows; the operator finds out together whether all have none
@@ -89,7 +93,7 @@ def logsumexp(
     return LogSums(row, col, match, share)
 
 
-def sigmoid_mean(
+def sigmoid_loss(
     x: Tensor,  # (N, D)
     y: Tensor,  # (N, D)
     scale: Tensor,  # ()
@@ -98,15 +102,21 @@ def sigmoid_mean(
     *,
     ids: Tensor | None = None,  # (N,)
     ids_are_positives: bool = False,
-) -> Tensor:  # ()
-    """Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] · share; pairs with equal ids are left out of the inner sum.
+    reduction: Reduction = "mean",
+) -> Tensor:  # () or (N,)
+    """softplus(−s_ii) + Σ_{j≠i} softplus(s_ij) of each row; pairs with equal ids are left out of the inner sum.
 
     If equal ids are positives, they stay in it with −s_ij in place of s_ij.
     """
     row_bias = bias.expand(x.shape[0])
+    if reduction == "none":
+        total, match = operators.apply(operators.softplus, x, y, scale, row_bias, ids, ids_are_positives, True, *run)
+        losses: Tensor = total + exact_softplus(-match)
+        return losses
     unseen = operators.transforms_are_active()  # under a transform, requires_grad does not say who asks for a gradient
     needs = [torch.is_grad_enabled() and (unseen or tensor.requires_grad) for tensor in (x, y, scale, row_bias)]
-    loss: Tensor = operators.apply(operators.sigmoid_mean, x, y, scale, row_bias, ids, ids_are_positives, *run, needs)[0]
+    mean = reduction == "mean"
+    loss: Tensor = operators.apply(operators.sigmoid_loss, x, y, scale, row_bias, ids, ids_are_positives, mean, *run, needs)[0]
     return loss
 
 
@@ -193,9 +203,16 @@ def cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:
     return exact_softplus(negatives - match + overflow)
 
 
-def part_of_mean(losses: Tensor, share: Tensor) -> Tensor:  # (...), () → ()
-    """Σ losses · share, this rank's part of the mean; added up in float64 and rounded once."""
-    return (losses.sum(dtype=torch.float64) * share).to(losses.dtype)
+def reduced(directions: Sequence[Tensor], share: Tensor, reduction: Reduction) -> Tensor:  # (N,) each, () → () or (N,)
+    """The mean of the directions; over the rows, this rank's part of the mean, the sum, or nothing.
+
+    A number is added up in float64 and rounded once.
+    """
+    losses = torch.stack(tuple(directions))
+    if reduction == "none":
+        return losses.mean(0)
+    total = losses.sum(dtype=torch.float64) / len(losses)
+    return (total * share if reduction == "mean" else total).to(losses.dtype)
 
 
 def exact_softplus(values: Tensor) -> Tensor:

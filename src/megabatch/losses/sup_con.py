@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megabatch import validation
 from megabatch.arguments import Backend, Group, number
-from megabatch.losses.sums import cross_entropy, part_of_mean, positive_similarities, positives_logsumexp
+from megabatch.losses.sums import Reduction, cross_entropy, positive_similarities, positives_logsumexp, reduced
 from megabatch.pairwise import pairwise_symmetric_logsumexp
 
 
@@ -17,9 +17,10 @@ def sup_con_loss(
     scale: float | Tensor = 10.0,
     *,
     form: Literal["out", "in"] = "out",
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The supervised contrastive loss, without the N×N matrix of logits, each product formed once.
 
     Same value and gradients as the mean, over all rows that share their label with another, of
@@ -38,12 +39,14 @@ def sup_con_loss(
         scale: the inverse temperature: a float, or a tensor of one element.
         form: where the mean over positives is taken: "out", of logarithms, or "in", of probabilities. "out" is the usual one,
             and its positives cost O(N·D); those of "in" are formed as tiles once more, in PyTorch operations.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
         group: process group to share the batch over, as in `clip_loss`; a label may occur on several of them.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     validation.embeddings(z, z, ("z", "z"))
     validation.labels(labels, z)
     validation.form(form, backend)
+    validation.reduction(reduction)
     scale = number(scale, "scale", z, shared=True)
     mean, count, sole, share = positive_similarities(z, labels, scale, group=group)
     if form == "in":
@@ -55,4 +58,4 @@ def sup_con_loss(
         # several, each is far from certain: the loss is at least the logarithm of their number.
         others = pairwise_symmetric_logsumexp(z, scale, exclude=sole, group=group, backend=backend)
         losses = torch.where(count == 1, cross_entropy(others, mean), others - mean)
-    return part_of_mean(torch.where(count > 0, losses, 0.0), share)
+    return reduced([torch.where(count > 0, losses, 0.0)], share, reduction)

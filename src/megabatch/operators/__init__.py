@@ -8,7 +8,7 @@ from megabatch.operators.logsumexp import logsumexp
 from megabatch.operators.matching import matching
 from megabatch.operators.positives import positives
 from megabatch.operators.rank import rank
-from megabatch.operators.sigmoid import sigmoid_mean
+from megabatch.operators.sigmoid import sigmoid_loss
 from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
 from megabatch.operators.symmetric_logsumexp import symmetric_logsumexp
@@ -21,7 +21,7 @@ __all__ = [
     "matching",
     "positives",
     "rank",
-    "sigmoid_mean",
+    "sigmoid_loss",
     "soft_cross_entropy",
     "softplus",
     "symmetric_logsumexp",

@@ -22,21 +22,23 @@ from megabatch.operators.gradients import (
     on_its_device,
     statistic,
 )
+from megabatch.operators.softplus import softplus_block
 from megabatch.operators.team import assemble
 from megabatch.operators.transforms import differentiable
-from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.block import Needs
 from megabatch.tiles.matching import matching_similarities
-from megabatch.tiles.precision import FLOAT16, accumulator_dtype, by_matmul_setting
+from megabatch.tiles.precision import FLOAT16
 
 
-@torch.library.custom_op("megabatch::sigmoid_mean", mutates_args=())
-def sigmoid_mean(
+@torch.library.custom_op("megabatch::sigmoid_loss", mutates_args=())
+def sigmoid_loss(
     x: Tensor,  # (N, D)
     y: Tensor,  # (N, D)
     scale: Tensor,  # ()
     row_bias: Tensor,  # (N,)
     ids: Tensor | None,  # (N,)
     ids_are_positives: bool,
+    mean: bool,
     precision: str,
     backend: str,
     group: str,
@@ -44,23 +46,16 @@ def sigmoid_mean(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] · share, dx, dy, dscale, drow_bias): the loss and its own gradients.
 
-    Pairs with equal ids are left out of the inner sum; or they are positives, and enter it as softplus(−s_ij).
-    The share is 1/N for one process alone; over R ranks with B pairs in all it is R/B, so that the mean over ranks is the loss.
+    Pairs with equal ids are left out of the inner sum; or they are positives, and enter it as softplus(−s_ij). The share of a
+    mean is 1/N for one process; over R ranks with B pairs in all it is R/B, so that the mean over ranks is the loss. The share
+    of a sum is 1.
     """
-    block = Block(
-        x,
-        y,
-        scale.to(accumulator_dtype(x.dtype)),
-        by_matmul_setting(precision, x.device.type),
-        row_bias,
-        row_ids=ids,
-        col_ids=ids,
-        skip_diagonal=True,
-        ids_are_positives=ids_are_positives and ids is not None,
-    )
+    block = softplus_block(x, y, scale, row_bias, ids, ids_are_positives, True, precision)
     wanted = Needs(*needs)
     with on_its_device(x):
-        team = assemble(group, backend, block, "sigmoid loss", needs=wanted, mean=True)
+        terms = {"the reduction": "mean" if mean else "sum"}
+        team = assemble(group, backend, block, "sigmoid loss", needs=wanted, mean=True, terms=terms)
+        share = team.share if mean else 1.0
         match = matching_similarities(block, team.local.matching_products(block))
         if any(wanted):
             total = block.zeros(block.N)
@@ -76,7 +71,7 @@ def sigmoid_mean(
                 sums,
                 wanted,
                 scale=scale,
-                unit=unit * team.share,
+                unit=unit * share,
                 dmatch=dmatch,
                 dtype=_saved_dtype(x, y),
             )
@@ -84,11 +79,11 @@ def sigmoid_mean(
             total = team.walks.softplus_sums(block)
             gradients = empty_gradients(x, y, scale, wanted, _saved_dtype(x, y))
         total -= F.logsigmoid(match)
-        loss = total.sum(dtype=torch.float64) * team.share
+        loss = total.sum(dtype=torch.float64) * share
         return loss.to(block.dtype), *gradients[:4]
 
 
-@sigmoid_mean.register_fake
+@sigmoid_loss.register_fake
 def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> Gradients:
     return statistic(x), *empty_gradients(x, y, scale, Needs(*options[-1]), _saved_dtype(x, y))[:4]
 
@@ -107,11 +102,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dloss: Tensor | None, *dgradients: Tensor | None) -> tuple[Any, ...]:
     if any(d is not None for d in dgradients):
         raise RuntimeError(TWICE)
-    nothing = (None, None, None, None, None, None)
+    nothing = (None,) * 7
     if dloss is None:
         return None, None, None, None, *nothing
     asked = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:4], strict=True)
     return *((dloss * gradient).to(dtype) if need else None for gradient, dtype, need in asked), *nothing
 
 
-differentiable(sigmoid_mean, _backward, _save)
+differentiable(sigmoid_loss, _backward, _save)
