@@ -14,10 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch import operators, validation
-from megabatch.arguments import Backend, Group, execution, number, offsets
-from megabatch.operators.logsumexp import KEPT, SKIPPED
-from megabatch.operators.symmetric_logsumexp import ALL, OTHERS
+from megabatch import checks
+from megabatch.primitives import (
+    KEPT,
+    SKIPPED,
+    Backend,
+    Group,
+    execution,
+    logsumexp,
+    number,
+    rank,
+    softplus,
+    symmetric_logsumexp,
+)
 
 
 class LogSumExp(NamedTuple):
@@ -67,19 +76,21 @@ def pairwise_logsumexp(
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     run = execution(x, y, group=group, backend=backend)
-    validation.exclude(exclude, x, y)
+    checks.exclude(exclude, x, y)
     for name, value, like, side in (("row_bias", row_bias, x, "x"), ("col_bias", col_bias, y, "y")):
-        validation.offsets(value, name, like, side)
-    row_ids, col_ids = (None, None) if exclude is None or isinstance(exclude, str) else exclude
-    row, col, *_ = operators.apply(
-        operators.logsumexp,
-        *(x, y, number(scale, "scale", x), offsets(row_bias, x), offsets(col_bias, x), row_ids, col_ids),
-        *(None, None, None),  # limit and guide
-        True,
-        SKIPPED if exclude == "diagonal" else KEPT,
-        *(run.precision, run.precision, run.backend, run.group),
+        checks.offsets(value, name, like, side)
+    sums = logsumexp(
+        x,
+        y,
+        number(scale, "scale", x),
+        run,
+        row_bias=row_bias,
+        col_bias=col_bias,
+        ids=(None, None) if exclude is None or isinstance(exclude, str) else (exclude[0], exclude[1]),
+        diagonal=SKIPPED if exclude == "diagonal" else KEPT,
+        columns=True,
     )
-    return LogSumExp(row, col)
+    return LogSumExp(sums.row, sums.col)
 
 
 def pairwise_symmetric_logsumexp(
@@ -110,11 +121,9 @@ def pairwise_symmetric_logsumexp(
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     run = execution(z, z, ("z", "z"), group=group, backend=backend)
-    validation.exclude_from_symmetric(exclude, z)
+    checks.exclude_from_symmetric(exclude, z)
     ids = exclude if isinstance(exclude, Tensor) else None
-    pairs = ALL if exclude is None or ids is not None else OTHERS
-    row: Tensor = operators.apply(operators.symmetric_logsumexp, z, number(scale, "scale", z), ids, pairs, *run)[0]
-    return row
+    return symmetric_logsumexp(z, number(scale, "scale", z), run, ids=ids, diagonal=KEPT if exclude is None else SKIPPED)
 
 
 def pairwise_softplus(
@@ -140,9 +149,7 @@ def pairwise_softplus(
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
     run = execution(x, y, group=group, backend=backend)
-    row_bias = number(bias, "bias", x).expand(x.shape[0])
-    total: Tensor = operators.apply(operators.softplus, x, y, number(scale, "scale", x), row_bias, None, False, False, *run)[0]
-    return total
+    return softplus(x, y, number(scale, "scale", x), number(bias, "bias", x), run)
 
 
 @torch.no_grad()
@@ -166,5 +173,4 @@ def pairwise_rank(
             rank's pairs; ranks are among the pairs of all ranks.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
-    row_rank, col_rank = operators.rank(x, y, *execution(x, y, same_rows=True, group=group, backend=backend))
-    return PairRanks(row_rank, col_rank)
+    return PairRanks(*rank(x, y, execution(x, y, same_rows=True, group=group, backend=backend)))
