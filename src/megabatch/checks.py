@@ -149,14 +149,18 @@ def backend(value: Any, precision: str, device: torch.device) -> None:
 
 def group(value: Any) -> None:
     """None, a process group or a mesh of one dimension."""
-    if isinstance(value, DeviceMesh) and value.ndim != 1:
-        raise ValueError(
-            f"group must be a mesh of one dimension, got one of {value.ndim}, of shape {tuple(value.shape)}; take the "
-            'dimension that the batch is split over, as in mesh["dp"]'
-        )
+    if value is None:
+        return
+    if isinstance(value, DeviceMesh):
+        if value.ndim != 1:
+            raise ValueError(
+                f"group must be a mesh of one dimension, got one of {value.ndim}, of shape {tuple(value.shape)}; take the "
+                'dimension that the batch is split over, as in mesh["dp"]'
+            )
+        return
     if isinstance(value, int):
         raise ValueError("group must contain this process, got a group of other processes")
-    if not isinstance(value, distributed.ProcessGroup | DeviceMesh | None):
+    if not isinstance(value, distributed.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed process group, a DeviceMesh or None, got {_kind(value)}")
 
 

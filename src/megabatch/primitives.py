@@ -41,12 +41,12 @@ class Execution(NamedTuple):
 
     precision: str  # of the products
     backend: str  # "eager" or "triton"
-    group: str  # the process group as `ring.topology` names it; empty for one process
+    group: str  # the address of the process group (`ring.topology`); empty for one process
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return int(topology.rank_on(self.group))
+        return int(topology.rank_at(self.group))
 
 
 def execution(
@@ -76,7 +76,7 @@ def execution(
     checks.backend(backend, precision, x.device)
     chosen = str(backends.default(precision, x.device)) if backend == "auto" else backend
     process_group = group.get_group() if isinstance(group, DeviceMesh) else group
-    return Execution(precision, chosen, topology.route(process_group, purpose))
+    return Execution(precision, chosen, topology.address(process_group, purpose))
 
 
 def pairs(

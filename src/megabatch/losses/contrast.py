@@ -1,7 +1,7 @@
 """What a query is compared with: keys and queries of the batch, hard negatives, keys of earlier steps. No loss yet.
 
 Every loss of this family is a function of a few sums for each query i: log Σ exp(s) over what counts as a negative, and s_ii,
-its similarity to its own key. Each kind of negative is one walk, and the walks are put together by adding exponentials.
+its similarity to its own key. Each kind of negative takes one pass, and their sums are put together by adding exponentials.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,7 +29,7 @@ from megabatch.primitives import (
     matching_products,
 )
 
-# Rows and columns of a walk; row i belongs to query i, column j is a negative of it.
+# Rows and columns of a pass; row i belongs to query i, column j is a negative of it.
 QUERY_KEY: Final = "query-key"
 KEY_QUERY: Final = "key-query"
 QUERY_QUERY: Final = "query-query"
@@ -200,7 +200,7 @@ class Batch:
         ).row
 
     def _private(self, scale: Tensor, negatives: Negatives) -> Tensor:  # (N,)
-        """Each query against its own hard negatives alone: O(M·D), no walk."""
+        """Each query against its own hard negatives alone: O(M·D), no pass over pairs."""
         owner = negatives.owner
         assert owner is not None
         products, *_ = matching_products(self.query[owner], negatives.keys, self.run._replace(group=""))

@@ -1,7 +1,8 @@
 """The pairwise operations as PyTorch operators: forward, backward, and the shapes that torch.compile needs.
 
-An operator describes a block, lets a backend walk its tiles, and finishes what the walk leaves (`gradients.py`). Arguments
-are tensors, strings and booleans that were checked before they come here. Operators with a derivative are called by `apply`.
+An operator describes a block, runs a backend's pass over its tiles, and turns the sums of the pass into results
+(`gradients.py`). Arguments are tensors, strings and booleans, and were checked before. Operators with a derivative are
+called by `apply`.
 """
 
 from megabatch.operators.logsumexp import logsumexp

@@ -1,6 +1,6 @@
-"""From a walk's sums to gradients: what the backward passes of all operators share.
+"""From the sums of a pass to gradients: what the backward functions of all operators share.
 
-A walk leaves out the scale, and the matching pairs where they are kept apart. A matching pair is usually the largest entry of
+A pass leaves out the scale, and the matching pairs where they are kept apart. A matching pair is usually the largest entry of
 its row, and its gradient nearly cancels against the rest of the row; a half-precision tile would not survive that. So it is
 added here in full precision, before anything is rounded to the type of the inputs.
 """
@@ -57,7 +57,7 @@ def empty_gradients(x: Tensor, y: Tensor, scale: Tensor, needs: Needs, dtype: to
 
 
 def column_sums(block: Block, needs: Needs) -> ColumnGradients:
-    """The accumulators that a gradient walk adds to."""
+    """The accumulators that a gradient pass adds to."""
     return ColumnGradients(
         dy=block.zeros(block.M, block.D) if needs.dy else None,
         dcol_bias=block.zeros(block.M) if needs.dcol_bias else None,
@@ -98,7 +98,7 @@ def finish(
     dmatch: Tensor | None = None,  # (N,) gradient of s_ii where the diagonal is kept apart, in units
     dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """Runs the walk and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
+    """Runs the pass and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, scale, needs._replace(dy=False), dtype)
     factor, products = block.scale * unit, None
     of_rows = torch.zeros_like(dscale, dtype=torch.float64)  # one number of all rows: every digit of it can be had

@@ -63,7 +63,7 @@ def logsumexp(
     with on_its_device(x):
         terms = {"what is summed": _summed(columns)}
         team = assemble(group, backend, block, "logsumexp", mean=diagonal == APART, terms=terms)
-        row, col = team.walks.logsumexp_statistics(block, columns=columns)
+        row, col = team.passes.logsumexp_statistics(block, columns=columns)
         packed = sums_dtype(backend, block.dtype)
         match = block.zeros(0)
         if diagonal == APART:
@@ -119,7 +119,7 @@ def logsumexp_backward(
         team = assemble(group, backend, block, "logsumexp backward", needs=wanted, terms=terms)
         unit = gradient_unit(block, drow, dcol, largest=team.largest)
         sums = column_sums(block, wanted)
-        strips = team.walks.logsumexp_gradients(
+        strips = team.passes.logsumexp_gradients(
             block,
             LogSum.unpack(row),
             LogSum.unpack(col) if columns else None,

@@ -1,4 +1,4 @@
-"""The products of matching pairs alone, ⟨x_i, y_i⟩, where no walk goes over their block: O(N·D), forward and backward."""
+"""The products of matching pairs alone, ⟨x_i, y_i⟩, without a pass over their block: O(N·D), forward and backward."""
 
 from typing import Any
 

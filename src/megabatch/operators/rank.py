@@ -18,7 +18,7 @@ def rank(x: Tensor, y: Tensor, precision: str, backend: str, group: str) -> tupl
     one = torch.ones((), dtype=accumulator_dtype(x.dtype), device=x.device)
     block = Block(x, y, one, by_matmul_setting(precision, x.device.type))
     with on_its_device(x):
-        return assemble(group, backend, block, "rank").walks.rank_counts(block)
+        return assemble(group, backend, block, "rank").passes.rank_counts(block)
 
 
 @rank.register_fake

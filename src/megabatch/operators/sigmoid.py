@@ -62,7 +62,7 @@ def sigmoid_loss(
             sums = column_sums(block, wanted)
             unit = gradient_unit(block, torch.ones_like(block.scale))
             weight = torch.ones_like(total) / unit if block.precision == FLOAT16 else None
-            strips = team.walks.softplus_gradients(block, weight, sums, wanted, total=total)
+            strips = team.passes.softplus_gradients(block, weight, sums, wanted, total=total)
             dmatch = -torch.sigmoid(-match) / unit
             gradients = finish(
                 team.local,
@@ -76,7 +76,7 @@ def sigmoid_loss(
                 dtype=_saved_dtype(x, y),
             )
         else:
-            total = team.walks.softplus_sums(block)
+            total = team.passes.softplus_sums(block)
             gradients = empty_gradients(x, y, scale, wanted, _saved_dtype(x, y))
         total -= F.logsigmoid(match)
         loss = total.sum(dtype=torch.float64) * share

@@ -44,7 +44,7 @@ def soft_cross_entropy(
     block = _block(x, y, scale, teacher_x, teacher_y, teacher_scale, precision, teacher_precision)
     with on_its_device(x):
         team = assemble(group, backend, block, "soft cross-entropy", mean=True)
-        row, col = team.walks.soft_statistics(block)
+        row, col = team.passes.soft_statistics(block)
         return row.value(), col.value(), share_of_mean(x, team.share), row.pack(), col.pack()
 
 
@@ -79,7 +79,7 @@ def soft_cross_entropy_backward(
         team = assemble(group, backend, block, "soft cross-entropy backward", needs=wanted)
         unit = gradient_unit(block, drow, dcol, largest=team.largest)
         sums = column_sums(block, wanted)
-        strips = team.walks.soft_gradients(
+        strips = team.passes.soft_gradients(
             block, SoftSum.unpack(row), SoftSum.unpack(col), drow / unit, dcol / unit, sums, wanted
         )
         return finish(team.local, block, strips, sums, wanted, scale=scale, unit=unit)

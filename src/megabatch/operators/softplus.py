@@ -44,7 +44,7 @@ def softplus(
     with on_its_device(x):
         team = assemble(group, backend, block, "softplus", mean=apart)
         match = matching_similarities(block, team.local.matching_products(block)) if apart else block.zeros(0)
-        return team.walks.softplus_sums(block), match
+        return team.passes.softplus_sums(block), match
 
 
 @softplus.register_fake
@@ -76,7 +76,7 @@ def softplus_backward(
         team = assemble(group, backend, block, "softplus backward", needs=wanted)
         unit = gradient_unit(block, dtotal, largest=team.largest)
         sums = column_sums(block, wanted)
-        strips = team.walks.softplus_gradients(block, dtotal / unit, sums, wanted)
+        strips = team.passes.softplus_gradients(block, dtotal / unit, sums, wanted)
         own = dmatch / unit if apart else None
         return finish(team.local, block, strips, sums, wanted, scale=scale, unit=unit, dmatch=own)
 

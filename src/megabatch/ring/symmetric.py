@@ -2,8 +2,8 @@
 
 In a lap rank r sees block b and rank b sees block r: the same similarities, once as they are and once transposed. The lower of
 the two takes the first half of its own rows against all of the other's; the higher takes all of its own against the second
-half of the other's. So every product is formed once, all ranks have equal work whatever the schedule, and one visit serves
-both sides. The blocks still make the whole lap: half the products of `RingWalks`, all of its messages.
+half of the other's. So every product is formed once, all ranks have equal work whatever the route, and one visit serves
+both sides. The blocks still make the whole lap: half the products of `RingPasses`, all of its messages.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megabatch.ring.lap import Lap, Merge, Tensors
-from megabatch.ring.walks import RingWalks
+from megabatch.ring.passes import RingPasses
 from megabatch.tiles.block import Block
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import HALF_DTYPE
@@ -26,7 +26,7 @@ class RingHalf:
     """`Half`, taken round the ring: blocks are this rank's rows, sums are over those of all ranks."""
 
     half: Half
-    ring: RingWalks
+    ring: RingPasses
 
     def statistics(self, block: Block) -> LogSum:
         """Sums of exp(s) over each local row, (N,)."""
@@ -70,25 +70,24 @@ class RingHalf:
 
         `visit` gets the local rows against those that are here, and which rectangles of them are this rank's to do.
         """
-        exchange, columns = self.ring.exchange, self.ring.census.columns
         travels = [tensor for tensor in (block.y, block.col_ids) if tensor is not None]
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            if blocks == (exchange.members.rank,):
+            if blocks == (self.ring.ranks.rank,):
                 return own()
             y, *rest = here
             col_ids = None if block.col_ids is None else rest.pop(0)
             visited = replace(block, y=y, col_ids=col_ids, skip_diagonal=False)
             return visit(visited, list(self._shares(visited, blocks)), rest)
 
-        Lap(self.ring.schedule, exchange, columns).run([*travels, *extra], work, merge)
+        Lap(self.ring.route, self.ring.ranks).run([*travels, *extra], work, merge)
 
     def _shares(self, visited: Block, blocks: tuple[int, ...]) -> Iterator[Rectangle]:
         """Which rows and columns of the blocks that are here, one after another, are this rank's to do."""
         start = 0
         for other in blocks:
-            size = self.ring.census.columns[other]
-            lower = self.ring.exchange.members.rank < other
+            size = self.ring.ranks.columns[other]
+            lower = self.ring.ranks.rank < other
             rows = slice(0, visited.N // 2 if lower else visited.N)
             columns = slice(start if lower else start + size // 2, start + size)
             if rows.stop and columns.start < columns.stop:

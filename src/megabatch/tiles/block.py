@@ -1,4 +1,4 @@
-"""A block of similarities and its gradients: what the walks over tiles are given, and what they give back."""
+"""A block of similarities and its gradients: what the passes over tiles take and return."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class Needs(NamedTuple):
 
 
 class ColumnGradients(NamedTuple):
-    """Sums over rows that a gradient walk adds to; None where nobody asked."""
+    """Sums over rows that a gradient pass adds to; None where nobody asked."""
 
     dy: Tensor | None  # (M, D), not yet multiplied by the scale
     dcol_bias: Tensor | None  # (M,)
@@ -91,7 +91,7 @@ class ColumnGradients(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """What a gradient walk has finished: some rows, summed over all columns of the block."""
+    """What a gradient pass has finished: some rows, summed over all columns of the block."""
 
     rows: slice
     dx: Tensor | None  # (n, D), not yet multiplied by the scale
@@ -108,11 +108,7 @@ class Pairs(NamedTuple):
     col_index: Tensor  # (M,) int64
 
 
-def windows(length: int, size: int) -> Iterator[slice]:
-    """[0, length) cut into pieces of `size`; the last may be shorter."""
-    return pieces(slice(0, length), size)
-
-
-def pieces(window: slice, size: int) -> Iterator[slice]:
-    """The same of rows or columns that begin elsewhere."""
-    return (slice(start, min(start + size, window.stop)) for start in range(window.start, window.stop, size))
+def windows(whole: int | slice, size: int) -> Iterator[slice]:
+    """[0, whole), or the rows or columns of a slice, cut into windows of `size`; the last may be shorter."""
+    start, stop = (0, whole) if isinstance(whole, int) else (whole.start, whole.stop)
+    return (slice(first, min(first + size, stop)) for first in range(start, stop, size))

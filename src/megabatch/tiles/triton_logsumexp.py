@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles import plan, tuning
-from megabatch.tiles.block import Block, pieces
+from megabatch.tiles.block import Block, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.triton_device import exponents, offsets
 from megabatch.tiles.triton_online_logsumexp import recompute_out_of_range
@@ -116,7 +116,7 @@ def add_sums(
     tile = plan.logsumexp_tile(block.precision, block.x.device) if hopper is not None else _tuned_tile(operands, block)
     width = tile.columns if hopper is None else hopper.columns
     for row_range in _row_ranges(rows, tile, hopper):
-        for col_range in pieces(columns, plan.LAUNCH_PANELS * width):
+        for col_range in windows(columns, plan.LAUNCH_PANELS * width):
             panels = triton.cdiv(col_range.stop - col_range.start, width)
             row_part = torch.empty(panels, row_range.stop - row_range.start, dtype=block.dtype, device=block.x.device)
             if hopper is None:
@@ -150,7 +150,7 @@ def _row_ranges(rows: slice, tile: plan.KernelTile, hopper: plan.HopperTile | No
     of `_logsumexp_kernel`.
     """
     whole = rows.stop if hopper is not None else rows.stop - (rows.stop - rows.start) % tile.rows
-    yield from pieces(slice(rows.start, whole), plan.LAUNCH_ROWS)
+    yield from windows(slice(rows.start, whole), plan.LAUNCH_ROWS)
     if whole < rows.stop:
         yield slice(whole, rows.stop)
 

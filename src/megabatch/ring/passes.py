@@ -1,6 +1,6 @@
-"""The walks over all ranks: the same functions as a backend's, where x and y are this rank's share of the batch.
+"""The passes over all ranks: the same functions as a backend's, where x and y are this rank's share of the batch.
 
-Each wraps the walk of a backend. Rows stay; the columns of all ranks come by, and one visit serves both directions: what it
+Each wraps the pass of a backend. Rows stay; the columns of all ranks come by, and one visit serves both directions: what it
 adds to the rows stays too, what it adds to the columns goes home with them. Results are those of one process on the whole
 batch: sums of local rows over all columns, and of local columns over all rows.
 """
@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megabatch.ring.agreement import Census
-from megabatch.ring.exchange import Exchange
 from megabatch.ring.lap import Lap, Merge, Tensors, Work
-from megabatch.ring.schedule import Schedule
+from megabatch.ring.ranks import Ranks
+from megabatch.ring.routes import Route
 from megabatch.tiles import plan
-from megabatch.tiles.backends import RowWork, Walks
+from megabatch.tiles.backends import Passes, RowWork
 from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.matching import matching_similarities
@@ -25,13 +24,12 @@ from megabatch.tiles.softsum import SoftSum
 
 
 @dataclass(frozen=True)
-class RingWalks:
-    """A backend's walks, taken round the ring."""
+class RingPasses:
+    """A backend's passes, taken round the ring."""
 
-    exchange: Exchange
-    schedule: Schedule
-    census: Census
-    inner: Callable[[Block], Walks]  # which walks serve a block
+    ranks: Ranks
+    route: Route
+    inner: Callable[[Block], Passes]  # which backend serves a block
     local: RowWork  # what is done row by row, by this rank alone
     sums_dtype: torch.dtype
 
@@ -69,11 +67,11 @@ class RingWalks:
         columns = self._columns(block)
         weights = [] if dcol is None or col is None else [col.shift, col.total, dcol]
 
-        def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
+        def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             whole, dcol_here = (LogSum(*extra[:2]), extra[2]) if extra else (None, None)
             return self.inner(visited).logsumexp_gradients(visited, row, whole, drow, dcol_here, partial, needs)
 
-        self._gradient_lap(block, columns, weights, walk, sums, rows)
+        self._gradient_lap(block, columns, weights, gradients, sums, rows)
         return rows.strips()
 
     def soft_statistics(self, block: Block) -> tuple[SoftSum, SoftSum]:
@@ -104,12 +102,12 @@ class RingWalks:
         block = self._prepared(block)
         rows = _RowSums(block, needs)
 
-        def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
+        def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             packed, dcol_here = extra
             whole = SoftSum.unpack(packed)
             return self.inner(visited).soft_gradients(visited, row, whole, drow, dcol_here, partial, needs)
 
-        self._gradient_lap(block, self._columns(block), [col.pack(), dcol], walk, sums, rows)
+        self._gradient_lap(block, self._columns(block), [col.pack(), dcol], gradients, sums, rows)
         return rows.strips()
 
     def softplus_sums(self, block: Block) -> Tensor:
@@ -132,10 +130,10 @@ class RingWalks:
         block = self._prepared(block)
         rows = _RowSums(block, needs)
 
-        def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
+        def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             return self.inner(visited).softplus_gradients(visited, dtotal, partial, needs, total=total)
 
-        self._gradient_lap(block, self._columns(block), [], walk, sums, rows)
+        self._gradient_lap(block, self._columns(block), [], gradients, sums, rows)
         return rows.strips()
 
     def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:
@@ -143,7 +141,7 @@ class RingWalks:
         assert pairs is None, "the pairs of a rank are on its own diagonal"
         match = matching_similarities(block, self.local.matching_products(block))
         block = self._prepared(block)
-        first = sum(self.census.rows[: self.exchange.members.rank])
+        first = sum(self.ranks.rows[: self.ranks.rank])
         index = torch.arange(first, first + block.N, device=block.x.device)
         row_rank = torch.zeros_like(index)
 
@@ -161,7 +159,7 @@ class RingWalks:
         """`look` at the tensors of the own block, then at those of all other ranks; no sums go home."""
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            look(here, blocks == (self.exchange.members.rank,))
+            look(here, blocks == (self.ranks.rank,))
             return ()
 
         self._lap(own, work, _add)
@@ -171,23 +169,23 @@ class RingWalks:
         block: Block,
         columns: list[Tensor],
         weights: list[Tensor],
-        walk: Callable[[Block, Tensors, ColumnGradients], Iterator[RowGradients]],
+        gradients: Callable[[Block, Tensors, ColumnGradients], Iterator[RowGradients]],
         sums: ColumnGradients,
         rows: "_RowSums",
     ) -> None:
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             visited = self._visited(block, blocks, here[: len(columns)])
-            own = blocks == (self.exchange.members.rank,)
+            own = blocks == (self.ranks.rank,)
             partial = sums if own else sums.zeros(visited.M)
             if not visited.is_empty:
-                for strip in walk(visited, here[len(columns) :], partial):
+                for strip in gradients(visited, here[len(columns) :], partial):
                     rows.add(strip)
             return partial.tensors()
 
         self._lap([*columns, *weights], work, _add)
 
     def _lap(self, own: list[Tensor], work: Work, merge: Merge) -> Tensors:
-        return Lap(self.schedule, self.exchange, self.census.columns).run(own, work, merge)
+        return Lap(self.route, self.ranks).run(own, work, merge)
 
     def _prepared(self, block: Block) -> Block:
         """`block` as it goes round: rounded to half precision once where products see no more, ids as wide as others'.
@@ -200,10 +198,10 @@ class RingWalks:
             block = replace(block, companion=_rounded_for_travel(block.companion))
         if block.row_ids is not None and block.col_ids is not None:
             block = replace(block, row_ids=block.row_ids.long(), col_ids=block.col_ids.long())
-        if block.skip_diagonal and self.census.rows != self.census.columns:
+        if block.skip_diagonal and self.ranks.rows != self.ranks.columns:
             assert block.row_ids is None, "ids and a diagonal at once come from losses, whose rows and columns are pairs"
-            rank, device = self.exchange.members.rank, block.x.device
-            row, col = sum(self.census.rows[:rank]), sum(self.census.columns[:rank])
+            rank, device = self.ranks.rank, block.x.device
+            row, col = sum(self.ranks.rows[:rank]), sum(self.ranks.columns[:rank])
             row_ids, col_ids = (
                 torch.arange(start, start + size, device=device) for start, size in ((row, block.N), (col, block.M))
             )
@@ -225,7 +223,7 @@ class RingWalks:
             col_bias=None if block.col_bias is None else next(given),
             col_ids=None if block.col_ids is None else next(given),
             companion=None if block.companion is None else replace(block.companion, y=next(given)),
-            skip_diagonal=block.skip_diagonal and blocks == (self.exchange.members.rank,),
+            skip_diagonal=block.skip_diagonal and blocks == (self.ranks.rank,),
         )
 
 
