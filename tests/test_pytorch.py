@@ -116,12 +116,12 @@ def test_softplus_and_rank_operators_keep_their_promises_to_pytorch():
         dmatch = torch.ones(6 if apart else 0)
         torch.library.opcheck(softplus_backward, (*plain, *how, torch.ones(6), dmatch, [True, True, True, True]))
     # The rest of opcheck would differentiate the gradients that this one returns, and that is refused.
-    arguments = (x, y, scale, bias, None, False, True, "float32", "eager", "", [True, True, True, False])
+    arguments = (x, y, scale, bias, None, False, True, "float32", "eager", "", True, [True, True, True, False])
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(operators.sigmoid_loss, arguments, test_utils=utils)
     half = [t.half() for t in plain[:2]]
     for needs in ([True] * 4, [False] * 4):
-        arguments = (*half, *plain[2:], None, False, False, "float16", "eager", "", needs)
+        arguments = (*half, *plain[2:], None, False, True, "float16", "eager", "", False, needs)
         torch.library.opcheck(operators.sigmoid_loss, arguments, test_utils=utils)
     torch.library.opcheck(operators.rank, (*plain[:2], "float32", "eager", ""))
 

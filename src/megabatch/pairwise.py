@@ -60,8 +60,8 @@ def pairwise_logsumexp(
 
     Precision, the same for all operations and losses: half-precision inputs are multiplied as they are. float32 inputs follow
     `torch.get_float32_matmul_precision()`; under autocast they are multiplied in the autocast type, as in any matrix product.
-    Sums and exponentials are float32 (float64 for float64 inputs) in every case. The products ⟨x_i, y_j⟩, before the scale, must
-    be within the range of float32.
+    Sums and exponentials are float32 (float64 for float64 inputs) in every case. The products ⟨x_i, y_j⟩, before the scale,
+    must be within the range of float32.
 
     Example:
         row, col = mb.pairwise_logsumexp(x, y, 20.0, exclude="diagonal")

@@ -178,7 +178,7 @@ def symmetric_logsumexp(
 
 def softplus(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, run: Execution) -> Tensor:  # (N,)
     """Row sums of softplus(s)."""
-    total: Tensor = operators.apply(operators.softplus, x, y, scale, bias.expand(len(x)), None, False, False, *run)[0]
+    total: Tensor = operators.apply(operators.softplus, x, y, scale, bias.expand(x.shape[0]), None, False, False, *run)[0]
     return total
 
 
@@ -197,15 +197,15 @@ def sigmoid_loss(
 
     If equal ids are positives, they stay in it with −s_ij in place of s_ij.
     """
-    similarities = x, y, scale, bias.expand(len(x))
+    similarities = x, y, scale, bias.expand(x.shape[0])
     if reduction == "none":
         total, match = operators.apply(operators.softplus, *similarities, ids, ids_are_positives, True, *run)
         losses: Tensor = total + exact_softplus(-match)
         return losses
     unseen = operators.transforms_are_active()  # under a transform, requires_grad does not say who asks for a gradient
     needs = [torch.is_grad_enabled() and (unseen or tensor.requires_grad) for tensor in similarities]
-    how = ids, ids_are_positives, reduction == "mean", *run
-    loss: Tensor = operators.apply(operators.sigmoid_loss, *similarities, *how, needs)[0]
+    how = ids, ids_are_positives, True, *run
+    loss: Tensor = operators.apply(operators.sigmoid_loss, *similarities, *how, reduction == "mean", needs)[0]
     return loss
 
 
@@ -257,7 +257,7 @@ def positive_similarities(
     In O(N·D). The mean of none is 0. Excluding `ids` from a sum leaves out the row itself, and its positive where it has just
     one. A sum over the rows here that have a positive, times `share`, is this rank's part of the mean over all such rows.
     """
-    mean, count, ids, share = operators.apply(operators.positives, z, scale, labels, run.precision, run.group)
+    mean, ids, share, count = operators.apply(operators.positives, z, scale, labels, run.precision, run.group)
     return mean, count, ids, share
 
 

@@ -5,9 +5,7 @@ its row, and its gradient nearly cancels against the rest of the row; a half-pre
 added here in full precision, before anything is rounded to the type of the inputs.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,23 +14,7 @@ from megabatch.tiles.backends import RowWork
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
 from megabatch.tiles.precision import FLOAT16, accumulator_dtype
 
-TWICE = (
-    "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, of which no graph is "
-    "recorded. Call backward() or torch.autograd.grad() without create_graph=True, or torch.func.grad() once."
-)
-
-
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, drow_bias, dcol_bias; empty where not needed
-
-
-@contextmanager
-def on_its_device(x: Tensor) -> Iterator[None]:
-    """Inside an operator: kernels are launched where x is, and autocast is off.
-
-    Autocast was settled before (`compute_precision`); here it would round fp32 sums behind our back.
-    """
-    with torch.autocast(x.device.type, enabled=False), torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        yield
 
 
 def share_of_mean(x: Tensor, share: float) -> Tensor:  # ()
@@ -133,13 +115,3 @@ def finish(
             dbias += dmatch
         dbias *= unit
     return dx, dy, dscale, drow_bias, dcol_bias
-
-
-def asked_for(gradients: Gradients, needs: Needs) -> list[Tensor | None]:
-    """None in the place of what was not computed, as autograd wants it."""
-    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-
-
-def refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
-    """The derivative of a backward operator."""
-    raise RuntimeError(TWICE)

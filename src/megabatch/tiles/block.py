@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megabatch.tiles.precision import accumulator_dtype
+from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,13 @@ class Block:
     companion: "Block | None" = None  # the same rows and columns as another model sees them: a guide, or a teacher
     only_equal_ids: bool = False
     positives_within: bool = False  # pairs that attract are in the sums, where the scale's gradient nearly cancels
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, scale: Tensor | None, precision: str, **known: Any) -> "Block":
+        """The block of an operator: the scale in the type of similarities, 1 if None; the precision settled for the device."""
+        dtype = accumulator_dtype(x.dtype)
+        factor = torch.ones((), dtype=dtype, device=x.device) if scale is None else scale.to(dtype)
+        return cls(x, y, factor, by_matmul_setting(precision, x.device.type), **known)
 
     @property
     def N(self) -> int:
