@@ -23,9 +23,9 @@ Look = Callable[[Tensors, bool], None]  # tensors of some blocks, and whether th
 
 @dataclass(frozen=True)
 class Team:
-    """One process: the passes over its block, and the factor of a mean over all pairs of the batch."""
+    """The passes over a block, of one process or of all ranks, and what a mean over all pairs of the batch takes."""
 
-    passes: Passes
+    passes: Passes | RingPasses
     local: RowWork  # work on rows, by this rank alone
     share: float  # Σ over local pairs · share, averaged over the ranks, is the mean over all pairs of the batch
     rank: int = 0
@@ -33,42 +33,26 @@ class Team:
 
     def visit(self, own: list[Tensor], look: Look) -> None:
         """`look` at the tensors of the own block, then at those of all other ranks."""
-        look(own, True)
+        if isinstance(self.passes, RingPasses):
+            self.passes.visit(own, look)
+        else:
+            look(own, True)
 
     def largest(self, number: Tensor) -> Tensor:  # ()
         """The largest of all ranks' numbers; it keeps a NaN, and all ranks see the same."""
-        return number
+        return (
+            torch.cat(self.passes.ranks.all_gather(number.reshape(1))).amax() if isinstance(self.passes, RingPasses) else number
+        )
 
     def total(self, number: Tensor) -> Tensor:  # ()
         """The sum of all ranks' numbers."""
-        return number
+        return (
+            torch.cat(self.passes.ranks.all_gather(number.reshape(1))).sum() if isinstance(self.passes, RingPasses) else number
+        )
 
     def symmetric(self, half: Half) -> Half | RingHalf:
-        """The passes over the upper half of a symmetric block, over all ranks."""
-        return half
-
-
-@dataclass(frozen=True)
-class RingTeam(Team):
-    """All ranks of a group."""
-
-    passes: RingPasses
-
-    def visit(self, own: list[Tensor], look: Look) -> None:
-        """`look` at the tensors of the own block, then at those of all other ranks."""
-        self.passes.visit(own, look)
-
-    def largest(self, number: Tensor) -> Tensor:  # ()
-        """The largest of all ranks' numbers; it keeps a NaN, and all ranks see the same."""
-        return torch.cat(self.passes.ranks.all_gather(number.reshape(1))).amax()
-
-    def total(self, number: Tensor) -> Tensor:  # ()
-        """The sum of all ranks' numbers."""
-        return torch.cat(self.passes.ranks.all_gather(number.reshape(1))).sum()
-
-    def symmetric(self, half: Half) -> Half | RingHalf:
-        """The passes over the upper half of a symmetric block, over all ranks."""
-        return RingHalf(half, self.passes)
+        """The passes over the upper half of a symmetric block."""
+        return RingHalf(half, self.passes) if isinstance(self.passes, RingPasses) else half
 
 
 def assemble(
@@ -104,7 +88,7 @@ def assemble(
     around = RingPasses(
         ranks, settle(ranks, column_bytes), partial(backend_for, backend), local, sums_dtype(backend, block.dtype)
     )
-    return RingTeam(around, local, ranks.size / max(sum(ranks.rows), 1), ranks.rank, ranks.size)
+    return Team(around, local, ranks.size / max(sum(ranks.rows), 1), ranks.rank, ranks.size)
 
 
 def _terms(ranks: Ranks, backend: str, block: Block, needs: Needs | None) -> dict[str, Any]:

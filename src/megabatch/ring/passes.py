@@ -45,7 +45,7 @@ class RingPasses:
             row.add_(by_row)
             return by_column if columns else ()
 
-        home = self._lap(self._columns(block), work, LogSum.merge if columns else _add)
+        home = self._lap(self._columns(block), work, LogSum.merge if columns else add)
         return row, LogSum(*home) if columns else LogSum.empty(0, dtype=self.sums_dtype, device=block.x.device)
 
     def _kept(self, sums: LogSum) -> LogSum:
@@ -62,17 +62,13 @@ class RingPasses:
         needs: Needs,
     ) -> Iterator[RowGradients]:
         """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
-        block = self._prepared(block)
-        rows = _RowSums(block, needs)
-        columns = self._columns(block)
         weights = [] if dcol is None or col is None else [col.shift, col.total, dcol]
 
         def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             whole, dcol_here = (LogSum(*extra[:2]), extra[2]) if extra else (None, None)
             return self.inner(visited).logsumexp_gradients(visited, row, whole, drow, dcol_here, partial, needs)
 
-        self._gradient_lap(block, columns, weights, gradients, sums, rows)
-        return rows.strips()
+        return self._gradients(block, weights, gradients, sums, needs)
 
     def soft_statistics(self, block: Block) -> tuple[SoftSum, SoftSum]:
         """Sums for the cross-entropies of local rows and columns over the whole batch."""
@@ -98,17 +94,14 @@ class RingPasses:
         sums: ColumnGradients,
         needs: Needs,
     ) -> Iterator[RowGradients]:
-        """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
-        block = self._prepared(block)
-        rows = _RowSums(block, needs)
+        """As `logsumexp_gradients`."""
 
         def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             packed, dcol_here = extra
             whole = SoftSum.unpack(packed)
             return self.inner(visited).soft_gradients(visited, row, whole, drow, dcol_here, partial, needs)
 
-        self._gradient_lap(block, self._columns(block), [col.pack(), dcol], gradients, sums, rows)
-        return rows.strips()
+        return self._gradients(block, [col.pack(), dcol], gradients, sums, needs)
 
     def softplus_sums(self, block: Block) -> Tensor:
         """Row sums of softplus(s) over the whole batch."""
@@ -120,21 +113,18 @@ class RingPasses:
             total.add_(self.inner(visited).softplus_sums(visited))
             return ()
 
-        self._lap(self._columns(block), work, _add)
+        self._lap(self._columns(block), work, add)
         return total
 
     def softplus_gradients(
         self, block: Block, dtotal: Tensor | None, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
     ) -> Iterator[RowGradients]:
-        """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
-        block = self._prepared(block)
-        rows = _RowSums(block, needs)
+        """As `logsumexp_gradients`."""
 
         def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             return self.inner(visited).softplus_gradients(visited, dtotal, partial, needs, total=total)
 
-        self._gradient_lap(block, self._columns(block), [], gradients, sums, rows)
-        return rows.strips()
+        return self._gradients(block, [], gradients, sums, needs)
 
     def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:
         """How many entries of its row, and of its column, come before each local pair in the whole batch."""
@@ -152,7 +142,7 @@ class RingPasses:
             row_rank.add_(by_row)
             return (by_column,)
 
-        (col_rank,) = self._lap([*self._columns(block), match, index], work, _add)
+        (col_rank,) = self._lap([*self._columns(block), match, index], work, add)
         return row_rank, col_rank
 
     def visit(self, own: list[Tensor], look: Callable[[Tensors, bool], None]) -> None:
@@ -162,17 +152,19 @@ class RingPasses:
             look(here, blocks == (self.ranks.rank,))
             return ()
 
-        self._lap(own, work, _add)
+        self._lap(own, work, add)
 
-    def _gradient_lap(
+    def _gradients(
         self,
         block: Block,
-        columns: list[Tensor],
-        weights: list[Tensor],
+        weights: list[Tensor],  # of the columns, which travel with them
         gradients: Callable[[Block, Tensors, ColumnGradients], Iterator[RowGradients]],
         sums: ColumnGradients,
-        rows: "_RowSums",
-    ) -> None:
+        needs: Needs,
+    ) -> Iterator[RowGradients]:
+        block = self._prepared(block)
+        rows, columns = _RowSums(block, needs), self._columns(block)
+
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             visited = self._visited(block, blocks, here[: len(columns)])
             own = blocks == (self.ranks.rank,)
@@ -182,22 +174,18 @@ class RingPasses:
                     rows.add(strip)
             return partial.tensors()
 
-        self._lap([*columns, *weights], work, _add)
+        self._lap([*columns, *weights], work, add)
+        return rows.strips()
 
     def _lap(self, own: list[Tensor], work: Work, merge: Merge) -> Tensors:
         return Lap(self.route, self.ranks).run(own, work, merge)
 
     def _prepared(self, block: Block) -> Block:
-        """`block` as it goes round: rounded to half precision once where products see no more, ids as wide as others'.
+        """`block` as it goes round. The main diagonal is that of the whole batch.
 
-        The main diagonal is that of the whole batch. It lies in the own blocks if every rank has as many rows as columns, and
-        is expressed by ids if not.
+        It lies in the own blocks if every rank has as many rows as columns, and is expressed by ids if not.
         """
-        block = _rounded_for_travel(block)
-        if block.companion is not None:
-            block = replace(block, companion=_rounded_for_travel(block.companion))
-        if block.row_ids is not None and block.col_ids is not None:
-            block = replace(block, row_ids=block.row_ids.long(), col_ids=block.col_ids.long())
+        block = prepared_for_travel(block)
         if block.skip_diagonal and self.ranks.rows != self.ranks.columns:
             assert block.row_ids is None, "ids and a diagonal at once come from losses, whose rows and columns are pairs"
             rank, device = self.ranks.rank, block.x.device
@@ -227,9 +215,17 @@ class RingPasses:
         )
 
 
-def _rounded_for_travel(block: Block) -> Block:
+def prepared_for_travel(block: Block) -> Block:
+    """Rounded to half precision once where products see no more; ids as wide as those of other ranks."""
     half = HALF_DTYPE.get(block.precision)
-    return block if half is None else replace(block, x=block.x.to(half), y=block.y.to(half))
+    if half is not None:
+        x = block.x.to(half)
+        block = replace(block, x=x, y=x if block.y is block.x else block.y.to(half))
+    if block.companion is not None:
+        block = replace(block, companion=prepared_for_travel(block.companion))
+    if block.row_ids is not None and block.col_ids is not None:
+        block = replace(block, row_ids=block.row_ids.long(), col_ids=block.col_ids.long())
+    return block
 
 
 class _RowSums:
@@ -258,6 +254,7 @@ class _RowSums:
             yield RowGradients(rows, dx, dscale, drow_bias)
 
 
-def _add(sums: Tensors, others: Tensors) -> None:
+def add(sums: Tensors, others: Tensors) -> None:
+    """Merges gradients, or counts."""
     for part, other in zip(sums, others, strict=True):
         part.add_(other)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megabatch.ring.lap import Lap, Merge, Tensors
-from megabatch.ring.passes import RingPasses
+from megabatch.ring.passes import RingPasses, add, prepared_for_travel
 from megabatch.tiles.block import Block
 from megabatch.tiles.logsum import LogSum
-from megabatch.tiles.precision import HALF_DTYPE
 from megabatch.tiles.symmetric import Half, Rectangle, Side, part_of
 
 _Visit = Callable[[Block, list[Rectangle], Tensors], Tensors]
@@ -30,7 +29,7 @@ class RingHalf:
 
     def statistics(self, block: Block) -> LogSum:
         """Sums of exp(s) over each local row, (N,)."""
-        block = _as_it_travels(block)
+        block = prepared_for_travel(block)
         row = LogSum.empty(block.N, dtype=self.ring.sums_dtype, device=block.x.device)
 
         def own() -> Tensors:
@@ -49,7 +48,7 @@ class RingHalf:
 
     def gradients(self, block: Block, side: Side, dscale: Tensor | None) -> None:
         """Adds the gradients of all ranks' ⟨dsums, log sums⟩ with respect to the local rows."""
-        block = _as_it_travels(block)
+        block = prepared_for_travel(block)
 
         def own() -> Tensors:
             self.half.gradients(block, side, dscale)
@@ -63,7 +62,7 @@ class RingHalf:
                 self.half.add_gradients(part, side.part(rows), others.part(columns), dscale)
             return [others.dz]
 
-        self._lap(block, [*side.sums, side.dsums], own, visit, _add)
+        self._lap(block, [*side.sums, side.dsums], own, visit, add)
 
     def _lap(self, block: Block, extra: list[Tensor], own: Callable[[], Tensors], visit: _Visit, merge: Merge) -> None:
         """`own` is done while the first blocks are under way, and to what it returns the sums that come home are added.
@@ -93,15 +92,3 @@ class RingHalf:
             if rows.stop and columns.start < columns.stop:
                 yield from self.half.bands(visited, rows, columns)
             start += size
-
-
-def _as_it_travels(block: Block) -> Block:
-    """Rounded to half precision once where products see no more, ids as wide as others'."""
-    z = block.x.to(HALF_DTYPE.get(block.precision, block.x.dtype))
-    ids = None if block.row_ids is None else block.row_ids.long()
-    return replace(block, x=z, y=z, row_ids=ids, col_ids=ids)
-
-
-def _add(sums: Tensors, others: Tensors) -> None:
-    for part, other in zip(sums, others, strict=True):
-        part.add_(other)

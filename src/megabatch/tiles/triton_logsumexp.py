@@ -79,23 +79,16 @@ def _logsumexp_kernel(
         tl.store(col_part + offs_part, tl.sum(tl.sum(col, 0), 0), mask=offs_m < last_column)
 
 
-def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:  # (N,), (M,)
-    """Row sums and column sums of exp(s), from one pass over the tiles."""
-    assert block.limit is None, "a limit applies to row sums only"
+def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:  # (N,), (M,) or (0,)
+    """Row sums and column sums of exp(s), from one pass over the tiles; without `columns` the column sums are empty."""
+    assert not columns or block.limit is None, "a limit applies to row sums only"
     operands = exponent_operands(block)
-    row_total, col_total = block.zeros(block.N), block.zeros(block.M)
+    row_total, col_total = block.zeros(block.N), block.zeros(block.M) if columns else None
     add_sums(operands, block, slice(0, block.N), slice(0, block.M), row_total, col_total)
-    row_shift = recompute_out_of_range(operands, block, row_total, transposed=False)
-    col_shift = recompute_out_of_range(operands, block, col_total, transposed=True)
-    return log_sum(row_total, row_shift), log_sum(col_total, col_shift)
-
-
-def row_statistics(block: Block) -> LogSum:  # (N,)
-    """Row sums of exp(s)."""
-    operands = exponent_operands(block)
-    row_total = block.zeros(block.N)
-    add_sums(operands, block, slice(0, block.N), slice(0, block.M), row_total, None)
-    return log_sum(row_total, recompute_out_of_range(operands, block, row_total, transposed=False))
+    row = log_sum(row_total, recompute_out_of_range(operands, block, row_total, transposed=False))
+    if col_total is None:
+        return row, LogSum.empty(0, dtype=row.shift.dtype, device=block.x.device)
+    return row, log_sum(col_total, recompute_out_of_range(operands, block, col_total, transposed=True))
 
 
 def log_sum(total: Tensor, shift: Tensor) -> LogSum:
