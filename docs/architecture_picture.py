@@ -28,7 +28,12 @@ LAYERS = [
     (
         "losses",
         "#0b6e4f",
-        [("losses", "a few lines each"), ("pairwise", "logsumexp, softplus, rank"), ("operators", "autograd")],
+        [
+            ("losses", "a few lines each"),
+            ("pairwise", "public operations"),
+            ("primitives", "one operator each"),
+            ("operators", "autograd"),
+        ],
     ),
     ("engine", "#444444", [("ring", "many devices: who has which block"), ("tiles", "one device: PyTorch or Triton")]),
 ]

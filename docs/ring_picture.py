@@ -1,4 +1,4 @@
-"""Draws docs/ring.svg from the schedules: the block that each rank works on in each step, and the blocks in transit.
+"""Draws docs/ring.svg from the routes: the block that each rank works on in each step, and the blocks in transit.
 
 python docs/ring_picture.py
 """
@@ -6,38 +6,38 @@ python docs/ring_picture.py
 from pathlib import Path
 from typing import Any
 
-from megabatch.ring.schedule import Schedule, ring, two_level
+from megabatch.ring.routes import Route, ring, two_level
 
 COLOURS = ("#0b6e4f", "#c1440e", "#2a5caa", "#b8860b")
 NODES = ((0, 1), (2, 3))
 
 
-def draw(axes: Any, schedule: Schedule, title: str) -> None:
+def draw(axes: Any, route: Route, title: str) -> None:
     """Ranks from top to bottom, steps from left to right. Arrows are blocks in transit during a step."""
-    ranks = len(schedule.node_of)
-    row = {rank: ranks - 1 - rank - 0.35 * schedule.node_of[rank] for rank in range(ranks)}
-    for step, work in enumerate(schedule.work):
+    ranks = len(route.node_of)
+    row = {rank: ranks - 1 - rank - 0.35 * route.node_of[rank] for rank in range(ranks)}
+    for step, work in enumerate(route.work):
         for rank, (block,) in enumerate(work):
             own = "own" if rank == block else f"y{block}"
             box = {"boxstyle": "round,pad=0.45", "facecolor": COLOURS[block], "edgecolor": "none"}
             axes.text(2 * step, row[rank], own, color="white", ha="center", va="center", bbox=box, family="monospace", zorder=3)
-    for hop in schedule.blocks:
+    for hop in route.blocks:
         style = "--" if hop.pieces > 1 else "-"
         start, end = (2 * hop.leaves + 0.32, row[hop.source]), (2 * min(hop.needed, hop.leaves + 1) - 0.34, row[hop.target])
         arrow = {"arrowstyle": "->", "color": COLOURS[hop.block], "linestyle": style, "shrinkA": 2, "shrinkB": 2, "alpha": 0.9}
         axes.annotate("", end, start, arrowprops=arrow, zorder=2)
     for rank, height in row.items():
         axes.text(-1.35, height, f"rank {rank}", ha="center", va="center")
-    for step in range(schedule.steps):
+    for step in range(route.steps):
         axes.text(2 * step, ranks - 0.35, f"step {step + 1}", ha="center", va="center", color="#555555")
-    if len(set(schedule.node_of)) > 1:
+    if len(set(route.node_of)) > 1:
         axes.axhline(1.325, color="#999999", linewidth=0.8, linestyle=":")
-    axes.set(title=title, xlim=(-2, 2 * schedule.steps - 1.2), ylim=(-0.95, ranks))
+    axes.set(title=title, xlim=(-2, 2 * route.steps - 1.2), ylim=(-0.95, ranks))
     axes.axis("off")
 
 
 def main() -> None:
-    """Both schedules, side by side."""
+    """Both routes, side by side."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 
-def operations(walks: ModuleType, work: Callable[[], Any]) -> int:
+def operations(backend: ModuleType, work: Callable[[], Any]) -> int:
     """Multiplications and additions of all products that `work` has formed by those of a module."""
     counted = 0
 
@@ -19,8 +19,8 @@ def operations(walks: ModuleType, work: Callable[[], Any]) -> int:
         return call
 
     with (
-        mock.patch.object(walks, "multiply_into", counting(walks.multiply_into)),
-        mock.patch.object(walks, "add_product", counting(walks.add_product)),
+        mock.patch.object(backend, "multiply_into", counting(backend.multiply_into)),
+        mock.patch.object(backend, "add_product", counting(backend.add_product)),
     ):
         work()
     return counted

@@ -13,27 +13,28 @@ ROOT = Path(megabatch.__file__).parent
 # Needs torch alone, and any package may import it.
 FOUNDATIONS = {"extras", "machine", "settings", "world"}
 
-# Package: the packages it may import, beside foundations. Modules of the top folder that are not listed are "pairwise": the
-# primitives and their arguments.
+# Package: the packages it may import, beside foundations.
 RULES: dict[str, set[str]] = {
     # The losses: `import megabatch` loads these and nothing else.
     "tiles": set(),  # one device; knows nothing of ranks
     "ring": {"tiles"},  # many devices; knows no kernels (below)
     "operators": {"ring", "tiles"},
-    "pairwise": {"operators", "ring", "tiles"},
-    "losses": {"pairwise", "operators", "ring", "tiles"},
+    "checks": {"tiles"},
+    "primitives": {"checks", "operators", "ring", "tiles"},
+    "pairwise": {"checks", "primitives"},
+    "losses": {"checks", "primitives"},
     "cached": set(),  # takes any loss
     "__init__": {"losses", "pairwise", "ring", "cached"},
     # The application
     "data": {"cached"},
     "towers": {"data"},
-    "evaluation": {"data", "towers", "cached", "pairwise", "tiles"},
+    "evaluation": {"data", "towers", "cached", "pairwise", "primitives", "tiles"},
     "trainer": {"data", "towers", "evaluation", "cached", "losses"},
     "display": {"__init__"},  # its version
     "report": {"__init__", "data", "towers", "evaluation", "display"},
     "planning": {"ring", "tiles", "towers", "display"},
-    "integrations": {"__init__", "losses", "pairwise", "cached", "data"},
-    "bench": {"__init__", "losses", "pairwise", "cached", "ring", "tiles", "display"},
+    "integrations": {"__init__", "losses", "pairwise", "primitives", "cached", "data"},
+    "bench": {"__init__", "losses", "pairwise", "primitives", "cached", "ring", "tiles", "display"},
     "commands": {
         *("bench", "data", "display", "evaluation", "planning", "report", "tiles", "towers", "trainer", "cached"),
         *("__init__", "pairwise", "losses"),
@@ -45,11 +46,10 @@ RULES: dict[str, set[str]] = {
 
 
 def package_of(module: str) -> str:
-    """`megabatch.ring.lap` is of "ring", `megabatch.rowwise` of "pairwise", `megabatch` itself of "__init__"."""
+    """`megabatch.ring.lap` is of "ring", `megabatch.pairwise` of "pairwise", `megabatch` itself of "__init__"."""
     _, _, inside = module.partition(".")
     first = inside.split(".")[0] or "__init__"
-    known = first in RULES or first in FOUNDATIONS or (ROOT / first).is_dir()
-    return first if known else "cli" if first == "__main__" else "pairwise"
+    return "cli" if first == "__main__" else first
 
 
 def modules() -> dict[str, Path]:
@@ -119,7 +119,8 @@ def test_importing_the_losses_loads_no_application():
     found, reached = dependencies(), {"__init__"}
     for _ in range(len(RULES)):
         reached |= {other for package in reached for other in found.get(package, {})}
-    assert reached <= {"__init__", "losses", "pairwise", "cached", "operators", "ring", "tiles"} | FOUNDATIONS
+    losses = {"losses", "pairwise", "primitives", "checks", "operators", "ring", "tiles"}
+    assert reached <= {"__init__", "cached"} | losses | FOUNDATIONS
 
 
 def test_only_the_command_line_imports_benchmarks():

@@ -109,17 +109,20 @@ def test_operators_keep_their_promises_to_pytorch(case):
 def test_softplus_and_rank_operators_keep_their_promises_to_pytorch():
     x, y = leaves(unit(6, 4, seed=0, dtype=torch.float32), unit(6, 4, seed=1, dtype=torch.float32))
     scale, bias = torch.tensor(3.0, requires_grad=True), torch.zeros(6)
-    torch.library.opcheck(operators.softplus, (x, y, scale, bias, "float32", "eager", ""))
     plain = [t.detach() for t in (x, y, scale, bias)]
-    torch.library.opcheck(softplus_backward, (*plain, "float32", "eager", "", torch.ones(6), [True, True, True, True]))
+    for ids, apart in ((None, False), (torch.arange(6) % 4, True)):
+        how = ids, apart, apart, "float32", "eager", ""
+        torch.library.opcheck(operators.softplus, (x, y, scale, bias, *how))
+        dmatch = torch.ones(6 if apart else 0)
+        torch.library.opcheck(softplus_backward, (*plain, *how, torch.ones(6), dmatch, [True, True, True, True]))
     # The rest of opcheck would differentiate the gradients that this one returns, and that is refused.
-    arguments = (x, y, scale, bias, None, False, "float32", "eager", "", [True, True, True, False])
+    arguments = (x, y, scale, bias, None, False, True, "float32", "eager", "", True, [True, True, True, False])
     utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operators.sigmoid_mean, arguments, test_utils=utils)
+    torch.library.opcheck(operators.sigmoid_loss, arguments, test_utils=utils)
     half = [t.half() for t in plain[:2]]
     for needs in ([True] * 4, [False] * 4):
-        arguments = (*half, *plain[2:], None, False, "float16", "eager", "", needs)
-        torch.library.opcheck(operators.sigmoid_mean, arguments, test_utils=utils)
+        arguments = (*half, *plain[2:], None, False, True, "float16", "eager", "", False, needs)
+        torch.library.opcheck(operators.sigmoid_loss, arguments, test_utils=utils)
     torch.library.opcheck(operators.rank, (*plain[:2], "float32", "eager", ""))
 
 

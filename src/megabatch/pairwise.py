@@ -1,11 +1,6 @@
-"""The pairwise operations: check the arguments, decide how the call runs, hand over to an operator.
+"""The public operations on all pairwise similarities: check the arguments, then call a primitive.
 
-s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j is never held; memory grows with N + M, not with N·M.
-
-Precision, the same for all of them: half-precision inputs are used as they are; float32 inputs follow
-`torch.get_float32_matmul_precision()`; under autocast, float32 inputs are multiplied in the autocast type, as in any matrix
-product there. Sums, exponentials and statistics are float32 (float64 for float64 inputs) in every case, autocast or not.
-The products ⟨x_i, y_j⟩ themselves have to be within float32's range, before the scale; everything else may be any size.
+s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j is never held as a matrix; memory grows with N + M, not with N·M.
 """
 
 from collections.abc import Sequence
@@ -14,10 +9,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch import operators, validation
-from megabatch.arguments import Backend, Group, execution, number, offsets
-from megabatch.operators.logsumexp import KEPT, SKIPPED
-from megabatch.operators.symmetric_logsumexp import ALL, OTHERS
+from megabatch import checks
+from megabatch.primitives import (
+    KEPT,
+    SKIPPED,
+    Backend,
+    Group,
+    execution,
+    logsumexp,
+    number,
+    rank,
+    softplus,
+    symmetric_logsumexp,
+)
 
 
 class LogSumExp(NamedTuple):
@@ -52,7 +56,15 @@ def pairwise_logsumexp(
         s = scale * x @ y.T + row_bias[:, None] + col_bias
         return s.logsumexp(1), s.logsumexp(0)
 
-    Differentiable once, in x, y, scale and the offsets. A row or column with nothing left in it is −inf, with gradient 0.
+    Differentiable once, in x, y, scale and the biases. A row or column without pairs is −inf, with gradient 0.
+
+    Precision, the same for all operations and losses: half-precision inputs are multiplied as they are. float32 inputs follow
+    `torch.get_float32_matmul_precision()`; under autocast they are multiplied in the autocast type, as in any matrix product.
+    Sums and exponentials are float32 (float64 for float64 inputs) in every case. The products ⟨x_i, y_j⟩, before the scale,
+    must be within the range of float32.
+
+    Example:
+        row, col = mb.pairwise_logsumexp(x, y, 20.0, exclude="diagonal")
 
     Args:
         x: (N, D) embeddings.
@@ -60,26 +72,27 @@ def pairwise_logsumexp(
         scale: a float, or a tensor of one element.
         row_bias: (N,) added to every similarity of a row.
         col_bias: (M,) added to every similarity of a column.
-        exclude: None; "diagonal", to leave out the pairs (i, i); or a pair of integer vectors, ids of the rows (N,) and of
-            the columns (M,), to leave out the pairs whose ids are equal.
-        group: process group, or mesh of one dimension, to share the batch over (default: this process only). x and y are this
-            rank's rows and columns. Sums are over the rows and columns of all ranks, and all ranks have to run backward.
-        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+        exclude: None; "diagonal" to leave out the pairs (i, i); or (row ids, column ids), integers of shapes (N,) and (M,), to
+            leave out pairs with equal ids.
+        group: see `clip_loss`. x and y are this rank's rows and columns. Sums are over the rows and columns of all ranks.
+        backend: see `clip_loss`.
     """
     run = execution(x, y, group=group, backend=backend)
-    validation.exclude(exclude, x, y)
+    checks.exclude(exclude, x, y)
     for name, value, like, side in (("row_bias", row_bias, x, "x"), ("col_bias", col_bias, y, "y")):
-        validation.offsets(value, name, like, side)
-    row_ids, col_ids = (None, None) if exclude is None or isinstance(exclude, str) else exclude
-    row, col, *_ = operators.apply(
-        operators.logsumexp,
-        *(x, y, number(scale, "scale", x), offsets(row_bias, x), offsets(col_bias, x), row_ids, col_ids),
-        *(None, None, None),  # limit and guide
-        True,
-        SKIPPED if exclude == "diagonal" else KEPT,
-        *(run.precision, run.precision, run.backend, run.group),
+        checks.offsets(value, name, like, side)
+    sums = logsumexp(
+        x,
+        y,
+        number(scale, "scale", x),
+        run,
+        row_bias=row_bias,
+        col_bias=col_bias,
+        ids=(None, None) if exclude is None or isinstance(exclude, str) else (exclude[0], exclude[1]),
+        diagonal=SKIPPED if exclude == "diagonal" else KEPT,
+        columns=True,
     )
-    return LogSumExp(row, col)
+    return LogSumExp(sums.row, sums.col)
 
 
 def pairwise_symmetric_logsumexp(
@@ -90,31 +103,31 @@ def pairwise_symmetric_logsumexp(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # (N,)
-    """Row logsumexps of the similarities of all rows with one another, each product formed once for both of its rows.
+    """Row logsumexps of the similarities of all rows with one another. Each product is computed once, for both of its rows.
 
     Same as, without the matrix:
 
         s = scale * z @ z.T
         return s.fill_diagonal_(-torch.inf).logsumexp(1)
 
-    and half the work of `pairwise_logsumexp(z, z, scale, exclude="diagonal")[0]`. Differentiable once, in z and scale. A row
-    with nothing left in it is −inf, with gradient 0.
+    with half the work of `pairwise_logsumexp(z, z, scale, exclude="diagonal").row`. Differentiable once, in z and scale. A row
+    without pairs is −inf, with gradient 0.
+
+    Example:
+        row = mb.pairwise_symmetric_logsumexp(z, 10.0, exclude=labels)
 
     Args:
         z: (N, D) embeddings.
         scale: a float, or a tensor of one element.
-        exclude: "diagonal", to leave out every row's similarity with itself; a vector of integers (N,), to leave out all pairs
-            whose integers are equal, itself among them; or None.
-        group: process group, or mesh of one dimension, to share the batch over (default: this process only). z are this
-            rank's rows. Sums are over the rows of all ranks, and all ranks have to run backward.
-        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+        exclude: "diagonal" to leave out the pairs (i, i); integers, (N,), to leave out all pairs with equal integers, the pairs
+            (i, i) among them; or None.
+        group: see `clip_loss`. z are this rank's rows. Sums are over the rows of all ranks.
+        backend: see `clip_loss`.
     """
     run = execution(z, z, ("z", "z"), group=group, backend=backend)
-    validation.exclude_from_symmetric(exclude, z)
+    checks.exclude_from_symmetric(exclude, z)
     ids = exclude if isinstance(exclude, Tensor) else None
-    pairs = ALL if exclude is None or ids is not None else OTHERS
-    row: Tensor = operators.apply(operators.symmetric_logsumexp, z, number(scale, "scale", z), ids, pairs, *run)[0]
-    return row
+    return symmetric_logsumexp(z, number(scale, "scale", z), run, ids=ids, diagonal=KEPT if exclude is None else SKIPPED)
 
 
 def pairwise_softplus(
@@ -128,21 +141,25 @@ def pairwise_softplus(
 ) -> Tensor:  # (N,)
     """Row sums of the softplus of all pairwise similarities.
 
-    Same as, without the matrix: `F.softplus(scale * x @ y.T + bias).sum(1)`. Differentiable once, in all four.
+    Same as, without the matrix:
+
+        return F.softplus(scale * x @ y.T + bias).sum(1)
+
+    Differentiable once, in all four.
+
+    Example:
+        total = mb.pairwise_softplus(x, y, 10.0, -10.0)
 
     Args:
         x: (N, D) embeddings.
         y: (M, D) embeddings, of the same dtype.
         scale: a float, or a tensor of one element.
         bias: a float, or a tensor of one element.
-        group: process group, or mesh of one dimension, to share the batch over (default: this process only). x and y are this
-            rank's rows and columns. Sums are over the rows and columns of all ranks, and all ranks have to run backward.
-        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+        group: see `clip_loss`. x and y are this rank's rows and columns. Sums are over the columns of all ranks.
+        backend: see `clip_loss`.
     """
     run = execution(x, y, group=group, backend=backend)
-    row_bias = number(bias, "bias", x).expand(x.shape[0])
-    total: Tensor = operators.apply(operators.softplus, x, y, number(scale, "scale", x), row_bias, *run)
-    return total
+    return softplus(x, y, number(scale, "scale", x), number(bias, "bias", x), run)
 
 
 @torch.no_grad()
@@ -155,16 +172,22 @@ def pairwise_rank(
 ) -> PairRanks:  # (N,), (N,) int64
     """The rank of each matching pair (x_i, y_i) in its row and in its column of similarities; 0 is best. No gradient.
 
-    Same as, without the matrix: the position of i in `(x @ y.T)[i]`, sorted from large to small, and in column i. Of
-    similarities that are equal up to rounding the one with the smaller index comes first, so that embeddings which are all
-    alike rank by chance, not perfectly; NaN ranks last. Recall@k is `(rank < k).float().mean()`.
+    Same as, without the matrix:
+
+        s = x @ y.T
+        row = s.argsort(1, descending=True, stable=True).argsort(1).diagonal()
+        col = s.argsort(0, descending=True, stable=True).argsort(0).diagonal()
+
+    Similarities that are equal up to rounding are ordered by their index, so embeddings that are all alike do not rank
+    perfectly. NaN ranks last.
+
+    Example:
+        recall_at_5 = (mb.pairwise_rank(image, text).row < 5).float().mean()
 
     Args:
         x: (N, D) embeddings.
         y: (N, D) embeddings, of the same dtype; row i belongs to row i of x.
-        group: process group, or mesh of one dimension, to share the batch over (default: this process only). x and y are this
-            rank's pairs; ranks are among the pairs of all ranks.
-        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+        group: see `clip_loss`. x and y are this rank's pairs; ranks are among the pairs of all ranks.
+        backend: see `clip_loss`.
     """
-    row_rank, col_rank = operators.rank(x, y, *execution(x, y, same_rows=True, group=group, backend=backend))
-    return PairRanks(row_rank, col_rank)
+    return PairRanks(*rank(x, y, execution(x, y, same_rows=True, group=group, backend=backend)))

@@ -78,6 +78,50 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, ids: Ten
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
+def negatives_of(query: Tensor, key: Tensor, scale: float | Tensor, further: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Similarities of each query to its negatives, the other keys and `further` ones, (N, N − 1 + M); and to its own key."""
+    others = ~torch.eye(len(query), dtype=torch.bool, device=query.device)
+    s = scale * (query @ key.T)
+    negatives = s[others].reshape(len(s), -1)
+    if further is not None:
+        negatives = torch.cat((negatives, scale * (query @ further.T)), 1)
+    return negatives, s.diagonal()
+
+
+def info_nce_loss(query: Tensor, key: Tensor, scale: float | Tensor, further: Tensor | None = None) -> Tensor:
+    """Cross-entropy of each query's own key among it and the negatives."""
+    negatives, match = negatives_of(query, key, scale, further)
+    return (torch.cat((match[:, None], negatives), 1).logsumexp(1) - match).mean()
+
+
+def dcl_loss(query: Tensor, key: Tensor, scale: float | Tensor, further: Tensor | None = None) -> Tensor:
+    """The same with the own key left out of the denominator."""
+    negatives, match = negatives_of(query, key, scale, further)
+    return (negatives.logsumexp(1) - match).mean()
+
+
+def hcl_loss(query: Tensor, key: Tensor, scale: Tensor, beta: float, tau_plus: float, further: Tensor | None = None) -> Tensor:
+    """Negatives weigh exp(β·s), and the part τ⁺ of chance matches is subtracted."""
+    s, match = negatives_of(query, key, scale, further)
+    n = s.shape[1]
+    weighted = n * ((1 + beta) * s).exp().sum(1) / (beta * s).exp().sum(1)
+    negatives = torch.maximum((weighted - tau_plus * n * match.exp()) / (1 - tau_plus), n * (-scale).exp())
+    return -(match.exp() / (match.exp() + negatives)).log().mean()
+
+
+def soft_clip_loss(
+    image: Tensor,
+    text: Tensor,
+    logit_scale: float | Tensor,
+    teacher_image: Tensor,
+    teacher_text: Tensor,
+    teacher_scale: float | Tensor,
+) -> Tensor:
+    """Mean of the cross-entropies of both directions, under a teacher's softmax."""
+    logits, targets = logit_scale * (image @ text.T), teacher_scale * (teacher_image @ teacher_text.T)
+    return (F.cross_entropy(logits, targets.softmax(1)) + F.cross_entropy(logits.T, targets.T.softmax(1))) / 2
+
+
 def siglip_loss(
     image: Tensor, text: Tensor, logit_scale: float | Tensor, logit_bias: float | Tensor, ids: Tensor | None = None
 ) -> Tensor:

@@ -30,14 +30,14 @@ def part(tensor, rank):
     return tensor[sum(COUNTS[:rank]) : sum(COUNTS[: rank + 1])].cuda()
 
 
-def loss_on_a_rank(group, rank, dtype, backend, schedule):
+def loss_on_a_rank(group, rank, dtype, backend, route):
     x, y, ids = (part(t, rank) for t in data(dtype))
     x, y, scale, bias = leaves(x, y, torch.tensor(20.0).cuda(), torch.tensor(-5.0).cuda())
     results = []
     for loss in ("clip", "siglip"):
         for t in (x, y, scale, bias):
             t.grad = None
-        with ring.using(schedule):
+        with ring.using(route):
             if loss == "clip":
                 value = mb.clip_loss(x, y, scale, ids=ids, group=group, backend=backend)
             else:
@@ -47,11 +47,11 @@ def loss_on_a_rank(group, rank, dtype, backend, schedule):
     return results
 
 
-@pytest.mark.parametrize("schedule", ["ring", "two_level:2", "gather"])
+@pytest.mark.parametrize("route", ["ring", "two_level:2", "gather"])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_on_one_gpu_give_the_result_of_one_process(ranks, dtype, backend, schedule):
-    answers = ranks.run(loss_on_a_rank, 4, dtype, backend, schedule, seconds=180)
+def test_ranks_on_one_gpu_give_the_result_of_one_process(ranks, dtype, backend, route):
+    answers = ranks.run(loss_on_a_rank, 4, dtype, backend, route, seconds=180)
     x, y, ids = data(dtype)
     for i, loss in enumerate(("clip", "siglip")):
         inputs = leaves(x.double(), y.double(), torch.tensor(20.0).double(), torch.tensor(-5.0).double())
@@ -65,15 +65,15 @@ def test_ranks_on_one_gpu_give_the_result_of_one_process(ranks, dtype, backend, 
             assert error < rounding, (loss, error)
 
 
-def ranks_of_pairs(group, rank, schedule):
+def ranks_of_pairs(group, rank, route):
     x, y, _ = data(torch.float32)
-    with ring.using(schedule):
+    with ring.using(route):
         return [r.cpu() for r in mb.pairwise_rank(part(x, rank), part(y, rank), group=group)]
 
 
-@pytest.mark.parametrize("schedule", ["ring", "gather"])
-def test_ranks_of_pairs(ranks, schedule):
-    answers = ranks.run(ranks_of_pairs, 4, schedule, seconds=120)
+@pytest.mark.parametrize("route", ["ring", "gather"])
+def test_ranks_of_pairs(ranks, route):
+    answers = ranks.run(ranks_of_pairs, 4, route, seconds=120)
     x, y, _ = data(torch.float32)
     for i, wanted in enumerate(mb.pairwise_rank(x, y)):
         assert torch.equal(torch.cat([answer[i] for answer in answers]), wanted)

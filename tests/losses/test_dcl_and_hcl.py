@@ -8,6 +8,7 @@ import torch
 
 import megabatch as mb
 from helpers import aligned_pairs, assert_same_outcomes, leaves, tile_size, unit
+from megabatch import reference
 
 TWO_VIEWS = {"contrast": ("query-key", "query-query"), "symmetric": True}
 
@@ -90,6 +91,91 @@ def test_hcl(two_views, ids, beta, tau_plus):
         )
 
 
+BANK = unit(9, 7, seed=8)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_hcl_counts_further_negatives(beta):
+    """Hard negatives and a bank, given one by one or together, as in the other losses."""
+    hard = leaves(unit(21, 2, 7, seed=5))[0]
+    forms = {
+        "one tensor": lambda n: torch.cat((n.flatten(0, 1), BANK)),
+        "several": lambda n: [n, BANK],
+        "with owners": lambda n: [
+            mb.Negatives(n.flatten(0, 1), owner=torch.arange(21).repeat_interleave(2)),
+            mb.Negatives(BANK),
+        ],
+    }
+    for given in forms.values():
+        with tile_size(4, 5):
+            assert_same_outcomes(
+                lambda q, k, s, n, given=given: mb.hcl_loss(q, k, scale=s, beta=beta, negatives=given(n)),
+                lambda q, k, s, n: reference.hcl_loss(q, k, s, beta, 0.1, torch.cat((n.flatten(0, 1), BANK))),
+                [*data(), hard],
+                5.0 * (1 + beta),
+            )
+
+
+@pytest.mark.parametrize("form", ["private", "ids", "margin", "guide", "GTE"])
+def test_hcl_counts_what_is_not_left_out(form):
+    """A dense loss over one row of similarities for each query, −inf for what is left out of it."""
+    hard = leaves(unit(21, 2, 7, seed=5))[0]
+    ids, bank_ids, guide = torch.arange(21) % 8, torch.arange(42).reshape(21, 2) % 11, aligned_pairs(21, 5, noise=1.0, seed=3)
+    seen = unit(21, 2, 5, seed=4)
+    options = {
+        "private": ({"negatives": lambda n: mb.Negatives(n, private=True)}, {}),
+        "ids": ({"negatives": lambda n: mb.Negatives(n, ids=bank_ids)}, {"ids": ids}),
+        "margin": ({"negatives": mb.Negatives}, {"margin": 0.1}),
+        "guide": ({"negatives": lambda n: mb.Negatives(n, guide=seen)}, {"guide": guide, "margin": 0.05}),
+        "GTE": ({"negatives": mb.Negatives}, {"contrast": ("query-key", "key-key")}),
+    }
+    further, given = options[form]
+
+    def dense(query, key, scale, negatives):
+        own, owners = torch.eye(21, dtype=torch.bool), torch.arange(21).repeat_interleave(2)
+        flat, match = negatives.flatten(0, 1), (query * key).sum(1)
+        others = torch.arange(21)[:, None] != owners
+        columns = [(query @ key.T, own), (query @ flat.T, torch.zeros_like(others))]
+        if form == "private":
+            columns[1] = (query @ flat.T, others)
+        elif form == "ids":
+            columns = [(query @ key.T, ids[:, None] == ids), (query @ flat.T, ids[:, None] == bank_ids.flatten())]
+        elif form == "margin":
+            columns = [(p, out | (p > match[:, None] + 0.1)) for p, out in columns]
+        elif form == "guide":
+            limit = (guide[0] * guide[1]).sum(1, keepdim=True) + 0.05
+            by = guide[0] @ guide[1].T, guide[0] @ seen.flatten(0, 1).T
+            columns = [(p, out | (g > limit)) for (p, out), g in zip(columns, by, strict=True)]
+        elif form == "GTE":
+            columns += [(key @ key.T, own), (key @ flat.T, ~others)]
+        s = torch.cat([(scale * p).masked_fill(out, -torch.inf) for p, out in columns], 1)
+        n = s.isfinite().sum(1).to(s.dtype)
+        weighted = n * (2 * s).exp().sum(1) / s.exp().sum(1)
+        p = (scale * match).exp()
+        freed = torch.maximum((weighted - 0.1 * n * p) / 0.9, n * (-scale).exp())
+        return -(p / (p + freed)).log().mean()
+
+    with tile_size(4, 5):
+        assert_same_outcomes(
+            lambda q, k, s, n: mb.hcl_loss(q, k, scale=s, negatives=further["negatives"](n), **given),
+            dense,
+            [*data(), hard],
+            10.0,
+        )
+
+
+def test_hcl_with_further_negatives_by_kernels():
+    pytest.importorskip("triton")
+    given = leaves(*(tensor.detach().float() for tensor in data()))
+    wide = leaves(*(tensor.detach().double() for tensor in given))
+    found = mb.hcl_loss(given[0], given[1], scale=given[2], negatives=BANK.float(), backend="triton")
+    wanted = reference.hcl_loss(*wide, 1.0, 0.1, BANK.float().double())
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=0)
+    pairs = zip(torch.autograd.grad(found, given), torch.autograd.grad(wanted, wide), strict=True)
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=4e-6 * expected.abs().max().item())
+
+
 def freed(query, key, scale, tau_plus):
     """What the clamp is applied to, and its bound."""
     s, match = compared(query, key, scale, None, two_views=False)
@@ -148,3 +234,5 @@ def test_messages():
     for wrong in (float("inf"), float("nan"), "1"):
         with pytest.raises(ValueError, match=f"beta must be a number of at least 0, got {wrong!r}"):
             mb.hcl_loss(query, key, scale=1.0, beta=wrong)
+    with pytest.raises(ValueError, match=r"negatives\.log_q must be None"):
+        mb.hcl_loss(query, key, scale=1.0, negatives=[mb.Negatives(query), mb.Negatives(key, log_q=query[:, 0])])

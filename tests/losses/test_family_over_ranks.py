@@ -52,6 +52,12 @@ LOSSES = {
     "clip smoothing": lambda g, **o: mb.clip_loss(g["x"], g["y"], g["scale"], label_smoothing=0.1, **o),
     "dcl_loss": lambda g, **o: mb.dcl_loss(g["x"], g["y"], scale=g["scale"], contrast=ALL, symmetric=True, **o),
     "hcl_loss": lambda g, **o: mb.hcl_loss(g["x"], g["y"], scale=g["scale"], **o),
+    "hcl_loss, hard negatives and a bank": lambda g, **o: mb.hcl_loss(
+        g["x"], g["y"], scale=g["scale"], negatives=[further(g, private=True), g["negatives"], g["bank"]], symmetric=True, **o
+    ),
+    "hcl_loss, margin, GTE": lambda g, **o: mb.hcl_loss(
+        g["x"], g["y"], scale=g["scale"], negatives=further(g), contrast=ALL, margin=0.1, **o
+    ),
     "hcl_loss, two views, ids": lambda g, **o: mb.hcl_loss(
         g["x"], g["y"], scale=g["scale"], contrast=("query-key", "query-query"), symmetric=True, ids=g["ids"], **o
     ),
@@ -97,8 +103,8 @@ def part(given, rank, counts):
     return {key: value if key in PARAMETERS else value[start : start + counts[rank]] for key, value in given.items()}
 
 
-def on_a_rank(group, rank, name, counts, schedule):
-    with ring.using(schedule), tile_size(3, 2):
+def on_a_rank(group, rank, name, counts, route):
+    with ring.using(route), tile_size(3, 2):
         return run(name, part(batch(sum(counts)), rank, counts), group=group)
 
 
@@ -111,13 +117,13 @@ def together(answers, key):
     return (sum(found) if key in PARAMETERS else torch.cat(found)) / len(answers)
 
 
-@pytest.mark.quick({"counts": [2, 5, 3], "schedule": "ring"}, {"counts": [0, 5], "schedule": "gather"})
-@pytest.mark.parametrize("schedule", ["ring", "gather"])
+@pytest.mark.quick({"counts": [2, 5, 3], "route": "ring"}, {"counts": [0, 5], "route": "gather"})
+@pytest.mark.parametrize("route", ["ring", "gather"])
 @pytest.mark.parametrize(("world", "counts"), [(w, c) for w in COUNTS for c in COUNTS[w]])
 @pytest.mark.parametrize("name", LOSSES)
-def test_ranks_together_are_one_process(pool, name, world, counts, schedule):
+def test_ranks_together_are_one_process(pool, name, world, counts, route):
     value, gradients = run(name, batch(sum(counts)))
-    answers = pool.run(on_a_rank, world, name, counts, schedule)
+    answers = pool.run(on_a_rank, world, name, counts, route)
     close(sum(a[0] for a in answers) / world, value)
     for key, expected in gradients.items():
         found = together(answers, key)

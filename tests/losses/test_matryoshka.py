@@ -144,10 +144,10 @@ def data(counts):
     return *aligned_pairs(sum(counts), 7, noise=1.0, seed=2), number(6.0), torch.arange(sum(counts)) % 7
 
 
-def on_a_rank(group, rank, schedule, counts):
+def on_a_rank(group, rank, route, counts):
     x, y, scale, ids = data(counts)
     x, y, ids = (t.split(counts)[rank] for t in (x, y, ids))
-    with ring.using(schedule), tile_size(3, 2):
+    with ring.using(route), tile_size(3, 2):
         return outcomes(
             lambda *a: mb.matryoshka_clip_loss(*a, widths=[2, 5, 7], weights=[1.0, 2.0, 0.5], ids=ids, group=group),
             leaves(x, y, scale),
@@ -155,10 +155,10 @@ def on_a_rank(group, rank, schedule, counts):
 
 
 @pytest.mark.quick({"world": 3}, {"world": 4})
-@pytest.mark.parametrize(("world", "schedule"), [(1, "ring"), (2, "ring"), (3, "ring"), (3, "gather"), (4, "two_level:2")])
-def test_ranks_equal_one_process(pool, world, schedule):
+@pytest.mark.parametrize(("world", "route"), [(1, "ring"), (2, "ring"), (3, "ring"), (3, "gather"), (4, "two_level:2")])
+def test_ranks_equal_one_process(pool, world, route):
     counts = {1: [11], 2: [3, 8], 3: [5, 0, 6], 4: [2, 1, 5, 3]}[world]
-    values, dx, dy, dscale = zip(*pool.run(on_a_rank, world, schedule, counts), strict=True)
+    values, dx, dy, dscale = zip(*pool.run(on_a_rank, world, route, counts), strict=True)
     found = [sum(values) / world, torch.cat(dx) / world, torch.cat(dy) / world, sum(dscale) / world]
     *inputs, ids = data(counts)
     wanted = outcomes(lambda *a: reference.matryoshka_clip_loss(*a, [2, 5, 7], [1.0, 2.0, 0.5], ids), leaves(*inputs))

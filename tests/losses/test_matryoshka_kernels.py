@@ -1,6 +1,6 @@
 """CLIP's loss at several widths with kernels: interpreted, against the dense reference and PyTorch operations.
 
-The interpreter has no bfloat16 products. What is tested of that type is everything around the walks, with walks in PyTorch
+The interpreter has no bfloat16 products. What is tested of that type is everything around the passes, with passes in PyTorch
 operations in the place of kernels; tests/gpu has the rest.
 """
 
@@ -25,9 +25,9 @@ EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.fixture
-def walks_without_kernels(monkeypatch):
-    """One walk for each width, in PyTorch operations."""
-    monkeypatch.setattr(team, "walks", lambda backend, block: eager)
+def passes_without_kernels(monkeypatch):
+    """One pass for each width, in PyTorch operations."""
+    monkeypatch.setattr(team, "backend_for", lambda name, block: eager)
 
 
 def on_kernels(*arguments, **options):
@@ -124,7 +124,7 @@ def test_error_is_at_most_twice_that_of_dense_or_of_similarities_rounded_twice(d
 @pytest.mark.quick({"scale": 14.0})
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("noise", "scale"), [(10.0, 14.0), (2.0, 50.0), (0.7, 50.0)])
-def test_unit_prefixes_are_rounded_once(walks_without_kernels, noise, scale, dtype):
+def test_unit_prefixes_are_rounded_once(passes_without_kernels, noise, scale, dtype):
     draws = [given(200, 200, scale, dtype=dtype, noise=noise, seed=seed) for seed in range(0, 12, 2)]
     widths = [32, 64, 200]
     found, bar = root_mean_squares([lambda *a: on_kernels(*a, widths=widths), dense(widths)], dense(widths), draws)
@@ -132,7 +132,7 @@ def test_unit_prefixes_are_rounded_once(walks_without_kernels, noise, scale, dty
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_is_that_of_dense_code(walks_without_kernels, dtype):
+def test_autocast_is_that_of_dense_code(passes_without_kernels, dtype):
     widths = [32, 64, 200]
 
     def under_autocast(function):
@@ -148,7 +148,7 @@ def test_autocast_is_that_of_dense_code(walks_without_kernels, dtype):
     assert (found <= 2 * bar).all(), (found, bar)
 
 
-def test_gradients_of_widths_are_added_before_they_are_rounded(walks_without_kernels):
+def test_gradients_of_widths_are_added_before_they_are_rounded(passes_without_kernels):
     """A bfloat16 gradient of three widths is the float32 one of the same numbers, rounded once."""
     x, y, _ = given(40, 24, 20.0, dtype=torch.bfloat16)
     wide = leaves(x.float(), y.float())
@@ -216,24 +216,24 @@ def shared(counts):
     ]
 
 
-def on_a_rank(group, rank, schedule, counts, symmetric):
+def on_a_rank(group, rank, route, counts, symmetric):
     x, y, scale, ids = shared(counts)
     x, y, ids = (t.split(counts)[rank] for t in (x, y, ids))
     options = {"widths": [2, 5, 9], "weights": [1.0, 2.0, 0.5], "symmetric": symmetric}
     if symmetric:
         options["ids"] = ids
-    with ring.using(schedule):
+    with ring.using(route):
         return outcomes(lambda *a: on_kernels(*a, **options, group=group), leaves(x, y, scale))
 
 
-@pytest.mark.quick({"world": 3, "schedule": "ring"})
+@pytest.mark.quick({"world": 3, "route": "ring"})
 @pytest.mark.parametrize(
-    ("world", "schedule", "symmetric"),
+    ("world", "route", "symmetric"),
     [(1, "ring", True), (2, "ring", True), (3, "ring", True), (3, "gather", True), (3, "ring", False)],
 )
-def test_ranks_equal_one_process(pool, world, schedule, symmetric):
+def test_ranks_equal_one_process(pool, world, route, symmetric):
     counts = {1: [11], 2: [3, 8], 3: [5, 0, 6]}[world]
-    values, dx, dy, dscale = zip(*pool.run(on_a_rank, world, schedule, counts, symmetric), strict=True)
+    values, dx, dy, dscale = zip(*pool.run(on_a_rank, world, route, counts, symmetric), strict=True)
     found = [sum(values) / world, torch.cat(dx) / world, torch.cat(dy) / world, sum(dscale) / world]
     *inputs, ids = shared(counts)
     wide, given_widths = leaves(*(t.double() for t in inputs)), ([2, 5, 9], [1.0, 2.0, 0.5])

@@ -310,14 +310,14 @@ def test_nt_xent_is_lightlys():
 SHARES = {1: [11], 2: [3, 8], 3: [5, 0, 6]}
 
 
-def on_a_rank(group, rank, loss, schedule, counts, tile):
+def on_a_rank(group, rank, loss, route, counts, tile):
     z, labels = data(counts)
     if loss == "nt_xent_loss":
         z = torch.cat([view.split(counts)[rank] for view in z.chunk(2)])
     else:
         z, labels = z.split([2 * c for c in counts])[rank], labels.split([2 * c for c in counts])[rank]
     inputs = leaves(z, torch.tensor(6.0, dtype=torch.float64))
-    with ring.using(schedule), tile_size(*tile):
+    with ring.using(route), tile_size(*tile):
         if loss == "self":
             value = (mb.pairwise_symmetric_logsumexp(*inputs, exclude=labels, group=group) * labels).sum() * len(counts)
         else:
@@ -332,15 +332,15 @@ def data(counts):
 
 
 @pytest.mark.quick(
-    {"world": 3, "schedule": "ring"},
-    {"world": 3, "schedule": "gather", "loss": "self"},
+    {"world": 3, "route": "ring"},
+    {"world": 3, "route": "gather", "loss": "self"},
     {"world": 4, "loss": "nt_xent_loss"},
 )
 @pytest.mark.parametrize("loss", ["self", *LOSSES])
-@pytest.mark.parametrize(("world", "schedule"), [(1, "ring"), (2, "ring"), (3, "ring"), (3, "gather"), (4, "two_level:2")])
-def test_ranks_equal_one_process(pool, loss, world, schedule):
+@pytest.mark.parametrize(("world", "route"), [(1, "ring"), (2, "ring"), (3, "ring"), (3, "gather"), (4, "two_level:2")])
+def test_ranks_equal_one_process(pool, loss, world, route):
     counts = SHARES.get(world, [2, 1, 5, 3])
-    answers = pool.run(on_a_rank, world, loss, schedule, counts, (3, 2))
+    answers = pool.run(on_a_rank, world, loss, route, counts, (3, 2))
     values, dz, dscale = ([answer[i] for answer in answers] for i in range(3))
     found = [sum(values) / world, torch.cat(dz) / world, sum(dscale) / world]
     if loss == "nt_xent_loss":  # each rank has its part of both views

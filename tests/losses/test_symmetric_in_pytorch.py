@@ -72,10 +72,10 @@ def test_operators_keep_their_promises_to_pytorch():
     plain = [t.detach() for t in (z, scale)]
     for given, pairs in ((ids, ALL), (None, OTHERS), (ids, EQUAL_IDS)):
         torch.library.opcheck(operators.symmetric_logsumexp, (z, scale, given, pairs, "float32", "eager", ""))
-        arguments = (plain[0], plain[1], given, pairs, "float32", "eager", "", torch.ones(2, 6), ones, True)
+        arguments = (plain[0], plain[1], given, pairs, "float32", "eager", "", torch.ones(2, 6), ones, [True, True])
         torch.library.opcheck(symmetric_logsumexp_backward, arguments)
     torch.library.opcheck(operators.positives, (z, scale, ids, "float32", ""))
-    torch.library.opcheck(positives_backward, (plain[0], plain[1], ids, "float32", "", ids, ones))
+    torch.library.opcheck(positives_backward, (plain[0], plain[1], ids, "float32", "", ids, ones, [True, True]))
 
 
 def step(loss, rows, D):

@@ -11,17 +11,17 @@ import torch.distributed as dist
 import megabatch as mb
 from helpers import PATIENCE, leaves, unit
 from megabatch import ring
-from megabatch.ring import exchange, lap
+from megabatch.ring import lap, ranks
 from megabatch.ring.agreement import agree
-from megabatch.ring.exchange import Exchange
-from megabatch.ring.topology import Members, route
+from megabatch.ring.ranks import Ranks
+from megabatch.ring.topology import address
 from ranks import Pool
 
 
 def disagree(group, rank, what):
     odd = rank == 1
     x, y = leaves(*(unit(4, 6, seed=s, dtype=torch.float32) for s in (rank, rank + 10)))
-    ids, schedule, backend, loss = None, "ring", "eager", mb.clip_loss
+    ids, route, backend, loss = None, "ring", "eager", mb.clip_loss
     scale = torch.tensor(3.0, requires_grad=True)
     if odd and what == "width":
         x, y = x[:, :5], y[:, :5]
@@ -29,8 +29,8 @@ def disagree(group, rank, what):
         x, y = x.double(), y.double()
     if odd and what == "backend":
         backend = "triton"
-    if odd and what == "schedule":
-        schedule = "gather"
+    if odd and what == "route":
+        route = "gather"
     if odd and what == "ids":
         ids = torch.arange(4)
     if odd and what == "operation":
@@ -40,7 +40,7 @@ def disagree(group, rank, what):
     if what == "nobody has rows":
         x, y = x[:0], y[:0]
     try:
-        with ring.using(schedule):
+        with ring.using(route):
             loss(x, y, scale, ids=ids, group=group, backend=backend).backward()
         message = None
     except ValueError as error:
@@ -57,7 +57,7 @@ def disagree(group, rank, what):
             "the dtype of the embeddings is float32 and float32 on ranks 0 2, float64 and float64 on rank 1; the precision",
         ),
         ("backend", "the backend is eager on ranks 0 2, triton on rank 1"),
-        ("schedule", "the schedule is ring on ranks 0 2, gather on rank 1"),
+        ("route", "the route is ring on ranks 0 2, gather on rank 1"),
         ("ids", "what is excluded is diagonal on ranks 0 2, ids and diagonal on rank 1"),
         ("operation", "the operation is logsumexp on ranks 0 2, sigmoid loss on rank 1"),
         ("needs", "what needs a gradient is x y scale on ranks 0 2, x scale on rank 1"),
@@ -127,11 +127,11 @@ def test_different_calls_are_one_message_about_the_operation_alone(pool, usual, 
 
 
 def long_terms(group, rank, odd):
-    exchange = Exchange(Members.of(route(group)), "a test", torch.device("cpu"))
+    ranks = Ranks.at(address(group), "a test", torch.device("cpu"))
     numbers = list(range(100, 301))
     if rank == 1 and odd is not None:
         numbers.remove(odd)
-    return agree(exchange, {"the numbers": numbers}, rank, rank).rows
+    return agree(ranks, {"the numbers": numbers}, rank, rank).rows
 
 
 def test_terms_of_any_length_are_compared(pool):
@@ -154,7 +154,7 @@ def uneven_nodes(group, rank):
 def test_nodes_of_different_sizes_have_no_two_levels(pool):
     for worked, answer in pool.attempt(uneven_nodes, 3):
         assert not worked
-        assert "the schedule 'two_level' needs equally many ranks on every node, got 2, 1; use 'ring'" in answer
+        assert "the route 'two_level' needs equally many ranks on every node, got 2, 1; use 'ring'" in answer
 
 
 def gather(group, rank):
@@ -187,7 +187,7 @@ def test_a_rank_that_does_not_come(fragile):
 
 
 def test_ranks_in_messages():
-    assert [exchange._ranks(ranks) for ranks in ([3], [2, 0], [0, 1, 2, 3, 5, 6, 9, 8, 10])] == [
+    assert [ranks._ranks(several) for several in ([3], [2, 0], [0, 1, 2, 3, 5, 6, 9, 8, 10])] == [
         "rank 3",
         "ranks 0, 2",
         "ranks 0 to 3, 5, 6, 8 to 10",

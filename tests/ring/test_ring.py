@@ -1,4 +1,4 @@
-"""Many ranks against one process, in float64: every schedule, losses and operations, even, uneven and empty ranks.
+"""Many ranks against one process, in float64: every route, losses and operations, even, uneven and empty ranks.
 
 What each rank returns is put together as DDP would: losses and gradients of shared parameters are averaged over ranks, and so
 is what reaches a tower through the embeddings, each of which belongs to one rank.
@@ -25,7 +25,7 @@ SHARES = {
 LIMIT = 1e-10
 
 
-def schedules(world):
+def routes(world):
     return ["ring", "gather", "auto", *(f"two_level:{n}" for n in range(1, world + 1) if world % n == 0)]
 
 
@@ -51,11 +51,11 @@ def data(counts, D=5, seed=0):
     return x, y, torch.tensor(8.0, dtype=torch.float64), torch.tensor(-2.0, dtype=torch.float64), torch.arange(len(x)) % 6
 
 
-def loss_on_a_rank(group, rank, loss, schedule, counts, with_ids, tile):
+def loss_on_a_rank(group, rank, loss, route, counts, with_ids, tile):
     x, y, scale, bias, ids = data(counts)
     x, y, scale, bias = leaves(shared(x, counts, rank), shared(y, counts, rank), scale, bias)
     ids = shared(ids, counts, rank) if with_ids else None
-    with ring.using(schedule), tile_size(*tile):
+    with ring.using(route), tile_size(*tile):
         value = losses(loss, x, y, scale, bias, ids, group)
         assert value.requires_grad
         value.backward()
@@ -71,22 +71,22 @@ def put_together(answers):
 
 
 @pytest.mark.quick(
-    {"world": 2, "schedule": "ring", "share": "even"},
-    {"world": 3, "schedule": "ring", "share": "uneven"},
-    {"world": 3, "schedule": "auto", "share": "all on one"},
-    {"world": 4, "schedule": "gather", "share": "uneven"},
-    {"world": 4, "schedule": "two_level:2", "share": "one empty"},
-    {"world": 8, "schedule": "two_level:4", "share": "uneven", "loss": "clip"},
+    {"world": 2, "route": "ring", "share": "even"},
+    {"world": 3, "route": "ring", "share": "uneven"},
+    {"world": 3, "route": "auto", "share": "all on one"},
+    {"world": 4, "route": "gather", "share": "uneven"},
+    {"world": 4, "route": "two_level:2", "share": "one empty"},
+    {"world": 8, "route": "two_level:4", "share": "uneven", "loss": "clip"},
 )
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize(("world", "schedule"), [(w, s) for w in WORLDS for s in schedules(w)])
-def test_losses_and_their_gradients_equal_those_of_one_process(pool, loss, share, world, schedule):
+@pytest.mark.parametrize(("world", "route"), [(w, s) for w in WORLDS for s in routes(w)])
+def test_losses_and_their_gradients_equal_those_of_one_process(pool, loss, share, world, route):
     counts = SHARES[share](world)
     if sum(counts) == 0:
         counts = [1]
     with_ids = share == "uneven"
-    found = put_together(pool.run(loss_on_a_rank, world, loss, schedule, counts, with_ids, (3, 2)))
+    found = put_together(pool.run(loss_on_a_rank, world, loss, route, counts, with_ids, (3, 2)))
     x, y, scale, bias, ids = data(counts)
     inputs = leaves(x, y, scale, bias)
     wanted = getattr(reference, f"{loss}_loss")(*inputs[: 3 if loss == "clip" else 4], ids=ids if with_ids else None)
@@ -109,10 +109,10 @@ def operations(operands, exclude, group=None):
     return [t.detach() for t in (row, col, total)], gradients((row, col, total), (drow, dcol, dtotal), inputs)
 
 
-def operations_on_a_rank(group, rank, schedule, rows, columns, exclude):
+def operations_on_a_rank(group, rank, route, rows, columns, exclude):
     counts = [{"row": rows, "column": columns, "": None}[side] for side in SIDES]
     mine = [t if c is None else shared(t, c, rank) for t, c in zip(operands(rows, columns), counts, strict=True)]
-    with ring.using(schedule), tile_size(2, 3):
+    with ring.using(route), tile_size(2, 3):
         return operations(mine, exclude, group)
 
 
@@ -137,16 +137,16 @@ SHAPES = {
 
 
 @pytest.mark.quick(
-    {"schedule": "ring", "shape": "rows and columns apart"},
-    {"schedule": "two_level:2", "exclude": "ids"},
-    {"schedule": "gather", "shape": "no columns"},
+    {"route": "ring", "shape": "rows and columns apart"},
+    {"route": "two_level:2", "exclude": "ids"},
+    {"route": "gather", "shape": "no columns"},
 )
 @pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("schedule", ["ring", "two_level:2", "gather"])
-def test_operations_with_offsets_and_exclusions(pool, schedule, shape, exclude):
+@pytest.mark.parametrize("route", ["ring", "two_level:2", "gather"])
+def test_operations_with_offsets_and_exclusions(pool, route, shape, exclude):
     rows, columns = SHAPES[shape]
-    answers = pool.run(operations_on_a_rank, 4, schedule, rows, columns, exclude)
+    answers = pool.run(operations_on_a_rank, 4, route, rows, columns, exclude)
     wanted = operations(operands(rows, columns), exclude)
     for kind, sides in ((0, ["row", "column", "row"]), (1, SIDES[:6])):
         for i, side in enumerate(sides):
@@ -154,18 +154,18 @@ def test_operations_with_offsets_and_exclusions(pool, schedule, shape, exclude):
             close(torch.cat(found) if side else sum(found), wanted[kind][i])
 
 
-def ranks_on_a_rank(group, rank, schedule, counts):
+def ranks_on_a_rank(group, rank, route, counts):
     x, y, *_ = data(counts)
     y[3] = y[2]  # equal similarities: the smaller index of the whole batch comes first
     x[1] = float("nan")
-    with ring.using(schedule), tile_size(3, 2):
+    with ring.using(route), tile_size(3, 2):
         return mb.pairwise_rank(shared(x, counts, rank), shared(y, counts, rank), group=group)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "two_level:2", "gather"])
+@pytest.mark.parametrize("route", ["ring", "two_level:2", "gather"])
 @pytest.mark.parametrize("counts", [[4, 4, 4, 4], [1, 6, 0, 3]])
-def test_ranks_of_pairs_are_those_in_the_whole_batch(pool, schedule, counts):
-    found = pool.run(ranks_on_a_rank, 4, schedule, counts)
+def test_ranks_of_pairs_are_those_in_the_whole_batch(pool, route, counts):
+    found = pool.run(ranks_on_a_rank, 4, route, counts)
     x, y, *_ = data(counts)
     y[3] = y[2]
     x[1] = float("nan")
@@ -173,13 +173,13 @@ def test_ranks_of_pairs_are_those_in_the_whole_batch(pool, schedule, counts):
         assert torch.equal(torch.cat([answer[i] for answer in found]), wanted)
 
 
-def twice_on_a_rank(group, rank, schedule):
-    return [loss_on_a_rank(group, rank, "clip", schedule, [5, 3, 7, 2], False, (3, 2)) for _ in range(2)]
+def twice_on_a_rank(group, rank, route):
+    return [loss_on_a_rank(group, rank, "clip", route, [5, 3, 7, 2], False, (3, 2)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("schedule", ["ring", "two_level:2", "gather"])
-def test_the_same_inputs_give_the_same_bits(pool, schedule):
-    for first, second in pool.run(twice_on_a_rank, 4, schedule):
+@pytest.mark.parametrize("route", ["ring", "two_level:2", "gather"])
+def test_the_same_inputs_give_the_same_bits(pool, route):
+    for first, second in pool.run(twice_on_a_rank, 4, route):
         for a, b in zip(first, second, strict=True):
             assert (a is b is None) or torch.equal(a, b)
 
@@ -249,22 +249,22 @@ def test_half_precision_is_rounded_once(pool, loss, dtype, autocast):
             torch.testing.assert_close(found, expected, rtol=rounding + 2e-6, atol=2e-6 * size)
 
 
-def through_triton(group, rank, schedule):
+def through_triton(group, rank, route):
     counts = [20, 0, 37]
     x, y, scale, bias, ids = data(counts, D=16)
     x, y, scale, bias = leaves(*(t.float() for t in (shared(x, counts, rank), shared(y, counts, rank), scale, bias)))
     ids = shared(ids, counts, rank)
-    with ring.using(schedule):
+    with ring.using(route):
         value = mb.clip_loss(x, y, scale, ids=ids, group=group, backend="triton")
         value = value + mb.siglip_loss(x, y, scale, bias, group=group, backend="triton")
     value.backward()
     return value.detach(), x.grad, y.grad, scale.grad, bias.grad
 
 
-@pytest.mark.parametrize("schedule", ["ring", "gather"])
-def test_kernels_go_round_too(pool, schedule):
+@pytest.mark.parametrize("route", ["ring", "gather"])
+def test_kernels_go_round_too(pool, route):
     pytest.importorskip("triton")
-    found = put_together(pool.run(through_triton, 3, schedule))
+    found = put_together(pool.run(through_triton, 3, route))
     x, y, scale, bias, ids = data([20, 0, 37], D=16)
     inputs = leaves(*(t.float().double() for t in (x, y, scale, bias)))
     wanted = reference.clip_loss(*inputs[:3], ids=ids) + reference.siglip_loss(*inputs)
@@ -273,25 +273,25 @@ def test_kernels_go_round_too(pool, schedule):
         torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6 * expected.abs().max().item())
 
 
-def nodes_by_environment(group, rank, variable, schedule):
+def nodes_by_environment(group, rank, variable, route):
     """Two nodes of two ranks, as torchrun would say it."""
     counts = [2, 3, 1, 4]
     x, y, scale, *_ = data(counts)
     value = {"GROUP_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"}[variable]
     named, large = mock.patch.dict(os.environ, {variable: value}), mock.patch.object(agreement, "GATHER_BYTES", 0)
-    with named, large, ring.using(schedule), ring.counted() as sent:
+    with named, large, ring.using(route), ring.counted() as sent:
         loss = mb.clip_loss(shared(x, counts, rank), shared(y, counts, rank), scale, group=group)
     return loss, sent.crossing
 
 
 @pytest.mark.parametrize("variable", ["GROUP_RANK", "LOCAL_WORLD_SIZE"])
-@pytest.mark.parametrize("schedule", ["two_level", "auto", "ring"])
-def test_nodes_are_those_that_the_environment_names(pool, variable, schedule):
-    answers = pool.run(nodes_by_environment, 4, variable, schedule)
+@pytest.mark.parametrize("route", ["two_level", "auto", "ring"])
+def test_nodes_are_those_that_the_environment_names(pool, variable, route):
+    answers = pool.run(nodes_by_environment, 4, variable, route)
     x, y, scale, *_ = data([2, 3, 1, 4])
     close(sum(loss for loss, _ in answers) / 4, mb.clip_loss(x, y, scale))
     crossing = [size for _, size in answers]
-    if schedule == "ring":
+    if route == "ring":
         assert [size > 0 for size in crossing] == [False, True, False, True]  # the last rank of each node
     else:
         assert all(size > 0 for size in crossing)
@@ -344,8 +344,8 @@ def test_blocks_whose_norms_differ(pool, backend):
 
 
 def test_counters_within_counters():
-    with ring.exchange.counted() as outer:
-        with ring.exchange.counted():
+    with ring.ranks.counted() as outer:
+        with ring.ranks.counted():
             pass
-        ring.exchange._count(100, crosses=False)
+        ring.ranks._count(100, crosses=False)
     assert outer.bytes == 100

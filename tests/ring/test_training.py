@@ -54,21 +54,21 @@ def alone(counts):
     return [p.detach() for p in model.parameters()]
 
 
-def with_ddp(group, rank, counts, schedule):
+def with_ddp(group, rank, counts, route):
     model = Model()
     wrapped = DistributedDataParallel(model, process_group=group)
-    with ring.using(schedule):
+    with ring.using(route):
         steps(wrapped, model.parameters(), *batch(counts, rank), group)
     return [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("counts", [[4, 4], [3, 0, 6, 2]])
-@pytest.mark.parametrize("schedule", ["ring", "two_level:2", "gather"])
-def test_ddp_trains_as_one_process_does(pool, counts, schedule):
+@pytest.mark.parametrize("route", ["ring", "two_level:2", "gather"])
+def test_ddp_trains_as_one_process_does(pool, counts, route):
     wanted = alone(counts)
     start = [p.detach() for p in Model().parameters()]
     assert all((p - q).abs().max() > 1e-4 for p, q in zip(start, wanted, strict=True))
-    for parameters in pool.run(with_ddp, len(counts), counts, schedule):
+    for parameters in pool.run(with_ddp, len(counts), counts, route):
         for found, expected in zip(parameters, wanted, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
@@ -157,8 +157,8 @@ def in_other_ways(group, rank):
         lambda *a: checkpoint(everything, *a, use_reentrant=True),
     ]
     results = []
-    for schedule in ("ring", "gather"):
-        with ring.using(schedule):
+    for route in ("ring", "gather"):
+        with ring.using(route):
             for way in ways:
                 value = way(*inputs, group)
                 for i in inputs:

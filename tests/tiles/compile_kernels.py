@@ -142,7 +142,7 @@ def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:
         pass
     triton_backward.softplus_sums(block)
     alone = replace(block, limit=bias if features else None)  # without columns
-    triton_logsumexp.row_statistics(alone)
+    triton_logsumexp.logsumexp_statistics(alone, columns=False)
     for _ in triton_backward.logsumexp_gradients(alone, LogSum(one, one), None, one, None, sums, needs):
         pass
     if features:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from helpers import examples, leaves, tile_size, unit
 from megabatch import operators, reference
-from megabatch.arguments import execution, number
-from megabatch.losses.sums import APART, KEPT, SKIPPED, Ceiling, ceiling_above, logsumexp
+from megabatch.primitives import APART, KEPT, SKIPPED, Ceiling, ceiling_above, execution, logsumexp, number
 from megabatch.tiles.in_memory import Tiles
 from megabatch.tiles.logsum import LogSum
 

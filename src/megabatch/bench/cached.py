@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megabatch.arguments import Backend
 from megabatch.bench.losses import LATE, MEMORY, OK, WRONG
 from megabatch.bench.measure import peak_memory
 from megabatch.bench.steps import SYSTEMS, Setting
 from megabatch.bench.towers import SIZES, SyntheticImages, tokens, towers
+from megabatch.primitives import Backend
 
 CHECK, CHECK_CHUNK = 64, 16
 TOLERANCE = 1e-3  # relative error of a gradient, by norm, float32 against float32

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
-from megabatch.arguments import Backend
+from megabatch.primitives import Backend
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 MEGABATCH, DENSE, CHUNKS = "megabatch", "open_clip", "checkpoint"

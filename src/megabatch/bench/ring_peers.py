@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.ring.exchange import Exchange, Parcel
-from megabatch.ring.topology import Members
+from megabatch.ring.ranks import Parcel, Ranks
 from megabatch.tiles import eager
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
@@ -44,12 +43,12 @@ class _RowSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-        exchange = _exchange(x)
+        ranks = _ranks(x)
         sums = LogSum.empty(len(x), dtype=x.dtype, device=x.device)
         here = y.contiguous()
-        for step in range(exchange.members.size):
-            last = step == exchange.members.size - 1
-            coming = None if last else _pass_on(exchange, here)
+        for step in range(ranks.size):
+            last = step == ranks.size - 1
+            coming = None if last else _pass_on(ranks, here)
             sums.add_(eager.logsumexp_statistics(Block(x, here, scale, "float32"))[0])
             if coming is not None:
                 here = coming()
@@ -59,13 +58,13 @@ class _RowSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drow: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, y, scale, packed = ctx.saved_tensors
-        exchange, row = _exchange(x), LogSum.unpack(packed)
+        ranks, row = _ranks(x), LogSum.unpack(packed)
         dx, dscale = torch.zeros_like(x), torch.zeros_like(scale)
         here, dy_coming = y.contiguous(), None
         nothing = LogSum.empty(len(y), dtype=x.dtype, device=x.device)
-        for step in range(exchange.members.size):
-            last = step == exchange.members.size - 1
-            coming = None if last else _pass_on(exchange, here)
+        for step in range(ranks.size):
+            last = step == ranks.size - 1
+            coming = None if last else _pass_on(ranks, here)
             dy = torch.zeros_like(y)
             block = Block(x, here, scale, "float32")
             sums, needs = ColumnGradients(dy, None), Needs(True, True, True)
@@ -76,27 +75,25 @@ class _RowSums(torch.autograd.Function):
                 dscale += dscale_rows.sum()
             if dy_coming is not None:
                 dy += dy_coming()
-            dy_coming = _pass_on(exchange, dy)
+            dy_coming = _pass_on(ranks, dy)
             if coming is not None:
                 here = coming()
         assert dy_coming is not None
         return dx * scale, dy_coming() * scale, dscale
 
 
-def _exchange(x: Tensor) -> Exchange:
-    group = dist.group.WORLD
-    assert group is not None
-    return Exchange(Members(group, group.rank(), group.size(), "ring"), "two rings", x.device)
+def _ranks(x: Tensor) -> Ranks:
+    return Ranks(x.device, dist.group.WORLD, "two rings")
 
 
-def _pass_on(exchange: Exchange, tensor: Tensor) -> Any:
+def _pass_on(ranks: Ranks, tensor: Tensor) -> Any:
     """Starts sending to the next rank; the returned function waits for the previous rank's tensor and returns it."""
-    rank, size = exchange.members.rank, exchange.members.size
+    rank, size = ranks.rank, ranks.size
     if size == 1:
         return lambda: tensor
     received = torch.empty_like(tensor)
     sends, receives = [Parcel((rank + 1) % size, [tensor])], [Parcel((rank - 1) % size, [received])]
-    pending = exchange.post(sends, receives, where="on the way")
+    pending = ranks.post(sends, receives, where="on the way")
 
     def wait() -> Tensor:
         pending.wait()

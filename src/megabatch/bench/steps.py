@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch as mb
-from megabatch.arguments import Backend
 from megabatch.bench.towers import SyntheticImages
 from megabatch.cached import Budget
+from megabatch.primitives import Backend
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.arguments import execution
+from megabatch.primitives import execution
 from megabatch.tiles import plan
 from megabatch.tiles.block import windows
 from megabatch.tiles.precision import accumulator_dtype, rounded

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import megabatch.pairwise
-from megabatch.arguments import Backend
 from megabatch.evaluation.ranks import ranks_of_best
+from megabatch.primitives import Backend
 from megabatch.world import World
 
 RECALLS = (1, 5, 10)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch import extras
-from megabatch.arguments import Backend
 from megabatch.integrations.learned_scale import LearnedScale, differentiated, joined
 from megabatch.losses.contrast import Contrast
+from megabatch.primitives import Backend
 from megabatch.world import default_group
 
 extras.load("sentence_transformers", extra="sentence_transformers", purpose="megabatch.integrations.sentence_transformers")

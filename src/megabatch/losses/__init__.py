@@ -1,14 +1,15 @@
 """Contrastive losses: a few lines each over the pairwise operations."""
 
-from megabatch.losses.clip import ClipLoss, clip_loss
-from megabatch.losses.contrast import Negatives
+from megabatch.losses.clip import clip_loss
 from megabatch.losses.dcl import dcl_loss
-from megabatch.losses.distillation import DistillClipLoss, soft_clip_loss
+from megabatch.losses.distillation import soft_clip_loss
 from megabatch.losses.hcl import hcl_loss
 from megabatch.losses.info_nce import info_nce_loss
 from megabatch.losses.matryoshka import matryoshka_clip_loss
+from megabatch.losses.modules import ClipLoss, DistillClipLoss, SigLipLoss
+from megabatch.losses.negatives import Negatives
 from megabatch.losses.nt_xent import nt_xent_loss
-from megabatch.losses.siglip import SigLipLoss, siglip_loss
+from megabatch.losses.siglip import siglip_loss
 from megabatch.losses.sup_con import sup_con_loss
 
 __all__ = [

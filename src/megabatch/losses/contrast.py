@@ -1,68 +1,42 @@
 """What a query is compared with: keys and queries of the batch, hard negatives, keys of earlier steps. No loss yet.
 
 Every loss of this family is a function of a few sums for each query i: log Σ exp(s) over what counts as a negative, and s_ii,
-its similarity to its own key. Each kind of negative is one walk, and the walks are put together by adding exponentials.
+its similarity to its own key. Each kind of negative takes one pass, and their sums are put together by adding exponentials.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megabatch.arguments import Execution, execution
-from megabatch.losses.sums import (
+from megabatch import checks, primitives
+from megabatch.losses import negatives as further_negatives
+from megabatch.losses.formulas import log_add, segment_logsumexp
+from megabatch.losses.negatives import Negatives
+from megabatch.primitives import (
     APART,
     SKIPPED,
+    Backend,
     Ceiling,
-    log_add,
+    Execution,
+    Group,
+    Reduction,
+    ceiling_above,
+    execution,
     logsumexp,
     matching_products,
-    segment_logsumexp,
 )
 
-# Rows and columns of a walk; row i belongs to query i, column j is a negative of it.
+# Rows and columns of a pass; row i belongs to query i, column j is a negative of it.
 QUERY_KEY: Final = "query-key"
 KEY_QUERY: Final = "key-query"
 QUERY_QUERY: Final = "query-query"
 KEY_KEY: Final = "key-key"
 Contrast = Literal["query-key", "key-query", "query-query", "key-key"]
 CONTRASTS: tuple[Contrast, ...] = (QUERY_KEY, KEY_QUERY, QUERY_QUERY, KEY_KEY)
-_EXCHANGED: dict[Contrast, Contrast] = {QUERY_KEY: KEY_QUERY, KEY_QUERY: QUERY_KEY, QUERY_QUERY: KEY_KEY, KEY_KEY: QUERY_QUERY}
-
-
-class Negatives(NamedTuple):
-    """Keys that no query of the batch matches: hard negatives, or keys of earlier steps.
-
-    Over a group, each rank passes its own, as many as it has.
-
-    Attributes:
-        keys: (M, D), or (N, K, D) for K of each query.
-        ids: (M,) or (N, K); not a negative of queries with the same id.
-        log_q: (M,) or (N, K); subtracted from their similarities.
-        owner: (M,) the query that each was found for, by its row on this rank; known for (N, K, D).
-        private: whether they are negatives of their owner alone.
-        guide: (M, E) or (N, K, E), the guide's embeddings of them.
-    """
-
-    keys: Tensor
-    ids: Tensor | None = None
-    log_q: Tensor | None = None
-    owner: Tensor | None = None
-    private: bool = False
-    guide: Tensor | None = None
-
-    def flat(self) -> "Negatives":
-        """With one row for each key."""
-        if self.keys.dim() == 2:
-            return self
-        N, K, _ = self.keys.shape
-        flattened = (None if part is None else part.flatten(0, 1) for part in (self.keys, self.ids, self.log_q, self.guide))
-        keys, ids, log_q, guide = flattened
-        assert keys is not None
-        owner = torch.arange(N, device=keys.device).repeat_interleave(K)
-        return Negatives(keys, ids, log_q, owner, self.private, guide)
+_SWAPPED: dict[Contrast, Contrast] = {QUERY_KEY: KEY_QUERY, KEY_QUERY: QUERY_KEY, QUERY_QUERY: KEY_KEY, KEY_KEY: QUERY_QUERY}
 
 
 class Direction(NamedTuple):
@@ -85,23 +59,61 @@ class Batch:
 
     query: Tensor  # (N, D)
     key: Tensor  # (N, D)
+    scale: Tensor  # () float64
+    contrast: Sequence[Contrast]
+    symmetric: bool
     run: Execution
-    ids: Tensor | None = None  # (N,)
-    log_q: Tensor | None = None  # (N,)
-    negatives: tuple[Negatives, ...] = ()  # flat
-    limit: Tensor | None = None  # (N,) products above are no negatives
-    guide: tuple[Tensor, Tensor] | None = None  # (N, E), (N, E): whose products are compared with the limit
+    ids: Tensor | None  # (N,)
+    log_q: Tensor | None  # (N,)
+    negatives: tuple[Negatives, ...]  # flat
+    limit: Tensor | None  # (N,) products above are no negatives
+    guide: tuple[Tensor, Tensor] | None  # (N, E), (N, E): whose products are compared with the limit
 
-    def sums(self, scale: Tensor, contrast: Collection[Contrast], *, symmetric: bool) -> Sums:
-        """The sums over the negatives named by `contrast`, and over further negatives; if `symmetric`, also those of keys."""
-        exchanged = [_EXCHANGED[name] for name in contrast] if symmetric else []
-        terms, match, share = self._terms(scale, {*contrast, *exchanged})
-        of_query = [terms[name] for name in contrast] + [self._further(scale, n) for n in self.negatives]
-        of_query += [self._further_of_keys(scale, n) for n in self.negatives if KEY_KEY in contrast and _is_owned(n)]
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        scale: float | Tensor,
+        negatives: Tensor | Negatives | Sequence[Tensor | Negatives] | None,
+        contrast: Sequence[Contrast],
+        *,
+        symmetric: bool,
+        ids: Tensor | None,
+        log_q: Tensor | None,
+        margin: float | Tensor | None,
+        guide: tuple[Tensor, Tensor] | None,
+        reduction: Reduction,
+        group: Group,
+        backend: Backend,
+    ) -> "Batch":
+        """The arguments of a loss, checked."""
+        _check_contrast(contrast)
+        purpose = _purpose(contrast, symmetric=symmetric)
+        run = primitives.pairs(
+            query, key, ("query", "key"), ids=ids, reduction=reduction, group=group, purpose=purpose, backend=backend
+        )
+        checks.offsets(log_q, "log_q", key, "key")
+        further = further_negatives.checked(negatives, query, ids, against_keys=KEY_KEY in contrast, guided=guide is not None)
+        limit = _limit(query, key, margin, guide, backend)
+        number, correction = primitives.number(scale, "scale", query, shared=True), primitives.offsets(log_q, query)
+        return cls(query, key, number, contrast, symmetric, run, ids, correction, further, limit, guide)
+
+    def sums(self, scale: Tensor | None = None) -> Sums:
+        """The sums over the negatives named by `contrast`, and over further negatives; if `symmetric`, also those of keys.
+
+        Args:
+            scale: () in place of the batch's own.
+        """
+        scale = self.scale if scale is None else scale
+        swapped = [_SWAPPED[name] for name in self.contrast] if self.symmetric else []
+        terms, match, share = self._terms(scale, {*self.contrast, *swapped})
+        of_query = [terms[name] for name in self.contrast] + [self._further(scale, n) for n in self.negatives]
+        of_query += [self._further_of_keys(scale, n) for n in self.negatives if KEY_KEY in self.contrast and _is_owned(n)]
         queries = Direction(log_add(of_query, match), match if self.log_q is None else match - self.log_q)
-        if not symmetric:
+        if not self.symmetric:
             return Sums((queries,), share)
-        return Sums((queries, Direction(log_add([terms[name] for name in exchanged], match), match)), share)
+        return Sums((queries, Direction(log_add([terms[name] for name in swapped], match), match)), share)
 
     def _terms(self, scale: Tensor, names: Collection[Contrast]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """One (N,) for each name, the matching similarities and the share."""
@@ -188,7 +200,7 @@ class Batch:
         ).row
 
     def _private(self, scale: Tensor, negatives: Negatives) -> Tensor:  # (N,)
-        """Each query against its own hard negatives alone: O(M·D), no walk."""
+        """Each query against its own hard negatives alone: O(M·D), no pass over pairs."""
         owner = negatives.owner
         assert owner is not None
         products, *_ = matching_products(self.query[owner], negatives.keys, self.run._replace(group=""))
@@ -216,3 +228,42 @@ def _scaled(products: Tensor, scale: Tensor) -> Tensor:  # (K,), () float64
 
 def _is_owned(negatives: Negatives) -> bool:
     return negatives.owner is not None and not negatives.private
+
+
+def _purpose(contrast: Sequence[Contrast], *, symmetric: bool) -> str:
+    """What ranks would not notice by their operations: different contrasts run the same operators."""
+    names: list[str] = [name for name in CONTRASTS if name in contrast] or ["nothing"]
+    return " ".join(["contrast", *names, *(["symmetric"] if symmetric else [])])
+
+
+def _check_contrast(value: Any) -> None:
+    wrong = isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value)
+    if wrong or len(set(value)) < len(value) or not set(value) <= set(CONTRASTS):
+        raise ValueError(f"contrast must be a sequence of different names of {', '.join(map(repr, CONTRASTS))}, got {value!r}")
+
+
+def _limit(
+    query: Tensor, key: Tensor, margin: float | Tensor | None, guide: tuple[Tensor, Tensor] | None, backend: Backend
+) -> Tensor | None:  # (N,)
+    if margin is None and guide is None:
+        return None
+    margin = 0.0 if margin is None else margin
+    if isinstance(margin, Tensor) and margin.numel() != 1:
+        checks.offsets(margin, "margin", query, "query")
+    else:
+        checks.number(margin, "margin", query)
+    if isinstance(margin, Tensor):
+        checks.without_gradient([margin], ["margin"])
+    if guide is None:
+        return ceiling_above(query.detach(), key.detach(), margin, backend)
+    _check_guide(guide, query)
+    return ceiling_above(guide[0], guide[1], margin)
+
+
+def _check_guide(guide: Any, query: Tensor) -> None:
+    if not isinstance(guide, Sequence) or len(guide) != 2:
+        raise TypeError(f"guide must be a pair of embeddings, those of query and of key, got {type(guide).__name__}")
+    names = ("guide[0]", "guide[1]")
+    checks.embeddings(guide[0], guide[1], names, same_rows=True)
+    checks.same_rows(guide[0], names[0], query, "query")
+    checks.without_gradient(guide, names)

@@ -1,12 +1,10 @@
-"""Distillation: a student's similarities follow those of a teacher, which are formed again tile by tile and never stored."""
+"""Distillation: a student's similarities follow a teacher's, which are computed again tile by tile and never stored."""
 
-import torch
 from torch import Tensor
 
-from megabatch import validation
-from megabatch.arguments import Backend, Group, execution, number
-from megabatch.losses.clip import ClipLoss, clip_loss
-from megabatch.losses.sums import pairs, part_of_mean, soft_cross_entropy
+from megabatch import checks
+from megabatch.losses.formulas import reduced
+from megabatch.primitives import Backend, Group, Reduction, execution, number, pairs, soft_cross_entropy
 
 
 def soft_clip_loss(
@@ -17,10 +15,11 @@ def soft_clip_loss(
     teacher_text: Tensor,  # (N, E)
     teacher_scale: float | Tensor,
     *,
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
-    """The symmetric cross-entropy of CLIP with soft targets, those of a teacher, and without either matrix of logits.
+) -> Tensor:  # () or (N,)
+    """The symmetric cross-entropy of CLIP with a teacher's softmax as soft targets, without either matrix of logits.
 
     Same value and gradients as
 
@@ -31,7 +30,10 @@ def soft_clip_loss(
         return (rows + columns) / 2
 
     Never below the entropy of the targets, differentiable once, float32 (float64 for float64 inputs). The teacher gets no
-    gradient. On a GPU kernels finish the tiles that libraries form: none forms two similarities at once.
+    gradient. On a GPU, library products form both similarities in memory, tile by tile, and kernels read them.
+
+    Example:
+        loss = mb.soft_clip_loss(image, text, log_scale.exp(), teacher_image, teacher_text, 100.0)
 
     Args:
         image: (N, D) embeddings, usually of unit length.
@@ -40,45 +42,18 @@ def soft_clip_loss(
         teacher_image: (N, E) the teacher's embeddings of the same images, of any width and dtype.
         teacher_text: (N, E) the teacher's embeddings of the same texts.
         teacher_scale: the teacher's inverse temperature.
-        group: process group to share the batch over, as in `clip_loss`.
-        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        group: see `clip_loss`.
+        backend: see `clip_loss`.
     """
-    run = pairs(image, text, ("image", "text"), group=group, backend=backend)
+    run = pairs(image, text, ("image", "text"), reduction=reduction, group=group, backend=backend)
     names = ("teacher_image", "teacher_text")
     teacher_run = execution(teacher_image, teacher_text, names, same_rows=True, backend=backend)
-    validation.same_rows(teacher_image, names[0], image, "image")
-    validation.without_gradient((teacher_image, teacher_text), names)
+    checks.same_rows(teacher_image, names[0], image, "image")
+    checks.without_gradient((teacher_image, teacher_text), names)
     scale, target_scale = number(logit_scale, "logit_scale", image), number(teacher_scale, "teacher_scale", image)
     if isinstance(teacher_scale, Tensor):
-        validation.without_gradient([teacher_scale], ["teacher_scale"])
+        checks.without_gradient([teacher_scale], ["teacher_scale"])
     teacher = teacher_image, teacher_text, target_scale
     row, col, share = soft_cross_entropy((image, text, scale), teacher, (run, teacher_run))
-    return part_of_mean(torch.stack((row, col)), share / 2)
-
-
-class DistillClipLoss(ClipLoss):
-    """`clip_loss` and `soft_clip_loss` with the constructor and the call of `open_clip.DistillClipLoss`."""
-
-    def forward(  # type: ignore[override]
-        self,
-        image_features: Tensor,  # (N, D)
-        text_features: Tensor,  # (N, D)
-        logit_scale: float | Tensor,
-        dist_image_features: Tensor,  # (N, E)
-        dist_text_features: Tensor,  # (N, E)
-        dist_logit_scale: float | Tensor,
-        output_dict: bool = False,
-    ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
-        """The two losses, or {"contrastive_loss": …, "distill_loss": …}. What has to be frozen, the teacher, is detached."""
-        group = validation.default_group(self.rank, self.world_size)
-        contrastive = clip_loss(image_features, text_features, logit_scale, group=group)
-        distill = soft_clip_loss(
-            image_features,
-            text_features,
-            logit_scale,
-            dist_image_features.detach(),
-            dist_text_features.detach(),
-            dist_logit_scale.detach() if isinstance(dist_logit_scale, Tensor) else dist_logit_scale,
-            group=group,
-        )
-        return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
+    return reduced((row, col), share, reduction)

@@ -1,7 +1,7 @@
 """Hard-negative reweighting (Robinson et al. 2021), and with β = 0 the debiased loss (Chuang et al. 2020).
 
-Negatives count by how similar they are, exp(β·s) normalised, and what chance matches add to them, a part τ⁺ of all keys, is
-subtracted. Both are ratios of sums of exponentials: of (1 + β)·s and of β·s, one walk each.
+A negative is weighted by exp(β·s), normalised. A part τ⁺ of the negatives is expected to match by chance; its share of the
+sum is subtracted. Both need two sums of exponentials, of (1 + β)·s and of β·s, from one pass each.
 """
 
 import math
@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.arguments import Backend, Group
-from megabatch.losses.arguments import batch_of
-from megabatch.losses.contrast import QUERY_KEY, Batch, Contrast
-from megabatch.losses.sums import cross_entropy, part_of_mean, sum_over_ranks
-from megabatch.tiles.precision import accumulator_dtype
+from megabatch.losses.contrast import KEY_KEY, QUERY_KEY, Batch, Contrast
+from megabatch.losses.formulas import cross_entropy, reduced
+from megabatch.losses.negatives import Negatives
+from megabatch.primitives import Backend, Group, Reduction, accumulator_dtype, sum_over_ranks
 
 
 def hcl_loss(
@@ -26,65 +25,78 @@ def hcl_loss(
     scale: float | Tensor,
     beta: float = 1.0,
     tau_plus: float = 0.1,
+    negatives: Tensor | Negatives | Sequence[Tensor | Negatives] | None = None,
     contrast: Sequence[Contrast] = (QUERY_KEY,),
     symmetric: bool = False,
     ids: Tensor | None = None,  # (N,)
+    margin: float | Tensor | None = None,  # or (N,)
+    guide: tuple[Tensor, Tensor] | None = None,  # (N, E), (N, E)
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
-    """InfoNCE whose n negatives are reweighted by exp(β·s) and freed of chance matches.
+) -> Tensor:  # () or (N,)
+    """InfoNCE with its n negatives weighted by exp(β·s), and the expected share of chance matches subtracted.
 
-    Same value and gradients as, with s the similarities to the n negatives of a query and p that to its own key:
+    Same value and gradients as, with s the similarities of a query to its n negatives and p the similarity to its own key:
 
         weighted = n * ((1 + beta) * s).exp().sum(1) / (beta * s).exp().sum(1)
         negatives = ((weighted - tau_plus * n * p.exp()) / (1 - tau_plus)).clamp_min(n * math.exp(-scale))
         return -(p.exp() / (p.exp() + negatives)).log().mean()
 
-    Embeddings have to be of unit length: the clamp is the least that n similarities can add up to. The paper's form for two
-    views is `contrast=("query-key", "query-query"), symmetric=True`. Arguments are those of `info_nce_loss`, and
+    Embeddings must have unit length: the clamp is the least sum of n such similarities. The paper's form for two views is
+    `contrast=("query-key", "query-query"), symmetric=True`. There is no `log_q`: the loss depends on the number of negatives,
+    and a correction for their sampling would change it.
+
+    Example:
+        loss = mb.hcl_loss(query, key, scale=2.0, beta=1.0, tau_plus=0.1, negatives=[hard, bank])
 
     Args:
         query: (N, D) embeddings of unit length.
         key: (N, D) embeddings of unit length; row i belongs to row i of `query`.
         scale: the inverse temperature: a float, or a tensor of one element.
-        beta: how much harder negatives count more; 0 for all alike.
-        tau_plus: how likely a key drawn at random is a match; below 1.
+        beta: concentration of the weights on similar negatives; 0 weights all alike.
+        tau_plus: the probability that a random key is a match; below 1.
+        negatives: see `info_nce_loss`; they count in n.
         contrast: see `info_nce_loss`.
         symmetric: see `info_nce_loss`.
-        ids: see `info_nce_loss`.
-        group: see `info_nce_loss`.
-        backend: see `info_nce_loss`.
+        ids: see `info_nce_loss`; n counts only what is not left out.
+        margin: see `info_nce_loss`; n counts only what is not left out.
+        guide: see `info_nce_loss`.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        group: see `clip_loss`.
+        backend: see `clip_loss`.
     """
     beta = _number("beta", beta, "of at least 0", math.inf)
     tau_plus = _number("tau_plus", tau_plus, "from 0 to below 1", 1)
-    batch, number = batch_of(
+    batch = Batch.of(
         query,
         key,
         scale,
-        None,
+        negatives,
         contrast,
         symmetric=symmetric,
         ids=ids,
         log_q=None,
-        margin=None,
-        guide=None,
+        margin=margin,
+        guide=guide,
+        reduction=reduction,
         group=group,
         backend=backend,
     )
-    counts = _log_counts(batch, number, contrast, symmetric=symmetric)
-    upper, share = batch.sums(number * (1 + beta), contrast, symmetric=symmetric)
-    weights = (
-        [lower.negatives for lower in batch.sums(number * beta, contrast, symmetric=symmetric).directions]
-        if beta > 0
-        else counts
-    )
+    if any(further.log_q is not None for further in batch.negatives):
+        raise ValueError(
+            "negatives.log_q must be None: hcl_loss counts its negatives, and has no correction for their sampling"
+        )
+    counts = _log_counts(batch)
+    upper, share = batch.sums(batch.scale * (1 + beta))
+    weights = [lower.negatives for lower in batch.sums(batch.scale * beta).directions] if beta > 0 else counts
     losses = []
-    for (negatives, match), weight, count in zip(upper, weights, counts, strict=True):
+    for (total, match), weight, count in zip(upper, weights, counts, strict=True):
         match = match / (1 + beta)
-        weighted = negatives - _finite(weight) + _finite(count)
-        freed = _freed_of_matches(weighted, count, match, number, tau_plus)
+        weighted = total - _finite(weight) + _finite(count)
+        freed = _freed_of_matches(weighted, count, match, batch.scale, tau_plus)
         losses.append(cross_entropy(freed, match))
-    return part_of_mean(torch.stack(losses), share / len(losses))
+    return reduced(losses, share, reduction)
 
 
 def _freed_of_matches(
@@ -108,16 +120,22 @@ def _freed_of_matches(
     return torch.where(nothing, -torch.inf, torch.maximum(freed, floor))
 
 
-def _log_counts(batch: Batch, scale: Tensor, contrast: Sequence[Contrast], *, symmetric: bool) -> list[Tensor]:  # (N,) each
+def _log_counts(batch: Batch) -> list[Tensor]:  # (N,) each
     """The logarithm of the number of negatives of each query, and of each key."""
-    if batch.ids is not None:
-        with torch.no_grad():
-            return [
-                counted.negatives for counted in batch.sums(torch.zeros_like(scale), contrast, symmetric=symmetric).directions
-            ]
-    pairs = sum_over_ranks(torch.full_like(scale, len(batch.query)).reshape(1), batch.run)
-    same = ((pairs - 1) * len(contrast)).log().to(accumulator_dtype(batch.query.dtype)).expand(len(batch.query))
-    return [same, same] if symmetric else [same]
+    owned = any(further.owner is not None for further in batch.negatives)
+    if batch.ids is not None or batch.limit is not None or (owned and KEY_KEY in batch.contrast):
+        with torch.no_grad():  # the numbers differ from query to query: sums of exp(0)
+            return [counted.negatives for counted in batch.sums(torch.zeros_like(batch.scale)).directions]
+    N = len(batch.query)
+    shared = sum(len(further.keys) for further in batch.negatives if not further.private)
+    whole = sum_over_ranks(torch.stack([torch.full_like(batch.scale, size) for size in (N, shared)]), batch.run)
+    of_keys = ((whole[0] - 1) * len(batch.contrast)).expand(N)
+    of_queries = of_keys + whole[1]
+    for further in batch.negatives:
+        if further.private and further.owner is not None:
+            of_queries = of_queries.index_add(0, further.owner, torch.ones_like(further.owner, dtype=of_queries.dtype))
+    counts = [of_queries, of_keys] if batch.symmetric else [of_queries]
+    return [count.log().to(accumulator_dtype(batch.query.dtype)) for count in counts]
 
 
 def _finite(logarithm: Tensor) -> Tensor:

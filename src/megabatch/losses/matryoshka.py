@@ -1,17 +1,18 @@
 """CLIP's loss at several widths of the embeddings, so that their first columns are good embeddings by themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch import validation
-from megabatch.arguments import Backend, Group, number
+from megabatch import checks
 from megabatch.losses.clip import clip_loss
 from megabatch.losses.info_nce import info_nce_loss
+from megabatch.primitives import Backend, Group, Reduction, autocast_device, number
 
 
 def matryoshka_clip_loss(
@@ -23,9 +24,10 @@ def matryoshka_clip_loss(
     weights: Sequence[float] | None = None,
     symmetric: bool = True,
     ids: Tensor | None = None,  # (N,)
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The weighted sum of CLIP's losses at several widths.
 
     Same value and gradients as
@@ -45,20 +47,21 @@ def matryoshka_clip_loss(
         loss = mb.matryoshka_clip_loss(image, text, logit_scale, widths=[64, 128, 256], weights=[0.25, 0.5, 1.0])
 
     Args:
-        image: (N, D) embeddings, of any length: every prefix is normalised.
+        image: (N, D) embeddings; they need no unit length, because every prefix is normalised.
         text: (N, D) embeddings; row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
-        widths: how many columns, from the first on, each loss sees; all different, none more than D.
-        weights: one number for each width; all 1 if None.
+        widths: widths of the prefixes; all different, none more than D.
+        weights: one number for each width (default: all 1).
         symmetric: the mean of both directions, as in `clip_loss`; False for image to text alone, as in `info_nce_loss`.
-        ids: one integer for each pair; pairs with the same id are not each other's negatives.
-        group: process group to share the batch over, as in `clip_loss`.
-        backend: "auto", "eager" or "triton".
+        ids: see `clip_loss`.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        group: see `clip_loss`.
+        backend: see `clip_loss`.
     """
-    validation.embeddings(image, text, ("image", "text"), same_rows=True)
-    validation.number(logit_scale, "logit_scale", image)
-    weighted = validation.widths(widths, weights, image)
-    options: dict[str, Any] = {"ids": ids, "group": group, "backend": backend}
+    checks.embeddings(image, text, ("image", "text"), same_rows=True)
+    checks.number(logit_scale, "logit_scale", image)
+    weighted = _weights_by_width(widths, weights, image)
+    options: dict[str, Any] = {"ids": ids, "reduction": reduction, "group": group, "backend": backend}
     scale = number(logit_scale, "logit_scale", image, shared=True)
     # Converted once, so that the gradients of all widths are added in float32.
     images, texts = (side.to(torch.promote_types(side.dtype, torch.float32)) for side in (image, text))
@@ -68,11 +71,34 @@ def matryoshka_clip_loss(
             x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
             loss = clip_loss(x, y, scale, **options) if symmetric else info_nce_loss(x, y, scale=scale, **options)
             losses.append(weight * loss.double())
-    return torch.stack(losses).sum().to(loss.dtype)
+    return torch.stack(losses).sum(0).to(loss.dtype)
 
 
 def _products_in(image: Tensor) -> Any:
     """Float32 prefixes of half-precision embeddings are multiplied in the dtype of the embeddings."""
     if image.dtype in (torch.bfloat16, torch.float16):
-        return torch.autocast(validation.autocast_device(image), image.dtype)
+        return torch.autocast(autocast_device(image), image.dtype)
     return nullcontext()
+
+
+def _weights_by_width(widths: Any, weights: Any, x: Tensor) -> dict[int, float]:
+    """The weight of each width, from the least width to the largest, checked."""
+    if not _is_list_of(Integral, widths):
+        raise TypeError(f"widths must be a sequence of integers, got {widths!r}")
+    D, sizes = x.shape[1], [int(width) for width in widths]
+    if not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 1 or max(sizes) > D:
+        raise ValueError(f"widths must be different integers from 1 to {D}, the width of the embeddings, got {sizes}")
+    if weights is None:
+        return dict.fromkeys(sorted(sizes), 1.0)
+    if not _is_list_of(Real, weights):
+        raise TypeError(f"weights must be None or a sequence of numbers, got {weights!r}")
+    if len(weights) != len(sizes):
+        raise ValueError(f"weights must be {len(sizes)} numbers, one for each width, got {len(weights)}")
+    return dict(sorted(zip(sizes, map(float, weights), strict=True)))
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    """Of numbers, NumPy's too: a list, a tuple or an array; booleans are no numbers."""
+    if isinstance(value, str | Tensor) or not isinstance(value, Collection):
+        return False
+    return all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)

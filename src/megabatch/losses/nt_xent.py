@@ -2,9 +2,18 @@
 
 from torch import Tensor
 
-from megabatch.arguments import Backend, Group, number
-from megabatch.losses.sums import APART, cross_entropy, exact_softplus, logsumexp, pairs, part_of_mean
-from megabatch.pairwise import pairwise_symmetric_logsumexp
+from megabatch.losses.formulas import cross_entropy, reduced
+from megabatch.primitives import (
+    APART,
+    Backend,
+    Group,
+    Reduction,
+    exact_softplus,
+    logsumexp,
+    number,
+    pairs,
+    symmetric_logsumexp,
+)
 
 
 def nt_xent_loss(
@@ -12,9 +21,10 @@ def nt_xent_loss(
     z2: Tensor,  # (N, D)
     scale: float | Tensor = 10.0,
     *,
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The normalized-temperature cross-entropy of SimCLR, without the 2N×2N matrix of logits, each product formed once.
 
     Same value and gradients as
@@ -25,20 +35,25 @@ def nt_xent_loss(
 
     Never negative, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
 
+    Example:
+        loss = mb.nt_xent_loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), scale=10.0)
+
     Args:
         z1: (N, D) embeddings of one view, usually of unit length.
-        z2: (N, D) embeddings of the other; row i is of the same sample as row i of `z1`.
+        z2: (N, D) embeddings of the other view; row i is of the same sample as row i of `z1`.
         scale: the inverse temperature: a float, or a tensor of one element.
-        group: process group to share the batch over, as in `clip_loss`.
-        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+        reduction: "mean", "sum", or "none" for one value per sample, (N,), the mean of its two views. "sum" is N times the
+            mean. See `clip_loss`.
+        group: see `clip_loss`.
+        backend: see `clip_loss`.
     """
-    # Views of other samples: those of the other kind, from one pass over z1·z2ᵀ, and those of the own kind.
-    run = pairs(z1, z2, ("z1", "z2"), group=group, backend=backend)
+    # Negatives are views of other samples: of the other kind, from one pass over z1·z2ᵀ, and of the same kind.
+    run = pairs(z1, z2, ("z1", "z2"), reduction=reduction, group=group, backend=backend)
     factor = number(scale, "scale", z1, shared=True)
     across1, across2, match, share = logsumexp(z1, z2, factor, run, diagonal=APART, columns=True)
-    within1, within2 = (pairwise_symmetric_logsumexp(z, factor, group=group, backend=backend) for z in (z1, z2))
-    losses = _cross_entropy(across1, within1, match) + _cross_entropy(across2, within2, match)
-    return part_of_mean(losses, share / 2)
+    within1, within2 = (symmetric_logsumexp(z, factor, run) for z in (z1, z2))
+    losses = [_cross_entropy(across1, within1, match), _cross_entropy(across2, within2, match)]
+    return reduced(losses, share, reduction)
 
 
 def _cross_entropy(first: Tensor, second: Tensor, match: Tensor) -> Tensor:

@@ -1,14 +1,22 @@
 """The supervised contrastive loss: every row finds the other rows of its label among all rows."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megabatch import validation
-from megabatch.arguments import Backend, Group, number
-from megabatch.losses.sums import cross_entropy, part_of_mean, positive_similarities, positives_logsumexp
-from megabatch.pairwise import pairwise_symmetric_logsumexp
+from megabatch import checks
+from megabatch.losses.formulas import cross_entropy, reduced
+from megabatch.primitives import (
+    Backend,
+    Group,
+    Reduction,
+    execution,
+    number,
+    positive_similarities,
+    positives_logsumexp,
+    symmetric_logsumexp,
+)
 
 
 def sup_con_loss(
@@ -17,9 +25,10 @@ def sup_con_loss(
     scale: float | Tensor = 10.0,
     *,
     form: Literal["out", "in"] = "out",
+    reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
-) -> Tensor:  # ()
+) -> Tensor:  # () or (N,)
     """The supervised contrastive loss, without the N×N matrix of logits, each product formed once.
 
     Same value and gradients as the mean, over all rows that share their label with another, of
@@ -32,27 +41,41 @@ def sup_con_loss(
     and 0 if there are no such rows. Never negative, differentiable once, float32 (float64 for float64 inputs). See
     `pairwise_logsumexp` for the precision.
 
+    Example:
+        loss = mb.sup_con_loss(F.normalize(z, dim=1), labels, scale=10.0)
+
     Args:
         z: (N, D) embeddings, usually of unit length.
-        labels: one integer for each row; rows with the same one are each other's positives.
+        labels: (N,) integers; rows with equal labels are each other's positives.
         scale: the inverse temperature: a float, or a tensor of one element.
         form: where the mean over positives is taken: "out", of logarithms, or "in", of probabilities. "out" is the usual one,
-            and its positives cost O(N·D); those of "in" are formed as tiles once more, in PyTorch operations.
-        group: process group to share the batch over, as in `clip_loss`; a label may occur on several of them.
-        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+            and its positives cost O(N·D). "in" computes the similarities of positives once more, in PyTorch operations.
+        reduction: "mean", "sum", or "none" for one value per row, (N,), 0 for a row without a positive. See `clip_loss`.
+        group: see `clip_loss`; a label may occur on several ranks.
+        backend: see `clip_loss`.
     """
-    validation.embeddings(z, z, ("z", "z"))
-    validation.labels(labels, z)
-    validation.form(form, backend)
-    scale = number(scale, "scale", z, shared=True)
-    mean, count, sole, share = positive_similarities(z, labels, scale, group=group)
+    run = execution(z, z, ("z", "z"), group=group, backend=backend)
+    checks.labels(labels, z)
+    checks.reduction(reduction)
+    _check_form(form, backend)
+    factor = number(scale, "scale", z, shared=True)
+    mean, count, sole, share = positive_similarities(z, labels, factor, run)
     if form == "in":
-        others = pairwise_symmetric_logsumexp(z, scale, exclude=labels, group=group, backend=backend)
-        positives = positives_logsumexp(z, labels, scale, group=group)
+        others = symmetric_logsumexp(z, factor, run, ids=labels)
+        positives = positives_logsumexp(z, labels, factor, run)
         losses = cross_entropy(others, torch.where(count > 0, positives, 0.0)) + count.clamp_min(1).to(mean.dtype).log()
     else:
         # A sole positive is kept apart, so that neither the loss nor its gradient loses digits when it is almost certain. Of
         # several, each is far from certain: the loss is at least the logarithm of their number.
-        others = pairwise_symmetric_logsumexp(z, scale, exclude=sole, group=group, backend=backend)
+        others = symmetric_logsumexp(z, factor, run, ids=sole)
         losses = torch.where(count == 1, cross_entropy(others, mean), others - mean)
-    return part_of_mean(torch.where(count > 0, losses, 0.0), share)
+    return reduced([torch.where(count > 0, losses, 0.0)], share, reduction)
+
+
+def _check_form(value: Any, backend: Backend) -> None:
+    if value not in ("out", "in"):
+        raise ValueError(f"form must be 'out' or 'in', got {value!r}")
+    if value == "in" and backend == "triton":
+        raise ValueError(
+            'backend="triton" cannot serve this call: there are no kernels for the positives of form="in". Use backend="auto"'
+        )

@@ -1,14 +1,15 @@
 """The pairwise operations as PyTorch operators: forward, backward, and the shapes that torch.compile needs.
 
-An operator describes a block, lets a backend walk its tiles, and finishes what the walk leaves (`gradients.py`). Arguments
-are tensors, strings and booleans that were checked before they come here. Operators with a derivative are called by `apply`.
+An operator describes a block, runs a backend's pass over its tiles, and turns the sums of the pass into results
+(`gradients.py`). Arguments are tensors, strings and booleans, and were checked before. Operators with a derivative are
+called by `apply`.
 """
 
 from megabatch.operators.logsumexp import logsumexp
 from megabatch.operators.matching import matching
 from megabatch.operators.positives import positives
 from megabatch.operators.rank import rank
-from megabatch.operators.sigmoid import sigmoid_mean
+from megabatch.operators.sigmoid import sigmoid_loss
 from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
 from megabatch.operators.symmetric_logsumexp import symmetric_logsumexp
@@ -21,7 +22,7 @@ __all__ = [
     "matching",
     "positives",
     "rank",
-    "sigmoid_mean",
+    "sigmoid_loss",
     "soft_cross_entropy",
     "softplus",
     "symmetric_logsumexp",

@@ -1,13 +1,11 @@
-"""From a walk's sums to gradients: what the backward passes of all operators share.
+"""From the sums of a pass to gradients: what the backward functions of all operators share.
 
-A walk leaves out the scale, and the matching pairs where they are kept apart. A matching pair is usually the largest entry of
+A pass leaves out the scale, and the matching pairs where they are kept apart. A matching pair is usually the largest entry of
 its row, and its gradient nearly cancels against the rest of the row; a half-precision tile would not survive that. So it is
 added here in full precision, before anything is rounded to the type of the inputs.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,23 +14,7 @@ from megabatch.tiles.backends import RowWork
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
 from megabatch.tiles.precision import FLOAT16, accumulator_dtype
 
-TWICE = (
-    "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, of which no graph is "
-    "recorded. Call backward() or torch.autograd.grad() without create_graph=True, or torch.func.grad() once."
-)
-
-
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, drow_bias, dcol_bias; empty where not needed
-
-
-@contextmanager
-def on_its_device(x: Tensor) -> Iterator[None]:
-    """Inside an operator: kernels are launched where x is, and autocast is off.
-
-    Autocast was settled before (`compute_precision`); here it would round fp32 sums behind our back.
-    """
-    with torch.autocast(x.device.type, enabled=False), torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        yield
 
 
 def share_of_mean(x: Tensor, share: float) -> Tensor:  # ()
@@ -57,7 +39,7 @@ def empty_gradients(x: Tensor, y: Tensor, scale: Tensor, needs: Needs, dtype: to
 
 
 def column_sums(block: Block, needs: Needs) -> ColumnGradients:
-    """The accumulators that a gradient walk adds to."""
+    """The accumulators that a gradient pass adds to."""
     return ColumnGradients(
         dy=block.zeros(block.M, block.D) if needs.dy else None,
         dcol_bias=block.zeros(block.M) if needs.dcol_bias else None,
@@ -98,7 +80,7 @@ def finish(
     dmatch: Tensor | None = None,  # (N,) gradient of s_ii where the diagonal is kept apart, in units
     dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """Runs the walk and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
+    """Runs the pass and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, scale, needs._replace(dy=False), dtype)
     factor, products = block.scale * unit, None
     of_rows = torch.zeros_like(dscale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
@@ -133,13 +115,3 @@ def finish(
             dbias += dmatch
         dbias *= unit
     return dx, dy, dscale, drow_bias, dcol_bias
-
-
-def asked_for(gradients: Gradients, needs: Needs) -> list[Tensor | None]:
-    """None in the place of what was not computed, as autograd wants it."""
-    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-
-
-def refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
-    """The derivative of a backward operator."""
-    raise RuntimeError(TWICE)

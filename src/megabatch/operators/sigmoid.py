@@ -12,90 +12,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.operators.gradients import (
-    TWICE,
-    Gradients,
-    column_sums,
-    empty_gradients,
-    finish,
-    gradient_unit,
-    on_its_device,
-    statistic,
-)
+from megabatch.operators.definition import TWICE, define
+from megabatch.operators.gradients import column_sums, empty_gradients, finish, gradient_unit, statistic
+from megabatch.operators.softplus import Inputs
 from megabatch.operators.team import assemble
 from megabatch.operators.transforms import differentiable
-from megabatch.tiles.block import Block, Needs
+from megabatch.tiles.block import Needs
 from megabatch.tiles.matching import matching_similarities
-from megabatch.tiles.precision import FLOAT16, accumulator_dtype, by_matmul_setting
+from megabatch.tiles.precision import FLOAT16
 
 
-@torch.library.custom_op("megabatch::sigmoid_mean", mutates_args=())
-def sigmoid_mean(
-    x: Tensor,  # (N, D)
-    y: Tensor,  # (N, D)
-    scale: Tensor,  # ()
-    row_bias: Tensor,  # (N,)
-    ids: Tensor | None,  # (N,)
-    ids_are_positives: bool,
-    precision: str,
-    backend: str,
-    group: str,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _saved_dtype(given: Inputs) -> torch.dtype | None:
+    """The gradients wait for their factor in their own type, except fp16, which could not hold 1/N without its loss scale."""
+    return torch.float32 if torch.float16 in (given.x.dtype, given.y.dtype) else None
+
+
+def _shapes(given: Inputs, mean: bool, needs: list[bool]) -> tuple[Tensor, ...]:
+    gradients = empty_gradients(given.x, given.y, given.scale, Needs(*needs), _saved_dtype(given))
+    return statistic(given.x), *gradients[:4]
+
+
+@define(Inputs, "bool mean, bool[] needs", results=5, fake=_shapes)
+def sigmoid_loss(given: Inputs, mean: bool, needs: list[bool]) -> tuple[Tensor, ...]:
     """(Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] · share, dx, dy, dscale, drow_bias): the loss and its own gradients.
 
-    Pairs with equal ids are left out of the inner sum; or they are positives, and enter it as softplus(−s_ij).
-    The share is 1/N for one process alone; over R ranks with B pairs in all it is R/B, so that the mean over ranks is the loss.
+    The pairs (i, i) have to be kept apart. The share of a mean is 1/N for one process; over R ranks with B pairs in all it is
+    R/B, so that the mean over ranks is the loss. The share of a sum is 1.
     """
-    block = Block(
-        x,
-        y,
-        scale.to(accumulator_dtype(x.dtype)),
-        by_matmul_setting(precision, x.device.type),
-        row_bias,
-        row_ids=ids,
-        col_ids=ids,
-        skip_diagonal=True,
-        ids_are_positives=ids_are_positives and ids is not None,
-    )
-    wanted = Needs(*needs)
-    with on_its_device(x):
-        team = assemble(group, backend, block, "sigmoid loss", needs=wanted, mean=True)
-        match = matching_similarities(block, team.local.matching_products(block))
-        if any(wanted):
-            total = block.zeros(block.N)
-            sums = column_sums(block, wanted)
-            unit = gradient_unit(block, torch.ones_like(block.scale))
-            weight = torch.ones_like(total) / unit if block.precision == FLOAT16 else None
-            strips = team.walks.softplus_gradients(block, weight, sums, wanted, total=total)
-            dmatch = -torch.sigmoid(-match) / unit
-            gradients = finish(
-                team.local,
-                block,
-                strips,
-                sums,
-                wanted,
-                scale=scale,
-                unit=unit * team.share,
-                dmatch=dmatch,
-                dtype=_saved_dtype(x, y),
-            )
-        else:
-            total = team.walks.softplus_sums(block)
-            gradients = empty_gradients(x, y, scale, wanted, _saved_dtype(x, y))
-        total -= F.logsigmoid(match)
-        loss = total.sum(dtype=torch.float64) * team.share
-        return loss.to(block.dtype), *gradients[:4]
-
-
-@sigmoid_mean.register_fake
-def _(x: Tensor, y: Tensor, scale: Tensor, *options: Any) -> Gradients:
-    return statistic(x), *empty_gradients(x, y, scale, Needs(*options[-1]), _saved_dtype(x, y))[:4]
-
-
-def _saved_dtype(x: Tensor, y: Tensor) -> torch.dtype | None:
-    """The gradients wait for their factor in their own type, except fp16, which could not hold 1/N without its loss scale."""
-    return torch.float32 if torch.float16 in (x.dtype, y.dtype) else None
+    block, wanted = given.block(), Needs(*needs)
+    terms = {"the reduction": "mean" if mean else "sum"}
+    team = assemble(given.group, given.backend, block, "sigmoid loss", needs=wanted, mean=True, terms=terms)
+    share = team.share if mean else 1.0
+    match = matching_similarities(block, team.local.matching_products(block))
+    if any(wanted):
+        total = block.zeros(block.N)
+        sums = column_sums(block, wanted)
+        unit = gradient_unit(block, torch.ones_like(block.scale))
+        weight = torch.ones_like(total) / unit if block.precision == FLOAT16 else None
+        strips = team.passes.softplus_gradients(block, weight, sums, wanted, total=total)
+        dmatch = -torch.sigmoid(-match) / unit
+        gradients = finish(
+            team.local,
+            block,
+            strips,
+            sums,
+            wanted,
+            scale=given.scale,
+            unit=unit * share,
+            dmatch=dmatch,
+            dtype=_saved_dtype(given),
+        )
+    else:
+        total = team.passes.softplus_sums(block)
+        gradients = empty_gradients(given.x, given.y, given.scale, wanted, _saved_dtype(given))
+    total -= F.logsigmoid(match)
+    loss = total.sum(dtype=torch.float64) * share
+    return loss.to(block.dtype), *gradients[:4]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -107,11 +79,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dloss: Tensor | None, *dgradients: Tensor | None) -> tuple[Any, ...]:
     if any(d is not None for d in dgradients):
         raise RuntimeError(TWICE)
-    nothing = (None, None, None, None, None, None)
+    nothing = (None,) * 8
     if dloss is None:
         return None, None, None, None, *nothing
     asked = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:4], strict=True)
     return *((dloss * gradient).to(dtype) if need else None for gradient, dtype, need in asked), *nothing
 
 
-differentiable(sigmoid_mean, _backward, _save)
+differentiable(sigmoid_loss, _backward, _save)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from megabatch.ring.agreement import agree, settle
-from megabatch.ring.exchange import Exchange
 from megabatch.ring.lap import Tensors
+from megabatch.ring.passes import RingPasses
+from megabatch.ring.ranks import Ranks
 from megabatch.ring.symmetric import RingHalf
-from megabatch.ring.topology import Members
-from megabatch.ring.walks import RingWalks
-from megabatch.tiles.backends import RowWork, Walks, sums_dtype, walks
+from megabatch.tiles.backends import Passes, RowWork, backend_for, sums_dtype
 from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.symmetric import Half
 
@@ -24,9 +23,9 @@ Look = Callable[[Tensors, bool], None]  # tensors of some blocks, and whether th
 
 @dataclass(frozen=True)
 class Team:
-    """One process: the walks over its block, and what a mean over all pairs of the batch takes."""
+    """The passes over a block, of one process or of all ranks, and what a mean over all pairs of the batch takes."""
 
-    walks: Walks
+    passes: Passes | RingPasses
     local: RowWork  # work on rows, by this rank alone
     share: float  # Σ over local pairs · share, averaged over the ranks, is the mean over all pairs of the batch
     rank: int = 0
@@ -34,42 +33,26 @@ class Team:
 
     def visit(self, own: list[Tensor], look: Look) -> None:
         """`look` at the tensors of the own block, then at those of all other ranks."""
-        look(own, True)
+        if isinstance(self.passes, RingPasses):
+            self.passes.visit(own, look)
+        else:
+            look(own, True)
 
     def largest(self, number: Tensor) -> Tensor:  # ()
         """The largest of all ranks' numbers; it keeps a NaN, and all ranks see the same."""
-        return number
+        return (
+            torch.cat(self.passes.ranks.all_gather(number.reshape(1))).amax() if isinstance(self.passes, RingPasses) else number
+        )
 
     def total(self, number: Tensor) -> Tensor:  # ()
         """The sum of all ranks' numbers."""
-        return number
+        return (
+            torch.cat(self.passes.ranks.all_gather(number.reshape(1))).sum() if isinstance(self.passes, RingPasses) else number
+        )
 
     def symmetric(self, half: Half) -> Half | RingHalf:
-        """The walks over the upper half of a symmetric block, over all ranks."""
-        return half
-
-
-@dataclass(frozen=True)
-class RingTeam(Team):
-    """All ranks of a group."""
-
-    walks: RingWalks
-
-    def visit(self, own: list[Tensor], look: Look) -> None:
-        """`look` at the tensors of the own block, then at those of all other ranks."""
-        self.walks.visit(own, look)
-
-    def largest(self, number: Tensor) -> Tensor:  # ()
-        """The largest of all ranks' numbers; it keeps a NaN, and all ranks see the same."""
-        return torch.cat(self.walks.exchange.everyone(number.reshape(1))).amax()
-
-    def total(self, number: Tensor) -> Tensor:  # ()
-        """The sum of all ranks' numbers."""
-        return torch.cat(self.walks.exchange.everyone(number.reshape(1))).sum()
-
-    def symmetric(self, half: Half) -> Half | RingHalf:
-        """The walks over the upper half of a symmetric block, over all ranks."""
-        return RingHalf(half, self.walks)
+        """The passes over the upper half of a symmetric block."""
+        return RingHalf(half, self.passes) if isinstance(self.passes, RingPasses) else half
 
 
 def assemble(
@@ -82,33 +65,33 @@ def assemble(
     mean: bool = False,
     terms: Mapping[str, Any] = MappingProxyType({}),
 ) -> Team:
-    """The team for one walk over `block`. With a group, all ranks have to call this with the same terms.
+    """The team for one pass over `block`. With a group, all ranks have to call this with the same terms.
 
     Args:
-        group: a route (`ring.topology`); empty for this process alone.
-        backend: which walks serve this rank's part.
+        group: an address (`ring.topology`); empty for one process.
+        backend: of this rank's part.
         block: local rows and columns.
         operation: what is done, for messages.
-        needs: which gradients the walk is to find, if it is to find any.
+        needs: which gradients the pass has to compute, if any.
         mean: whether there has to be at least one pair, somewhere.
         terms: by name, further values that must be the same on all ranks.
     """
     if not group:
-        own = walks(backend, block)
+        own = backend_for(backend, block)
         return Team(own, own, 1 / max(block.N, 1))
-    members = Members.of(group)
-    exchange = Exchange(members, f"{operation} ({members.purpose})" if members.purpose else operation, block.x.device)
-    census = agree(exchange, {**_terms(members, backend, block, needs), **terms}, block.N, block.M)
-    if mean and sum(census.rows) == 0:
+    ranks = Ranks.at(group, operation, block.x.device)
+    ranks = agree(ranks, {**_terms(ranks, backend, block, needs), **terms}, block.N, block.M)
+    if mean and sum(ranks.rows) == 0:
         raise ValueError("the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank")
     column_bytes = block.D * (block.y.element_size() + block.dtype.itemsize)
-    schedule = settle(members, census, column_bytes)
-    local, sums = walks(backend, block), sums_dtype(backend, block.dtype)
-    around = RingWalks(exchange, schedule, census, partial(walks, backend), local, sums)
-    return RingTeam(around, local, members.size / max(sum(census.rows), 1), members.rank, members.size)
+    local = backend_for(backend, block)
+    around = RingPasses(
+        ranks, settle(ranks, column_bytes), partial(backend_for, backend), local, sums_dtype(backend, block.dtype)
+    )
+    return Team(around, local, ranks.size / max(sum(ranks.rows), 1), ranks.rank, ranks.size)
 
 
-def _terms(members: Members, backend: str, block: Block, needs: Needs | None) -> dict[str, Any]:
+def _terms(ranks: Ranks, backend: str, block: Block, needs: Needs | None) -> dict[str, Any]:
     dtypes = " and ".join(str(side.dtype).removeprefix("torch.") for side in (block.x, block.y))
     return {
         "the width of the embeddings": block.D,
@@ -116,7 +99,7 @@ def _terms(members: Members, backend: str, block: Block, needs: Needs | None) ->
         "the precision": block.precision,
         "the backend": backend,
         "the kind of device": block.x.device.type,
-        "the schedule": members.schedule,
+        "the route": ranks.route,
         "what is excluded": _excluded(block),
         "what ids mean": "positives" if block.ids_are_positives else "no negatives",
         "what a second model sees": _seen(block),

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from megabatch.operators.transforms import apply, differentiable
 from megabatch.ring.agreement import agree
-from megabatch.ring.exchange import Exchange
-from megabatch.ring.topology import Members
+from megabatch.ring.ranks import Ranks
 
 
 @torch.library.custom_op("megabatch::total", mutates_args=())
@@ -16,10 +15,9 @@ def total(values: Tensor, group: str) -> Tensor:  # (K,)
     """Σ over ranks, in their order, so that all of them have the same bits."""
     if not group:
         return values.clone()
-    exchange = Exchange(Members.of(group), "sum over ranks", values.device)
-    terms = {"the length": len(values), "the dtype": values.dtype}
-    agree(exchange, terms, 0, 0)
-    return torch.stack(exchange.everyone(values.contiguous())).sum(0)
+    ranks = Ranks.at(group, "sum over ranks", values.device)
+    agree(ranks, {"the length": len(values), "the dtype": values.dtype}, 0, 0)
+    return torch.stack(ranks.all_gather(values.contiguous())).sum(0)
 
 
 @total.register_fake

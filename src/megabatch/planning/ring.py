@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megabatch.ring import schedule as schedules
-from megabatch.ring.schedule import Hop, Nodes, Schedule
+from megabatch.ring import routes
+from megabatch.ring.routes import Hop, Nodes, Route
 
-SCHEDULES: dict[str, Callable[[Nodes], Schedule]] = {
-    "ring": schedules.ring,
-    "two_level": schedules.two_level,
-    "gather": schedules.gather,
+SCHEDULES: dict[str, Callable[[Nodes], Route]] = {
+    "ring": routes.ring,
+    "two_level": routes.two_level,
+    "gather": routes.gather,
 }
 
 
@@ -97,7 +97,7 @@ class Cost:
     exposed: float  # seconds in which the last rank to finish waits for messages
 
 
-def traffic(schedule: Schedule, columns: list[int], lap: Pass) -> list[int]:
+def traffic(schedule: Route, columns: list[int], lap: Pass) -> list[int]:
     """Bytes that each rank sends, exactly."""
     sent = [0] * len(columns)
     for hop, size in _messages(schedule, columns, lap):
@@ -152,7 +152,7 @@ def predict_step(name: str, cluster: Cluster, batch: int, D: int, passes: list[P
     )
 
 
-def _messages(schedule: Schedule, columns: list[int], lap: Pass) -> list[tuple[Hop, int]]:
+def _messages(schedule: Route, columns: list[int], lap: Pass) -> list[tuple[Hop, int]]:
     def size(hop: Hop, per_column: int) -> int:
         return hop.length(columns[hop.block]) * per_column
 
@@ -163,7 +163,7 @@ def _messages(schedule: Schedule, columns: list[int], lap: Pass) -> list[tuple[H
 class _Simulation:
     """Clocks of ranks and links, moved forward step by step."""
 
-    def __init__(self, schedule: Schedule, cluster: Cluster, columns: list[int], D: int, lap: Pass) -> None:
+    def __init__(self, schedule: Route, cluster: Cluster, columns: list[int], D: int, lap: Pass) -> None:
         self.schedule, self.cluster, self.columns, self.D, self.lap = schedule, cluster, columns, D, lap
         self._free: dict[tuple[str, int, int], float] = defaultdict(float)  # when a link can take the next message
         self._block_arrives: dict[tuple[int, int], float] = defaultdict(float)  # (rank, step)

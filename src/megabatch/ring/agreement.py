@@ -1,42 +1,35 @@
-"""Before a lap: do all ranks mean the same? One small message each, so that all of them get the same answer, or the same error.
+"""Before a lap, the ranks compare their arguments: one small message each, so that all of them raise the same error, or none.
 
-It also tells everybody how many rows and columns each rank has, which may differ, and on which node it is.
+The message also has the number of rows and columns of the rank, which may differ, and its node.
 """
 
 import hashlib
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from megabatch.ring import schedule as schedules
-from megabatch.ring.exchange import Exchange
-from megabatch.ring.schedule import Nodes, Schedule
-from megabatch.ring.topology import AUTO, GATHER, RING, TWO_LEVEL, Members, nodes_from, own_node
+from megabatch.ring import routes
+from megabatch.ring.ranks import Ranks
+from megabatch.ring.routes import Route
+from megabatch.ring.topology import AUTO, GATHER, RING, TWO_LEVEL, nodes_from, own_node
 
 MESSAGE_BYTES = 1024
 TERM_BYTES = 56  # at most; longer ones are cut, and compared by a hash
 
 # The blocks of all ranks and the sums of their gradients may be held by every rank when they take no more than this. Then few
-# large messages and one large piece of work are better than many small ones (docs/ring.md has the measurement).
+# large messages and one large block are better than many small ones (docs/ring.md has the measurement).
 GATHER_BYTES = 8 * 2**20
 
 
-class Census(NamedTuple):
-    """What all ranks together have."""
-
-    rows: tuple[int, ...]  # of each rank
-    columns: tuple[int, ...]
-    nodes: Nodes
-
-
-def agree(exchange: Exchange, terms: dict[str, Any], rows: int, columns: int) -> Census:
-    """Raises the same `ValueError` on every rank if the operation, or any of its terms, differs between ranks.
+def agree(ranks: Ranks, terms: dict[str, Any], rows: int, columns: int) -> Ranks:
+    """The ranks, with the rows, columns and node of each. Raises the same `ValueError` on all of them if they disagree.
 
     The operation comes first and alone: terms of different operations have nothing to do with one another.
     """
-    values = [exchange.operation, *(_shortened(str(value)) for value in terms.values())]
-    texts = _everyone(exchange, "\n".join([*values, str(rows), str(columns), str(own_node())]))
+    values = [ranks.operation, *(_shortened(str(value)) for value in terms.values())]
+    texts = _gathered(ranks, "\n".join([*values, str(rows), str(columns), str(own_node())]))
     table = [text.split("\n") for text in texts]
     operations = [line[0] for line in table]
     compared = {"the operation": operations}
@@ -46,7 +39,7 @@ def agree(exchange: Exchange, terms: dict[str, Any], rows: int, columns: int) ->
     if complaints:
         raise ValueError(f"the ranks of the group disagree: {'; '.join(complaints)}")
     own_rows, own_columns, node_of = ([int(line[i]) for line in table] for i in (-3, -2, -1))
-    return Census(tuple(own_rows), tuple(own_columns), nodes_from(node_of))
+    return replace(ranks, rows=tuple(own_rows), columns=tuple(own_columns), nodes=nodes_from(node_of))
 
 
 def _shortened(text: str) -> str:
@@ -56,15 +49,15 @@ def _shortened(text: str) -> str:
     return f"{text[: TERM_BYTES - 14]}... #{hashlib.sha256(text.encode()).hexdigest()[:9]}"
 
 
-def _everyone(exchange: Exchange, text: str) -> list[str]:
+def _gathered(ranks: Ranks, text: str) -> list[str]:
     message = text.encode()
     assert len(message) <= MESSAGE_BYTES, "the terms of an operation are few and short"
     # A stream of its own: what this waits for is the other ranks, not the work that is queued on the device.
-    device = exchange.device
+    device = ranks.device
     aside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
     with aside:
         own = torch.tensor(list(message.ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device=device)
-        texts = torch.stack(exchange.everyone(own)).cpu()
+        texts = torch.stack(ranks.all_gather(own)).cpu()
     return [bytes(line.tolist()).rstrip(b"\0").decode() for line in texts]
 
 
@@ -75,33 +68,32 @@ def _who_has_what(values: list[str]) -> str:
     return ", ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {' '.join(who)}" for value, who in ranks.items())
 
 
-def settle(members: Members, census: Census, column_bytes: int) -> Schedule:
-    """The schedule that was asked for, made for these ranks; the same on all of them.
+def settle(ranks: Ranks, column_bytes: int) -> Route:
+    """The route that was asked for, made for these ranks; the same on all of them.
 
     "auto": gather while everything is small, two levels where several nodes have equally many ranks and more than one, or else
     a ring.
 
     Args:
-        members: who takes part, and what was asked for.
-        census: what they have.
+        ranks: that have agreed.
         column_bytes: of one column and the sums of its gradient.
     """
-    kind, _, given = members.schedule.partition(":")
-    nodes = census.nodes
+    kind, _, given = ranks.route.partition(":")
+    nodes = ranks.nodes
     if given:
         size = int(given)
-        nodes = nodes_from([rank // size for rank in range(members.size)])
+        nodes = nodes_from([rank // size for rank in range(ranks.size)])
     equal = len({len(node) for node in nodes}) == 1
     if kind == AUTO:
-        if sum(census.columns) * column_bytes <= GATHER_BYTES:
+        if sum(ranks.columns) * column_bytes <= GATHER_BYTES:
             kind = GATHER
         else:
-            kind = TWO_LEVEL if equal and 1 < len(nodes) < members.size else RING
+            kind = TWO_LEVEL if equal and 1 < len(nodes) < ranks.size else RING
     if kind == GATHER:
-        return schedules.gather(nodes)
+        return routes.gather(nodes)
     if kind == RING:
-        return schedules.ring(nodes)
+        return routes.ring(nodes)
     if not equal:
         counts = ", ".join(str(len(node)) for node in nodes)
-        raise ValueError(f"the schedule 'two_level' needs equally many ranks on every node, got {counts}; use 'ring'")
-    return schedules.two_level(nodes)
+        raise ValueError(f"the route 'two_level' needs equally many ranks on every node, got {counts}; use 'ring'")
+    return routes.two_level(nodes)

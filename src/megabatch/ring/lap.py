@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megabatch.ring.exchange import Exchange, Parcel, Pending
-from megabatch.ring.schedule import Hop, Schedule
+from megabatch.ring.ranks import Parcel, Pending, Ranks
+from megabatch.ring.routes import Hop, Route
 
 Tensors = Sequence[Tensor]  # all of a block, or of some blocks one after another; their first dimension is its columns
 Work = Callable[[tuple[int, ...], Tensors], Tensors]  # blocks and what travels of them → what was summed for their columns
@@ -28,12 +28,12 @@ class _Room:
 
 
 class Lap:
-    """The way of one rank through a schedule."""
+    """The way of one rank through a route."""
 
-    def __init__(self, schedule: Schedule, exchange: Exchange, columns: Sequence[int]) -> None:
-        self.schedule, self.exchange, self.columns = schedule, exchange, columns
-        self.rank = exchange.members.rank
-        self._block_hops, self._sum_hops = schedule.hops_of[self.rank]
+    def __init__(self, route: Route, ranks: Ranks) -> None:
+        self.route, self.ranks, self.columns = route, ranks, ranks.columns
+        self.rank = ranks.rank
+        self._block_hops, self._sum_hops = route.hops_of[self.rank]
         self._rooms: dict[int, _Room] = {}
         self._sums_coming: dict[int, list[tuple[Hop, Tensors, Pending]]] = defaultdict(list)
         self._going: list[Pending] = []
@@ -43,8 +43,8 @@ class Lap:
         own = [tensor.contiguous() for tensor in own]
         home: Tensors = ()
         blocks_here, sums_here = _Stock(self._block_hops, self.rank), _Stock(self._sum_hops, self.rank)
-        for step in range(self.schedule.steps):
-            blocks = self.schedule.work[step][self.rank]
+        for step in range(self.route.steps):
+            blocks = self.route.work[step][self.rank]
             here = self._arrived(step) if step else own
             blocks_here.put(zip(blocks, self._split(here, blocks), strict=True))
             self._post_blocks(step, blocks_here, here)
@@ -64,7 +64,7 @@ class Lap:
         hops = self._block_hops.get(step, [])
         arriving = [hop for hop in hops if hop.target == self.rank]
         receives = [Parcel(hop.source, self._part(self._room(hop.needed, like).parts[hop.block], hop)) for hop in arriving]
-        pending = self._post(hops, stock, receives, f"at step {step + 1} of {self.schedule.steps}")
+        pending = self._post(hops, stock, receives, f"at step {step + 1} of {self.route.steps}")
         for hop in arriving:
             self._rooms[hop.needed].pending.append(pending)
 
@@ -72,14 +72,14 @@ class Lap:
         hops = self._sum_hops.get(step, [])
         arriving = [hop for hop in hops if hop.target == self.rank]
         receives = [Parcel(hop.source, _empty(like, hop.length(self.columns[hop.block]))) for hop in arriving]
-        pending = self._post(hops, stock, receives, f"after step {step + 1} of {self.schedule.steps}")
+        pending = self._post(hops, stock, receives, f"after step {step + 1} of {self.route.steps}")
         for hop, receive in zip(arriving, receives, strict=True):
             self._sums_coming[hop.needed].append((hop, receive.tensors, pending))
 
     def _post(self, hops: list[Hop], stock: "_Stock", receives: list[Parcel], where: str) -> Pending:
         leaving = [hop for hop in hops if hop.source == self.rank]
-        sends = [Parcel(hop.target, self._part(stock[hop.block], hop), self.schedule.crosses(hop)) for hop in leaving]
-        pending = self.exchange.post(sends, receives, where=where)
+        sends = [Parcel(hop.target, self._part(stock[hop.block], hop), self.route.crosses(hop)) for hop in leaving]
+        pending = self.ranks.post(sends, receives, where=where)
         self._going = [*(other for other in self._going if other.is_under_way), pending]
         if not OVERLAP:
             pending.wait()
@@ -98,7 +98,7 @@ class Lap:
 
     def _room(self, step: int, like: Tensors) -> _Room:
         if step not in self._rooms:
-            blocks = self.schedule.work[step][self.rank]
+            blocks = self.route.work[step][self.rank]
             whole = _empty(like, sum(self.columns[block] for block in blocks))
             self._rooms[step] = _Room(whole, dict(zip(blocks, self._split(whole, blocks), strict=True)))
         return self._rooms[step]
@@ -106,8 +106,7 @@ class Lap:
     def _split(self, tensors: Tensors, blocks: Sequence[int]) -> list[Tensors]:
         """By block."""
         sizes = [self.columns[block] for block in blocks]
-        pieces = [torch.split(tensor, sizes) for tensor in tensors]
-        return [[piece[i] for piece in pieces] for i in range(len(blocks))]
+        return list(zip(*(torch.split(tensor, sizes) for tensor in tensors), strict=True)) if tensors else [()] * len(blocks)
 
     def _part(self, tensors: Tensors, hop: Hop) -> Tensors:
         return [tensor[hop.part(self.columns[hop.block])] for tensor in tensors]

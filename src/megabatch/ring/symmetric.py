@@ -2,8 +2,8 @@
 
 In a lap rank r sees block b and rank b sees block r: the same similarities, once as they are and once transposed. The lower of
 the two takes the first half of its own rows against all of the other's; the higher takes all of its own against the second
-half of the other's. So every product is formed once, all ranks have equal work whatever the schedule, and one visit serves
-both sides. The blocks still make the whole lap: half the products of `RingWalks`, all of its messages.
+half of the other's. So every product is formed once, all ranks have equal work whatever the route, and one visit serves
+both sides. The blocks still make the whole lap: half the products of `RingPasses`, all of its messages.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megabatch.ring.lap import Lap, Merge, Tensors
-from megabatch.ring.walks import RingWalks
+from megabatch.ring.passes import RingPasses, add, prepared_for_travel
 from megabatch.tiles.block import Block
 from megabatch.tiles.logsum import LogSum
-from megabatch.tiles.precision import HALF_DTYPE
 from megabatch.tiles.symmetric import Half, Rectangle, Side, part_of
 
 _Visit = Callable[[Block, list[Rectangle], Tensors], Tensors]
@@ -26,11 +25,11 @@ class RingHalf:
     """`Half`, taken round the ring: blocks are this rank's rows, sums are over those of all ranks."""
 
     half: Half
-    ring: RingWalks
+    ring: RingPasses
 
     def statistics(self, block: Block) -> LogSum:
         """Sums of exp(s) over each local row, (N,)."""
-        block = _as_it_travels(block)
+        block = prepared_for_travel(block)
         row = LogSum.empty(block.N, dtype=self.ring.sums_dtype, device=block.x.device)
 
         def own() -> Tensors:
@@ -49,7 +48,7 @@ class RingHalf:
 
     def gradients(self, block: Block, side: Side, dscale: Tensor | None) -> None:
         """Adds the gradients of all ranks' ⟨dsums, log sums⟩ with respect to the local rows."""
-        block = _as_it_travels(block)
+        block = prepared_for_travel(block)
 
         def own() -> Tensors:
             self.half.gradients(block, side, dscale)
@@ -63,46 +62,33 @@ class RingHalf:
                 self.half.add_gradients(part, side.part(rows), others.part(columns), dscale)
             return [others.dz]
 
-        self._lap(block, [*side.sums, side.dsums], own, visit, _add)
+        self._lap(block, [*side.sums, side.dsums], own, visit, add)
 
     def _lap(self, block: Block, extra: list[Tensor], own: Callable[[], Tensors], visit: _Visit, merge: Merge) -> None:
         """`own` is done while the first blocks are under way, and to what it returns the sums that come home are added.
 
         `visit` gets the local rows against those that are here, and which rectangles of them are this rank's to do.
         """
-        exchange, columns = self.ring.exchange, self.ring.census.columns
         travels = [tensor for tensor in (block.y, block.col_ids) if tensor is not None]
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            if blocks == (exchange.members.rank,):
+            if blocks == (self.ring.ranks.rank,):
                 return own()
             y, *rest = here
             col_ids = None if block.col_ids is None else rest.pop(0)
             visited = replace(block, y=y, col_ids=col_ids, skip_diagonal=False)
             return visit(visited, list(self._shares(visited, blocks)), rest)
 
-        Lap(self.ring.schedule, exchange, columns).run([*travels, *extra], work, merge)
+        Lap(self.ring.route, self.ring.ranks).run([*travels, *extra], work, merge)
 
     def _shares(self, visited: Block, blocks: tuple[int, ...]) -> Iterator[Rectangle]:
         """Which rows and columns of the blocks that are here, one after another, are this rank's to do."""
         start = 0
         for other in blocks:
-            size = self.ring.census.columns[other]
-            lower = self.ring.exchange.members.rank < other
+            size = self.ring.ranks.columns[other]
+            lower = self.ring.ranks.rank < other
             rows = slice(0, visited.N // 2 if lower else visited.N)
             columns = slice(start if lower else start + size // 2, start + size)
             if rows.stop and columns.start < columns.stop:
                 yield from self.half.bands(visited, rows, columns)
             start += size
-
-
-def _as_it_travels(block: Block) -> Block:
-    """Rounded to half precision once where products see no more, ids as wide as others'."""
-    z = block.x.to(HALF_DTYPE.get(block.precision, block.x.dtype))
-    ids = None if block.row_ids is None else block.row_ids.long()
-    return replace(block, x=z, y=z, row_ids=ids, col_ids=ids)
-
-
-def _add(sums: Tensors, others: Tensors) -> None:
-    for part, other in zip(sums, others, strict=True):
-        part.add_(other)

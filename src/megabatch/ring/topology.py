@@ -1,84 +1,73 @@
-"""Who takes part: process groups by name, the nodes they span, and the way round that was asked for.
+"""Process groups as strings, the nodes they span, and the route that was asked for.
 
-PyTorch operators take tensors, numbers and strings. A group therefore goes into them as a string, its *route*: the schedule,
-the purpose of the operation where a loss has named one, and the group's name, `"auto@@0"`. An empty string is this process
-alone. What belongs to PyTorch's internals is wrapped here.
+PyTorch operators take tensors, numbers and strings. A group therefore goes into them as a string, its *address*: the route, the
+purpose of the operation where a loss has named one, and the group's name, `"auto@@0"`. An empty string is one process. What
+belongs to PyTorch's internals is wrapped here.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megabatch.ring.schedule import Nodes
+from megabatch.ring.routes import Nodes
 
 AUTO, RING, TWO_LEVEL, GATHER = "auto", "ring", "two_level", "gather"
-SCHEDULES = (AUTO, RING, TWO_LEVEL, GATHER)
+ROUTES = (AUTO, RING, TWO_LEVEL, GATHER)
 VARIABLE = "MEGABATCH_RING"
 
 
-def check_schedule(value: Any, name: str = "schedule") -> str:
+def check_route(value: Any, name: str = "route") -> str:
     """One of the names, or "two_level:4" for nodes of four ranks each."""
     kind, colon, size = value.partition(":") if isinstance(value, str) else (None, "", "")
-    if kind not in SCHEDULES or (colon and not (kind == TWO_LEVEL and size.isdecimal() and int(size) > 0)):
-        names = ", ".join(map(repr, SCHEDULES))
+    if kind not in ROUTES or (colon and not (kind == TWO_LEVEL and size.isdecimal() and int(size) > 0)):
+        names = ", ".join(map(repr, ROUTES))
         raise ValueError(f"{name} must be one of {names}, or 'two_level:4' for nodes of 4 ranks, got {value!r}")
     return str(value)
 
 
 # Read once, because the compiler cannot trace the reading; `using` changes it.
-_schedule = check_schedule(os.environ.get(VARIABLE, AUTO), f"the environment variable {VARIABLE}")
+_route = check_route(os.environ.get(VARIABLE, AUTO), f"the environment variable {VARIABLE}")
 
 
 @contextmanager
-def using(schedule: str) -> Iterator[None]:
-    """Within it, losses over a group go round by this schedule: "auto", "ring", "two_level", "two_level:4" or "gather".
+def using(route: str) -> Iterator[None]:
+    """Within it, losses over a group use this route: "auto", "ring", "two_level", "two_level:4" or "gather".
 
     All ranks have to choose the same. The backward pass goes the way its forward pass went. The environment variable
     MEGABATCH_RING sets it for the whole program.
     """
-    global _schedule
-    before, _schedule = _schedule, check_schedule(schedule)
+    global _route
+    before, _route = _route, check_route(route)
     try:
         yield
     finally:
-        _schedule = before
+        _route = before
 
 
-def route(group: "dist.ProcessGroup | None", purpose: str = "") -> str:
-    """What an operator is given: empty for one process alone.
+def address(group: "dist.ProcessGroup | None", purpose: str = "") -> str:
+    """A process group as operators take it; empty for one process.
 
     Args:
         group: the processes.
-        purpose: what the operation is for, which all ranks have to agree on, and which messages name.
+        purpose: of the operation; all ranks have to agree on it, and messages name it.
     """
-    return "" if group is None or group.size() == 1 else f"{_schedule}@{purpose}@{group.group_name}"
+    return "" if group is None or group.size() == 1 else f"{_route}@{purpose}@{group.group_name}"
 
 
-@dataclass(frozen=True)
-class Members:
-    """The processes of a group, as this one sees them."""
+def resolved(address: str) -> tuple[str, str, "dist.ProcessGroup"]:
+    """(route, purpose, process group) of an address that is not empty."""
+    route, purpose, name = address.split("@", 2)
+    return route, purpose, dist.distributed_c10d._resolve_process_group(name)  # type: ignore
 
-    group: "dist.ProcessGroup"
-    rank: int  # in the group, as everywhere here
-    size: int
-    schedule: str  # as asked for
-    purpose: str = ""  # of the operation, if it has one
 
-    @classmethod
-    def of(cls, route: str) -> "Members":
-        """Of a route that is not empty."""
-        schedule, purpose, name = route.split("@", 2)
-        group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore
-        return cls(group, group.rank(), group.size(), schedule, purpose)
-
-    def is_staged(self, device: torch.device) -> bool:
-        """Whether tensors of this device have to go through host memory: gloo sends nothing else."""
-        return device.type == "cuda" and self.group._get_backend(device).name() == "gloo"
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def rank_at(address: str) -> int:
+    """This process's rank in the group of an address."""
+    return dist.get_rank(resolved(address)[2]) if address else 0
 
 
 def own_node() -> int:
@@ -91,9 +80,3 @@ def own_node() -> int:
 def nodes_from(node_of: list[int]) -> Nodes:
     """Ranks by node, from the node of each rank."""
     return tuple(tuple(r for r, node in enumerate(node_of) if node == n) for n in sorted(set(node_of)))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def rank_on(route: str) -> int:
-    """This process's place in the group of a route."""
-    return Members.of(route).rank if route else 0

@@ -1,1 +1,1 @@
-"""One device: how a block of similarities is walked tile by tile. Knows nothing of ranks."""
+"""One device: passes over the tiles of a block of similarities. Knows nothing of ranks."""

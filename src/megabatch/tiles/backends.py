@@ -1,4 +1,4 @@
-"""Which walks serve a call: PyTorch operations everywhere, Triton kernels where they run."""
+"""Which backend serves a call: PyTorch operations everywhere, Triton kernels where they run."""
 
 import importlib.util
 import os
@@ -18,8 +18,8 @@ EAGER: Final = "eager"
 TRITON: Final = "triton"
 
 
-class Walks(Protocol):
-    """The walks over the tiles of a block. `eager` says what each of them means."""
+class Passes(Protocol):
+    """The passes over the tiles of a block. `eager` says what each of them means."""
 
     def logsumexp_statistics(self, block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]: ...  # noqa: D102
 
@@ -57,7 +57,7 @@ class Walks(Protocol):
 
 
 class RowWork(Protocol):
-    """What is done row by row, without walking over tiles. `matching` says what each of them means."""
+    """What is done row by row, without a pass over tiles. `matching` says what each of them means."""
 
     def matching_products(self, block: Block) -> Tensor: ...  # noqa: D102
 
@@ -74,8 +74,8 @@ class RowWork(Protocol):
     ) -> Tensor | None: ...
 
 
-class Backend(Walks, RowWork, Protocol):
-    """A backend: walks over tiles and work on rows."""
+class Backend(Passes, RowWork, Protocol):
+    """A backend: passes over tiles and work on rows."""
 
 
 def _find_triton() -> bool:
@@ -120,10 +120,10 @@ def sums_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if backend == TRITON else dtype
 
 
-def walks(backend: str, block: Block) -> Backend:
-    """The walks of a backend, by its name; a block without similarities needs no kernels."""
-    if backend == EAGER or block.is_empty:
+def backend_for(name: str, block: Block) -> Backend:
+    """A backend by its name; a block without similarities needs no kernels."""
+    if name == EAGER or block.is_empty:
         return eager
-    from megabatch.tiles import triton_walks
+    from megabatch.tiles import triton_backend
 
-    return triton_walks
+    return triton_backend

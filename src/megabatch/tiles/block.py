@@ -1,13 +1,13 @@
-"""A block of similarities and its gradients: what the walks over tiles are given, and what they give back."""
+"""A block of similarities and its gradients: what the passes over tiles take and return."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megabatch.tiles.precision import accumulator_dtype
+from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,13 @@ class Block:
     companion: "Block | None" = None  # the same rows and columns as another model sees them: a guide, or a teacher
     only_equal_ids: bool = False
     positives_within: bool = False  # pairs that attract are in the sums, where the scale's gradient nearly cancels
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, scale: Tensor | None, precision: str, **known: Any) -> "Block":
+        """The block of an operator: the scale in the type of similarities, 1 if None; the precision settled for the device."""
+        dtype = accumulator_dtype(x.dtype)
+        factor = torch.ones((), dtype=dtype, device=x.device) if scale is None else scale.to(dtype)
+        return cls(x, y, factor, by_matmul_setting(precision, x.device.type), **known)
 
     @property
     def N(self) -> int:
@@ -76,7 +83,7 @@ class Needs(NamedTuple):
 
 
 class ColumnGradients(NamedTuple):
-    """Sums over rows that a gradient walk adds to; None where nobody asked."""
+    """Sums over rows that a gradient pass adds to; None where nobody asked."""
 
     dy: Tensor | None  # (M, D), not yet multiplied by the scale
     dcol_bias: Tensor | None  # (M,)
@@ -91,7 +98,7 @@ class ColumnGradients(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """What a gradient walk has finished: some rows, summed over all columns of the block."""
+    """What a gradient pass has finished: some rows, summed over all columns of the block."""
 
     rows: slice
     dx: Tensor | None  # (n, D), not yet multiplied by the scale
@@ -108,11 +115,7 @@ class Pairs(NamedTuple):
     col_index: Tensor  # (M,) int64
 
 
-def windows(length: int, size: int) -> Iterator[slice]:
-    """[0, length) cut into pieces of `size`; the last may be shorter."""
-    return pieces(slice(0, length), size)
-
-
-def pieces(window: slice, size: int) -> Iterator[slice]:
-    """The same of rows or columns that begin elsewhere."""
-    return (slice(start, min(start + size, window.stop)) for start in range(window.start, window.stop, size))
+def windows(whole: int | slice, size: int) -> Iterator[slice]:
+    """[0, whole), or the rows or columns of a slice, cut into windows of `size`; the last may be shorter."""
+    start, stop = (0, whole) if isinstance(whole, int) else (whole.start, whole.stop)
+    return (slice(first, min(first + size, stop)) for first in range(start, stop, size))

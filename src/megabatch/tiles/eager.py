@@ -1,9 +1,9 @@
-"""The walks in PyTorch operations: every device, every dtype, no kernels of our own.
+"""The passes in PyTorch operations: every device, every dtype, no kernels of our own.
 
-Their tiles are formed by `in_memory`. Nothing there or here reads a value back to the host, so on CUDA a walk can be captured
+Their tiles are formed by `in_memory`. Nothing there or here reads a value back to the host, so on CUDA a pass can be captured
 in a graph.
 
-The walks, over the same tiles:
+The passes, over the same tiles:
 - `logsumexp_statistics`  row sums of exp(s), and column sums from the same pass if they are wanted
 - `softplus_sums`         row sums of softplus(s)
 - `soft_statistics`       cross-entropies of rows and columns under a companion's softmax

@@ -32,11 +32,17 @@ SUPPORTED_DTYPES = tuple(_OF_DTYPE)
 SOFTPLUS_IS_IDENTITY = 50.0
 
 
-def compute_precision(dtype: torch.dtype, device_type: str) -> str:
-    """The precision of products of `dtype` inputs under the current autocast state and matmul setting.
+def autocast_device(x: Tensor) -> str:
+    """The kind of device whose autocast applies to x. The meta device, of shapes without values, has none: there, the CPU's."""
+    return "cpu" if x.is_meta else x.device.type
+
+
+def compute_precision(x: Tensor) -> str:
+    """The precision of products of inputs like x under the current autocast state and matmul setting.
 
     torch.compile cannot trace reading the setting; a compiled call reads it when it runs (`by_matmul_setting`).
     """
+    dtype, device_type = x.dtype, autocast_device(x)
     if dtype != torch.float32:
         return _OF_DTYPE[dtype]
     if torch.is_autocast_enabled(device_type):

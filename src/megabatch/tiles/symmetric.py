@@ -1,8 +1,8 @@
-"""Rows against themselves: s_ij = s_ji, so every rectangle above the diagonal is walked once, for its rows and for its columns.
+"""Rows against themselves: s_ij = s_ji, so every rectangle above the diagonal is computed once, for its rows and its columns.
 
-The walks of a backend already give both directions of a rectangle from one pass; cut along the diagonal, they need no kernel
+The passes of a backend already give both directions of a rectangle from one pass; cut along the diagonal, they need no kernel
 of their own. In backward one recomputed rectangle of g_ij = drow_i·exp(s_ij)/row_i + drow_j·exp(s_ij)/row_j gives both
-dz_i += Σ_j g_ij·z_j and dz_j += Σ_i g_ij·z_i. Squares on the diagonal are walked whole; g is symmetric there too, and the
+dz_i += Σ_j g_ij·z_j and dz_j += Σ_i g_ij·z_i. Squares on the diagonal are computed whole; g is symmetric there too, and the
 first of the two products is all they need. docs/losses.md counts the operations. `triton_symmetric` does the same with less
 around every launch.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megabatch.tiles import plan
-from megabatch.tiles.backends import EAGER, sums_dtype, walks
+from megabatch.tiles.backends import EAGER, backend_for, sums_dtype
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import rounded
@@ -37,7 +37,7 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class Half:
-    """A backend's walks over the upper half of a block whose columns are its rows."""
+    """A backend's passes over the upper half of a block whose columns are its rows."""
 
     backend: str
 
@@ -51,7 +51,7 @@ class Half:
 
     def add_statistics(self, part: Block, row: LogSum, col: LogSum | None) -> None:
         """Adds the row and the column sums of a rectangle; `col` is None for a square on the diagonal, where they are one."""
-        for whole, sums in zip((row, col), walks(self.backend, part).logsumexp_statistics(part), strict=True):
+        for whole, sums in zip((row, col), backend_for(self.backend, part).logsumexp_statistics(part), strict=True):
             if whole is not None:
                 whole.add_(LogSum(*(values.to(whole.shift.dtype) for values in sums)))
 
@@ -66,11 +66,11 @@ class Half:
         col, dcol, dy = others or own
         needs = Needs(dx=True, dy=others is not None, dscale=dscale is not None)
         columns = ColumnGradients(dy if needs.dy else None, None)
-        strips = walks(self.backend, part).logsumexp_gradients(part, own.sums, col, own.dsums, dcol, columns, needs)
+        strips = backend_for(self.backend, part).logsumexp_gradients(part, own.sums, col, own.dsums, dcol, columns, needs)
         self.take(strips, part, own.dz, dscale, share=1.0 if needs.dy else 0.5)
 
     def take(self, strips: Iterator[RowGradients], part: Block, dz: Tensor, dscale: Tensor | None, *, share: float) -> None:
-        """Adds what a walk has finished; `share` is half for a whole square, which has every pair twice."""
+        """Adds what a pass has finished; `share` is half for a whole square, which has every pair twice."""
         for rows, dx, dscale_rows, _ in strips:
             assert dx is not None
             dz[rows] += dx
@@ -80,11 +80,11 @@ class Half:
                 dscale.add_(dscale_rows.sum(dtype=dscale.dtype), alpha=share)
 
     def upper_half(self, block: Block) -> Iterator[Rectangle]:
-        """What is to be walked of a block whose columns are its rows."""
+        """What is to be computed of a block whose columns are its rows."""
         return rectangles(slice(0, block.N), plan.symmetric_square(block.x.device, block.dtype, self.backend == EAGER))
 
     def bands(self, block: Block, rows: slice, columns: slice) -> Iterator[Rectangle]:
-        """What is to be walked of a rectangle whose columns are others: all of it."""
+        """What is to be computed of a rectangle whose columns are others: all of it."""
         yield rows, columns
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles import plan, tuning
-from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, pieces
+from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import FLOAT32, TF32, add_product, multiply_into
 from megabatch.tiles.triton_gradient import (
@@ -128,13 +128,13 @@ def gradient_strips(
     workspace = None
     if want_dx or needs.dy:
         workspace = aligned_empty(operands.x, min(strip.rows, height), min(strip.columns, width))
-    for rows in pieces(all_rows, strip.rows):
+    for rows in windows(all_rows, strip.rows):
         n = rows.stop - rows.start
         dx = torch.empty(n, block.D, dtype=block.dtype, device=block.x.device) if want_dx else None
         dscale = block.zeros(n) if scale_in_kernel else None
         drow_bias = block.zeros(n) if needs.drow_bias else None
         row_sums = RowSums(None if total is None else total[rows], drow_bias, dscale)
-        for columns in pieces(all_columns, strip.columns):
+        for columns in windows(all_columns, strip.columns):
             g = None if workspace is None else workspace[:n, : columns.stop - columns.start]
             form_strip(task, rows, columns, g, row_sums, None if sums.dcol_bias is None else sums.dcol_bias[columns])
             if g is not None and dx is not None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles import plan, tuning
-from megabatch.tiles.block import Block, pieces
+from megabatch.tiles.block import Block, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.triton_device import exponents, offsets
 from megabatch.tiles.triton_online_logsumexp import recompute_out_of_range
@@ -79,23 +79,16 @@ def _logsumexp_kernel(
         tl.store(col_part + offs_part, tl.sum(tl.sum(col, 0), 0), mask=offs_m < last_column)
 
 
-def logsumexp_statistics(block: Block) -> tuple[LogSum, LogSum]:  # (N,), (M,)
-    """Row sums and column sums of exp(s), from one pass over the tiles."""
-    assert block.limit is None, "a limit applies to row sums only"
+def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:  # (N,), (M,) or (0,)
+    """Row sums and column sums of exp(s), from one pass over the tiles; without `columns` the column sums are empty."""
+    assert not columns or block.limit is None, "a limit applies to row sums only"
     operands = exponent_operands(block)
-    row_total, col_total = block.zeros(block.N), block.zeros(block.M)
+    row_total, col_total = block.zeros(block.N), block.zeros(block.M) if columns else None
     add_sums(operands, block, slice(0, block.N), slice(0, block.M), row_total, col_total)
-    row_shift = recompute_out_of_range(operands, block, row_total, transposed=False)
-    col_shift = recompute_out_of_range(operands, block, col_total, transposed=True)
-    return log_sum(row_total, row_shift), log_sum(col_total, col_shift)
-
-
-def row_statistics(block: Block) -> LogSum:  # (N,)
-    """Row sums of exp(s)."""
-    operands = exponent_operands(block)
-    row_total = block.zeros(block.N)
-    add_sums(operands, block, slice(0, block.N), slice(0, block.M), row_total, None)
-    return log_sum(row_total, recompute_out_of_range(operands, block, row_total, transposed=False))
+    row = log_sum(row_total, recompute_out_of_range(operands, block, row_total, transposed=False))
+    if col_total is None:
+        return row, LogSum.empty(0, dtype=row.shift.dtype, device=block.x.device)
+    return row, log_sum(col_total, recompute_out_of_range(operands, block, col_total, transposed=True))
 
 
 def log_sum(total: Tensor, shift: Tensor) -> LogSum:
@@ -116,7 +109,7 @@ def add_sums(
     tile = plan.logsumexp_tile(block.precision, block.x.device) if hopper is not None else _tuned_tile(operands, block)
     width = tile.columns if hopper is None else hopper.columns
     for row_range in _row_ranges(rows, tile, hopper):
-        for col_range in pieces(columns, plan.LAUNCH_PANELS * width):
+        for col_range in windows(columns, plan.LAUNCH_PANELS * width):
             panels = triton.cdiv(col_range.stop - col_range.start, width)
             row_part = torch.empty(panels, row_range.stop - row_range.start, dtype=block.dtype, device=block.x.device)
             if hopper is None:
@@ -150,7 +143,7 @@ def _row_ranges(rows: slice, tile: plan.KernelTile, hopper: plan.HopperTile | No
     of `_logsumexp_kernel`.
     """
     whole = rows.stop if hopper is not None else rows.stop - (rows.stop - rows.start) % tile.rows
-    yield from pieces(slice(rows.start, whole), plan.LAUNCH_ROWS)
+    yield from windows(slice(rows.start, whole), plan.LAUNCH_ROWS)
     if whole < rows.stop:
         yield slice(whole, rows.stop)
 

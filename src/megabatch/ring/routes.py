@@ -12,7 +12,7 @@ rank and come home to be added up there. So both parts make R − 1 hops and not
             enters a node sends it on to the next node, one piece with every step: a link between nodes has a whole inner
             lap of time for a block, and each block crosses into each node once. Sums stay inside the node and go home
             after the inner lap, again in pieces. So a step never waits for more than a piece over a slow link.
-`gather`    everything to everybody, then one piece of work on all other blocks at once.
+`gather`    everything to everybody, then work on all other blocks at once.
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class Hop(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Route:
     """Who works on what, and what travels. Hops are in the order in which they are posted."""
 
     work: tuple[tuple[tuple[int, ...], ...], ...]  # work[step][rank]: blocks, worked on as one; at step 0 the rank's own
@@ -54,7 +54,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """How many pieces of work each rank does."""
+        """How many blocks, or groups of blocks, each rank works on."""
         return len(self.work)
 
     @cached_property
@@ -73,14 +73,14 @@ class Schedule:
 
 
 @cache
-def ring(nodes: Nodes) -> Schedule:
+def ring(nodes: Nodes) -> Route:
     """One lap round all ranks, node by node: at step t, the r-th of them works on the block of the (r − t)-th."""
     lap = two_level((tuple(rank for node in nodes for rank in node),))
     return replace(lap, node_of=_node_of(nodes))
 
 
 @cache
-def two_level(nodes: Nodes) -> Schedule:
+def two_level(nodes: Nodes) -> Route:
     """At lap o and step i, the l-th rank of node n works on the block of the (l − i)-th rank of node n − o.
 
     Args:
@@ -111,21 +111,21 @@ def two_level(nodes: Nodes) -> Schedule:
             else:
                 sums += [Hop(block, rank, block, step + i, step + i + 1, i, size) for i in range(size)]
         work.append(tuple(at))
-    return Schedule(tuple(work), tuple(blocks), tuple(sums), _node_of(nodes))
+    return Route(tuple(work), tuple(blocks), tuple(sums), _node_of(nodes))
 
 
 @cache
-def gather(nodes: Nodes) -> Schedule:
+def gather(nodes: Nodes) -> Route:
     """Own block first, while everything is sent to everybody; then all other blocks at once."""
     node_of = _node_of(nodes)
-    everyone = range(len(node_of))
-    own = tuple((rank,) for rank in everyone)
+    ranks = range(len(node_of))
+    own = tuple((rank,) for rank in ranks)
     if len(node_of) == 1:
-        return Schedule((own,), (), (), node_of)
-    others = tuple(tuple(block for block in everyone if block != rank) for rank in everyone)
-    blocks = tuple(Hop(a, a, b, 0, 1) for a, b in permutations(everyone, 2))
-    sums = tuple(Hop(b, a, b, 1, 1) for a, b in permutations(everyone, 2))
-    return Schedule((own, others), blocks, sums, node_of)
+        return Route((own,), (), (), node_of)
+    others = tuple(tuple(block for block in ranks if block != rank) for rank in ranks)
+    blocks = tuple(Hop(a, a, b, 0, 1) for a, b in permutations(ranks, 2))
+    sums = tuple(Hop(b, a, b, 1, 1) for a, b in permutations(ranks, 2))
+    return Route((own, others), blocks, sums, node_of)
 
 
 def _node_of(nodes: Nodes) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Schedules are data: every block meets every rank once, nothing is sent before it is there, and all sums come home."""
+"""Routes are data: every block meets every rank once, nothing is sent before it is there, and all sums come home."""
 
 import pytest
 
-from megabatch.ring import schedule as schedules
-from megabatch.ring.topology import check_schedule, nodes_from, using
+from megabatch.ring import routes
+from megabatch.ring.topology import check_route, nodes_from, using
 
 
 def even_nodes(k, size):
@@ -11,37 +11,37 @@ def even_nodes(k, size):
 
 
 ALL = {
-    **{f"ring of {n}": schedules.ring(even_nodes(1, n)) for n in (1, 2, 3, 4, 8)},
-    **{f"{k} nodes of {n}": schedules.two_level(even_nodes(k, n)) for k in (1, 2, 3, 4) for n in (1, 2, 3, 4)},
-    **{f"gather of {n}": schedules.gather(even_nodes(1, n)) for n in (1, 2, 3, 8)},
-    "ring over nodes that are mixed up": schedules.ring(((0, 2), (3, 1))),
-    "two levels over nodes that are mixed up": schedules.two_level(((0, 2, 5), (3, 1, 4))),
+    **{f"ring of {n}": routes.ring(even_nodes(1, n)) for n in (1, 2, 3, 4, 8)},
+    **{f"{k} nodes of {n}": routes.two_level(even_nodes(k, n)) for k in (1, 2, 3, 4) for n in (1, 2, 3, 4)},
+    **{f"gather of {n}": routes.gather(even_nodes(1, n)) for n in (1, 2, 3, 8)},
+    "ring over nodes that are mixed up": routes.ring(((0, 2), (3, 1))),
+    "two levels over nodes that are mixed up": routes.two_level(((0, 2, 5), (3, 1, 4))),
 }
-every_schedule = pytest.mark.parametrize("schedule", ALL.values(), ids=ALL)
+every_route = pytest.mark.parametrize("route", ALL.values(), ids=ALL)
 
 
-def ranks_of(schedule):
-    return range(len(schedule.node_of))
+def ranks_of(route):
+    return range(len(route.node_of))
 
 
-@every_schedule
-def test_every_block_meets_every_rank_once_and_its_own_first(schedule):
-    for rank in ranks_of(schedule):
-        met = [block for step in schedule.work for block in step[rank]]
-        assert sorted(met) == list(ranks_of(schedule))
-        assert schedule.work[0][rank] == (rank,)
+@every_route
+def test_every_block_meets_every_rank_once_and_its_own_first(route):
+    for rank in ranks_of(route):
+        met = [block for step in route.work for block in step[rank]]
+        assert sorted(met) == list(ranks_of(route))
+        assert route.work[0][rank] == (rank,)
 
 
-@every_schedule
-def test_blocks_arrive_whole_and_in_time_from_ranks_that_have_them(schedule):
-    arrives = {(rank, rank): 0 for rank in ranks_of(schedule)}  # (block, rank) → step from which on it is there
+@every_route
+def test_blocks_arrive_whole_and_in_time_from_ranks_that_have_them(route):
+    arrives = {(rank, rank): 0 for rank in ranks_of(route)}  # (block, rank) → step from which on it is there
     pieces = {}
-    for hop in sorted(schedule.blocks, key=lambda hop: hop.needed):
+    for hop in sorted(route.blocks, key=lambda hop: hop.needed):
         arrives[hop.block, hop.target] = hop.needed
         pieces.setdefault((hop.block, hop.target), []).append((hop.piece, hop.pieces, hop.source))
-    for hop in schedule.blocks:
+    for hop in route.blocks:
         assert arrives[hop.block, hop.source] <= hop.leaves < hop.needed
-    for step, work in enumerate(schedule.work):
+    for step, work in enumerate(route.work):
         for rank, blocks in enumerate(work):
             assert all(arrives[block, rank] == step for block in blocks)
     for found in pieces.values():
@@ -49,14 +49,14 @@ def test_blocks_arrive_whole_and_in_time_from_ranks_that_have_them(schedule):
         assert len({source for *_, source in found}) == 1
 
 
-@every_schedule
-def test_sums_of_all_ranks_come_home_once(schedule):
+@every_route
+def test_sums_of_all_ranks_come_home_once(route):
     """Follows what each rank has found, piece by piece."""
-    ranks = ranks_of(schedule)
+    ranks = ranks_of(route)
     parts = 12  # of the columns of a block; divisible by every number of pieces here
     found = {(block, rank, part): {rank} for block in ranks for rank in ranks for part in range(parts)}
-    events = [(hop.leaves, 0.5, "send", hop) for hop in schedule.sums]
-    events += [(hop.needed, 0.4 if hop.needed > hop.leaves else 0.6, "merge", hop) for hop in schedule.sums]
+    events = [(hop.leaves, 0.5, "send", hop) for hop in route.sums]
+    events += [(hop.needed, 0.4 if hop.needed > hop.leaves else 0.6, "merge", hop) for hop in route.sums]
     under_way = {}
     for *_, kind, hop in sorted(events, key=lambda event: event[:2]):
         columns = hop.part(parts)
@@ -75,26 +75,26 @@ def test_sums_of_all_ranks_come_home_once(schedule):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("k", [2, 3])
 def test_two_levels_cross_between_nodes_once_for_each_node_and_in_pieces(k, size):
-    schedule = schedules.two_level(even_nodes(k, size))
-    crossing = [hop for hop in schedule.blocks if schedule.crosses(hop)]
+    route = routes.two_level(even_nodes(k, size))
+    crossing = [hop for hop in route.blocks if route.crosses(hop)]
     into = {}
     for hop in crossing:
-        into.setdefault((hop.block, schedule.node_of[hop.target]), []).append(1 / hop.pieces)
+        into.setdefault((hop.block, route.node_of[hop.target]), []).append(1 / hop.pieces)
     assert len(into) == k * size * (k - 1)
     assert all(sum(parts) == pytest.approx(1) for parts in into.values())
     # No rank has more than one piece of a block on a slow link at a time; in a flat ring the last of a node has whole blocks.
-    for step in range(schedule.steps):
-        for rank in ranks_of(schedule):
+    for step in range(route.steps):
+        for rank in ranks_of(route):
             sent = [1 / hop.pieces for hop in crossing if (hop.leaves, hop.source) == (step, rank)]
             assert sum(sent) <= 1 / size
-    flat = schedules.ring(even_nodes(k, size))
+    flat = routes.ring(even_nodes(k, size))
     assert max(1 / hop.pieces for hop in flat.blocks if flat.crosses(hop)) == 1
 
 
-@every_schedule
-def test_both_parts_make_one_hop_less_than_there_are_ranks(schedule):
-    ranks = len(schedule.node_of)
-    for hops in (schedule.blocks, schedule.sums):
+@every_route
+def test_both_parts_make_one_hop_less_than_there_are_ranks(route):
+    ranks = len(route.node_of)
+    for hops in (route.blocks, route.sums):
         for block in range(ranks):
             assert sum(1 / hop.pieces for hop in hops if hop.block == block) == pytest.approx(ranks - 1)
 
@@ -105,8 +105,8 @@ def test_nodes():
 
 
 @pytest.mark.parametrize("name", ["rings", "two_level:", "two_level:0", "two_level:x", "ring:2", "", None, 3])
-def test_wrong_schedules_are_refused(name):
-    with pytest.raises(ValueError, match="schedule must be one of 'auto', 'ring', 'two_level', 'gather', or 'two_level:4'"):
-        check_schedule(name)
-    with pytest.raises(ValueError, match="schedule must be one of"), using(name):
+def test_wrong_routes_are_refused(name):
+    with pytest.raises(ValueError, match="route must be one of 'auto', 'ring', 'two_level', 'gather', or 'two_level:4'"):
+        check_route(name)
+    with pytest.raises(ValueError, match="route must be one of"), using(name):
         pass

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch as mb
-from megabatch import validation
+from megabatch import checks
 from megabatch.tiles import backends
 
 X = torch.randn(6, 4)
@@ -258,10 +258,10 @@ def test_which_backend_serves_a_gpu(monkeypatch, capability, hip, precision, cho
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda:0")
-    validation.backend("auto", precision, device)
+    checks.backend("auto", precision, device)
     assert backends.default(precision, device) == chosen
     if reason is None:
-        validation.backend("triton", precision, device)
+        checks.backend("triton", precision, device)
     else:
         with pytest.raises(ValueError, match=reason):
-            validation.backend("triton", precision, device)
+            checks.backend("triton", precision, device)

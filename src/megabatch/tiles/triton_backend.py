@@ -30,11 +30,11 @@ __all__ = [
 
 
 def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:
-    """Row sums (N,) and column sums (M,) of exp(s); without `columns` the column sums are empty, (0,)."""
-    if columns:
-        assert block.limit is None, "a limit belongs to rows"
-        return triton_logsumexp.logsumexp_statistics(block)
-    row = triton_logsumexp.row_statistics(block) if block.companion is None else triton_guided_logsumexp.row_statistics(block)
+    """Row sums (N,) and column sums (M,) of exp(s); without `columns`, as with a guide, the column sums are empty, (0,)."""
+    if block.companion is None:
+        return triton_logsumexp.logsumexp_statistics(block, columns=columns)
+    assert not columns
+    row = triton_guided_logsumexp.row_statistics(block)
     return row, LogSum.empty(0, dtype=row.shift.dtype, device=block.x.device)
 
 

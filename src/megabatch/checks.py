@@ -3,8 +3,8 @@
 Only shapes, types and devices are looked at, never values, so nothing here waits for a device.
 """
 
-from collections.abc import Collection, Sequence
-from numbers import Integral, Real
+from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,17 +42,12 @@ def embeddings(x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, same_rows
         )
     if x.device != y.device:
         raise ValueError(f"{first} and {second} must be on the same device, got {x.device} and {y.device}")
-    precisions = [compute_precision(tensor.dtype, autocast_device(tensor)) for tensor in (x, y)]
+    precisions = [compute_precision(tensor) for tensor in (x, y)]
     if precisions[0] != precisions[1]:
         raise TypeError(
             f"{first} and {second} must have the same dtype, got {_dtype(x)} and {_dtype(y)}; convert one of them with .to() "
             "(under autocast, float32 beside the autocast type will do)"
         )
-
-
-def autocast_device(x: Tensor) -> str:
-    """The kind of device whose autocast applies to x. The meta device, of shapes without values, has none: there, the CPU's."""
-    return "cpu" if x.is_meta else x.device.type
 
 
 def at_least_one_pair(x: Tensor, name: str) -> None:
@@ -132,42 +127,15 @@ def exclude_from_symmetric(value: Any, z: Tensor) -> None:
     _identifiers(value, "exclude", z, "z", expected='None, "diagonal" or a tensor of integers')
 
 
+def reduction(value: Any) -> None:
+    """Over the rows of a loss."""
+    if value not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {value!r}")
+
+
 def labels(value: Any, z: Tensor) -> None:
     """One integer for each row of z."""
     _identifiers(value, "labels", z, "z", expected="a tensor of integers")
-
-
-def form(value: Any, backend: Any) -> None:
-    """Of the supervised contrastive loss; half of one of them has no kernels."""
-    if value not in ("out", "in"):
-        raise ValueError(f"form must be 'out' or 'in', got {value!r}")
-    if value == "in" and backend == backends.TRITON:
-        raise ValueError(
-            'backend="triton" cannot serve this call: there are no kernels for the positives of form="in". Use backend="auto"'
-        )
-
-
-def widths(value: Any, weights: Any, x: Tensor) -> dict[int, float]:
-    """Of prefixes, and what each weighs; returns them from the least width to the largest."""
-    if not _is_list_of(Integral, value):
-        raise TypeError(f"widths must be a sequence of integers, got {value!r}")
-    D, sizes = x.shape[1], [int(width) for width in value]
-    if not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 1 or max(sizes) > D:
-        raise ValueError(f"widths must be different integers from 1 to {D}, the width of the embeddings, got {sizes}")
-    if weights is None:
-        return dict.fromkeys(sorted(sizes), 1.0)
-    if not _is_list_of(Real, weights):
-        raise TypeError(f"weights must be None or a sequence of numbers, got {weights!r}")
-    if len(weights) != len(sizes):
-        raise ValueError(f"weights must be {len(sizes)} numbers, one for each width, got {len(weights)}")
-    return dict(sorted(zip(sizes, map(float, weights), strict=True)))
-
-
-def _is_list_of(kind: type, value: Any) -> bool:
-    """Of numbers, NumPy's too: a list, a tuple or an array; booleans are no numbers."""
-    if isinstance(value, str | Tensor) or not isinstance(value, Collection):
-        return False
-    return all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)
 
 
 def backend(value: Any, precision: str, device: torch.device) -> None:
@@ -179,45 +147,21 @@ def backend(value: Any, precision: str, device: torch.device) -> None:
         raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')
 
 
-def group(value: Any) -> distributed.ProcessGroup | None:
-    """None, a process group or a mesh of one dimension, whose group is returned."""
+def group(value: Any) -> None:
+    """None, a process group or a mesh of one dimension."""
     if value is None:
-        return None
+        return
     if isinstance(value, DeviceMesh):
         if value.ndim != 1:
             raise ValueError(
                 f"group must be a mesh of one dimension, got one of {value.ndim}, of shape {tuple(value.shape)}; take the "
                 'dimension that the batch is split over, as in mesh["dp"]'
             )
-        value = value.get_group()
+        return
     if isinstance(value, int):
         raise ValueError("group must contain this process, got a group of other processes")
     if not isinstance(value, distributed.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed process group, a DeviceMesh or None, got {_kind(value)}")
-    return value
-
-
-def default_group(rank: int, world_size: int) -> Any:
-    """For the loss modules, whose constructors name the ranks: the group they mean."""
-    if world_size == 1:
-        return None
-    if not distributed.is_initialized():
-        raise ValueError(
-            f"world_size must be 1 unless torch.distributed has been initialised, got {world_size}; call init_process_group"
-        )
-    if (rank, world_size) != (distributed.get_rank(), distributed.get_world_size()):
-        raise ValueError(
-            f"rank and world_size must be those of the default process group, {distributed.get_rank()} and "
-            f"{distributed.get_world_size()}, got {rank} and {world_size}"
-        )
-    return distributed.group.WORLD
-
-
-def dist_impl(value: str | None) -> None:
-    """For SigLipLoss; the names are open_clip's."""
-    names = ("bidir", "shift", "reduce", "gather")
-    if value is not None and value not in names:
-        raise ValueError(f"dist_impl must be None or one of {', '.join(map(repr, names))}, got {value!r}")
 
 
 def _one_each(value: Tensor, name: str, like: Tensor, side: str) -> None:

@@ -1,7 +1,8 @@
-"""Sending and receiving, asynchronously, with errors that say who waited for whom.
+"""The ranks of one operation: who they are, what each of them has, and the messages between them.
 
-`post` starts a batch of messages and returns; `Pending.wait` ends it. NCCL moves them on a stream of its own, gloo on its own
-threads. Gloo cannot reach a GPU, so there tensors go through pinned host memory. Every byte that is sent is counted.
+`Ranks.post` starts a batch of messages and returns; `Pending.wait` ends it. NCCL moves them on a stream of its own, gloo on its
+own threads. Gloo cannot reach a GPU, so there tensors go through pinned host memory. Every byte that is sent is counted.
+Errors say who waited for whom.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.ring.topology import Members
+from megabatch.ring.routes import Nodes
+from megabatch.ring.topology import AUTO, resolved
+from megabatch.world import World
 
 
 class Parcel(NamedTuple):
@@ -25,7 +28,7 @@ class Parcel(NamedTuple):
 
 
 class RingError(RuntimeError):
-    """An exchange that failed: a rank died, or did not come. Says who waited for whom, and where."""
+    """A message that failed: a rank died, or did not make the call. Says who waited for whom, and where."""
 
 
 @dataclass(eq=False)
@@ -51,18 +54,26 @@ def counted() -> Iterator[Traffic]:
         _counters.remove(traffic)
 
 
-@dataclass
-class Exchange:
-    """The messages of one lap."""
+@dataclass(frozen=True)
+class Ranks(World):
+    """The ranks of one operation, as this one sees them. `agreement.agree` finds out what each of them has."""
 
-    members: Members
-    operation: str
-    device: torch.device
+    operation: str = ""  # for messages
+    route: str = AUTO  # as asked for
+    rows: tuple[int, ...] = ()  # of each rank
+    columns: tuple[int, ...] = ()
+    nodes: Nodes = ()
+
+    @classmethod
+    def at(cls, address: str, operation: str, device: torch.device) -> "Ranks":
+        """The ranks of an address (`topology.address`) that is not empty."""
+        route, purpose, group = resolved(address)
+        return cls(device, group, f"{operation} ({purpose})" if purpose else operation, route)
 
     @property
     def staged(self) -> bool:
-        """Whether messages go through host memory."""
-        return self.members.is_staged(self.device)
+        """Whether messages go through host memory: gloo sends nothing else."""
+        return self.device.type == "cuda" and self.group._get_backend(self.device).name() == "gloo"
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], *, where: str) -> "Pending":
         """Starts sending and receiving; empty tensors, known as such on both sides, are no messages.
@@ -72,7 +83,6 @@ class Exchange:
             receives: tensors to write to.
             where: for messages: the step of the lap.
         """
-        group = self.members.group
         pending = Pending(self, where, [send.peer for send in sends], [receive.peer for receive in receives])
         operations = []
         # Receives first: gloo asks for a message over the connection it sends on, and would ask only after its own has gone.
@@ -80,11 +90,11 @@ class Exchange:
         for peer, tensors, _ in receives:
             for tensor in filter(Tensor.numel, tensors):
                 buffer = pending.incoming(tensor)
-                operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
+                operations.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer))
         for peer, tensors, crosses in sends:
             for tensor in filter(Tensor.numel, tensors):
                 _count(tensor.nbytes, crosses)
-                operations.append(dist.P2POp(dist.isend, self._outgoing(tensor), group=group, group_peer=peer))
+                operations.append(dist.P2POp(dist.isend, self._outgoing(tensor), group=self.group, group_peer=peer))
         if operations:
             if self.staged:
                 torch.cuda.current_stream(self.device).synchronize()  # what is sent has reached the host
@@ -94,21 +104,21 @@ class Exchange:
     def _outgoing(self, tensor: Tensor) -> Tensor:
         return _pinned(tensor).copy_(tensor, non_blocking=True) if self.staged else tensor
 
-    def everyone(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensor of this shape that each rank has, by rank."""
         own = tensor.cpu() if self.staged else tensor
-        gathered = [torch.empty_like(own) for _ in range(self.members.size)]
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
         try:
-            dist.all_gather(gathered, own, group=self.members.group)
+            dist.all_gather(gathered, own, group=self.group)
         except RuntimeError as error:
-            others = [rank for rank in range(self.members.size) if rank != self.members.rank]
+            others = [rank for rank in range(self.size) if rank != self.rank]
             self.fail("before the first step", f"waiting for {_ranks(others)}", error)
         return [part.to(tensor.device) for part in gathered]
 
     def fail(self, where: str, doing: str, error: Exception) -> NoReturn:
-        """Raises what a failed exchange means."""
+        """Raises a `RingError`."""
         raise RingError(
-            f"rank {self.members.rank} of {self.members.size} failed {where} of {self.operation}, {doing}: "
+            f"rank {self.rank} of {self.size} failed {where} of {self.operation}, {doing}: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. Another rank has probably died, or did not "
             "make the same call; what it says itself is nearer to the cause"
         ) from error
@@ -118,7 +128,7 @@ class Exchange:
 class Pending:
     """Messages under way."""
 
-    exchange: Exchange
+    ranks: Ranks
     where: str
     targets: list[int]
     sources: list[int]
@@ -133,7 +143,7 @@ class Pending:
 
     def incoming(self, tensor: Tensor) -> Tensor:
         """Where to receive what belongs into `tensor`."""
-        if not self.exchange.staged:
+        if not self.ranks.staged:
             return tensor
         self._staged.append((tensor, _pinned(tensor)))
         return self._staged[-1][1]
@@ -160,7 +170,7 @@ class Pending:
     def _fail(self, error: Exception) -> NoReturn:
         parts = [f"sending to {_ranks(self.targets)}"] if self.targets else []
         parts += [f"receiving from {_ranks(self.sources)}"] if self.sources else []
-        self.exchange.fail(self.where, " and ".join(parts), error)
+        self.ranks.fail(self.where, " and ".join(parts), error)
 
 
 def _ranks(ranks: list[int]) -> str:

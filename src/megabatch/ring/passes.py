@@ -1,6 +1,6 @@
-"""The walks over all ranks: the same functions as a backend's, where x and y are this rank's share of the batch.
+"""The passes over all ranks: the same functions as a backend's, where x and y are this rank's share of the batch.
 
-Each wraps the walk of a backend. Rows stay; the columns of all ranks come by, and one visit serves both directions: what it
+Each wraps the pass of a backend. Rows stay; the columns of all ranks come by, and one visit serves both directions: what it
 adds to the rows stays too, what it adds to the columns goes home with them. Results are those of one process on the whole
 batch: sums of local rows over all columns, and of local columns over all rows.
 """
@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megabatch.ring.agreement import Census
-from megabatch.ring.exchange import Exchange
 from megabatch.ring.lap import Lap, Merge, Tensors, Work
-from megabatch.ring.schedule import Schedule
+from megabatch.ring.ranks import Ranks
+from megabatch.ring.routes import Route
 from megabatch.tiles import plan
-from megabatch.tiles.backends import RowWork, Walks
+from megabatch.tiles.backends import Passes, RowWork
 from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.matching import matching_similarities
@@ -25,13 +24,12 @@ from megabatch.tiles.softsum import SoftSum
 
 
 @dataclass(frozen=True)
-class RingWalks:
-    """A backend's walks, taken round the ring."""
+class RingPasses:
+    """A backend's passes, taken round the ring."""
 
-    exchange: Exchange
-    schedule: Schedule
-    census: Census
-    inner: Callable[[Block], Walks]  # which walks serve a block
+    ranks: Ranks
+    route: Route
+    inner: Callable[[Block], Passes]  # which backend serves a block
     local: RowWork  # what is done row by row, by this rank alone
     sums_dtype: torch.dtype
 
@@ -47,7 +45,7 @@ class RingWalks:
             row.add_(by_row)
             return by_column if columns else ()
 
-        home = self._lap(self._columns(block), work, LogSum.merge if columns else _add)
+        home = self._lap(self._columns(block), work, LogSum.merge if columns else add)
         return row, LogSum(*home) if columns else LogSum.empty(0, dtype=self.sums_dtype, device=block.x.device)
 
     def _kept(self, sums: LogSum) -> LogSum:
@@ -64,17 +62,13 @@ class RingWalks:
         needs: Needs,
     ) -> Iterator[RowGradients]:
         """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
-        block = self._prepared(block)
-        rows = _RowSums(block, needs)
-        columns = self._columns(block)
         weights = [] if dcol is None or col is None else [col.shift, col.total, dcol]
 
-        def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
+        def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             whole, dcol_here = (LogSum(*extra[:2]), extra[2]) if extra else (None, None)
             return self.inner(visited).logsumexp_gradients(visited, row, whole, drow, dcol_here, partial, needs)
 
-        self._gradient_lap(block, columns, weights, walk, sums, rows)
-        return rows.strips()
+        return self._gradients(block, weights, gradients, sums, needs)
 
     def soft_statistics(self, block: Block) -> tuple[SoftSum, SoftSum]:
         """Sums for the cross-entropies of local rows and columns over the whole batch."""
@@ -100,17 +94,14 @@ class RingWalks:
         sums: ColumnGradients,
         needs: Needs,
     ) -> Iterator[RowGradients]:
-        """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
-        block = self._prepared(block)
-        rows = _RowSums(block, needs)
+        """As `logsumexp_gradients`."""
 
-        def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
+        def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             packed, dcol_here = extra
             whole = SoftSum.unpack(packed)
             return self.inner(visited).soft_gradients(visited, row, whole, drow, dcol_here, partial, needs)
 
-        self._gradient_lap(block, self._columns(block), [col.pack(), dcol], walk, sums, rows)
-        return rows.strips()
+        return self._gradients(block, [col.pack(), dcol], gradients, sums, needs)
 
     def softplus_sums(self, block: Block) -> Tensor:
         """Row sums of softplus(s) over the whole batch."""
@@ -122,28 +113,25 @@ class RingWalks:
             total.add_(self.inner(visited).softplus_sums(visited))
             return ()
 
-        self._lap(self._columns(block), work, _add)
+        self._lap(self._columns(block), work, add)
         return total
 
     def softplus_gradients(
         self, block: Block, dtotal: Tensor | None, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
     ) -> Iterator[RowGradients]:
-        """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
-        block = self._prepared(block)
-        rows = _RowSums(block, needs)
+        """As `logsumexp_gradients`."""
 
-        def walk(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
+        def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             return self.inner(visited).softplus_gradients(visited, dtotal, partial, needs, total=total)
 
-        self._gradient_lap(block, self._columns(block), [], walk, sums, rows)
-        return rows.strips()
+        return self._gradients(block, [], gradients, sums, needs)
 
     def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:
         """How many entries of its row, and of its column, come before each local pair in the whole batch."""
         assert pairs is None, "the pairs of a rank are on its own diagonal"
         match = matching_similarities(block, self.local.matching_products(block))
         block = self._prepared(block)
-        first = sum(self.census.rows[: self.exchange.members.rank])
+        first = sum(self.ranks.rows[: self.ranks.rank])
         index = torch.arange(first, first + block.N, device=block.x.device)
         row_rank = torch.zeros_like(index)
 
@@ -154,56 +142,54 @@ class RingWalks:
             row_rank.add_(by_row)
             return (by_column,)
 
-        (col_rank,) = self._lap([*self._columns(block), match, index], work, _add)
+        (col_rank,) = self._lap([*self._columns(block), match, index], work, add)
         return row_rank, col_rank
 
     def visit(self, own: list[Tensor], look: Callable[[Tensors, bool], None]) -> None:
         """`look` at the tensors of the own block, then at those of all other ranks; no sums go home."""
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            look(here, blocks == (self.exchange.members.rank,))
+            look(here, blocks == (self.ranks.rank,))
             return ()
 
-        self._lap(own, work, _add)
+        self._lap(own, work, add)
 
-    def _gradient_lap(
+    def _gradients(
         self,
         block: Block,
-        columns: list[Tensor],
-        weights: list[Tensor],
-        walk: Callable[[Block, Tensors, ColumnGradients], Iterator[RowGradients]],
+        weights: list[Tensor],  # of the columns, which travel with them
+        gradients: Callable[[Block, Tensors, ColumnGradients], Iterator[RowGradients]],
         sums: ColumnGradients,
-        rows: "_RowSums",
-    ) -> None:
+        needs: Needs,
+    ) -> Iterator[RowGradients]:
+        block = self._prepared(block)
+        rows, columns = _RowSums(block, needs), self._columns(block)
+
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             visited = self._visited(block, blocks, here[: len(columns)])
-            own = blocks == (self.exchange.members.rank,)
+            own = blocks == (self.ranks.rank,)
             partial = sums if own else sums.zeros(visited.M)
             if not visited.is_empty:
-                for strip in walk(visited, here[len(columns) :], partial):
+                for strip in gradients(visited, here[len(columns) :], partial):
                     rows.add(strip)
             return partial.tensors()
 
-        self._lap([*columns, *weights], work, _add)
+        self._lap([*columns, *weights], work, add)
+        return rows.strips()
 
     def _lap(self, own: list[Tensor], work: Work, merge: Merge) -> Tensors:
-        return Lap(self.schedule, self.exchange, self.census.columns).run(own, work, merge)
+        return Lap(self.route, self.ranks).run(own, work, merge)
 
     def _prepared(self, block: Block) -> Block:
-        """`block` as it goes round: rounded to half precision once where products see no more, ids as wide as others'.
+        """`block` as it goes round. The main diagonal is that of the whole batch.
 
-        The main diagonal is that of the whole batch. It lies in the own blocks if every rank has as many rows as columns, and
-        is expressed by ids if not.
+        It lies in the own blocks if every rank has as many rows as columns, and is expressed by ids if not.
         """
-        block = _rounded_for_travel(block)
-        if block.companion is not None:
-            block = replace(block, companion=_rounded_for_travel(block.companion))
-        if block.row_ids is not None and block.col_ids is not None:
-            block = replace(block, row_ids=block.row_ids.long(), col_ids=block.col_ids.long())
-        if block.skip_diagonal and self.census.rows != self.census.columns:
+        block = prepared_for_travel(block)
+        if block.skip_diagonal and self.ranks.rows != self.ranks.columns:
             assert block.row_ids is None, "ids and a diagonal at once come from losses, whose rows and columns are pairs"
-            rank, device = self.exchange.members.rank, block.x.device
-            row, col = sum(self.census.rows[:rank]), sum(self.census.columns[:rank])
+            rank, device = self.ranks.rank, block.x.device
+            row, col = sum(self.ranks.rows[:rank]), sum(self.ranks.columns[:rank])
             row_ids, col_ids = (
                 torch.arange(start, start + size, device=device) for start, size in ((row, block.N), (col, block.M))
             )
@@ -225,13 +211,21 @@ class RingWalks:
             col_bias=None if block.col_bias is None else next(given),
             col_ids=None if block.col_ids is None else next(given),
             companion=None if block.companion is None else replace(block.companion, y=next(given)),
-            skip_diagonal=block.skip_diagonal and blocks == (self.exchange.members.rank,),
+            skip_diagonal=block.skip_diagonal and blocks == (self.ranks.rank,),
         )
 
 
-def _rounded_for_travel(block: Block) -> Block:
+def prepared_for_travel(block: Block) -> Block:
+    """Rounded to half precision once where products see no more; ids as wide as those of other ranks."""
     half = HALF_DTYPE.get(block.precision)
-    return block if half is None else replace(block, x=block.x.to(half), y=block.y.to(half))
+    if half is not None:
+        x = block.x.to(half)
+        block = replace(block, x=x, y=x if block.y is block.x else block.y.to(half))
+    if block.companion is not None:
+        block = replace(block, companion=prepared_for_travel(block.companion))
+    if block.row_ids is not None and block.col_ids is not None:
+        block = replace(block, row_ids=block.row_ids.long(), col_ids=block.col_ids.long())
+    return block
 
 
 class _RowSums:
@@ -260,6 +254,7 @@ class _RowSums:
             yield RowGradients(rows, dx, dscale, drow_bias)
 
 
-def _add(sums: Tensors, others: Tensors) -> None:
+def add(sums: Tensors, others: Tensors) -> None:
+    """Merges gradients, or counts."""
     for part, other in zip(sums, others, strict=True):
         part.add_(other)

@@ -1,0 +1,70 @@
+"""Formulas that several losses share, in plain PyTorch over vectors of N rows.
+
+With the matching pair kept apart, a cross-entropy is softplus(row − match). It cannot be negative, and neither it nor its
+gradient loses digits when the pair is almost certain.
+"""
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.primitives import Reduction, exact_softplus, finite_or_zero
+
+
+def cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:
+    """log(1 + exp(negatives − match)), −log of the match's probability; never negative.
+
+    NaN where the match is +inf, as in a dense cross-entropy. The difference alone would call such a pair certain, and a run
+    whose products overflow would look perfect.
+    """
+    overflow = match.detach().clamp_min(0.0) * 0.0  # NaN where the match is +inf, elsewhere 0
+    return exact_softplus(negatives - match + overflow)
+
+
+def reduced(directions: Sequence[Tensor], share: Tensor, reduction: Reduction) -> Tensor:  # (N,) each, () → () or (N,)
+    """The mean of the directions; over the rows, this rank's part of the mean, the sum, or nothing.
+
+    A number is added up in float64 and rounded once.
+    """
+    losses = torch.stack(tuple(directions))
+    if reduction == "none":
+        return losses.mean(0)
+    total = losses.sum(dtype=torch.float64) / len(losses)
+    return (total * share if reduction == "mean" else total).to(losses.dtype)
+
+
+def log_add(terms: Sequence[Tensor], like: Tensor) -> Tensor:  # (N,)
+    """log Σ exp of some vectors; −inf, with gradient 0, where all of them are, or there are none."""
+    if not terms:
+        return torch.full_like(like, -torch.inf)
+    if len(terms) == 1:
+        return terms[0]
+    stacked = torch.stack(tuple(terms))
+    base = finite_or_zero(stacked.detach().amax(0))
+    return _logarithm((stacked - base).exp().sum(0), base)
+
+
+def segment_logsumexp(s: Tensor, owner: Tensor, size: int) -> Tensor:  # (M,), (M,) → (size,)
+    """log Σ exp(s) over the entries of each owner."""
+    peak = s.new_full((size,), -torch.inf).scatter_reduce(0, owner, s.detach(), "amax")
+    base = finite_or_zero(peak)
+    total = s.new_zeros(size).index_put((owner,), (s - base[owner]).exp(), accumulate=True)  # in a fixed order, on CUDA too
+    return _logarithm(total, base)
+
+
+def _logarithm(total: Tensor, base: Tensor) -> Tensor:
+    nothing = total == 0
+    return torch.where(nothing, -torch.inf, base + torch.where(nothing, 1.0, total).log())
+
+
+def check_smoothing(value: Any, **unsupported: Any) -> float:
+    """A number from 0 to 1, which is returned; and where it is not 0, nothing that leaves pairs out."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
+        raise ValueError(f"label_smoothing must be a number from 0 to 1, got {value!r}")
+    for name, other in unsupported.items():
+        if float(value) > 0 and other is not None:
+            raise ValueError(f"{name} must be None with label smoothing, whose mean is taken over all keys of the batch")
+    return float(value)

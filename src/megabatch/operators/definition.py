@@ -1,0 +1,100 @@
+"""How an operator is defined: its inputs are a named tuple, which its backward operator takes as well.
+
+PyTorch operators take a flat list of arguments. `define` makes that list from the fields of the tuple, and `derivative`
+connects an operator with its backward operator.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef  # type: ignore[attr-defined]
+
+from megabatch.operators.transforms import apply, differentiable
+
+TWICE = (
+    "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, of which no graph is "
+    "recorded. Call backward() or torch.autograd.grad() without create_graph=True, or torch.func.grad() once."
+)
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", str: "str"}
+
+
+def define(
+    inputs: Callable[..., Any], more: str = "", *, results: int, fake: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Makes a function of (inputs, further arguments) an operator of PyTorch, with the function's name.
+
+    Args:
+        inputs: a NamedTuple; tensors first, then booleans and strings.
+        more: the types and names of further arguments, as in PyTorch's schemas.
+        results: the number of tensors it returns.
+        fake: the same function for the shapes of the results.
+    """
+    fields = inputs.__annotations__
+    taken = [f"{_TYPES[kind]} {name}" for name, kind in fields.items()] + ([more] if more else [])
+    schema = f"({', '.join(taken)}) -> ({', '.join(['Tensor'] * results)})"
+
+    def decorate(function: Callable[..., Any]) -> CustomOpDef:
+        def run(*arguments: Any) -> Any:
+            with _on_its_device(arguments[0]):
+                return function(inputs(*arguments[: len(fields)]), *arguments[len(fields) :])
+
+        operator = torch.library.custom_op(f"megabatch::{function.__name__}", run, mutates_args=(), schema=schema)
+        operator.register_fake(lambda *arguments: fake(inputs(*arguments[: len(fields)]), *arguments[len(fields) :]))
+        operator.__doc__ = function.__doc__
+        return operator
+
+    return decorate
+
+
+@contextmanager
+def _on_its_device(x: Tensor) -> Iterator[None]:
+    """Inside an operator: kernels are launched where x is, and autocast is off.
+
+    Autocast was settled before (`compute_precision`); here it would round fp32 sums behind our back.
+    """
+    with torch.autocast(x.device.type, enabled=False), torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        yield
+
+
+def derivative(
+    operator: CustomOpDef, backward: CustomOpDef, taken: Any, *, learned: int, results: int, saved: int = 0, whole: bool = True
+) -> None:
+    """Makes `backward` the derivative of `operator`; it has no derivative itself.
+
+    It is called with the inputs and the last outputs of the operator, the gradients of the first outputs, and `needs`.
+
+    Args:
+        operator: has a derivative.
+        backward: returns the gradients of the first inputs.
+        taken: the NamedTuple of inputs that both are defined with.
+        learned: the number of inputs that have a gradient.
+        results: the number of outputs whose gradients `backward` takes.
+        saved: the number of outputs that it takes.
+        whole: whether outputs that nobody used have a gradient of zeros, or None.
+    """
+    tensors = sum(kind in (Tensor, Tensor | None) for kind in taken.__annotations__.values())
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.options = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors], *output[len(output) - saved :])
+        ctx.mark_non_differentiable(*(result for result in output if not result.is_floating_point()))
+        ctx.set_materialize_grads(whole)
+
+    def run(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        kept, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:learned])
+        nothing = (None,) * (tensors + len(ctx.options) - learned)
+        given = gradients[:results]
+        if all(gradient is None for gradient in given):
+            return *(None,) * learned, *nothing
+        found = apply(backward, *kept[:tensors], *ctx.options, *kept[tensors:], *given, needs)
+        return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *nothing
+
+    differentiable(operator, run, save)
+    differentiable(backward, _refuse)
+
+
+def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
+    raise RuntimeError(TWICE)
