@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megabatch import machine
-from megabatch.bench.inputs import is_right, pairs, sampled_rows
+from megabatch.bench.accuracy import ClipTruth, clip_truth, is_right, pairs, sampled_rows
 from megabatch.bench.loss_systems import CHUNKS, DENSE, MEGABATCH, loss_of
-from megabatch.bench.measure import ProcessError, fresh_process, peak_memory
-from megabatch.bench.truth import ClipTruth, clip_truth
+from megabatch.bench.measure import peak_memory
+from megabatch.bench.processes import ProcessError, fresh_process
 from megabatch.machine import available_memory
 
 SYSTEMS = {MEGABATCH: "tiles", DENSE: "dense", CHUNKS: "chunks of rows"}  # MEGABATCH first: the others are compared with it

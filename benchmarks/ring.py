@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import machine
-from megabatch.bench.inputs import is_right, pairs, sampled_rows
+from megabatch.bench.accuracy import ClipTruth, clip_truth, is_right, pairs, sampled_rows
 from megabatch.bench.levels import LOCAL, SYSTEMS, TILES, VANILLA, mean_over_ranks, measure
-from megabatch.bench.measure import ProcessError, fresh_process
-from megabatch.bench.ranks import on_ranks
-from megabatch.bench.truth import ClipTruth, clip_truth
+from megabatch.bench.processes import ProcessError, fresh_process, on_ranks
 
 BATCH, WIDTH, WORLDS = 8192, 256, [1, 2, 4, 8]
 

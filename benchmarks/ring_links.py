@@ -27,7 +27,7 @@ from torch import Tensor
 
 import megabatch
 from megabatch import machine, ring
-from megabatch.bench.ranks import join
+from megabatch.bench.processes import join
 from megabatch.planning.ring import Cluster, Link, Pass, clip_passes, predict
 from megabatch.ring import lap
 

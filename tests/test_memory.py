@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch.bench.measure import ProcessError, fresh_process, peak_memory
+from megabatch.bench.measure import peak_memory
+from megabatch.bench.processes import ProcessError, fresh_process
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 MIB = 2**20

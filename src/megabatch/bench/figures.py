@@ -1,12 +1,14 @@
-"""The plots of `megabatch bench`, one for each question."""
+"""The record of `megabatch bench` as plots, one for each question, and as one HTML page: sentences, plots, tables, machine."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megabatch import machine
 from megabatch.bench.loss_systems import ABOUT, MEGABATCH, NAMES
-from megabatch.bench.losses import MEMORY
-from megabatch.display import plots
+from megabatch.bench.measure import MEMORY
+from megabatch.bench.tables import tables, verdict
+from megabatch.display import pages, plots
 
 COLOURS = dict(zip(NAMES, (plots.GREEN, plots.GREY, plots.ORANGE, plots.BLUE, plots.OCHRE, plots.VIOLET), strict=True))
 MARKERS = dict(zip(NAMES, "oDsv^<", strict=True))
@@ -17,6 +19,11 @@ STEP_COLOURS = {
     "accum-freq": plots.ORANGE,
     "GradCache": plots.VIOLET,
     "towers alone": plots.GREY,
+}
+BESIDE = {  # the plots above each part's table
+    "losses": ("loss_memory", "loss_time", "split", "products"),
+    "levels": ("levels",),
+    "steps": ("step_memory", "step_speed"),
 }
 MIB = 2**20
 
@@ -37,6 +44,17 @@ def figures(record: dict[str, Any]) -> dict[str, tuple[str, Any]]:
         drawn["step_memory"] = "Memory of a training step", partial(_steps, record, memory=True)
         drawn["step_speed"] = "Speed of a training step", partial(_steps, record, memory=False)
     return {name: (title, draw(title)) for name, (title, draw) in drawn.items()}
+
+
+def page(record: dict[str, Any], drawn: dict[str, tuple[str, Any]]) -> str:
+    """The HTML file of a record and its `figures`."""
+    sections = [pages.paragraph(sentence) for sentence in verdict(record)]
+    for part, table in tables(record).items():
+        above = pages.figures(drawn[name] for name in BESIDE[part] if name in drawn)
+        sections.append(pages.section(table.title, above, pages.table(table)))
+    about = pages.faint(f"{machine.summary(record['machine'])}.")
+    sections.append(pages.section("Machine and command", about, pages.code(record["command"])))
+    return pages.page("megabatch bench", sections)
 
 
 def _seconds(r: Row) -> float | None:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from megabatch.bench.cached import CACHED, PLAIN
+from megabatch.bench.levels import ABOUT as LEVELS
 from megabatch.bench.levels import BLOCKS, LOCAL, TILES, VANILLA
-from megabatch.bench.levels import SYSTEMS as LEVELS
 from megabatch.bench.loss_systems import ABOUT, MEGABATCH
-from megabatch.bench.losses import FAILED, LATE, MEMORY, MISSING, OK, WRONG
+from megabatch.bench.measure import FAILED, LATE, MEMORY, MISSING, OK, WRONG
+from megabatch.bench.steps import CACHED, PLAIN
 from megabatch.display import tables as display
 from megabatch.display.numbers import cell, ratio
 from megabatch.display.tables import Table
