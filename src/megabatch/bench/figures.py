@@ -67,6 +67,12 @@ def _loss_of(record: dict[str, Any]) -> str:
 
 def _losses(record: dict[str, Any], title: str, memory: bool) -> Any:
     figure, ((axes,),) = plots.figure(title, about=_loss_of(record))
+    draw_losses(axes, record, memory=memory)
+    return figure
+
+
+def draw_losses(axes: Any, record: dict[str, Any], *, memory: bool) -> None:
+    """Peak memory of each loss against the batch, or its time."""
     for system in NAMES:
         rows = [r for r in record["losses"] if r["system"] == system]
         found = [(r["batch"], r["peak"] and r["peak"] / MIB if memory else _seconds(r)) for r in rows]
@@ -82,7 +88,6 @@ def _losses(record: dict[str, Any], title: str, memory: bool) -> Any:
     plots.batch_axis(axes, [r["batch"] for r in record["losses"]])
     plots.log_axis(axes)
     plots.legend(axes)
-    return figure
 
 
 def _split(record: dict[str, Any], title: str) -> Any:

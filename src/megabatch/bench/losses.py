@@ -12,6 +12,7 @@ from torch import Tensor
 from megabatch.bench.accuracy import ClipTruth, is_right, pairs, sampled_rows, truth_of
 from megabatch.bench.loss_systems import DENSE, NAMES, Loss, loss_of
 from megabatch.bench.measure import FAILED, LATE, MEMORY, MISSING, OK, WRONG, now, peak_memory, seconds_of
+from megabatch.machine import ran_out_of_memory
 from megabatch.tiles.plan import eager_tile, strip_size
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # of `pairs`
@@ -100,11 +101,9 @@ def measure_one(
         _step(loss, *pairs(64, inputs[0].shape[1], device))  # warm-up: starts threads and compiles, not to be measured
         _forget_gradients(*inputs)  # of the system before, whose freed memory would be reused uncounted
         (value, *_), result.peak = peak_memory(lambda: _step(loss, *inputs), device)
-    except (torch.OutOfMemoryError, MemoryError):
-        result.status = MEMORY
-        return result
     except Exception as error:  # a peer may fail in any way; the others are still measured
-        result.status = f"{FAILED}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+        reason = f"{FAILED}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+        result.status = MEMORY if ran_out_of_memory(error) else reason
         return result
     rows = sampled_rows(batch)
     gradients = [t.grad[rows] for t in inputs[:2] if t.grad is not None]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch.bench.measure import process_status
-from megabatch.machine import ALLOCATION_FAILED
+from megabatch.machine import ran_out_of_memory
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ def _limit_memory(extra: int | None) -> None:
 def _portable(error: Exception) -> Exception:
     """`error` as the parent can raise it."""
     message = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or any(sign in message for sign in ALLOCATION_FAILED):
+    if ran_out_of_memory(error):
         return MemoryError(message)
     try:
         pickle.loads(pickle.dumps(error))
