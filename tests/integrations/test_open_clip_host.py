@@ -244,9 +244,7 @@ def test_models_whose_loss_needs_more_than_features_are_refused():
         def forward(self, image=None, text=None):
             return {"image_features": image, "text_features": text, "logits": image}
 
-    with pytest.raises(
-        TypeError, match=r"must be an open_clip CLIP or CustomTextCLIP.*got Captioner, which also returns logits"
-    ):
+    with pytest.raises(TypeError, match=r"model .*got Captioner.* logits"):
         host.cached_backward(Captioner(), torch.ones(2, 3), torch.ones(2, 3), mb.ClipLoss())
 
 
@@ -328,7 +326,7 @@ def test_a_checkpoint_of_open_clip_is_continued(tmp_path, prefix):
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
     torch.save(model.state_dict(), tmp_path / "bare.pt")
-    with pytest.raises(ValueError, match=r"bare.pt must be a training checkpoint, with epoch and state_dict, got \["):
+    with pytest.raises(ValueError, match=r"bare.pt .* got \["):
         host.load_checkpoint(tmp_path / "bare.pt", again)
 
 

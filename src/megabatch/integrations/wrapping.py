@@ -21,11 +21,7 @@ from megabatch.cached.tower_io import call, is_sharded, opened
 from megabatch.world import default_group
 
 Towers = Sequence[tuple[Callable[..., Any], Any]]
-
-
-def everyone() -> Any:
-    """The process group of all processes, for `group=` of a loss; None for one process."""
-    return default_group()
+everyone = default_group  # the process group of all processes, for `group=` of a loss; None for one process
 
 
 def unwrapped(model: Any) -> Any:
