@@ -11,7 +11,7 @@ import torch
 from megabatch.commands.options import whole
 from megabatch.data import load as data
 from megabatch.data.dataset import Dataset
-from megabatch.report import run as runs
+from megabatch.report import saved_run
 from megabatch.towers import Pair, load, load_saved
 from megabatch.towers.load import POSSIBLE, image_size
 
@@ -65,7 +65,7 @@ def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | Non
     if args.data is not None:
         spec = str(args.data)
     else:
-        run = None if folder is None else runs.read(folder)
+        run = None if folder is None else saved_run.read(folder)
         found = None if run is None else run.test_data
         if run is None or found is None:
             raise ValueError(
