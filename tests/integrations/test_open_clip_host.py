@@ -254,9 +254,7 @@ def test_install_says_what_it_does_and_undoes_it():
     create_loss = open_clip.create_loss  # as a script has imported it before
     installed = host.install()
     try:
-        assert str(installed) == (
-            "open_clip.create_loss now builds megabatch's ClipLoss, SigLipLoss, DistillClipLoss; CoCaLoss stays open_clip's own"
-        )
+        assert "megabatch's ClipLoss, SigLipLoss, DistillClipLoss" in str(installed)
         assert set(installed.replaced.values()) == set(before)
         for case, ours_there in [({}, mb.ClipLoss), ({"siglip": True}, mb.SigLipLoss), ({"distill": True}, mb.DistillClipLoss)]:
             assert type(create_loss(arguments(rank=1, world=2, **case))) is ours_there
@@ -267,7 +265,7 @@ def test_install_says_what_it_does_and_undoes_it():
         installed.uninstall()
     assert (factory.ClipLoss, factory.SigLipLoss, factory.DistillClipLoss) == before
     assert type(create_loss(arguments())) is open_clip.ClipLoss
-    assert "what it did before" in str(installed)
+    assert "builds open_clip's losses" in str(installed)
 
 
 def test_install_refuses_versions_it_does_not_know(monkeypatch):

@@ -177,7 +177,7 @@ def test_steps_that_were_done_again_count_once_and_losses_that_are_lost_are_name
     for loss, steps in ((1.0, (1, 2, 3)), (2.0, (2, 3, 4))):
         for step in steps:
             results.append(tmp_path / "metrics.jsonl", {"step": step, "loss": math.nan if step == 4 else loss})
-    read = runs.read(tmp_path)
+    read = saved_run.read(tmp_path)
     assert [(record["step"], record["loss"]) for record in read.training] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, None)]
     assert "not finite at 1 steps, first at step 4" in write_report(tmp_path).read_text("utf-8")
 

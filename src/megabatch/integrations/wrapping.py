@@ -48,7 +48,7 @@ def routed(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
     Args:
         towers: pairs (tower, inputs), as for `cached_backward`; towers may be parts of the module inside `model`, methods of
             it, or that module itself.
-        model: as the trainer has it: a module, DDP's wrapper, or a module sharded by FSDP2; None where towers belong to none.
+        model: the trainer's model: a module, DDP's wrapper, or a module sharded by FSDP2; None if towers belong to none.
     """
     if model is None:
         return _checked(towers)
