@@ -26,7 +26,7 @@ class CachedStep:
                 return mb.info_nce_loss(query, document, scale=whole(module.log_scale).exp(), group=group)
 
     Each batch of the trainer (`per_device_train_batch_size` on every process) is one loss with in-batch negatives. A step of
-    the optimizer follows the mean over `gradient_accumulation_steps` batches, or over the remaining ones at the end of an epoch.
+    the optimizer follows the mean over `gradient_accumulation_steps` batches, or over the last ones of an epoch.
     The fp16 scaler, bf16, clipping, DDP and FSDP2 are the trainer's own. Evaluation returns the loss of each batch.
 
     Attributes:
