@@ -30,6 +30,8 @@ import megabatch as mb
 from megabatch import machine
 from megabatch.data.demo.wordnet import WordNet
 from megabatch.data.order import Order
+from megabatch.display import plots
+from megabatch.display.tables import Table
 from megabatch.evaluation import results, retrieval
 from megabatch.towers.demo import n_grams
 
@@ -44,7 +46,7 @@ WIDTH = 256
 CHUNK = 8192  # samples encoded at once
 WARM_UP = 0.1  # of all steps
 NAMES = ("definition", "word")
-COLOURS = {"none": "#2563c9", "sqrt": "#0d8257", "linear": "#c2600c"}
+COLOURS = {"none": plots.BLUE, "sqrt": plots.GREEN, "linear": plots.ORANGE}
 
 
 class Tower(nn.Module):
@@ -210,31 +212,28 @@ def _setting(line: dict[str, Any]) -> Setting:
 
 def report(lines: Sequence[dict[str, Any]], options: argparse.Namespace, place: Path) -> None:
     """The table, printed and as Markdown, and the plot."""
-    text = table(lines, options.lr, options.samples)
-    print(text)
-    (place / "study.md").write_text(text + "\n", "utf-8")
+    made = table(lines, options.lr, options.samples)
+    made.print()
+    (place / "study.md").write_text(made.markdown() + "\n", "utf-8")
     draw(lines, options.lr, options.samples, place / "study.png")
     print(f"wrote {place / 'study.md'} and {place / 'study.png'}")
 
 
-def table(lines: Sequence[dict[str, Any]], base_lr: float, samples: int) -> str:
-    """Markdown; what was not run is left empty."""
-    sizes = sorted({line["batch_size"] for line in lines})
-    written = ["| pairs in a batch | steps | " + " | ".join(f"{rule}: rate, R@1, R@10" for rule in RULES) + " |"]
-    written.append("|---:|---:|" + "---|" * len(RULES))
-    for size in sizes:
+def table(lines: Sequence[dict[str, Any]], base_lr: float, samples: int) -> Table:
+    """Runs that are missing leave their cells empty."""
+    rows = []
+    for size in sorted({line["batch_size"] for line in lines}):
         cells = [f"{size:,}", f"{max(1, samples // size):,}"]
         for rule in RULES:
             lr = base_lr * (size / BASE) ** RULES[rule]
             one, ten = (summary(lines, size, lr, f"word_to_definition_R@{k}") for k in (1, 10))
             cells.append("" if one is None or ten is None else f"{lr:.1e}, {_plus_minus(one)}, {_plus_minus(ten)}")
-        written.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
     seeds = len({line["seed"] for line in lines})
-    written += [
-        "",
-        f"Words find definitions among 5,000; {samples:,} pairs seen by every run; {seeds} seeds, mean ± deviation.",
-    ]
-    return "\n".join(written)
+    notes = f"Words find definitions among 5,000; {samples:,} pairs seen by every run; {seeds} seeds, mean ± deviation."
+    return Table(
+        ["pairs in a batch", "steps", *(f"{rule}: rate, R@1, R@10" for rule in RULES)], rows, notes=notes, names=(2, 3, 4)
+    )
 
 
 def summary(lines: Sequence[dict[str, Any]], size: int, lr: float, metric: str) -> tuple[float, float, int] | None:
@@ -251,13 +250,14 @@ def _plus_minus(value: tuple[float, float, int]) -> str:
 
 
 def draw(lines: Sequence[dict[str, Any]], base_lr: float, samples: int, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7.6), layout="constrained")
+    """Recall against the batch size, with the deviation over seeds."""
+    seeds = len({line["seed"] for line in lines})
+    title = f"WordNet: {samples:,} pairs seen by every run, rate {base_lr:g} at {BASE:,}; {seeds} seeds"
+    figure, panels = plots.figure(title, rows=2, columns=2, size=(11, 7.6))
     sizes = sorted({line["batch_size"] for line in lines})
     ways = {"words find definitions": "word_to_definition", "definitions find words": "definition_to_word"}
-    panels = [(f"{title}, R@{k}", f"{way}_R@{k}") for k in (1, 10) for title, way in ways.items()]
-    for axes, (title, metric) in zip(figure.subplots(2, 2, sharex=True).flat, panels, strict=True):
+    shown = [(f"{title}, R@{k}", f"{way}_R@{k}") for k in (1, 10) for title, way in ways.items()]
+    for axes, (title, metric) in zip(panels.flat, shown, strict=True):
         for number, (rule, power) in enumerate(RULES.items()):
             known = [(size, summary(lines, size, base_lr * (size / BASE) ** power, metric)) for size in sizes]
             # A little apart, so that no bar hides another.
@@ -265,20 +265,10 @@ def draw(lines: Sequence[dict[str, Any]], base_lr: float, samples: int, path: Pa
             x, mean, deviation = zip(*points, strict=True) if points else ((), (), ())
             bars = {"yerr": [100 * value for value in deviation], "capsize": 3, "elinewidth": 1.2, "markersize": 4.5}
             axes.errorbar(x, [100 * value for value in mean], fmt="o-", color=COLOURS[rule], label=rule, **bars)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [f"{size // 1024}k" if size >= 1024 else str(size) for size in sizes])
-        axes.minorticks_off()
-        axes.set_title(title, fontsize=11)
-        axes.grid(axis="y", color="#e3e8ed")
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in figure.axes[2:]:
-        axes.set_xlabel("pairs in a batch")
-    for axes in figure.axes[::2]:
-        axes.set_ylabel("recall, %")
-    figure.axes[0].legend(title="learning rate grows with the batch", ncols=3, fontsize=9, frameon=False, title_fontsize=9)
-    seeds = len({line["seed"] for line in lines})
-    figure.suptitle(f"WordNet: {samples:,} pairs seen by every run, rate {base_lr:g} at {BASE:,}; {seeds} seeds", fontsize=12.5)
-    figure.savefig(path, dpi=130)
+        axes.set(title=title, ylabel="recall, %")
+        plots.batch_axis(axes, sizes, "pairs in a batch")
+    plots.legend(panels[0, 0], title="learning rate grows with the batch", ncols=3, title_fontsize=8)
+    plots.save(figure, path)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def main() -> None:
     (samples,) = {line["samples"] for line in lines}
     machines = "; ".join(dict.fromkeys(line["machine"] for line in lines))
     command = f"Command: `python benchmarks/batch_size_study.py --lr {base_lr:g}`"
-    text = [table(lines, base_lr, samples), gaps(lines, base_lr), f"Machine: {machines}.", command]
+    text = [table(lines, base_lr, samples).markdown(), gaps(lines, base_lr), f"Machine: {machines}.", command]
     stem = f"{path.stem}_{base_lr:g}"
     (path.parent / f"{stem}.md").write_text("\n\n".join(text) + "\n", "utf-8")
     draw(lines, base_lr, samples, path.parent / f"{stem}.png")

@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from cached_step_report import markdown, report
 from record import Record, arguments, device_of
+from replayed_images import Normalised, replay
 from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch.bench.measure import peak_memory
 from megabatch.bench.steps import SYSTEMS, Setting, cached
-from megabatch.bench.towers import SIZES, Normalised, SyntheticImages, replay, tokens, towers
+from megabatch.bench.towers import SIZES, SyntheticImages, tokens, towers
 
 CHECK, CHECK_CHUNK = 32, 8
 TOLERANCE = 1e-3  # of the length of a gradient, float32 against float32

@@ -7,7 +7,7 @@ import family_queries as queries
 from family_case import DENSE, Case, Given, formula
 from torch import Tensor
 
-from megabatch.bench import inputs
+from megabatch.bench import accuracy as inputs
 
 # The most important first.
 CASES: dict[str, Callable[[Tensor, Tensor, Given], Case]] = {

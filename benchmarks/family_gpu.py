@@ -19,11 +19,12 @@ from family_case import LARGE, Case, Loss
 from family_cases import CASES, case
 from family_gpu_report import markdown, report
 from record import Record, arguments, device_of
+from timing import milliseconds
 from torch import Tensor
 
-from megabatch.bench.inputs import HALF_TOLERANCE, TOLERANCE
+from megabatch.bench.accuracy import HALF_TOLERANCE, TOLERANCE
 from megabatch.bench.losses import bare_products
-from megabatch.bench.measure import milliseconds, peak_memory
+from megabatch.bench.measure import peak_memory
 
 OURS = "megabatch"
 SECONDS_A_ROUND = 0.06

@@ -23,7 +23,7 @@ from family_case import (
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.bench.inputs import pairs
+from megabatch.bench.accuracy import pairs
 
 MARGIN, GUIDE_MARGIN = -0.1, -0.05  # leave out a few of the most similar keys of every query
 BETA, TAU_PLUS, HCL_SCALE = 1.0, 0.1, 2.0

@@ -29,13 +29,14 @@ import torch
 from flickr8k_data import HELD_OUT, Data, Images, invented, read
 from flickr8k_report import markdown, report
 from record import Record, arguments, device_of
+from timing import milliseconds
 from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch import towers
+from megabatch.bench.accuracy import clip_truth
 from megabatch.bench.loss_systems import open_clip_losses
-from megabatch.bench.measure import milliseconds, peak_memory
-from megabatch.bench.truth import clip_truth
+from megabatch.bench.measure import peak_memory
 from megabatch.data.order import Order
 from megabatch.evaluation.embedding import evaluating
 from megabatch.evaluation.retrieval import retrieval

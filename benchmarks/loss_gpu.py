@@ -21,15 +21,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from loss_gpu_report import markdown
+from timing import milliseconds
 from torch import Tensor
 
 import megabatch as mb
 from megabatch import machine
-from megabatch.bench.inputs import SCALE, is_right, pairs
+from megabatch.bench.accuracy import SCALE, clip_truth, is_right, pairs
 from megabatch.bench.loss_systems import CUT, DENSE, INF_CL, LIGER, MEGABATCH, loss_of
 from megabatch.bench.losses import bare_products
-from megabatch.bench.measure import milliseconds
-from megabatch.bench.truth import clip_truth
 
 SIZES = ["16384x512", "32768x512", "65536x512", "131072x512", "262144x512", "65536x768", "65536x1024"]
 BIAS = -10.0

@@ -6,6 +6,7 @@ Needs open_clip, for the model's shape. Writes paper_table.md.
 import argparse
 from pathlib import Path
 
+from megabatch.display.tables import Table
 from megabatch.planning import gpus, models, step
 from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, loss_bytes
 from megabatch.planning.step import HOST, REPLAY
@@ -28,54 +29,51 @@ def main() -> int:
     gpu = gpus.find("A800-80GB")
     eight = step.make(models.model("open_clip:ViT-L-14"), step.Setup(gpu, 8), CHUNK)
     plans = {8: eight, 32: step.on(eight, 4, 8)}
-    text = "\n\n".join((__doc__.split("\n\n")[0], loss_table(eight), largest_table(plans), time_table(eight))) + "\n"
+    tables = (loss_table(eight), largest_table(plans), time_table(eight))
+    text = "\n\n".join((__doc__.split("\n\n")[0], *(table.markdown() for table in tables))) + "\n"
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "paper_table.md").write_text(text)
     print(text)
     return 0
 
 
-def loss_table(plan: step.Plan) -> str:
-    lines = ["Loss memory of a GPU, 8 GPUs, GiB (the paper's number in brackets):", ""]
-    lines += ["| pairs | " + " | ".join(step.SYSTEMS) + " |", "|---:" * 5 + "|"]
+def loss_table(plan: step.Plan) -> Table:
+    rows = []
     for thousands in LOSS[INF_CL]:
         cells = []
         for system in step.SYSTEMS:
             paper = LOSS.get(system, {}).get(thousands)
             size = loss_bytes(system, plan.shape(thousands * K)) / GIB
             fits = plan.cached(thousands * K, system, REPLAY).total <= plan.setup.gpu.usable
-            said = f" ({paper})" if paper else "" if system == MEGABATCH else " (out of memory)"
-            cells.append((f"{size:.2f}" if fits else "out of memory") + said)
-        lines.append(f"| {thousands}k | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            told = f" ({paper})" if paper else "" if system == MEGABATCH else " (out of memory)"
+            cells.append((f"{size:.2f}" if fits else "out of memory") + told)
+        rows.append([f"{thousands}k", *cells])
+    title = "Loss memory of a GPU, 8 GPUs, GiB (the paper's number in brackets):"
+    return Table(["pairs", *step.SYSTEMS], rows, title, names=())
 
 
-def largest_table(plans: dict[int, step.Plan]) -> str:
-    lines = [
-        "Largest batch, thousand pairs; others with inputs on the host, megabatch with replay (the paper's number in brackets):"
-    ]
-    lines += ["", "| GPUs | " + " | ".join(step.SYSTEMS) + " |", "|---:" * 5 + "|"]
+def largest_table(plans: dict[int, step.Plan]) -> Table:
+    rows = []
     for ranks, plan in plans.items():
         cells = []
         for system in step.SYSTEMS:
             paper = LARGEST.get((ranks, system))
             size = plan.largest(system, REPLAY if system == MEGABATCH else HOST) // K
             cells.append(f"{size:,}k" + (f" ({paper:,}k)" if paper else ""))
-        lines.append(f"| {ranks} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([str(ranks), *cells])
+    title = (
+        "Largest batch, thousand pairs; others with inputs on the host, megabatch with replay (the paper's number in brackets):"
+    )
+    return Table(["GPUs", *step.SYSTEMS], rows, title, names=())
 
 
-def time_table(plan: step.Plan) -> str:
-    lines = [
-        "Seconds of an iteration, 8 GPUs:",
-        "",
-        "| pairs | Inf-CL, planned | the paper | megabatch, planned |",
-        "|---:" * 4 + "|",
-    ]
+def time_table(plan: step.Plan) -> Table:
+    rows = []
     for thousands, paper in SECONDS.items():
         inf_cl, ours = (plan.seconds(thousands * K, system).total for system in (INF_CL, MEGABATCH))
-        lines.append(f"| {thousands}k | {inf_cl:.1f} | {paper} | {ours:.1f} |")
-    return "\n".join(lines)
+        rows.append([f"{thousands}k", f"{inf_cl:.1f}", str(paper), f"{ours:.1f}"])
+    headings = ["pairs", "Inf-CL, planned", "the paper", "megabatch, planned"]
+    return Table(headings, rows, "Seconds of an iteration, 8 GPUs:", names=())
 
 
 if __name__ == "__main__":

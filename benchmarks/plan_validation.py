@@ -23,12 +23,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from plan_validation_report import report, table
+from replayed_images import Normalised, replay
 from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch import machine
 from megabatch.bench.measure import peak_memory
-from megabatch.bench.towers import CONTEXT, SIZES, VOCABULARY, Normalised, Size, SyntheticImages, replay, towers
+from megabatch.bench.towers import CONTEXT, SIZES, VOCABULARY, Size, SyntheticImages, towers
 from megabatch.planning import gpus, step
 from megabatch.planning.losses import MEGABATCH, loss_bytes, loss_seconds
 from megabatch.planning.meter import nowhere, without_data

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -16,12 +17,12 @@ PATHS = ("--output", "--data")  # left out of the recorded command
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def arguments(parser: argparse.ArgumentParser, name: str, seconds: float) -> None:
-    """Adds the arguments that all GPU benchmarks share."""
-    parser.add_argument(
-        "--seconds", type=float, default=seconds, help=f"time limit; measurements beyond it are skipped ({seconds:.0f})"
-    )
-    parser.add_argument("--tiny", action="store_true", help="the same code at small sizes: less than a minute on a CPU")
+def arguments(parser: argparse.ArgumentParser, name: str, seconds: float | None = None) -> None:
+    """Adds the arguments that all benchmarks share; with a time limit in seconds, those of a benchmark for a GPU."""
+    if seconds is not None:
+        told = f"time limit; measurements beyond it are skipped ({seconds:.0f})"
+        parser.add_argument("--seconds", type=float, default=seconds, help=told)
+        parser.add_argument("--tiny", action="store_true", help="the same code at small sizes: less than a minute on a CPU")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--name", default=name, help=f"name of the files ({name})")
 
@@ -38,7 +39,7 @@ def device_of(args: argparse.Namespace) -> str:
 class Record:
     """One run: its results so far, and the time that is left."""
 
-    def __init__(self, script: str, args: argparse.Namespace, seconds: float, **beginning: Any) -> None:
+    def __init__(self, script: str, args: argparse.Namespace, seconds: float = math.inf, **beginning: Any) -> None:
         self.path = args.output / f"{args.name}.json"
         self.seconds, self.started = seconds, time.perf_counter()
         command = " ".join(["python", f"benchmarks/{script}.py", *_without_paths(sys.argv[1:])])

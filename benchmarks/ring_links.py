@@ -27,11 +27,19 @@ from torch import Tensor
 
 import megabatch
 from megabatch import machine, ring
-from megabatch.bench.ranks import join
+from megabatch.bench.processes import join
+from megabatch.display.numbers import cell
+from megabatch.display.tables import Table
 from megabatch.planning.ring import Cluster, Link, Pass, clip_passes, predict
 from megabatch.ring import lap
 
 SCALE, REPEATS = 20.0, 3
+HEADINGS = ["links of a node", "schedule", "overlap", "forward s", "predicted", "backward s", "predicted", "error"]
+HEADINGS += ["MiB between nodes"]
+NOTES = (
+    "MiB between nodes: sent by a node in both passes. Predicted by `megabatch.planning.ring` from links and work that were "
+    "measured apart. Error: of the sum of both passes."
+)
 CASES = [("ring", True), ("ring", False), ("two_level", True), ("two_level", False), ("gather", True)]
 
 
@@ -251,50 +259,38 @@ def main() -> int:
     if reason is not None:
         print(f"Skipped: {reason}.")
         return 0
-    lines = [
-        "| links of a node | schedule | overlap | forward s | predicted | backward s | predicted | error | MiB between nodes |"
-    ]
-    lines.append("|---:|---|---|---:|---:|---:|---:|---:|---:|")
-    record: dict[str, Any] = {"machine": machine.describe(), "results": []}
+    rows: list[list[str]] = []
+    record: dict[str, Any] = {"machine": machine.describe(), "results": [], "given": {}}
     for rails in (1, args.ranks):
-        print(
-            f"{rails} link{'s' if rails > 1 else ''} of {args.megabits:g} Mbit/s for a node of {args.ranks} ranks …", flush=True
-        )
+        links = f"{rails} link{'s' if rails > 1 else ''}"
+        print(f"{links} of {args.megabits:g} Mbit/s for a node of {args.ranks} ranks …", flush=True)
         answers = launch(args, rails)
         for schedule, overlap in CASES:
             key = f"{schedule} {overlap}"
             measured = slowest(answers, key)
-            model = predicted(args, answers, schedule, rails) if overlap else None
-            error = None if model is None else sum(model) / sum(measured) - 1
-            crossing = sum(answer[key]["crossing"] for answer in answers) / args.nodes / 2**20
-            cells = [str(rails), schedule, "yes" if overlap else "no"]
-            for i in (0, 1):
-                cells += [f"{measured[i]:.3f}", "–" if model is None else f"{model[i]:.3f}"]
-            cells += ["–" if error is None else f"{error:+.0%}", f"{crossing:.1f}"]
-            lines.append("| " + " | ".join(cells) + " |")
-            found = {"links": rails, "schedule": schedule, "overlap": overlap, "measured": measured, "predicted": model}
-            record["results"].append(found | {"crossing_bytes": crossing * 2**20})
-        given = {name: [a[name] for a in answers] for name in ("inside", "between")} | {
-            key: slowest(answers, key) for key in ("work", "tiny")
-        }
-        record.setdefault("given", {})[str(rails)] = given
+            model = predicted(args, answers, schedule, rails) if overlap else [None, None]
+            error = sum(model) / sum(measured) - 1 if overlap else None
+            crossing = sum(answer[key]["crossing"] for answer in answers) / args.nodes
+            rows.append([str(rails), schedule, "yes" if overlap else "no"])
+            rows[-1] += [cell(value, ".3f") for both in zip(measured, model, strict=True) for value in both]
+            rows[-1] += [cell(error, "+.0%"), f"{crossing / 2**20:.1f}"]
+            found = {"links": rails, "schedule": schedule, "overlap": overlap, "measured": measured, "crossing_bytes": crossing}
+            record["results"].append(found | {"predicted": model if overlap else None})
+        given = {name: [a[name] for a in answers] for name in ("inside", "between")}
+        record["given"][str(rails)] = given | {key: slowest(answers, key) for key in ("work", "tiny")}
     defaults = {"nodes": 2, "ranks": 4, "rows": 256, "width": 512, "megabits": 50.0}
     changed = "".join(f" --{name} {getattr(args, name):g}" for name, value in defaults.items() if getattr(args, name) != value)
-    command = f"python benchmarks/ring_links.py{changed}"
+    record["command"] = f"python benchmarks/ring_links.py{changed}"
     title = (
         f"CLIP loss, forward and backward, float32, {args.nodes} nodes of {args.ranks} ranks with {args.rows} pairs each, "
-        f"D = {args.width}; links between nodes of {args.megabits:g} Mbit/s, emulated"
+        f"D = {args.width}; links between nodes of {args.megabits:g} Mbit/s, emulated."
     )
-    notes = (
-        "MiB between nodes: sent by a node in both passes. Predicted by `megabatch.planning.ring` from links and work that "
-        "were measured apart; error: of the sum of both passes."
-    )
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand, as root: `{command}`"
-    report = "\n\n".join((f"{title}.", "\n".join(lines), notes, about)) + "\n"
+    table = Table(HEADINGS, rows, title, NOTES, names=(1, 2))
+    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand, as root: `{record['command']}`\n"
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "ring_links.json").write_text(json.dumps(record | {"command": command}, indent=1) + "\n")
-    (args.output / "ring_links.md").write_text(report)
-    print(report)
+    (args.output / "ring_links.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.output / "ring_links.md").write_text(f"{table.markdown()}\n\n{about}")
+    table.print()
     return 0
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sentence_transformers_systems import INTEGRATION, OURS, SYSTEMS, THEIRS, Setting, encoder, texts
 from torch.profiler import ProfilerActivity, profile
 
-from megabatch.bench.ranks import on_ranks
+from megabatch.bench.processes import on_ranks
 
 ROWS, WIDTH, VOCABULARY, TOKENS = 64, 48, 100, 8
 SHARED = (THEIRS, OURS, INTEGRATION)

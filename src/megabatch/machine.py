@@ -83,6 +83,13 @@ def _processor_seconds() -> tuple[float, float, float] | None:
     return whole / tick, (whole - idle) / tick, sum(os.times()[:4])
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on any device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in ALLOCATION_FAILED)
+
+
 def available_memory() -> int | None:
     """Bytes that a new program can allocate without swapping; None if the system does not say."""
     try:

@@ -125,7 +125,8 @@ def test_images_are_those_of_their_captions():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", ["cached_step", "family_gpu", "flickr8k", "loss_gpu", "plan_validation", "sentence_transformers_gpu"]
+    "name",
+    ["cached_step", "family_gpu", "flickr8k", "loss_cpu", "loss_gpu", "plan_validation", "ring", "sentence_transformers_gpu"],
 )
 def test_the_tables_in_results_are_made_from_their_records(name, tmp_path):
     pytest.importorskip("matplotlib")
@@ -133,6 +134,23 @@ def test_the_tables_in_results_are_made_from_their_records(name, tmp_path):
     importlib.import_module(f"{name}_report").report(tmp_path / f"{name}.json")
     assert (tmp_path / f"{name}.md").read_text() == (FOLDER / "results" / f"{name}.md").read_text()
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["loss_cpu", "--batches", "64", "--width", "16", "--rounds", "1"],
+        ["ring", "--worlds", "2", "--batch", "64", "--width", "16", "--repeats", "1"],
+    ],
+)
+def test_small_runs_on_a_cpu(command, tmp_path):
+    pytest.importorskip("open_clip")
+    script = [sys.executable, str(FOLDER / f"{command[0]}.py"), *command[1:], "--output", str(tmp_path)]
+    subprocess.run(script, check=True, capture_output=True, timeout=PATIENCE)
+    results = json.loads((tmp_path / f"{command[0]}.json").read_text())["results"]
+    assert {result["status"] for result in results} == {"ok"}
+    assert all(result["peak"] is not None for result in results)
 
 
 @pytest.mark.thorough

@@ -7,10 +7,11 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from megabatch.bench import cached, loss_systems, losses
-from megabatch.bench.inputs import is_right, pairs
+from megabatch.bench import loss_systems, losses, steps
+from megabatch.bench.accuracy import is_right, pairs
 from megabatch.bench.loss_systems import CHUNKS, CUDA_ONLY, DENSE, MEGABATCH, NAMES, loss_of
-from megabatch.bench.losses import LATE, MEMORY, MISSING, OK, WRONG, LossResult, Products
+from megabatch.bench.losses import LossResult, Products
+from megabatch.bench.measure import LATE, MEMORY, MISSING, OK, WRONG
 from megabatch.bench.tables import tables
 
 
@@ -121,7 +122,7 @@ def test_every_name_has_a_line_about_it():
 @pytest.mark.thorough
 def test_steps_whose_gradients_are_wrong_have_no_speed():
     systems = ["plain step", "cached, budget 0", "accum-freq", "GradCache", "towers alone"]
-    found = {r.system: r for r in cached.measure("tiny", [32], 16, "cpu", systems)}
+    found = {r.system: r for r in steps.measure("tiny", [32], 16, "cpu", systems)}
     assert found["accum-freq"].status == WRONG
     assert found["accum-freq"].scale_ratio == pytest.approx(4, rel=1e-3)
     assert found["accum-freq"].seconds is None

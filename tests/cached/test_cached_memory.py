@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import megabatch as mb
-from megabatch.bench.measure import fresh_process, peak_memory
+from megabatch.bench.measure import peak_memory
+from megabatch.bench.processes import fresh_process
 
 WIDTH, CHUNK = 512, 128
 

@@ -88,7 +88,7 @@ def test_zero_shot(place, tmp_path, capsys):
     assert first["images-zeroshot-val-top1"] == pytest.approx(right / 9, rel=1e-12)
     assert "images-zeroshot-val-top1" in capsys.readouterr().out
     (tmp_path / "classes.txt").write_text("red")
-    with pytest.raises(ValueError, match="--classes must name every caption of the data, got none called 'green'"):
+    with pytest.raises(ValueError, match=r"--classes .* 'green'"):
         call(eval_command, place / "run", "--zero-shot", "--classes", tmp_path / "classes.txt")
 
 
@@ -162,12 +162,12 @@ def test_search_of_texts_among_texts(tmp_path, capsys):
     )
     printed = capsys.readouterr().out.splitlines()
     assert printed[2].split()[1:] == ["word3", "1.000"]
-    with pytest.raises(ValueError, match="--among must be what the data has, text and text, got image"):
+    with pytest.raises(ValueError, match=r"--among .* got image"):
         call(search_command, tmp_path / "run", "word3", "--data", tmp_path / "pairs.jsonl", "--among", "images")
 
 
 def test_towers_by_name_need_data(place, tmp_path):
-    with pytest.raises(ValueError, match=r"--data must be given, because 'small' does not name any; possible are: emoji"):
+    with pytest.raises(ValueError, match=r"--data .*'small'.* emoji"):
         call(eval_command, "small")
     call(eval_command, "small", "--data", place / "images", "--output", tmp_path / "a.jsonl")
     assert results.read(tmp_path / "a.jsonl")[0]["num_samples"] == 9
@@ -175,14 +175,14 @@ def test_towers_by_name_need_data(place, tmp_path):
         call(eval_command, "small", "--data", place / "images", "--split", "test")
     with pytest.raises(ValueError, match=r"data must be one of: emoji .* Got 'nonsense'"):
         call(eval_command, "small", "--data", "nonsense")
-    with pytest.raises(ValueError, match=r"MODEL must be the folder of a run, or one of: small .* Got 'runs/emojy'"):
+    with pytest.raises(ValueError, match=r"MODEL .* small .* Got 'runs/emojy'"):
         call(eval_command, "runs/emojy")
 
 
 def test_queries_that_cannot_be(place, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"an image that exists, got 'nowhere.png'"):
         call(search_command, place / "run", "nowhere.png")
-    with pytest.raises(ValueError, match="QUERY must be a text or an image that can be read"):
+    with pytest.raises(ValueError, match=r"QUERY .* read"):
         call(search_command, place / "run", place / "images" / "7.png")
     with pytest.raises(ValueError, match="all texts or all images, got both"):
         call(search_command, place / "run", "red", place / "images" / "1.png")

@@ -101,7 +101,7 @@ def test_one_caption_each_and_side_names():
 
 def test_messages():
     pair, data = model(), Vectors()
-    with pytest.raises(ValueError, match="tower must encode side 0 of the dataset, image, got a tower for text"):
+    with pytest.raises(ValueError, match=r"tower .* image, got .* text"):
         list(embedded(pair.second, data, 0))
     with pytest.raises(ValueError, match="indices must name at least one sample, got none"):
         embed(pair.first, data, 0, [])

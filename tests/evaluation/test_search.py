@@ -5,7 +5,7 @@ import torch
 
 from helpers import unit
 from megabatch.evaluation import search
-from megabatch.evaluation.sheet import Found, Look, draw
+from megabatch.evaluation.sheet import GAP, PICTURE, QUERY_WIDTH, Found, draw
 
 
 @pytest.mark.parametrize("k", [1, 5, 60])
@@ -34,17 +34,15 @@ def test_messages():
         draw("never.png", [], [])
 
 
-def test_sheet_shows_pictures_and_marks(tmp_path):
+def test_sheet_shows_pictures(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="sheets are drawn with Pillow")
     red = torch.tensor([255, 0, 0], dtype=torch.uint8)[:, None, None].expand(3, 10, 20)
-    look = Look(picture=40, gap=10, query_width=100)
-    rows = [[Found(red, "a very long name that has to be broken", 0.5, right=True), Found("words", "x", 0.25)], []]
+    rows = [[Found(red, "a very long name that has to be broken", 0.5), Found("words", "x", 0.25)], []]
     path = tmp_path / "sheet.png"
-    draw(path, ["a query", red], rows, title="Title", credits=["somebody " * 40], look=look)
+    draw(path, ["a query", red], rows, title="Title", credits=["somebody " * 40])
     with image.open(path) as sheet:
-        assert sheet.width == 10 + 100 + 2 * 50 + 10
+        assert sheet.width == GAP + QUERY_WIDTH + 2 * (PICTURE + GAP) + GAP
         pixels = [sheet.getpixel((x, y)) for x in range(sheet.width) for y in range(sheet.height)]
-        # The picture is twice as wide as high and fits its square: 40×20 in the row, and 40×20 as the second query.
-        assert sum(pixel == (255, 0, 0) for pixel in pixels) == pytest.approx(2 * 40 * 20, rel=0.05)
-        assert (0x1A, 0x98, 0x50) in pixels
+        # The picture is twice as wide as high and fits its square, in the row and as the second query.
+        assert sum(pixel == (255, 0, 0) for pixel in pixels) == pytest.approx(2 * PICTURE * PICTURE // 2, rel=0.05)
     assert [entry.name for entry in tmp_path.iterdir()] == ["sheet.png"]

@@ -8,8 +8,8 @@ import torch
 import megabatch as mb
 from helpers import aligned_pairs, assert_equal_to_rounding, dense_clip, dense_siglip, leaves, outcomes, tile_size, unit
 from megabatch import reference
+from megabatch.bench.accuracy import clip_truth
 from megabatch.bench.measure import peak_memory
-from megabatch.bench.truth import clip_truth
 
 pytestmark = pytest.mark.gpu
 

@@ -244,9 +244,7 @@ def test_models_whose_loss_needs_more_than_features_are_refused():
         def forward(self, image=None, text=None):
             return {"image_features": image, "text_features": text, "logits": image}
 
-    with pytest.raises(
-        TypeError, match=r"must be an open_clip CLIP or CustomTextCLIP.*got Captioner, which also returns logits"
-    ):
+    with pytest.raises(TypeError, match=r"model .*got Captioner.* logits"):
         host.cached_backward(Captioner(), torch.ones(2, 3), torch.ones(2, 3), mb.ClipLoss())
 
 
@@ -256,9 +254,7 @@ def test_install_says_what_it_does_and_undoes_it():
     create_loss = open_clip.create_loss  # as a script has imported it before
     installed = host.install()
     try:
-        assert str(installed) == (
-            "open_clip.create_loss now builds megabatch's ClipLoss, SigLipLoss, DistillClipLoss; CoCaLoss stays open_clip's own"
-        )
+        assert "megabatch's ClipLoss, SigLipLoss, DistillClipLoss" in str(installed)
         assert set(installed.replaced.values()) == set(before)
         for case, ours_there in [({}, mb.ClipLoss), ({"siglip": True}, mb.SigLipLoss), ({"distill": True}, mb.DistillClipLoss)]:
             assert type(create_loss(arguments(rank=1, world=2, **case))) is ours_there
@@ -269,7 +265,7 @@ def test_install_says_what_it_does_and_undoes_it():
         installed.uninstall()
     assert (factory.ClipLoss, factory.SigLipLoss, factory.DistillClipLoss) == before
     assert type(create_loss(arguments())) is open_clip.ClipLoss
-    assert "what it did before" in str(installed)
+    assert "builds open_clip's losses" in str(installed)
 
 
 def test_install_refuses_versions_it_does_not_know(monkeypatch):
@@ -328,7 +324,7 @@ def test_a_checkpoint_of_open_clip_is_continued(tmp_path, prefix):
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
     torch.save(model.state_dict(), tmp_path / "bare.pt")
-    with pytest.raises(ValueError, match=r"bare.pt must be a training checkpoint, with epoch and state_dict, got \["):
+    with pytest.raises(ValueError, match=r"bare.pt .* got \["):
         host.load_checkpoint(tmp_path / "bare.pt", again)
 
 

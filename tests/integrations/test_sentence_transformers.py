@@ -216,17 +216,17 @@ def test_what_is_refused(model):
     from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 
     kind = sentences.losses("ours")["ranking"]
-    with pytest.raises(ValueError, match=r"similarity_fct must be .*cos_sim or dot_score, got euclidean"):
+    with pytest.raises(ValueError, match=r"similarity_fct .* got euclidean"):
         kind(model, similarity_fct=__import__("sentence_transformers").util.euclidean_sim)
     with pytest.raises(ValueError, match=r"directions must be .* got .*joint"):
         kind(model, directions=("query_to_doc", "doc_to_query"), matryoshka_dims=[8, 16])
-    with pytest.raises(ValueError, match="hardness_mode must be None where matryoshka_dims"):
+    with pytest.raises(ValueError, match=r"hardness_mode .* matryoshka_dims"):
         kind(model, matryoshka_dims=[8, 16], **HARDNESS[0])
-    with pytest.raises(ValueError, match="matryoshka_dims must be None with hard negatives"):
+    with pytest.raises(ValueError, match=r"matryoshka_dims .* hard negatives"):
         kind(model, matryoshka_dims=[8, 16])(features(model, 1), None)
     with pytest.raises(ValueError, match=r"hardness_mode must be None or .*doc_to_doc"):
         kind(model, directions=ALL, **HARDNESS[0])(features(model, 1), None)
-    with pytest.raises(ValueError, match="learn_temperature must be False inside MatryoshkaLoss"):
+    with pytest.raises(ValueError, match=r"learn_temperature .* MatryoshkaLoss"):
         MatryoshkaLoss(model, kind(model, learn_temperature=True), [8, 16])(features(model), None)
     with pytest.raises(ValueError, match="largest_scale must be at least"):
         kind(model, scale=200.0, learn_temperature=True)
@@ -237,9 +237,7 @@ def test_a_model_with_a_vector_for_each_token_is_refused(model):
 
     many = MultiVectorEncoder(modules=[model[0]], device="cpu")
     losses = sentences.losses("ours")
-    message = (
-        r"must give one vector for each text, because this loss compares one vector with one vector, got MultiVectorEncoder"
-    )
+    message = r"must return one vector for each text, got MultiVectorEncoder"
     with pytest.raises(TypeError, match=rf"^model {message}"):
         losses["ranking"](many)
     with pytest.raises(TypeError, match=rf"^model {message}"):

@@ -70,7 +70,7 @@ def test_of_two_wrapped_parts_the_one_that_is_called_is_reduced(two):
 def refused(group, rank):
     model = loops.Model()
     wrapper, rows = DistributedDataParallel(model, process_group=group), torch.ones(2, 5).double()
-    with pytest.raises(ValueError, match=r"towers\[1\] must belong to the model, .*there are 2 processes.*got Model"):
+    with pytest.raises(ValueError, match=r"towers\[1\] .*2 processes.*got Model"):
         routed([(model, rows), (loops.Model(), rows)], wrapper)
     frozen = loops.Model().requires_grad_(False)
     found = routed([(model, rows), (model.image, rows), (frozen, rows), (wrapper, rows)], wrapper)
@@ -98,7 +98,5 @@ def test_one_process_needs_no_way_round():
     assert torch.equal(found, rows)
     with pytest.raises(TypeError, match=r"towers\[0\] must return embeddings.*got a tuple of 2"):
         encoded([(lambda x: (x, x.mean()), rows)], 2)
-    with pytest.raises(
-        TypeError, match=r"model must be a module, wrapped in DDP, sharded by FSDP2 or neither, got DataParallel"
-    ):
+    with pytest.raises(TypeError, match=r"model .* got DataParallel"):
         routed(towers, nn.DataParallel(model))

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 import megabatch as mb
 from helpers import aligned_pairs, leaves, outcomes, tile_size, unit
-from megabatch.bench.measure import fresh_process, peak_memory
+from megabatch.bench.measure import peak_memory
+from megabatch.bench.processes import fresh_process
 
 TWO_VIEWS = ("query-key", "query-query")
 MARGIN = 0.3

@@ -8,7 +8,8 @@ import torch
 import megabatch as mb
 from helpers import aligned_pairs, leaves, outcomes, unit
 from megabatch import operators
-from megabatch.bench.measure import fresh_process, peak_memory
+from megabatch.bench.measure import peak_memory
+from megabatch.bench.processes import fresh_process
 from megabatch.operators.positives import positives_backward
 from megabatch.operators.symmetric_logsumexp import ALL, EQUAL_IDS, OTHERS, symmetric_logsumexp_backward
 

@@ -12,8 +12,7 @@ import torch
 
 from megabatch import towers
 from megabatch.evaluation import results
-from megabatch.report import curves, write_report
-from megabatch.report import run as runs
+from megabatch.report import curves, saved_run, write_report
 from megabatch.report.gallery import gallery
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
@@ -178,14 +177,14 @@ def test_steps_that_were_done_again_count_once_and_losses_that_are_lost_are_name
     for loss, steps in ((1.0, (1, 2, 3)), (2.0, (2, 3, 4))):
         for step in steps:
             results.append(tmp_path / "metrics.jsonl", {"step": step, "loss": math.nan if step == 4 else loss})
-    read = runs.read(tmp_path)
+    read = saved_run.read(tmp_path)
     assert [(record["step"], record["loss"]) for record in read.training] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, None)]
     assert "not finite at 1 steps, first at step 4" in write_report(tmp_path).read_text("utf-8")
 
 
 def test_what_a_run_is_tested_on(tmp_path):
     def of(**config):
-        return runs.Run(tmp_path, "", config, "", [], [])
+        return saved_run.SavedRun(tmp_path, "", config, "", [], [])
 
     assert of(data="emoji").test_data == ("emoji", "test")
     assert of(data="x.csv").test_data is None
@@ -200,7 +199,7 @@ def test_what_a_run_is_tested_on(tmp_path):
 def test_a_curve_is_where_its_numbers_are_and_gaps_stay_gaps():
     pytest.importorskip("matplotlib", reason='pip install "megabatch[train]"')
     lines = [{"step": step, "loss": None if step == 3 else 8.0 - step, "scale": 10.0} for step in range(1, 6)]
-    run = runs.Run(None, "", {}, "", lines, [])
+    run = saved_run.SavedRun(None, "", {}, "", lines, [])
     described, figure = curves._metric(run, "Loss", "loss", zero=False, smooth=True)
     (line,) = figure.axes[0].lines
     assert list(line.get_xdata()) == [1, 2, 3, 4, 5]
@@ -214,7 +213,7 @@ def test_a_curve_is_where_its_numbers_are_and_gaps_stay_gaps():
 
 def test_a_noisy_curve_stands_behind_its_running_mean():
     pytest.importorskip("matplotlib", reason='pip install "megabatch[train]"')
-    run = runs.Run(None, "", {}, "", [{"step": step, "loss": float(step % 2)} for step in range(100)], [])
+    run = saved_run.SavedRun(None, "", {}, "", [{"step": step, "loss": float(step % 2)} for step in range(100)], [])
     _, figure = curves._metric(run, "Loss", "loss", smooth=True)
     faint, mean = figure.axes[0].lines
     assert faint.get_alpha() < 1

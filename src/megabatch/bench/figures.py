@@ -1,12 +1,14 @@
-"""The plots of `megabatch bench`, one for each question."""
+"""The record of `megabatch bench` as plots, one for each question, and as one HTML page: sentences, plots, tables, machine."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megabatch import machine
 from megabatch.bench.loss_systems import ABOUT, MEGABATCH, NAMES
-from megabatch.bench.losses import MEMORY
-from megabatch.display import plots
+from megabatch.bench.measure import MEMORY
+from megabatch.bench.tables import tables, verdict
+from megabatch.display import pages, plots
 
 COLOURS = dict(zip(NAMES, (plots.GREEN, plots.GREY, plots.ORANGE, plots.BLUE, plots.OCHRE, plots.VIOLET), strict=True))
 MARKERS = dict(zip(NAMES, "oDsv^<", strict=True))
@@ -17,6 +19,11 @@ STEP_COLOURS = {
     "accum-freq": plots.ORANGE,
     "GradCache": plots.VIOLET,
     "towers alone": plots.GREY,
+}
+BESIDE = {  # the plots above each part's table
+    "losses": ("loss_memory", "loss_time", "split", "products"),
+    "levels": ("levels",),
+    "steps": ("step_memory", "step_speed"),
 }
 MIB = 2**20
 
@@ -39,6 +46,17 @@ def figures(record: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     return {name: (title, draw(title)) for name, (title, draw) in drawn.items()}
 
 
+def page(record: dict[str, Any], drawn: dict[str, tuple[str, Any]]) -> str:
+    """The HTML file of a record and its `figures`."""
+    sections = [pages.paragraph(sentence) for sentence in verdict(record)]
+    for part, table in tables(record).items():
+        above = pages.figures(drawn[name] for name in BESIDE[part] if name in drawn)
+        sections.append(pages.section(table.title, above, pages.table(table)))
+    about = pages.faint(f"{machine.summary(record['machine'])}.")
+    sections.append(pages.section("Machine and command", about, pages.code(record["command"])))
+    return pages.page("megabatch bench", sections)
+
+
 def _seconds(r: Row) -> float | None:
     return None if r["forward"] is None else r["forward"] + r["backward"]
 
@@ -49,6 +67,12 @@ def _loss_of(record: dict[str, Any]) -> str:
 
 def _losses(record: dict[str, Any], title: str, memory: bool) -> Any:
     figure, ((axes,),) = plots.figure(title, about=_loss_of(record))
+    draw_losses(axes, record, memory=memory)
+    return figure
+
+
+def draw_losses(axes: Any, record: dict[str, Any], *, memory: bool) -> None:
+    """Peak memory of each loss against the batch, or its time."""
     for system in NAMES:
         rows = [r for r in record["losses"] if r["system"] == system]
         found = [(r["batch"], r["peak"] and r["peak"] / MIB if memory else _seconds(r)) for r in rows]
@@ -64,7 +88,6 @@ def _losses(record: dict[str, Any], title: str, memory: bool) -> Any:
     plots.batch_axis(axes, [r["batch"] for r in record["losses"]])
     plots.log_axis(axes)
     plots.legend(axes)
-    return figure
 
 
 def _split(record: dict[str, Any], title: str) -> Any:

@@ -1,8 +1,14 @@
-"""The loss over ranks with fewer and fewer levels of tiling, as in Inf-CL's table 4. Ranks are processes on this CPU."""
+"""The loss over ranks with fewer and fewer levels of tiling, as in Inf-CL's table 4. Ranks are processes on this CPU.
+
+A system takes the rows of a rank and returns a context manager, which yields the loss and restores the settings it changed.
+"""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,27 +17,58 @@ from torch import Tensor
 
 import megabatch
 from megabatch import ring
-from megabatch.bench import ring_peers
-from megabatch.bench.inputs import pairs, sampled_rows
-from megabatch.bench.measure import peak_memory
-from megabatch.ring import lap
+from megabatch.bench.accuracy import ClipTruth, is_right, pairs, sampled_rows
+from megabatch.bench.loss_systems import Loss
+from megabatch.bench.measure import FAILED, OK, WRONG, peak_memory
+from megabatch.bench.processes import ProcessError, on_ranks
 from megabatch.tiles import plan
 
+System = Callable[[int], AbstractContextManager[Loss]]
 VANILLA, LOCAL, BLOCKS, TILES = "vanilla", "open_clip local", "ring, dense blocks", "ring, tiles"
-SYNCHRONOUS, GATHER, TWO_RINGS = "ring, synchronous", "gather, tiles", "two rings"
-SYSTEMS = {
+ABOUT = {
     VANILLA: "all logits on every rank",
     LOCAL: "local_loss and gather_with_grad: all columns of the local rows",
-    TWO_RINGS: "Inf-CL's exchange, one ring for each direction, in our tiles",
     BLOCKS: "one ring for both directions, each block of similarities held whole",
-    SYNCHRONOUS: "tiles, and every message waited for before the work goes on",
-    GATHER: "tiles, everything sent to everybody first",
     TILES: "megabatch as it is",
 }
 
 
-class Measured(NamedTuple):
-    """The result of a rank."""
+@dataclass
+class LevelResult:
+    """One system. Missing numbers are None; a wrong result is never timed."""
+
+    system: str
+    status: str = OK
+    peak: int | None = None  # bytes beyond the inputs, gradients included, of the rank that needs most
+    seconds: float | None = None  # of the slowest rank
+    sent: int | None = None  # bytes sent by a rank through the ring, forward and backward
+    loss: float | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+
+
+def measure(
+    systems: Mapping[str, System], world: int, batch: int, width: int, repeats: int, right: ClipTruth
+) -> list[LevelResult]:
+    """The systems one after another on the same ranks.
+
+    Args:
+        systems: by name, smallest memory first, because freed memory would hide the peak of the next.
+        world: number of ranks.
+        batch: pairs of all ranks together.
+        width: of the embeddings.
+        repeats: timed steps; the fastest counts.
+        right: loss and gradients in float64.
+    """
+    try:
+        answers = on_ranks(_on_rank, world, list(systems.values()), batch, width, repeats)
+    except ProcessError as error:
+        return [LevelResult(name, f"{FAILED}: {error}") for name in systems]
+    return [_concluded(name, [mine[i] for mine in answers], right) for i, name in enumerate(systems)]
+
+
+class _Measured(NamedTuple):
+    """One system on one rank."""
 
     seconds: list[float]
     peak: int
@@ -41,68 +78,91 @@ class Measured(NamedTuple):
     dtext: Tensor  # (S_r, D)
 
 
-def measure(rank: int, world: int, systems: list[str], batch: int, width: int, repeats: int) -> list[Measured]:
-    """Runs on every rank: the systems one after another."""
-    return [_measure(rank, world, system, batch, width, repeats) for system in systems]
+def _concluded(name: str, answers: list[_Measured], right: ClipTruth) -> LevelResult:
+    """Loss and sampled gradients are averaged over ranks as DDP would, and compared with float64."""
+    world = len(answers)
+    dimage, dtext = (torch.cat([getattr(a, key) for a in answers]) / world for key in ("dimage", "dtext"))
+    loss = sum(a.loss for a in answers) / world
+    errors = right.errors(loss, dimage, dtext)
+    result = LevelResult(name, loss=loss, loss_error=errors[0], gradient_error=errors[1])
+    if is_right(loss, *errors):
+        result.peak, result.sent = max(a.peak for a in answers), max(a.sent for a in answers)
+        result.seconds = min(map(max, zip(*(a.seconds for a in answers), strict=True)))
+    else:
+        result.status = WRONG
+    return result
 
 
-def _measure(rank: int, world: int, system: str, batch: int, width: int, repeats: int) -> Measured:
+def _on_rank(rank: int, world: int, systems: list[System], batch: int, width: int, repeats: int) -> list[_Measured]:
     rows = slice(batch * rank // world, batch * (rank + 1) // world)
+    chosen = sampled_rows(batch)
+    chosen = chosen[(chosen >= rows.start) & (chosen < rows.stop)] - rows.start
 
     def local(whole: tuple[Tensor, Tensor, Tensor], rows: slice) -> list[Tensor]:
         image, text, log_scale = (tensor.detach() for tensor in whole)
         return [t.requires_grad_() for t in (image[rows].clone(), text[rows].clone(), log_scale)]
 
-    with _loss(system, rows.stop - rows.start) as function:
+    def step(loss: Loss, inputs: list[Tensor]) -> float:
+        image, text, log_scale = inputs
+        value = loss(image, text, log_scale.exp())
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.item()
 
-        def step(image: Tensor, text: Tensor, log_scale: Tensor) -> float:
-            loss = function(image, text, log_scale.exp())
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss.item()
+    found = []
+    for system in systems:
+        with system(rows.stop - rows.start) as loss:
+            step(loss, local(pairs(64 * world, width), slice(64 * rank, 64 * (rank + 1))))  # warm-up: connections, threads
+            inputs = local(pairs(batch, width), rows)
+            dist.barrier()
+            with ring.counted() as traffic:
+                value, peak = peak_memory(partial(step, loss, inputs))
+            gradients = [t.grad[chosen].clone() for t in inputs[:2] if t.grad is not None]
+            seconds = []
+            for _ in range(repeats):
+                dist.barrier()
+                start = time.perf_counter()
+                step(loss, inputs)
+                dist.barrier()
+                seconds.append(time.perf_counter() - start)
+        found.append(_Measured(seconds, peak, traffic.bytes, value, *gradients))
+    return found
 
-        step(*local(pairs(64 * world, width), slice(64 * rank, 64 * (rank + 1))))  # warm-up: connections, threads, libraries
-        inputs = local(pairs(batch, width), rows)
-        dist.barrier()
-        with ring.counted() as traffic:
-            loss, peak = peak_memory(lambda: step(*inputs))
-        gradients = [t.grad.clone() for t in inputs[:2] if t.grad is not None]
-        seconds = []
-        for _ in range(repeats):
-            dist.barrier()
-            start = time.perf_counter()
-            step(*inputs)
-            dist.barrier()
-            seconds.append(time.perf_counter() - start)
-    chosen = sampled_rows(batch)
-    mine = chosen[(chosen >= rows.start) & (chosen < rows.stop)] - rows.start
-    return Measured(seconds, peak, traffic.bytes, loss, *(g[mine] for g in gradients))
+
+def ring_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:  # ()
+    """megabatch over the default group, with the schedule of the ring."""
+    with ring.using("ring"):
+        return megabatch.clip_loss(image, text, scale, group=dist.group.WORLD)
+
+
+def _open_clip_loss(image: Tensor, text: Tensor, scale: Tensor, *, local: bool) -> Tensor:  # ()
+    """Dense, over the gathered batch: the rows of this rank (`local`), or all rows on every rank."""
+    from open_clip.loss import ClipLoss
+
+    loss = ClipLoss(local_loss=local, gather_with_grad=True, rank=dist.get_rank(), world_size=dist.get_world_size())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # open_clip gathers with a deprecated function of PyTorch
+        value: Tensor = loss(image, text, scale)
+    return value
 
 
 @contextmanager
-def _loss(system: str, rows: int) -> Iterator[Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The loss of a system; settings changed for it are restored afterwards."""
-    if system in (VANILLA, LOCAL):
-        yield lambda *inputs: ring_peers.open_clip_loss(*inputs, local=system == LOCAL)
-        return
-    if system == TWO_RINGS:
-        yield ring_peers.two_rings
-        return
-
-    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        with ring.using("gather" if system == GATHER else "ring"):
-            return megabatch.clip_loss(image, text, scale, group=dist.group.WORLD)
-
-    tile, overlap = plan.eager_tile, lap.OVERLAP
+def _blocks(rows: int) -> Iterator[Loss]:
+    tile = plan.eager_tile
+    plan.eager_tile = lambda device, dtype: plan.TileSize(rows, rows)
     try:
-        lap.OVERLAP = system != SYNCHRONOUS
-        if system == BLOCKS:
-            plan.eager_tile = lambda device, dtype: plan.TileSize(rows, rows)
-        yield loss
+        yield ring_loss
     finally:
-        plan.eager_tile, lap.OVERLAP = tile, overlap
+        plan.eager_tile = tile
 
 
-def mean_over_ranks(answers: list[Measured]) -> tuple[float, Tensor, Tensor]:
-    """Loss and sampled gradients as DDP would average them."""
-    dimage, dtext = (torch.cat([getattr(a, name) for a in answers]) / len(answers) for name in ("dimage", "dtext"))
-    return sum(a.loss for a in answers) / len(answers), dimage, dtext
+def unchanged(loss: Loss, rows: int) -> AbstractContextManager[Loss]:
+    """A system that needs no settings."""
+    return nullcontext(loss)
+
+
+SYSTEMS: dict[str, System] = {
+    TILES: partial(unchanged, ring_loss),
+    BLOCKS: _blocks,
+    LOCAL: partial(unchanged, partial(_open_clip_loss, local=True)),
+    VANILLA: partial(unchanged, partial(_open_clip_loss, local=False)),
+}

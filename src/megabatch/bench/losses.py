@@ -4,18 +4,19 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from megabatch.bench.inputs import is_right, pairs, sampled_rows
+from megabatch.bench.accuracy import ClipTruth, is_right, pairs, sampled_rows, truth_of
 from megabatch.bench.loss_systems import DENSE, NAMES, Loss, loss_of
-from megabatch.bench.measure import peak_memory
-from megabatch.bench.truth import ClipTruth, clip_truth
+from megabatch.bench.measure import FAILED, LATE, MEMORY, MISSING, OK, WRONG, now, peak_memory, seconds_of
+from megabatch.machine import ran_out_of_memory
 from megabatch.tiles.plan import eager_tile, strip_size
 
-OK, WRONG, MEMORY, MISSING, LATE = "ok", "WRONG", "out of memory", "not installed", "no time left"
-FAILED = "failed"  # followed by a colon and the reason
+Inputs = tuple[Tensor, Tensor, Tensor]  # of `pairs`
+T = TypeVar("T")
 DENSE_BYTES = 16  # bytes that a dense loss holds for each entry of the matrix; see planning/losses.py
 
 
@@ -65,32 +66,28 @@ def measure(
     ordered = sorted(batches)
     following = dict(zip(ordered, [*ordered[1:], 0], strict=True))
     for batch in ordered:
-        image, text, log_scale = pairs(batch, width, device)
-        right = clip_truth(image.detach(), text.detach(), log_scale.detach().exp(), sampled_rows(batch))
-        yield Products(batch, _product_seconds(image.detach(), text.detach(), seconds))
+        inputs = pairs(batch, width, device)
+        right = truth_of(*inputs)
+        yield Products(batch, _product_seconds(inputs[0].detach(), inputs[1].detach(), seconds))
         for name in NAMES:
             if name not in stopped and time.perf_counter() + pace.get(name, 0.0) > until:
                 stopped[name] = LATE
             if name in stopped:
                 yield LossResult(name, batch, stopped[name])
                 continue
-            result = _one(name, batch, (image, text, log_scale), right, device, seconds, memory)
+            result = measure_one(name, inputs, right, device, seconds, memory)
             if result.status in (MEMORY, MISSING) or result.status.startswith(FAILED):
                 stopped[name] = result.status
             pace[name] = 2 * (result.seconds or 0.0) * (following[batch] / batch) ** 2
             yield result
-        del image, text, log_scale
+        del inputs
 
 
-def _one(
-    name: str,
-    batch: int,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    right: ClipTruth,
-    device: str,
-    seconds: float,
-    memory: int | None,
+def measure_one(
+    name: str, inputs: Inputs, right: ClipTruth, device: str, seconds: float, memory: int | None = None
 ) -> LossResult:
+    """One system on embeddings of `pairs`: memory, errors, then the fastest of as many steps as fit the time limit."""
+    batch = len(inputs[0])
     result = LossResult(name, batch, OK)
     try:
         loss = loss_of(name, device)
@@ -104,11 +101,9 @@ def _one(
         _step(loss, *pairs(64, inputs[0].shape[1], device))  # warm-up: starts threads and compiles, not to be measured
         _forget_gradients(*inputs)  # of the system before, whose freed memory would be reused uncounted
         (value, *_), result.peak = peak_memory(lambda: _step(loss, *inputs), device)
-    except (torch.OutOfMemoryError, MemoryError):
-        result.status = MEMORY
-        return result
     except Exception as error:  # a peer may fail in any way; the others are still measured
-        result.status = f"{FAILED}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+        reason = f"{FAILED}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+        result.status = MEMORY if ran_out_of_memory(error) else reason
         return result
     rows = sampled_rows(batch)
     gradients = [t.grad[rows] for t in inputs[:2] if t.grad is not None]
@@ -117,29 +112,19 @@ def _one(
     if not is_right(value, result.loss_error, result.gradient_error, device):
         result.status, result.peak = WRONG, None
         return result
-    result.forward, result.backward = _best(loss, inputs, seconds)
+    result.forward, result.backward = min(_repeated(lambda: _step(loss, *inputs)[1:], seconds), key=sum)
     return result
-
-
-def _best(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], seconds: float) -> tuple[float, float]:
-    """The fastest of as many steps as fit the time limit."""
-    begun = time.perf_counter()
-    found: list[tuple[float, float]] = []
-    while not found or time.perf_counter() - begun < seconds:
-        _, forward, backward = _step(loss, *inputs)
-        found.append((forward, backward))
-    return min(found, key=sum)
 
 
 def _step(loss: Loss, image: Tensor, text: Tensor, log_scale: Tensor) -> tuple[float, float, float]:
     """(loss, seconds forward, seconds backward); gradients are left in the inputs."""
     _forget_gradients(image, text, log_scale)
-    moments = [_now(image)]
+    begun = now(image.device)
     value = loss(image, text, log_scale.exp())
-    moments.append(_now(image))
+    middle = now(image.device)
     value.backward()  # type: ignore[no-untyped-call]
-    moments.append(_now(image))
-    return value.item(), moments[1] - moments[0], moments[2] - moments[1]
+    end = now(image.device)
+    return value.item(), middle - begun, end - middle
 
 
 def _forget_gradients(*inputs: Tensor) -> None:
@@ -147,10 +132,13 @@ def _forget_gradients(*inputs: Tensor) -> None:
         tensor.grad = None
 
 
-def _now(tensor: Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def _repeated(work: Callable[[], T], seconds: float) -> list[T]:
+    """The results of as many calls as fit the time limit, and at least one."""
+    begun = time.perf_counter()
+    found = [work()]
+    while time.perf_counter() - begun < seconds:
+        found.append(work())
+    return found
 
 
 def bare_products(image: Tensor, text: Tensor) -> dict[str, Callable[[], None]]:
@@ -181,10 +169,6 @@ def _product_seconds(image: Tensor, text: Tensor, seconds: float) -> float:
     total = 0.0
     for name, work in bare_products(image, text).items():
         work()
-        begun, best = time.perf_counter(), math.inf
-        while best == math.inf or time.perf_counter() - begun < seconds / 4:
-            start = _now(image)
-            work()
-            best = min(best, _now(image) - start)
+        best = min(_repeated(lambda work=work: seconds_of(work, image.device), seconds / 4))  # type: ignore[misc]
         total += best * (2 if name == "S" else 1)
     return total

@@ -6,17 +6,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megabatch.bench import cached
+from megabatch import extras
 from megabatch.bench import levels as tiling
 from megabatch.bench import losses as alone
-from megabatch.bench.inputs import is_right, pairs, sampled_rows
-from megabatch.bench.levels import BLOCKS, LOCAL, TILES, VANILLA
+from megabatch.bench import steps as training
+from megabatch.bench.accuracy import pairs, truth_of
 from megabatch.bench.loss_systems import NAMES
-from megabatch.bench.losses import FAILED, OK, WRONG, LossResult
-from megabatch.bench.measure import ProcessError
-from megabatch.bench.ranks import on_ranks
-from megabatch.bench.steps import SYSTEMS
-from megabatch.bench.truth import clip_truth
 from megabatch.machine import available_memory
 
 
@@ -44,8 +39,7 @@ SIZES = {  # (device, quick)
     ),
 }
 MEMORY_SHARE = 0.8  # of the available memory; a dense loss that needs more is not tried
-LEVELS = [TILES, BLOCKS, LOCAL, VANILLA]  # smallest memory first, because freed memory would hide the peak of the next
-REPEATS = 2
+REPEATS = 2  # timed steps over ranks
 
 Say = Callable[[str, float], None]  # (present task, fraction of the part that is done)
 
@@ -59,7 +53,7 @@ def losses(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
     done = 0
     until = time.perf_counter() + sizes.limit
     for result in alone.measure(sizes.batches, sizes.width, device, sizes.seconds, limit, until):
-        found["losses" if isinstance(result, LossResult) else "products"].append(asdict(result))
+        found["losses" if isinstance(result, alone.LossResult) else "products"].append(asdict(result))
         done += result.batch**2
         say(f"{result.batch:,} pairs", done / everything)
     return found
@@ -69,46 +63,24 @@ def levels(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
     """The loss over ranks at each level of tiling; always on the CPU."""
     batch, width, world = sizes.level_batch, sizes.width, sizes.ranks
     say(f"{batch:,} pairs on {world} ranks", 0.1)
-    image, text, log_scale = pairs(batch, width)
-    right = clip_truth(image, text, log_scale.exp(), sampled_rows(batch))
-    systems = [name for name in LEVELS if name in (TILES, BLOCKS) or _has_open_clip()]
-    rows: list[dict[str, Any]] = []
-    try:
-        answers = on_ranks(tiling.measure, world, systems, batch, width, REPEATS)
-    except ProcessError as error:
-        rows = [_level(name, f"{FAILED}: {error}") for name in systems]
-    else:
-        for i, name in enumerate(systems):
-            one = [of_rank[i] for of_rank in answers]
-            value, dimage, dtext = tiling.mean_over_ranks(one)
-            row = _level(name, OK)
-            row["loss_error"], row["gradient_error"] = errors = right.errors(value, dimage, dtext)
-            if is_right(value, *errors):
-                row["peak"] = max(a.peak for a in one)
-                row["seconds"] = min(max(a.seconds[k] for a in one) for k in range(REPEATS))
-            else:
-                row["status"] = WRONG
-            rows.append(row)
-    return {"levels": rows[::-1], "levels_of": {"batch": batch, "world": world, "width": width}}
-
-
-def _level(name: str, status: str) -> dict[str, Any]:
-    return {"system": name, "status": status, "peak": None, "seconds": None, "loss_error": None, "gradient_error": None}
-
-
-def _has_open_clip() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("open_clip") is not None
+    right = truth_of(*pairs(batch, width))
+    systems = {
+        name: system
+        for name, system in tiling.SYSTEMS.items()
+        if name in (tiling.TILES, tiling.BLOCKS) or extras.installed("open_clip")
+    }
+    found = tiling.measure(systems, world, batch, width, REPEATS, right)
+    about = {"batch": batch, "world": world, "width": width}
+    return {"levels": [asdict(result) for result in reversed(found)], "levels_of": about}
 
 
 def steps(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
     """Memory and speed of a training step against the batch."""
-    names = list(SYSTEMS)
+    names = list(training.SYSTEMS)
     rows = []
     say("comparing gradients", 0.0)
     until = time.perf_counter() + sizes.limit
-    for result in cached.measure(sizes.model, sizes.step_batches, sizes.chunk, device, names, until):
+    for result in training.measure(sizes.model, sizes.step_batches, sizes.chunk, device, names, until):
         rows.append(asdict(result))
         say(f"{result.batch:,} pairs, {result.system}", len(rows) / (len(names) * len(sizes.step_batches)))
     precision = "bf16 autocast" if device == "cuda" else "float32"

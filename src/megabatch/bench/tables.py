@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from megabatch.bench.cached import CACHED, PLAIN
+from megabatch.bench.levels import ABOUT as LEVELS
 from megabatch.bench.levels import BLOCKS, LOCAL, TILES, VANILLA
-from megabatch.bench.levels import SYSTEMS as LEVELS
 from megabatch.bench.loss_systems import ABOUT, MEGABATCH
-from megabatch.bench.losses import FAILED, LATE, MEMORY, MISSING, OK, WRONG
+from megabatch.bench.measure import FAILED, LATE, MEMORY, MISSING, OK, WRONG
+from megabatch.bench.steps import CACHED, PLAIN
 from megabatch.display import tables as display
 from megabatch.display.numbers import cell, ratio
 from megabatch.display.tables import Table
@@ -19,7 +19,7 @@ SHORT = {MEMORY: "no memory", LATE: "no time"}
 
 def tables(record: dict[str, Any]) -> dict[str, Table]:
     """{part: table} of the parts that were run: "losses", "levels", "steps"."""
-    made = {"losses": _losses, "levels": _levels, "steps": _steps}
+    made = {"losses": losses_table, "levels": _levels, "steps": _steps}
     return {part: make(record) for part, make in made.items() if record[part]}
 
 
@@ -100,7 +100,8 @@ def _seconds(r: dict[str, Any]) -> float:
     return float(r["forward"] + r["backward"])
 
 
-def _losses(record: dict[str, Any]) -> Table:
+def losses_table(record: dict[str, Any]) -> Table:
+    """Time, memory and errors of each loss at each batch; without measured products, no column for them."""
     bare = {p["batch"]: p["seconds"] for p in record["products"]}
     ours = {r["batch"]: r for r in record["losses"] if r["system"] == MEGABATCH and r["status"] == OK}
     unit = "ms" if record["device"] == "cuda" else "s"
@@ -114,7 +115,7 @@ def _losses(record: dict[str, Any]) -> Table:
         cells = [f"{r['batch']:,}", r["system"]]
         if r["status"] == OK:
             base, seconds = ours.get(r["batch"]), _seconds(r)
-            cells += [shown(r["forward"]), shown(r["backward"]), shown(seconds), ratio(bare[r["batch"]], seconds)]
+            cells += [shown(r["forward"]), shown(r["backward"]), shown(seconds), ratio(bare.get(r["batch"]), seconds)]
             cells += [ratio(seconds, base and _seconds(base)), f"{r['peak'] / MIB:.0f}"]
             cells.append(ratio(r["peak"], base and base["peak"], ".1f"))
         else:
@@ -123,12 +124,15 @@ def _losses(record: dict[str, Any]) -> Table:
     missing = ", ".join(dict.fromkeys(r["system"] for r in record["losses"] if r["status"] == MISSING))
     headings = ["batch", "system", f"forward {unit}", f"backward {unit}", f"total {unit}", "bare ÷ total"]
     headings += ["× time", "peak MiB", "× memory", "loss error", "grad. error"]
+    if not bare:
+        for cells in (headings, *rows):
+            del cells[5]
     which = "; ".join(f"{name}: {ABOUT[name]}" for name in dict.fromkeys(r["system"] for r in run))
+    products = "Bare ÷ total: time of the four matrix products that every exact loss needs ÷ time of the loss. " if bare else ""
     notes = (
-        f"{which}. Bare ÷ total: time of the four matrix products that every exact loss needs ÷ time of the loss. × time, "
-        "× memory: multiples of megabatch's. Peak: memory beyond the inputs, gradients included. Errors: relative to float64, "
-        "for gradients on sampled rows. WRONG: the error is larger than the precision explains; the loss is not timed."
-        + (f" Not installed, or not for this device: {missing}." if missing else "")
+        f"{which}. {products}× time, × memory: multiples of megabatch's. Peak: memory beyond the inputs, gradients included. "
+        "Errors: relative to float64, for gradients on sampled rows. WRONG: the error is larger than the precision explains; "
+        "the loss is not timed." + (f" Not installed, or not for this device: {missing}." if missing else "")
     )
     failed = {r["system"]: r["status"] for r in record["losses"] if r["status"].startswith(FAILED)}
     notes += "".join(f" {name} {status}." for name, status in failed.items())

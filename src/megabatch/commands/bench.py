@@ -122,8 +122,7 @@ def _show(record: dict[str, Any]) -> None:
 
 
 def _write(record: dict[str, Any], folder: Path) -> list[str]:
-    from megabatch.bench.figures import figures
-    from megabatch.bench.page import page
+    from megabatch.bench.figures import figures, page
     from megabatch.display import plots
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +135,7 @@ def _write(record: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _ours_is_right(record: dict[str, Any]) -> bool:
-    from megabatch.bench.losses import LATE, MEMORY, OK
+    from megabatch.bench.measure import LATE, MEMORY, OK
     from megabatch.bench.tables import OURS
 
     ours = [r for part in PARTS for r in record[part] if r["system"] in OURS]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from megabatch.commands import model
-from megabatch.commands.options import whole
 from megabatch.data.dataset import IMAGE, Dataset, UnreadableSampleError
 from megabatch.display import metrics
 from megabatch.evaluation import classifier, embed, encode, evaluate, results, zero_shot
@@ -35,17 +34,13 @@ FILE = "evaluation.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megabatch eval`."""
+    """Adds the arguments of `megabatch eval`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     model.add_arguments(parser)
     parser.add_argument("--zero-shot", action="store_true", help="classify images; captions are the class names")
     parser.add_argument("--classes", metavar="FILE", help="class names, one per line (default: all captions of the data)")
     parser.add_argument(
         "--templates", metavar="FILE", help='prompts with "{}" for the class name, one per line (default: a few general ones)'
-    )
-    parser.add_argument("--chunk-size", type=whole, default=256, help="samples encoded at once (default: %(default)s)")
-    parser.add_argument(
-        "--workers", type=int, default=0, help="threads that read data; 0 for the main thread (default: %(default)s)"
     )
     parser.add_argument("--output", metavar="FILE", help=f"file to append the result to (default: {FILE} in the run's folder)")
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from megabatch.commands.options import whole
 from megabatch.data import load as data
 from megabatch.data.dataset import Dataset
-from megabatch.report import run as runs
+from megabatch.report import saved_run
 from megabatch.towers import Pair, load, load_saved
 from megabatch.towers.load import POSSIBLE, image_size
 
@@ -36,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help=f"{'; '.join(data.POSSIBLE)} (default: the run's test data)")
     parser.add_argument("--split", choices=("train", "test", "all"), help="split of emoji and wordnet (default: test)")
     parser.add_argument("--device", default="auto", help='"cpu", "cuda" or "auto" (default): CUDA if there is a device')
+    parser.add_argument("--chunk-size", type=whole, default=256, metavar="N", help="samples encoded at once (default: 256)")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="threads that read data (default: 0, the main thread)"
+    )
 
 
 def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
@@ -60,7 +65,7 @@ def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | Non
     if args.data is not None:
         spec = str(args.data)
     else:
-        run = None if folder is None else runs.read(folder)
+        run = None if folder is None else saved_run.read(folder)
         found = None if run is None else run.test_data
         if run is None or found is None:
             raise ValueError(

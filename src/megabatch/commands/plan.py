@@ -29,73 +29,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help=f"small, open_clip:MODEL, hf:NAME, hf:IMAGES+TEXTS, hf-config:FOLDER, or {STAND_IN}")
     add("--gpus", required=True, metavar="8xNAME", help=f"GPUs of a node: {names}; or memory and dense rate, 8x80GB@312TFLOPS")
     add("--nodes", type=whole, default=1, metavar="N", help="number of nodes (default: 1)")
-    add(
-        "--batch",
-        type=_count,
-        default=BATCH,
-        metavar="B",
-        help=f"pairs, for memory and time; 64k is 65536, 1M is 1048576 (default: {BATCH})",
-    )
-    add(
-        "--chunk",
-        type=whole,
-        metavar="C",
-        help="samples encoded at once (default: the largest whose activations take a fifth of a GPU)",
-    )
+    add("--batch", type=_count, default=BATCH, metavar="B", help=f"pairs; 64k is 65536, 1M is 1048576 (default: {BATCH})")
+    add("--chunk", type=whole, metavar="C", help="samples encoded at once (default: activations take a fifth of a GPU)")
     add("--image-size", type=whole, metavar="PIXELS", help="side length of an image (default: the model's own)")
     add("--length", type=whole, metavar="TOKENS", help="tokens of a text (default: the model's own)")
-    add(
-        "--precision",
-        choices=list(step.PRECISIONS),
-        default="bf16",
-        help="bf16 and fp16 are autocast with float32 weights (default: %(default)s)",
-    )
+    add("--precision", choices=list(step.PRECISIONS), default="bf16", help="bf16 and fp16: autocast (default: %(default)s)")
     add("--optimizer", choices=list(step.OPTIMIZERS), default="adamw", help="default: %(default)s")
-    add(
-        "--sharding",
-        choices=list(step.SHARDINGS),
-        default="none",
-        help="none is DDP; optimizer is ZeRO 1; fsdp shards weights, too (default: %(default)s)",
-    )
-    add(
-        "--inside",
-        type=_positive,
-        metavar="GB/s",
-        help="one-way bandwidth from a GPU to the others of its node (default: the GPU's own)",
-    )
+    sharding = "none: DDP; optimizer: ZeRO 1; fsdp: weights, too (default: %(default)s)"
+    add("--sharding", choices=list(step.SHARDINGS), default="none", help=sharding)
+    add("--inside", type=_positive, metavar="GB/s", help="one-way bandwidth inside a node (default: the GPU's own)")
     add(
         "--between",
         type=_positive,
         metavar="GB/s",
-        help="one-way bandwidth of a link between nodes (default: 50, or 12.5 for PCIe cards)",
+        help="one-way bandwidth between nodes (default: 50, or 12.5 for PCIe cards)",
     )
-    add("--one-link", action="store_true", help="a node has one link to other nodes instead of one for each GPU")
+    add("--one-link", action="store_true", help="one link from a node to the others instead of one for each GPU")
     add(
         "--host-memory",
         type=_positive,
+        default=step.HOST_MEMORY / 2**30,
         metavar="GiB",
-        help=f"memory of a node for inputs on the host (default: {step.HOST_MEMORY / 2**30:.0f})",
+        help="of a node (default: %(default).0f)",
     )
-    add(
-        "--encoder-efficiency",
-        type=_share,
-        default=gpus.ENCODER_EFFICIENCY,
-        metavar="SHARE",
-        help="share of the GPU's rate that encoders reach (default: %(default)s)",
-    )
-    add(
-        "--loss-efficiency",
-        type=_share,
-        default=gpus.LOSS_EFFICIENCY,
-        metavar="SHARE",
-        help="share of the GPU's rate that the loss reaches (default: %(default)s)",
-    )
-    add(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="folder for plan.txt, plan.json, plan.png and plan.svg (default: none is written)",
-    )
+    rate = "share of the GPU's rate that {} reach (default: %(default)s)"
+    add("--encoder-efficiency", type=_share, default=gpus.ENCODER_EFFICIENCY, metavar="SHARE", help=rate.format("encoders"))
+    add("--loss-efficiency", type=_share, default=gpus.LOSS_EFFICIENCY, metavar="SHARE", help=rate.format("losses"))
+    files = "folder for plan.txt, plan.json, plan.png and plan.svg (default: none is written)"
+    add("--output", type=Path, metavar="FOLDER", help=files)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -144,7 +105,7 @@ def _setup(args: argparse.Namespace) -> step.Setup:
         precision=args.precision,
         optimizer=args.optimizer,
         sharding=args.sharding,
-        host_memory=step.HOST_MEMORY if args.host_memory is None else args.host_memory * 2**30,
+        host_memory=args.host_memory * 2**30,
         encoder_efficiency=args.encoder_efficiency,
         loss_efficiency=args.loss_efficiency,
     )

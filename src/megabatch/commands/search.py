@@ -8,7 +8,6 @@ from pathlib import Path
 from torch import Tensor
 
 from megabatch.commands import model
-from megabatch.commands.options import whole
 from megabatch.data import images
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
 from megabatch.display.tables import Table
@@ -30,22 +29,19 @@ Prints the matches of each query, best first, with their cosine similarity, and 
 sheet (PNG) with one row per query. Only the best matches are in memory, so any amount of data can
 be searched.
 """
-PICTURE = 96  # pixels of a drawing's side on the sheet
 KINDS = {"images": IMAGE, "texts": TEXT}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megabatch search`."""
+    """Adds the arguments of `megabatch search`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     model.add_arguments(parser)
     parser.add_argument("queries", nargs="+", metavar="QUERY", help="a text, or the path of an image")
     parser.add_argument("-k", type=int, default=8, help="matches per query (default: %(default)s)")
-    parser.add_argument("--among", choices=tuple(KINDS), help="what to search (default: images for texts, texts for images)")
-    parser.add_argument("--sheet", metavar="PNG", default="found.png", help="file of the contact sheet (default: %(default)s)")
-    parser.add_argument("--chunk-size", type=whole, default=256, help="samples encoded at once (default: %(default)s)")
     parser.add_argument(
-        "--workers", type=int, default=0, help="threads that read data; 0 for the main thread (default: %(default)s)"
+        "--among", choices=tuple(KINDS), help="side of the data to search (default: images for texts, texts for images)"
     )
+    parser.add_argument("--sheet", metavar="PNG", default="found.png", help="file of the contact sheet (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +77,7 @@ def searched(chosen: model.Chosen, queries: list[Shown], args: argparse.Namespac
     side = _side(chosen.dataset, kind, args.among)
     encoder = _encoder(chosen.pair, kind, other=side)
     best = search(encode(encoder, queries), _readable(chosen, side, args), k=args.k)
-    drawn = chosen.drawn(PICTURE)
+    drawn = chosen.drawn(sheet.PICTURE)
     return [
         [_found(drawn, index, side, score) for score, index in zip(scores, indices, strict=True) if score > -math.inf]
         for scores, indices in zip(best.scores.tolist(), best.indices.tolist(), strict=True)

@@ -28,7 +28,7 @@ RUNS = Path("runs")
 AUTO = "auto"
 PROBLEMS_NAMED = 5
 DESCRIPTION = f"""
-Trains two towers with a contrastive loss, so that each sample is most similar to its own match.
+Trains two encoders (towers) with a contrastive loss: each sample becomes most similar to its own match.
 
   megabatch train                                  emoji and their names; two small towers, two cores, 1 to 2 minutes
   megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384 --epochs 10 --lr 5e-4
@@ -43,21 +43,25 @@ chunk at a time, and the loss needs no similarity matrix. The chunk size is chos
 data    {f"{chr(10)}        ".join(data.POSSIBLE)}
 model   {f"{chr(10)}        ".join(POSSIBLE)}
 
-Settings come from a recipe for the model and the data, then --config, then flags, then --set; later ones
-win. config.toml in the run's folder records all of them, and --config reads it again. Some settings:
+Settings are merged in this order: defaults for the model and the data, --config, flags, --set. Later ones
+win. The run's config.toml records all of them; pass it to --config to repeat a run. Some settings:
 
-  lock = "first"             LiT: the first tower is frozen, and its embeddings are computed once
-  precision = "bf16"         or "fp16", "fp32"            parallel = "fsdp"      shards the towers; "ddp" replicates them
-  optimizer.name = "adafactor"    or "adamw", "lion"      optimizer.scaling = "sqrt" | "linear"    lr by batch size
-  loss.name = "siglip"       or "clip"                    ema = 0.999            averaged weights are saved
-  memory.chunk = 0.25        fraction of free memory      checkpoint.every = 500, checkpoint.keep = 2
+  lock = "first"                 freeze the first tower and compute its embeddings once (LiT)
+  precision = "bf16"             or "fp16", "fp32"
+  parallel = "fsdp"              shard the towers over ranks; "ddp" replicates them
+  optimizer.name = "adafactor"   or "adamw", "lion"
+  optimizer.scaling = "sqrt"     or "linear": the learning rate grows with the batch size
+  loss.name = "siglip"           or "clip"
+  ema = 0.999                    evaluate and save averaged weights
+  memory.chunk = 0.25            fraction of free memory for the activations of a chunk
+  checkpoint.every = 500         steps between checkpoints; checkpoint.keep = 2 keeps the last two
 
 Ctrl-C and SIGTERM save a checkpoint first. --resume auto resumes the last run, or starts a new one.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megabatch train`."""
+    """Adds the arguments of `megabatch train`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--data", metavar="DATA", help="training data (default: emoji)")

@@ -11,6 +11,11 @@ from megabatch import extras
 from megabatch.data import cache
 from megabatch.data.images import to_pillow
 
+PICTURE, GAP, QUERY_WIDTH, TEXT_SIZE, SMALL_SIZE = 96, 14, 190, 14, 11  # pixels
+LINE_HEIGHT = round(SMALL_SIZE * 1.3)
+ROW_HEIGHT = PICTURE + 3 * LINE_HEIGHT + GAP
+INK, FAINT, LINE = "#1c2733", "#6b7a89", "#e3e8ed"
+
 Shown = str | Tensor  # a text, or an image as (3, H, W) uint8
 
 
@@ -21,23 +26,7 @@ class Found:
     shown: Shown
     name: str
     score: float
-    right: bool | None = None  # a right match gets a frame; None if unknown
-
-
-@dataclass(frozen=True)
-class Look:
-    """Sizes in pixels, and colours."""
-
-    picture: int = 96
-    gap: int = 14
-    query_width: int = 190
-    text_size: int = 14
-    small_size: int = 11
-    background: str = "white"
-    ink: str = "#1c2733"
-    faint: str = "#6b7a89"
-    line: str = "#e3e8ed"
-    right: str = "#1a9850"
+    right: bool | None = None  # whether the query is its own caption; None if unknown
 
 
 def draw(
@@ -47,81 +36,65 @@ def draw(
     *,
     title: str = "",
     credits: Sequence[str] = (),
-    look: Look | None = None,
 ) -> None:
     """Writes the sheet as PNG, one row per query."""
     if len(queries) != len(found) or not queries:
         raise ValueError(f"queries and found must be of the same length, at least 1, got {len(queries)} and {len(found)}")
-    sheet = _Sheet(look or Look(), max(len(row) for row in found), len(queries), title, credits)
+    sheet = _Sheet(max(len(row) for row in found), len(queries), title, credits)
     for number, (query, row) in enumerate(zip(queries, found, strict=True)):
         sheet.row(number, query, row)
     cache.write(Path(path), lambda file: sheet.image.save(file, format="PNG"))
 
 
 class _Sheet:
-    def __init__(self, look: Look, columns: int, rows: int, title: str, credits: Sequence[str]) -> None:
-        pillow = extras.load("PIL.Image", extra="data", purpose="Drawing a contact sheet")
-        drawing = extras.load("PIL.ImageDraw", extra="data", purpose="Drawing a contact sheet")
-        fonts = extras.load("PIL.ImageFont", extra="data", purpose="Drawing a contact sheet")
-        self.look = look
-        self.font, self.small = fonts.load_default(look.text_size), fonts.load_default(look.small_size)
-        self.line_height = round(look.small_size * 1.3)
-        self.cell = look.picture + look.gap
-        self.row_height = look.picture + 3 * self.line_height + look.gap
-        self.top = look.gap + (round(look.text_size * 2.2) if title else 0)
-        width = look.gap + look.query_width + columns * self.cell + look.gap
-        self._pen = drawing.Draw(pillow.new("RGB", (1, 1)))
-        foot = [line for credit in credits for line in self._lines(credit, width - 2 * look.gap, self.small, most=3)]
-        height = self.top + rows * self.row_height + len(foot) * self.line_height + look.gap
-        self.image: Any = pillow.new("RGB", (width, height), look.background)
+    def __init__(self, columns: int, rows: int, title: str, credits: Sequence[str]) -> None:
+        self.pillow, drawing, fonts = (
+            extras.load(f"PIL.{name}", extra="data", purpose="Drawing a contact sheet")
+            for name in ("Image", "ImageDraw", "ImageFont")
+        )
+        self.font, self.small = fonts.load_default(TEXT_SIZE), fonts.load_default(SMALL_SIZE)
+        self.top = GAP + (round(TEXT_SIZE * 2.2) if title else 0)
+        width = GAP + QUERY_WIDTH + columns * (PICTURE + GAP) + GAP
+        self._pen = drawing.Draw(self.pillow.new("RGB", (1, 1)))
+        foot = [line for credit in credits for line in self._lines(credit, width - 2 * GAP, self.small, most=3)]
+        bottom = self.top + rows * ROW_HEIGHT
+        self.image: Any = self.pillow.new("RGB", (width, bottom + len(foot) * LINE_HEIGHT + GAP), "white")
         self._pen = drawing.Draw(self.image)
-        if title:
-            self._pen.text((look.gap, look.gap), title, fill=look.ink, font=fonts.load_default(round(look.text_size * 1.2)))
-        for number, line in enumerate(foot):
-            place = (look.gap, self.top + rows * self.row_height + number * self.line_height)
-            self._pen.text(place, line, fill=look.faint, font=self.small)
+        self._pen.text((GAP, GAP), title, fill=INK, font=fonts.load_default(round(TEXT_SIZE * 1.2)))
+        self._write(foot, GAP, bottom, FAINT)
 
     def row(self, number: int, query: Shown, found: Sequence[Found]) -> None:
         """One query and its matches."""
-        look, top = self.look, self.top + number * self.row_height
+        top = self.top + number * ROW_HEIGHT
         if number:
-            self._pen.line(
-                [(look.gap, top - look.gap // 2), (self.image.width - look.gap, top - look.gap // 2)], fill=look.line
-            )
-        if isinstance(query, str):
-            self._text(query, look.gap, top, look.query_width - look.gap, look.picture)
-        else:
-            self._picture(query, look.gap, top)
+            self._pen.line([(GAP, top - GAP // 2), (self.image.width - GAP, top - GAP // 2)], fill=LINE)
+        self._show(query, GAP, top, QUERY_WIDTH - GAP)
         for column, match in enumerate(found):
-            left = look.gap + look.query_width + column * self.cell
-            if isinstance(match.shown, str):
-                self._text(match.shown, left, top, look.picture, look.picture)
-            else:
-                self._picture(match.shown, left, top)
-            colour = look.right if match.right else look.ink
-            if match.right:
-                box = (left - 3, top - 3, left + look.picture + 2, top + look.picture + 2)
-                self._pen.rectangle(box, outline=look.right, width=2)
-            below = top + look.picture + 4
-            for line in self._lines(match.name, look.picture + look.gap // 2, self.small, most=2):
-                self._pen.text((left, below), line, fill=colour, font=self.small)
-                below += self.line_height
-            self._pen.text((left, below), f"{match.score:.2f}", fill=look.faint, font=self.small)
+            left = GAP + QUERY_WIDTH + column * (PICTURE + GAP)
+            self._show(match.shown, left, top, PICTURE)
+            name = self._lines(match.name, PICTURE + GAP // 2, self.small, most=2)
+            below = top + PICTURE + 4
+            self._write(name, left, below, INK)
+            self._write([f"{match.score:.2f}"], left, below + len(name) * LINE_HEIGHT, FAINT)
 
-    def _picture(self, image: Tensor, left: int, top: int) -> None:
-        pillow = extras.load("PIL.Image", extra="data", purpose="Drawing a contact sheet")
-        picture, side = to_pillow(image), self.look.picture
-        share = side / max(picture.size)
+    def _show(self, shown: Shown, left: int, top: int, width: int) -> None:
+        """A text within the width, or a picture scaled to its square; both centred vertically."""
+        if isinstance(shown, str):
+            step = round(TEXT_SIZE * 1.3)
+            lines = self._lines(shown, width, self.font, most=max(1, PICTURE // step))
+            top += max(0, (PICTURE - step * len(lines)) // 2)
+            for number, line in enumerate(lines):
+                self._pen.text((left, top + number * step), line, fill=INK, font=self.font)
+            return
+        picture = to_pillow(shown)
+        share = PICTURE / max(picture.size)
         size = tuple(max(1, round(length * share)) for length in picture.size)
-        picture = picture.resize(size, pillow.Resampling.LANCZOS)
-        self.image.paste(picture, (left + (side - size[0]) // 2, top + (side - size[1]) // 2))
+        picture = picture.resize(size, self.pillow.Resampling.LANCZOS)
+        self.image.paste(picture, (left + (PICTURE - size[0]) // 2, top + (PICTURE - size[1]) // 2))
 
-    def _text(self, text: str, left: int, top: int, width: int, height: int) -> None:
-        step = round(self.look.text_size * 1.3)
-        lines = self._lines(text, width, self.font, most=max(1, height // step))
-        top += max(0, (height - step * len(lines)) // 2)
+    def _write(self, lines: Sequence[str], left: int, top: int, colour: str) -> None:
         for number, line in enumerate(lines):
-            self._pen.text((left, top + number * step), line, fill=self.look.ink, font=self.font)
+            self._pen.text((left, top + number * LINE_HEIGHT), line, fill=colour, font=self.small)
 
     def _lines(self, text: str, width: int, font: Any, *, most: int) -> list[str]:
         """The text in lines that fit the width; text beyond the last line becomes an ellipsis."""

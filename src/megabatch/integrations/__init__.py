@@ -1,5 +1,4 @@
-"""At home in other people's trainers: open_clip, transformers, Accelerate, Lightning, sentence-transformers.
+"""Losses and the cached step inside other trainers: open_clip, transformers, Accelerate, Lightning, sentence-transformers.
 
-A module for each; none is imported before it is asked for, and none imports its package before it needs it. See
-docs/integrations.md and docs/sentence_transformers.md.
+One module each, imported by its user alone. See docs/integrations.md and docs/sentence_transformers.md.
 """

@@ -1,4 +1,4 @@
-"""A temperature that learns inside a loss whose backward pass is over before the trainer's begins."""
+"""A learned temperature for a loss that runs its backward pass inside the trainer's forward pass."""
 
 import math
 from collections.abc import Callable
@@ -17,21 +17,21 @@ class LearnedScale(nn.Module):
     factors. So the gradient is kept, and added to the graph of the loss that the trainer backpropagates.
 
     Args:
-        beginning: the first value.
-        largest: it is never more.
+        initial: the first value.
+        largest: upper bound.
     """
 
     gradient: Tensor | None = None
 
-    def __init__(self, beginning: float, largest: float) -> None:
+    def __init__(self, initial: float, largest: float) -> None:
         super().__init__()
-        if not 0 < beginning <= largest:
-            raise ValueError(f"largest_scale must be at least the scale at the beginning, {beginning}, got {largest}")
-        self.bias = nn.Parameter(torch.tensor(math.log(beginning)))  # so called because trainers decay no biases
+        if not 0 < initial <= largest:
+            raise ValueError(f"largest_scale must be at least the initial scale, {initial}, got {largest}")
+        self.bias = nn.Parameter(torch.tensor(math.log(initial)))  # so called because trainers decay no biases
         self.largest = largest
 
     def forward(self) -> Tensor:  # ()
-        """The logarithm now, in bounds, apart from the parameter."""
+        """The logarithm, clamped, as a leaf apart from the parameter."""
         with torch.no_grad():
             self.bias.clamp_(max=math.log(self.largest))
         return self.bias.detach().requires_grad_()
@@ -44,7 +44,7 @@ class LearnedScale(nn.Module):
         self.gradient = gradient
 
     def joined(self, loss: Tensor) -> Tensor:  # ()
-        """The same value, from which backward also reaches the parameter."""
+        """The same value, with a graph through which backward also reaches the parameter."""
         assert self.gradient is not None, "the loss has been computed"
         gradient, self.gradient = self.gradient, None
         return loss + (self.bias - self.bias.detach()) * gradient
@@ -53,7 +53,7 @@ class LearnedScale(nn.Module):
 def differentiated(
     loss_of: Callable[[float | Tensor], Tensor], scale: float, learned: LearnedScale | None, *, with_backward: bool
 ) -> Tensor:  # ()
-    """The loss; and if asked, the gradients of the embeddings and of the scale, each where it belongs."""
+    """The loss. `with_backward` computes the gradients: of the embeddings in their `.grad`, of the scale in `learned`."""
     logarithm = None if learned is None else learned()
     loss = loss_of(scale if logarithm is None else logarithm.exp())
     if not with_backward:
@@ -65,8 +65,3 @@ def differentiated(
         assert logarithm.grad is not None
         learned.keep(logarithm.grad)
     return loss.detach()
-
-
-def joined(loss: Tensor, learned: LearnedScale | None) -> Tensor:  # ()
-    """The loss for the trainer's backward pass; unchanged in evaluation, and without a learned scale."""
-    return loss if learned is None or not torch.is_grad_enabled() else learned.joined(loss)

@@ -1,4 +1,4 @@
-"""The cached step inside a LightningModule, which then optimises by itself ("manual optimisation")."""
+"""The cached step inside a LightningModule with manual optimisation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,12 +24,11 @@ class CachedStep:
             def embedding_loss(self, image, text, *, group):
                 return mb.clip_loss(image, text, whole(self.log_scale).exp(), group=group)
 
-    Each batch (of all processes) is one loss with its own negatives; a step of the optimizers follows the mean over
-    `accumulate` batches, or over the remaining ones at the end of an epoch. Schedulers are stepped after it, or after the
-    epoch, as their `interval` says; not `ReduceLROnPlateau`, whose metric only its owner knows. To clip gradients call
-    `self.clip_gradients` in `on_before_optimizer_step`. Precision, fp16's scaler, DDP and FSDP2 (`ModelParallelStrategy`) are
-    the trainer's own. `Trainer(accumulate_grad_batches=…)` is not for modules that optimise by themselves, and Lightning
-    says so.
+    Each batch (of all processes) is one loss with in-batch negatives. A step of the optimizers follows the mean over
+    `accumulate` batches, or over the remaining ones at the end of an epoch. Schedulers are stepped after each step or epoch,
+    according to their `interval`. Step a `ReduceLROnPlateau` yourself, because it needs a metric. To clip gradients call
+    `self.clip_gradients` in `on_before_optimizer_step`. Precision, the fp16 scaler, DDP and FSDP2 (`ModelParallelStrategy`) are
+    the trainer's own. `Trainer(accumulate_grad_batches=…)` does not work with manual optimisation; Lightning raises an error.
 
     Attributes:
         chunk_size: samples a tower encodes at once; one number, or one for each tower.
@@ -58,7 +57,7 @@ class CachedStep:
 
         Args:
             embeddings: (N, D) of each tower.
-            group: the processes that share the batch, to be passed to the loss; None for one alone.
+            group: process group the batch is sharded over, for `group=` of the loss; None for one process.
         """
         raise NotImplementedError(f"{type(self).__name__} must define embedding_loss(*embeddings, group): a scalar")
 
@@ -91,7 +90,7 @@ class CachedStep:
         owner: Any = self
         found = owner.optimizers()
         optimizers = found if isinstance(found, list) else [found]
-        if self._waiting > 1:  # known only now: an epoch may end before there are as many as were asked for
+        if self._waiting > 1:  # divided here, because an epoch may end before `accumulate` batches
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             for parameter in {id(p): p for group in groups for p in group["params"] if p.grad is not None}.values():
                 parameter.grad /= self._waiting
@@ -105,6 +104,6 @@ class CachedStep:
             by_epoch = config.interval == "epoch"
             number = self.trainer.current_epoch + 1 if by_epoch else self.trainer.global_step
             due = (last if by_epoch else stepped) and number % config.frequency == 0
-            # ReduceLROnPlateau needs a metric, so its owner has to step it.
+            # ReduceLROnPlateau needs a metric, so the user steps it.
             if due and not isinstance(config.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 config.scheduler.step()

@@ -1,6 +1,6 @@
-"""open_clip with memory that grows linearly: its losses, its loss factory, a cached step for its models, its checkpoints.
+"""open_clip in linear memory: its losses, its loss factory, a cached step for its models, its checkpoints.
 
-`ClipLoss`, `SigLipLoss` and `DistillClipLoss` have open_clip's constructors and calls; they go wherever open_clip's own go.
+`ClipLoss`, `SigLipLoss` and `DistillClipLoss` have open_clip's constructors and calls, and replace its own losses anywhere.
 """
 
 import inspect
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import extras
-from megabatch.cached import Budget, Progress
 from megabatch.cached import cached_backward as plain_cached_backward
 from megabatch.cached.tower_io import is_sharded
 from megabatch.data import cache
@@ -37,10 +36,10 @@ _LOSSES: tuple[type[nn.Module], ...] = (ClipLoss, SigLipLoss, DistillClipLoss)
 
 
 class Installed:
-    """What `install` changed. Use it in a `with` statement, or call `uninstall`, to have open_clip's own losses back.
+    """The effect of `install`. Use it in a `with` statement, or call `uninstall`, to restore open_clip's own losses.
 
     Attributes:
-        replaced: the classes of open_clip that its factory does not build now, by their names.
+        replaced: open_clip's classes that are replaced in its factory, by name.
     """
 
     def __init__(self, factory: Any, replaced: dict[str, type[nn.Module]]) -> None:
@@ -48,23 +47,23 @@ class Installed:
         self.replaced = replaced
 
     def uninstall(self) -> None:
-        """Puts open_clip's own classes back."""
+        """Restores open_clip's own classes."""
         for name, theirs in self.replaced.items():
             setattr(self._factory, name, theirs)
         self.replaced = {}
 
     def __enter__(self) -> "Installed":
-        """As it is."""
+        """Returns itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Puts open_clip's own classes back."""
+        """Restores open_clip's own classes."""
         self.uninstall()
 
     def __str__(self) -> str:
         """For the log of a run."""
         if not self.replaced:
-            return "open_clip.create_loss builds what it did before"
+            return "open_clip.create_loss builds open_clip's losses"
         names = ", ".join(self.replaced)
         return f"open_clip.create_loss now builds megabatch's {names}; CoCaLoss stays open_clip's own"
 
@@ -72,12 +71,12 @@ class Installed:
 def install() -> Installed:
     """Makes `open_clip.create_loss` build the losses of this library, for scripts that take their loss from there.
 
-    Three names in `open_clip.factory` are replaced: `ClipLoss`, `SigLipLoss` and `DistillClipLoss`. So it does not matter
-    whether a script has imported `create_loss` before. `CoCaLoss` stays open_clip's. A version of open_clip whose losses take
-    arguments that ours do not know is refused, and nothing is changed.
+    Three names in `open_clip.factory` are replaced: `ClipLoss`, `SigLipLoss` and `DistillClipLoss`. A script that imported
+    `create_loss` before gets the new losses, too. `CoCaLoss` stays open_clip's. If open_clip's losses take arguments that ours
+    do not have, an error is raised and nothing is replaced.
 
     With `--accum-freq k` open_clip's loop computes the loss of the whole batch once for each of the k parts, and adds the
-    gradient of the scale, and of the bias, k times. A loss that is built with such arguments divides it by k.
+    gradients of scale and bias k times. A loss built with such arguments divides these gradients by k.
 
         print(install())
         open_clip_train.main.main(sys.argv[1:])
@@ -98,7 +97,7 @@ def install() -> Installed:
 
 
 def _builder(kind: type[nn.Module]) -> Callable[..., nn.Module]:
-    """What stands in the factory in the place of open_clip's class: builds ours, for the loop that is going to call it."""
+    """The replacement of open_clip's class in its factory: builds our loss, for the accumulation that the caller asks for."""
 
     @wraps(kind, updated=())
     def build(*args: Any, **kwargs: Any) -> nn.Module:
@@ -125,9 +124,9 @@ def _accumulated_parts(caller: FrameType) -> int:
 def _shared_by_parts(
     parts: int, loss: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a loss that is computed once for each part: scale and bias get their share of the gradient each time.
+    """The arguments of a loss that is computed once for each part, with the gradients of scale and bias divided by `parts`.
 
-    Features tell such a call from one in another loop: they are put together from all parts, and one part has a graph.
+    Such a call is recognised by its features: a concatenation of all parts, of which one has a graph.
     """
     given = inspect.signature(loss.forward).bind(*args, **kwargs)
     if any(_has_one_fresh_part(given.arguments[name], parts) for name in ("image_features", "text_features")):
@@ -172,13 +171,9 @@ def cached_backward(
     *,
     teacher: nn.Module | None = None,
     chunk_size: int | Sequence[int] = 256,
-    budget: Budget = None,
-    budget_fraction: float | None = None,
-    scaler: Any = None,
-    sync: bool = True,
-    on_chunk: Callable[[Progress], None] | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """In place of open_clip's forward pass, loss and backward pass: the whole batch with the activations of one chunk.
+    """Replaces open_clip's forward pass, loss and backward pass: the whole batch with the activations of one chunk.
 
     Same losses and gradients, including `logit_scale` and `logit_bias`, as
 
@@ -186,8 +181,8 @@ def cached_backward(
         losses = loss(**output, output_dict=True)
         sum(losses.values()).backward()
 
-    It does what `--accum-freq` is for, in one call with the whole batch; with open_clip's own losses the gradient of the scale
-    comes out there as many times too large as there are parts.
+    One call with the whole batch replaces `--accum-freq k`, which with open_clip's own losses multiplies the gradient of the
+    scale by k.
 
     Args:
         model: an open_clip `CLIP` or `CustomTextCLIP`; it may be wrapped in DDP, sharded by FSDP2, or compiled.
@@ -196,14 +191,10 @@ def cached_backward(
         loss: `ClipLoss`, `SigLipLoss` or `DistillClipLoss`, megabatch's or open_clip's; called with `output_dict=True`.
         teacher: for `DistillClipLoss`, the model to distil from; it gets no gradient.
         chunk_size: samples that are encoded at once; one number, or one for images and one for texts.
-        budget: bytes for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
-        budget_fraction: the same as a fraction of the free memory.
-        scaler: a `GradScaler`.
-        sync: whether DDP and FSDP2 reduce gradients; False while accumulating over several calls.
-        on_chunk: called with a `Progress` after each chunk.
+        options: further arguments of `megabatch.cached_backward`: `budget` or `budget_fraction`, `scaler`, `sync`, `on_chunk`.
 
     Returns:
-        The losses by their names, and their sum as "loss", detached. Over ranks they are shares, whose mean is the whole.
+        The losses by their names, and their sum as "loss", detached. Over ranks these are shares; their mean is the loss.
     """
     sizes = list(chunk_size) if isinstance(chunk_size, Sequence) else [chunk_size] * 2
     towers = [(partial(_features, model, side), inputs) for side, inputs in (("image", images), ("text", texts))]
@@ -225,16 +216,7 @@ def cached_backward(
         added: Tensor = sum(found.values())
         return added
 
-    whole_loss = plain_cached_backward(
-        total,
-        towers,
-        chunk_size=sizes,
-        budget=budget,
-        budget_fraction=budget_fraction,
-        scaler=scaler,
-        sync=sync,
-        on_chunk=on_chunk,
-    )
+    whole_loss = plain_cached_backward(total, towers, chunk_size=sizes, **options)
     return {**losses, "loss": whole_loss}
 
 
@@ -248,7 +230,7 @@ def _numbers(model: Any) -> dict[str, Tensor]:
 
 
 def _features(model: Callable[..., Any], side: str, inputs: Tensor) -> Tensor:  # (n, D)
-    """Features of one side, through whatever the model is wrapped in."""
+    """Features of one side, through the model's wrapper."""
     output = model(**{side: inputs})
     if not isinstance(output, dict):
         names = ("image_features", "text_features", "logit_scale", "logit_bias")
@@ -276,13 +258,13 @@ def save_checkpoint(
 ) -> None:
     """Writes a training checkpoint that `open_clip_train` resumes from (`--resume PATH`), on one process or many.
 
-    The file is whole or not there. Call it on one rank.
+    The file is written atomically. Call it on one rank.
 
     Args:
         path: of the file, usually `epoch_N.pt`.
         model: an open_clip model, wrapped in DDP or not.
-        optimizer: the one that trains it; for open_clip to resume, with open_clip's parameter groups.
-        epoch: how many are completed.
+        optimizer: its optimizer; open_clip resumes from it if it has open_clip's parameter groups.
+        epoch: number of completed epochs.
         scaler: a `GradScaler`.
         name: of the run.
     """
@@ -308,8 +290,8 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Any = None, *
     Args:
         path: of the file.
         model: the open_clip model that was trained, wrapped in DDP or not.
-        optimizer: gets its state, if given.
-        scaler: gets its state, if given and saved.
+        optimizer: its state is loaded, if given.
+        scaler: its state is loaded, if given and saved.
     """
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(checkpoint, dict) or not {"epoch", "state_dict"} <= checkpoint.keys():

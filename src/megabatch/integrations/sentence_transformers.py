@@ -1,16 +1,16 @@
-"""The cached losses of sentence-transformers without a similarity matrix and without gathering embeddings.
+"""The cached losses of sentence-transformers, without a similarity matrix and without an all-gather of embeddings.
 
-Their classes split a batch into mini-batches, encode them twice and hook into the trainer's backward pass. This part is
-unchanged, with its support of tokenizers, images, flattened inputs and DDP. Only the loss of all embeddings is replaced, by
-`megabatch.info_nce_loss`. Only the import changes:
+The original classes split a batch into mini-batches, encode them twice and hook into the trainer's backward pass; these classes
+inherit that part, with its support of tokenizers, images, flattened inputs and DDP. Only the loss of all embeddings is
+replaced, by `megabatch.info_nce_loss`. In a script, only the import changes:
 
     from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch import extras
-from megabatch.integrations.learned_scale import LearnedScale, differentiated, joined
+from megabatch.integrations.learned_scale import LearnedScale, differentiated
 from megabatch.losses.contrast import Contrast
 from megabatch.primitives import Backend
 from megabatch.world import default_group
@@ -32,7 +32,6 @@ from sentence_transformers.util import cos_sim, dot_score  # noqa: E402
 
 __all__ = ["CachedGISTEmbedLoss", "CachedMultipleNegativesRankingLoss"]
 
-Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 QUERY_TO_DOC, DOC_TO_QUERY, DOC_TO_DOC = "query_to_doc", "doc_to_query", "doc_to_doc"
 _CONTRASTS: dict[str, Contrast] = {
     QUERY_TO_DOC: "query-key",
@@ -42,88 +41,72 @@ _CONTRASTS: dict[str, Contrast] = {
 }
 
 
-class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankingLoss):
+class _LinearMemory:
+    """Both losses: checks of the model, and a temperature that may be learned."""
+
+    learned_scale: LearnedScale | None
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:  # ()
+        """The loss, from which backward goes through the model mini-batch by mini-batch."""
+        if self.learned_scale is not None and "calculate_loss" in vars(self):
+            raise ValueError(
+                "learn_temperature must be False inside MatryoshkaLoss, got True; "
+                "CachedMultipleNegativesRankingLoss takes matryoshka_dims instead"
+            )
+        parent: Any = super()
+        loss: Tensor = parent.forward(sentence_features, labels)
+        return loss if self.learned_scale is None or not torch.is_grad_enabled() else self.learned_scale.joined(loss)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The configuration for a model card."""
+        parent: Any = super()
+        return {**parent.get_config_dict(), "learn_temperature": self.learned_scale is not None}
+
+
+class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultipleNegativesRankingLoss):
     """sentence-transformers' loss of this name in memory that is linear in the batch: same arguments, values and gradients.
 
     With `gather_across_devices` embeddings go round in a ring (docs/ring.md) instead of being gathered, and ranks may have
-    different numbers of pairs. `mini_batch_size` is what the model encodes at once; the loss has no use for it.
+    different numbers of pairs. `mini_batch_size` is the number of texts encoded at once; the loss does not depend on it.
+    `hardness_mode` doubles the width of the products. `similarity_fct` is `cos_sim` or `dot_score`.
 
     Args:
         model: a SentenceTransformer.
-        scale: 1 / temperature; if it is learned, at the beginning.
-        similarity_fct: `sentence_transformers.util.cos_sim` or `dot_score`.
-        mini_batch_size: texts that are encoded at once.
-        mini_batch_num_tokens: tokens that are encoded at once, instead.
-        gather_across_devices: whether negatives come from all ranks.
-        directions: what a query is compared with, as in the original; "query_to_doc" always.
-        partition_mode: "joint", one softmax, or "per_direction", one for each.
-        show_progress_bar: whether encoding shows one.
-        hardness_mode: which negatives count more the harder they are: None, "in_batch_negatives", "hard_negatives" or
-            "all_negatives". Doubles the width of the products.
-        hardness_strength: how much.
-        learn_temperature: whether the scale is a parameter, which the trainer's optimizer then has. It is not part of the
-            saved model.
-        largest_scale: of a learned scale.
-        labels_are_ids: whether the dataset's column "label" has an integer for each row, and rows with the same one are not
-            each other's negatives. A query with several positives is as many rows with one label.
-        matryoshka_dims: widths that embeddings are to be cut to later; the sum of the losses at all of them. With
+        args, kwargs: all other arguments of the original.
+        learn_temperature: whether `scale` is the initial value of a parameter, which the trainer's optimizer then trains. It
+            is not part of the saved model.
+        largest_scale: upper bound of a learned scale.
+        labels_are_ids: whether the dataset's column "label" has an integer for each row, and rows with equal integers are not
+            each other's negatives. A query with several positives becomes several rows with one label.
+        matryoshka_dims: widths that embeddings are to be cut to later; the loss is the sum over all of them. With
             "query_to_doc", alone or "per_direction" with "doc_to_query", and without hard negatives.
-        matryoshka_weights: one for each width; all 1 if None.
+        matryoshka_weights: one for each width (default: all 1).
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
 
     def __init__(
         self,
         model: SentenceTransformer,
-        scale: float = 20.0,
-        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
-        mini_batch_size: int = 32,
-        mini_batch_num_tokens: int | None = None,
-        gather_across_devices: bool = False,
-        directions: tuple[Direction, ...] = ("query_to_doc",),
-        partition_mode: Literal["joint", "per_direction"] = "joint",
-        show_progress_bar: bool = False,
-        hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None = None,
-        hardness_strength: float = 0.0,
-        *,
+        *args: Any,
         learn_temperature: bool = False,
         largest_scale: float = 100.0,
         labels_are_ids: bool = False,
         matryoshka_dims: Sequence[int] | None = None,
         matryoshka_weights: Sequence[float] | None = None,
         backend: Backend = "auto",
+        **kwargs: Any,
     ) -> None:
         _one_vector("model", model)
-        super().__init__(
-            model,
-            scale=scale,
-            similarity_fct=similarity_fct,
-            mini_batch_size=mini_batch_size,
-            mini_batch_num_tokens=mini_batch_num_tokens,
-            gather_across_devices=gather_across_devices,
-            directions=directions,
-            partition_mode=partition_mode,
-            show_progress_bar=show_progress_bar,
-            hardness_mode=hardness_mode,
-            hardness_strength=hardness_strength,
-        )
-        if similarity_fct not in (cos_sim, dot_score):
-            name = getattr(similarity_fct, "__name__", type(similarity_fct).__name__)
+        super().__init__(model, *args, **kwargs)
+        if self.similarity_fct not in (cos_sim, dot_score):
+            name = getattr(self.similarity_fct, "__name__", type(self.similarity_fct).__name__)
             raise ValueError(f"similarity_fct must be sentence_transformers.util.cos_sim or dot_score, got {name}")
-        self.learned_scale = LearnedScale(scale, largest_scale) if learn_temperature else None
+        self.learned_scale = LearnedScale(self.scale, largest_scale) if learn_temperature else None
         self.labels_are_ids = labels_are_ids
         self.matryoshka_dims, self.matryoshka_weights = matryoshka_dims, matryoshka_weights
         self.backend = backend
         if matryoshka_dims is not None:
             self._check_widths()
-
-    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:  # ()
-        """The loss, from which backward goes through the model mini-batch by mini-batch."""
-        if self.learned_scale is not None and "calculate_loss" in vars(self):
-            raise ValueError(
-                "learn_temperature must be False inside MatryoshkaLoss, got True; give matryoshka_dims here instead"
-            )
-        return joined(super().forward(sentence_features, labels), self.learned_scale)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
@@ -140,10 +123,9 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
         )
 
     def get_config_dict(self) -> dict[str, Any]:
-        """What a model card says of it."""
+        """The configuration for a model card."""
         further = ("labels_are_ids", "matryoshka_dims", "matryoshka_weights")
-        learned = {"learn_temperature": self.learned_scale is not None}
-        return {**super().get_config_dict(), **learned, **{name: getattr(self, name) for name in further}}
+        return {**super().get_config_dict(), **{name: getattr(self, name) for name in further}}
 
     def _loss(self, columns: list[Tensor], ids: Tensor | None, scale: float | Tensor) -> Tensor:  # ()
         query, key = columns[:2]
@@ -240,7 +222,7 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
         return default_group() if self.gather_across_devices else None
 
 
-class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
+class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
     """sentence-transformers' loss of this name in memory that is linear in the batch: same arguments, values and gradients.
 
     Two things differ from the original. A query is never its own negative, even if the guide gives query and positive the same
@@ -249,60 +231,26 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
 
     Args:
         model: a SentenceTransformer.
-        guide: another one, which decides what may be a negative.
-        temperature: of the softmax; if it is learned, at the beginning.
-        mini_batch_size: texts that are encoded at once.
-        mini_batch_num_tokens: tokens that are encoded at once, instead.
-        show_progress_bar: whether encoding shows one.
-        margin_strategy: "absolute", or "relative" to the guide's similarity of query and positive.
-        margin: what the guide finds more similar than the positive, less this, is no negative.
-        contrast_anchors: whether other anchors are negatives.
-        contrast_positives: whether a positive is contrasted with other positives.
-        gather_across_devices: whether negatives come from all ranks.
-        learn_temperature: whether 1 / temperature is a parameter, which the trainer's optimizer then has. It is not part of
-            the saved model.
-        largest_scale: of a learned 1 / temperature.
+        guide: another SentenceTransformer, whose similarities decide which texts may be negatives.
+        args, kwargs: all other arguments of the original.
+        learn_temperature: whether 1 / `temperature` is the initial value of a parameter, which the trainer's optimizer then
+            trains. It is not part of the saved model.
+        largest_scale: upper bound of a learned 1 / temperature.
     """
 
     def __init__(
         self,
         model: SentenceTransformer,
         guide: SentenceTransformer,
-        temperature: float = 0.01,
-        mini_batch_size: int = 32,
-        mini_batch_num_tokens: int | None = None,
-        show_progress_bar: bool = False,
-        margin_strategy: Literal["absolute", "relative"] = "absolute",
-        margin: float = 0.0,
-        contrast_anchors: bool = True,
-        contrast_positives: bool = True,
-        gather_across_devices: bool = False,
-        *,
+        *args: Any,
         learn_temperature: bool = False,
         largest_scale: float = 100.0,
+        **kwargs: Any,
     ) -> None:
         _one_vector("model", model)
         _one_vector("guide", guide)
-        super().__init__(
-            model,
-            guide,
-            temperature=temperature,
-            mini_batch_size=mini_batch_size,
-            mini_batch_num_tokens=mini_batch_num_tokens,
-            show_progress_bar=show_progress_bar,
-            margin_strategy=margin_strategy,
-            margin=margin,
-            contrast_anchors=contrast_anchors,
-            contrast_positives=contrast_positives,
-            gather_across_devices=gather_across_devices,
-        )
-        self.learned_scale = LearnedScale(1 / temperature, largest_scale) if learn_temperature else None
-
-    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:  # ()
-        """The loss, from which backward goes through the model mini-batch by mini-batch."""
-        if self.learned_scale is not None and "calculate_loss" in vars(self):
-            raise ValueError("learn_temperature must be False inside MatryoshkaLoss, got True")
-        return joined(super().forward(sentence_features, labels), self.learned_scale)
+        super().__init__(model, guide, *args, **kwargs)
+        self.learned_scale = LearnedScale(1 / self.temperature, largest_scale) if learn_temperature else None
 
     def calculate_loss(
         self, reps: list[list[Tensor]], reps_guided: list[list[Tensor]], *, with_backward: bool = False
@@ -316,10 +264,6 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
             self.learned_scale,
             with_backward=with_backward,
         )
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """What a model card says of it."""
-        return {**super().get_config_dict(), "learn_temperature": self.learned_scale is not None}
 
     def _loss(self, columns: list[Tensor], seen: list[Tensor], scale: float | Tensor) -> Tensor:  # ()
         contrast: list[Contrast] = ["query-key"]
@@ -343,22 +287,21 @@ class CachedGISTEmbedLoss(originals.CachedGISTEmbedLoss):
 
 
 def _one_vector(name: str, model: Any) -> None:
-    """Refuses a model of late interaction: its texts have many vectors, and as a guide it would be given the model's own."""
+    """Refuses a late-interaction model: it returns one vector for each token."""
     if isinstance(model, MultiVectorEncoder):
         raise TypeError(
-            f"{name} must give one vector for each text, because this loss compares one vector with one vector, got "
-            f"{type(model).__name__}, which gives one for each token; sentence-transformers has losses for it in "
-            "sentence_transformers.multi_vector_encoder.losses"
+            f"{name} must return one vector for each text, got {type(model).__name__}, which returns one for each token; its "
+            "losses are in sentence_transformers.multi_vector_encoder.losses"
         )
 
 
 def _beside(embeddings: Tensor, *, harder: bool) -> Tensor:  # (..., D) → (..., 2·D)
-    """With themselves, without a gradient, or with zeros."""
+    """Embeddings concatenated with a detached copy of themselves (`harder`), or with zeros."""
     second = embeddings.detach() if harder else torch.zeros_like(embeddings, requires_grad=False)
     return torch.cat((embeddings, second), -1)
 
 
 def _own_ids(rows: Tensor) -> Tensor:  # (N,)
-    """Numbers that no other row has, on any rank."""
+    """One integer per row, different on all ranks."""
     first = 0 if default_group() is None else dist.get_rank() << 40
     return torch.arange(first, first + len(rows), device=rows.device)

@@ -25,9 +25,9 @@ class CachedStep:
             def embedding_loss(self, module, query, document, *, group):
                 return mb.info_nce_loss(query, document, scale=whole(module.log_scale).exp(), group=group)
 
-    Each batch of the trainer (`per_device_train_batch_size`, on all processes) is one loss with its own negatives; the mean
-    over `gradient_accumulation_steps` batches is what a step of the optimizer follows, also when the last ones of an epoch are
-    fewer. fp16's scaler, bf16, clipping, DDP and FSDP2 are the trainer's own. Evaluation gives the loss of each batch.
+    Each batch of the trainer (`per_device_train_batch_size` on every process) is one loss with in-batch negatives. A step of
+    the optimizer follows the mean over `gradient_accumulation_steps` batches, or over the last ones of an epoch.
+    The fp16 scaler, bf16, clipping, DDP and FSDP2 are the trainer's own. Evaluation returns the loss of each batch.
 
     Attributes:
         chunk_size: samples a tower encodes at once; one number, or one for each tower.
@@ -47,8 +47,8 @@ class CachedStep:
         """Pairs (tower, inputs) of a batch; towers are the module, parts of it or its methods.
 
         Args:
-            module: the model as it was given to the trainer, without the wrapper that trains it.
-            inputs: what the data collator returned.
+            module: the model as it was given to the trainer, without DDP's wrapper.
+            inputs: the data collator's result.
         """
         raise NotImplementedError(f"{type(self).__name__} must define towers(module, inputs): pairs (tower, inputs)")
 
@@ -58,7 +58,7 @@ class CachedStep:
         Args:
             module: as for `towers`.
             embeddings: (N, D) of each tower.
-            group: the processes that share the batch, to be passed to the loss; None for one alone.
+            group: process group the batch is sharded over, for `group=` of the loss; None for one process.
         """
         raise NotImplementedError(f"{type(self).__name__} must define embedding_loss(module, *embeddings, group): a scalar")
 

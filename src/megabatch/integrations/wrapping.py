@@ -21,11 +21,7 @@ from megabatch.cached.tower_io import call, is_sharded, opened
 from megabatch.world import default_group
 
 Towers = Sequence[tuple[Callable[..., Any], Any]]
-
-
-def everyone() -> Any:
-    """The process group of all processes, for `group=` of a loss; None for one process."""
-    return default_group()
+everyone = default_group  # the process group of all processes, for `group=` of a loss; None for one process
 
 
 def unwrapped(model: Any) -> Any:
@@ -52,7 +48,7 @@ def routed(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
     Args:
         towers: pairs (tower, inputs), as for `cached_backward`; towers may be parts of the module inside `model`, methods of
             it, or that module itself.
-        model: as the trainer has it: a module, DDP's wrapper, or a module sharded by FSDP2; None where towers belong to none.
+        model: the trainer's model: a module, DDP's wrapper, or a module sharded by FSDP2; None if towers belong to none.
     """
     if model is None:
         return _checked(towers)

@@ -1,10 +1,9 @@
 """Memory and operations of PyTorch code, found by running it on tensors that have shapes and no data.
 
-Nothing is allocated and no device is needed: every operator says what it would return, and the meter adds up the storages
-that are alive. What autograd saves is alive as long as its graph, so peaks of forward and backward passes come out as they
-would be.
+Nothing is allocated and no device is needed: operators return the shapes of their results, and the meter adds up the storages
+that are alive. Tensors saved by autograd live as long as their graph, so the peaks of forward and backward passes are right.
 
-Tensors claim to be on a CPU, where PyTorch can run backward passes without a device. What CUDA does otherwise is done here:
+The tensors claim to be on a CPU, where PyTorch can run backward passes without a device. Two differences of CUDA are imitated:
 under autocast, normalisations and softmax compute in float32, and allocations are rounded up to 512 bytes.
 """
 
@@ -51,10 +50,11 @@ _FLOPS: dict[Any, Any] = {
 }
 
 
-class Meter:
+class Meter(TorchDispatchMode):
     """Bytes alive now and at the peak, and operations so far, of tensors made inside `metered`."""
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive = 0
         self.peak = 0
         self._seen: set[int] = set()
@@ -69,16 +69,18 @@ class Meter:
         """Leaves these tensors out: they existed before."""
         self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
-    def _made(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        size = -(-storage.nbytes() // ALLOCATION_UNIT) * ALLOCATION_UNIT
-        self.alive += size
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._freed, key, size)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts the storages of all tensors that an operator returns."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._seen:
+                storage = tensor.untyped_storage()
+                size = -(-storage.nbytes() // ALLOCATION_UNIT) * ALLOCATION_UNIT
+                self._seen.add(key)
+                self.alive += size
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(storage, self._freed, key, size)
+        return result
 
     def _freed(self, key: int, size: int) -> None:
         self._seen.discard(key)
@@ -89,7 +91,7 @@ class Meter:
 def metered(meter: Meter, half: torch.dtype | None) -> Iterator[None]:
     """Counts tensors made inside the context; `half` is autocast's type, or None. Use it inside `nowhere`."""
     autocast = torch.autocast("cpu", dtype=half or torch.bfloat16, enabled=half is not None)
-    with autocast, _Float32(half is not None), meter._counter, _Watch(meter):
+    with autocast, _Float32(half is not None), meter._counter, meter:
         yield
 
 
@@ -118,21 +120,6 @@ def without_data(module: nn.Module) -> nn.Module:
                 if tensor is not None:
                     group[name] = like(tensor)  # type: ignore[assignment]
     return module
-
-
-class _Watch(TorchDispatchMode):
-    """Reports every tensor that an operator returns to the meter."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._meter = meter
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._meter._made(tensor)
-        return result
 
 
 class _Float32(TorchFunctionMode):

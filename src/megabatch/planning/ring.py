@@ -1,16 +1,15 @@
-"""The cost of a loss over many ranks: bytes, operations and seconds of each schedule, without running it.
+"""The communication of a training step over many ranks: bytes and seconds, without running it.
 
-Bytes and operations are exact: they follow from the schedule, hop by hop, and tests compare them with the bytes really sent.
-Seconds are a simulation of the schedule: every rank has a clock, every link carries one message after another at its bandwidth,
-and a rank that needs a message waits for it. The waiting time is the exposed part of the communication.
+Bytes are exact: they follow from the schedule, hop by hop, and tests compare them with the bytes really sent. Seconds come
+from a simulation of the schedule: every rank has a clock, every link carries one message after another at its bandwidth, and a
+rank that needs a message waits for it. The waiting time is the exposed part of the communication.
 
 Bandwidths, latencies and the compute rate are inputs; measure them on your machine.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
 from megabatch.ring import routes
 from megabatch.ring.routes import Hop, Nodes, Route
@@ -80,28 +79,20 @@ def clip_passes(D: int, element_bytes: int, *, sums_bytes: int = 4, statistics_b
     ]
 
 
-def siglip_passes(D: int, element_bytes: int, *, sums_bytes: int = 4) -> list[Pass]:
-    """Forward of `siglip_loss` with both towers learned; its backward exchanges nothing."""
-    return [Pass("forward", 6, D * element_bytes, D * sums_bytes)]
-
-
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one pass."""
+    """The cost of one pass, on the rank that finishes last."""
 
-    sent: list[int]  # bytes that each rank sends
-    crossing: list[int]  # bytes that leave each node
-    operations: list[int]  # of each rank
     seconds: float
-    working: float  # seconds of the rank that works longest
-    exposed: float  # seconds in which the last rank to finish waits for messages
+    exposed: float  # seconds in which it waits for messages
 
 
 def traffic(schedule: Route, columns: list[int], lap: Pass) -> list[int]:
     """Bytes that each rank sends, exactly."""
     sent = [0] * len(columns)
-    for hop, size in _messages(schedule, columns, lap):
-        sent[hop.source] += size
+    for hops, per_column in ((schedule.blocks, lap.block_bytes), (schedule.sums, lap.sums_bytes)):
+        for hop in hops:
+            sent[hop.source] += hop.length(columns[hop.block]) * per_column
     return sent
 
 
@@ -110,54 +101,49 @@ def predict(name: str, cluster: Cluster, batch: int, D: int, lap: Pass) -> Cost:
 
     Args:
         name: "ring", "two_level" or "gather".
-        cluster: what it runs on.
+        cluster: the ranks and their links.
         batch: pairs of all ranks together.
         D: the width of the embeddings.
-        lap: one of `clip_passes` or `siglip_passes`.
+        lap: one of `clip_passes`.
     """
     if name not in SCHEDULES:
         raise ValueError(f"name must be one of {', '.join(map(repr, SCHEDULES))}, got {name!r}")
-    schedule = SCHEDULES[name](cluster.layout)
-    ends = list(accumulate((batch + r) // cluster.ranks for r in range(cluster.ranks)))
-    columns = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    crossing = [0] * cluster.nodes
-    for hop, size in _messages(schedule, columns, lap):
-        crossing[schedule.node_of[hop.source]] += size if schedule.crosses(hop) else 0
-    clocks, working, operations = _Simulation(schedule, cluster, columns, D, lap).run()
-    slowest = max(range(cluster.ranks), key=lambda rank: clocks[rank])
-    return Cost(
-        sent=traffic(schedule, columns, lap),
-        crossing=crossing,
-        operations=operations,
-        seconds=clocks[slowest],
-        working=max(working),
-        exposed=clocks[slowest] - working[slowest],
-    )
+    ranks = range(cluster.ranks)
+    columns = [(batch + rank) // cluster.ranks for rank in ranks]
+    clocks, working = _Simulation(SCHEDULES[name](cluster.layout), cluster, columns, D, lap).run()
+    slowest = max(ranks, key=lambda rank: clocks[rank])
+    return Cost(clocks[slowest], clocks[slowest] - working[slowest])
 
 
-def predict_step(name: str, cluster: Cluster, batch: int, D: int, passes: list[Pass]) -> Cost:
-    """All passes of one training step, one after another."""
-    costs = [predict(name, cluster, batch, D, lap) for lap in passes]
-
-    def total(lists: list[list[int]]) -> list[int]:
-        return [sum(values) for values in zip(*lists, strict=True)]
-
-    return Cost(
-        sent=total([cost.sent for cost in costs]),
-        crossing=total([cost.crossing for cost in costs]),
-        operations=total([cost.operations for cost in costs]),
-        seconds=sum(cost.seconds for cost in costs),
-        working=sum(cost.working for cost in costs),
-        exposed=sum(cost.exposed for cost in costs),
-    )
+# A lap is in steady state after its first steps, so that every further node adds the same waiting time. Two small clusters are
+# simulated, with as many pairs on each rank, and extended by that line; thousands of ranks would take too long to simulate.
+SIMULATED = 6  # nodes, or ranks of one node, up to which everything is simulated
 
 
-def _messages(schedule: Route, columns: list[int], lap: Pass) -> list[tuple[Hop, int]]:
-    def size(hop: Hop, per_column: int) -> int:
-        return hop.length(columns[hop.block]) * per_column
+def waiting_for_columns(cluster: Cluster, rows: int, D: int, element_bytes: int) -> float:
+    """Exposed seconds of the loss, forward and backward, with the schedule that "auto" chooses for many pairs."""
+    if cluster.ranks == 1:
+        return 0.0
+    name = "two_level" if cluster.nodes > 1 and cluster.ranks_per_node > 1 else "ring"
+    size = cluster.nodes if cluster.nodes > 1 else cluster.ranks_per_node
 
-    pairs = [(hop, size(hop, lap.block_bytes)) for hop in schedule.blocks]
-    return pairs + [(hop, size(hop, lap.sums_bytes)) for hop in schedule.sums]
+    def exposed(size: int) -> float:
+        part = replace(cluster, nodes=size) if cluster.nodes > 1 else replace(cluster, ranks_per_node=size, rails=1)
+        passes = clip_passes(D, element_bytes, statistics_bytes=8)
+        return sum(predict(name, part, rows * part.ranks, D, lap).exposed for lap in passes)
+
+    if size <= SIMULATED:
+        return exposed(size)
+    most = exposed(SIMULATED)
+    return most + (most - exposed(SIMULATED - 1)) * (size - SIMULATED)
+
+
+def averaging_seconds(cluster: Cluster, gradient_bytes: float) -> float:
+    """Seconds of a ring all-reduce of the gradients over all ranks, by the slowest link."""
+    slowest = cluster.inside.bandwidth
+    if cluster.nodes > 1:
+        slowest = min(slowest, cluster.between.bandwidth * cluster.rails)
+    return 2 * (cluster.ranks - 1) / cluster.ranks * gradient_bytes / slowest
 
 
 class _Simulation:
@@ -169,11 +155,12 @@ class _Simulation:
         self._block_arrives: dict[tuple[int, int], float] = defaultdict(float)  # (rank, step)
         self._sums_arrive: dict[tuple[int, int], float] = defaultdict(float)
 
-    def run(self) -> tuple[list[float], list[float], list[int]]:
+    def run(self) -> tuple[list[float], list[float]]:
+        """When each rank ends, and how long it worked."""
         ranks, cluster = range(self.cluster.ranks), self.cluster
         slow = max(cluster.inside.latency, cluster.between.latency if cluster.nodes > 1 else 0.0)
         clocks = [self.lap.exchanges * (len(ranks) - 1) * slow for _ in ranks]
-        working, operations = [0.0 for _ in ranks], [0 for _ in ranks]
+        working = [0.0 for _ in ranks]
         by_step: list[list[list[Hop]]] = [[[], []] for _ in range(self.schedule.steps)]
         for kind, hops in enumerate((self.schedule.blocks, self.schedule.sums)):
             for hop in hops:
@@ -184,14 +171,13 @@ class _Simulation:
                 self._send(hop, self.lap.block_bytes, clocks, self._block_arrives)
             for rank in ranks:
                 pairs = self.columns[rank] * sum(self.columns[block] for block in self.schedule.work[step][rank])
-                operations[rank] += self.lap.operations * self.D * pairs
                 seconds = self.lap.operations * self.D * pairs / cluster.rate + cluster.overhead
                 working[rank] += seconds
                 clocks[rank] = max(clocks[rank] + seconds, self._sums_arrive.pop((rank, step), 0.0))
             for hop in sums:
                 self._send(hop, self.lap.sums_bytes, clocks, self._sums_arrive)
             clocks = [max(clocks[rank], self._sums_arrive.pop((rank, step), 0.0)) for rank in ranks]
-        return clocks, working, operations
+        return clocks, working
 
     def _send(self, hop: Hop, per_column: int, clocks: list[float], arrives: dict[tuple[int, int], float]) -> None:
         size = hop.length(self.columns[hop.block]) * per_column

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from megabatch.planning import encoder, exchange, gpus, losses
+from megabatch.planning import encoder, gpus, losses, ring
 from megabatch.planning.encoder import Encoder
 from megabatch.planning.gpus import Gpu
 from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, Shape
@@ -90,11 +90,11 @@ class Memory:
     weights: float
     gradients: float
     optimizer: float
-    casts: float  # half-precision copies of weights
-    activations: float
-    embeddings: float
-    loss: float
-    inputs: float
+    casts: float = 0  # half-precision copies of weights
+    activations: float = 0
+    embeddings: float = 0
+    loss: float = 0
+    inputs: float = 0
 
     @property
     def total(self) -> float:
@@ -146,9 +146,9 @@ class Plan:
         optimizer = trained * OPTIMIZERS[self.setup.optimizer] / (ranks if sharding != "none" else 1)
         if sharding == "fsdp":
             # FSDP gathers one layer and prefetches the next; gradients stay unsharded until the last chunk.
-            return Memory(whole / ranks + 2 * self.largest_layer * FLOAT, trained, optimizer, 0, 0, 0, 0, 0)
+            return Memory(whole / ranks + 2 * self.largest_layer * FLOAT, trained, optimizer)
         buckets = trained if ranks > 1 else 0  # DDP's
-        return Memory(whole, trained + buckets, optimizer, 0, 0, 0, 0, 0)
+        return Memory(whole, trained + buckets, optimizer)
 
     @cached_property
     def largest_layer(self) -> int:
@@ -259,21 +259,21 @@ class Plan:
     def _columns(self, system: str, shape: Shape) -> float:
         if system == MEGABATCH:
             element = 2 if self.setup.half else FLOAT
-            return exchange.waiting_for_columns(self.setup.cluster, shape.rows, shape.width, element).seconds
+            return ring.waiting_for_columns(self.setup.cluster, shape.rows, shape.width, element)
         if system == INF_CL:
             return 0.0  # Inf-CL's two rings send columns and gradients in float32, hidden behind much longer work
         # All-gather of both towers' embeddings, reduce-scatter of their gradients.
-        return exchange.averaging_seconds(self.setup.all_links, 2 * shape.batch * shape.width * FLOAT)
+        return ring.averaging_seconds(self.setup.all_links, 2 * shape.batch * shape.width * FLOAT)
 
     def _gradients(self, rows: int, forward: float, backward: float, cached: bool) -> float:
         chunk = min(self.chunk, rows) if cached else rows
         chunks = -(-rows // chunk)
-        averaging = exchange.averaging_seconds(self.setup.all_links, self.model.trained * FLOAT)
+        averaging = ring.averaging_seconds(self.setup.all_links, self.model.trained * FLOAT)
         hidden_by = backward / chunks  # the last chunk's backward pass
         exposed = max(0.0, averaging - hidden_by)
         if self.setup.sharding == "fsdp":
             # FSDP gathers the weights for each chunk in both forward passes and in backward; each costs half an all-reduce.
-            gathering = exchange.averaging_seconds(self.setup.all_links, self.model.parameters * FLOAT) / 2
+            gathering = ring.averaging_seconds(self.setup.all_links, self.model.parameters * FLOAT) / 2
             passes, work = (3, 2 * forward + backward) if cached else (2, forward + backward)
             exposed += max(0.0, passes * chunks * gathering - work)
         return exposed

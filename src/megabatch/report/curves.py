@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megabatch.display import metrics, numbers, pages, plots
-from megabatch.report.run import Run
+from megabatch.report.saved_run import SavedRun
 
 SIZE = (5.0, 2.9)  # inches of a plot
 DOTS = 30  # a curve of fewer points has a marker at each
 
 
-def curves(run: Run) -> str:
+def curves(run: SavedRun) -> str:
     """The section with plots of all metrics that the run has; a sentence if matplotlib is missing."""
     title = "Training curves"
     if not run.training and not run.evaluations:
@@ -31,7 +31,7 @@ def curves(run: Run) -> str:
     return pages.section(title, pages.figures(one for one in drawn if one is not None))
 
 
-def known(run: Run, key: str) -> list[float]:
+def known(run: SavedRun, key: str) -> list[float]:
     """A metric of the training steps, without missing values."""
     return [record[key] for record in run.training if isinstance(record.get(key), int | float)]
 
@@ -46,7 +46,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def _metric(
-    run: Run, title: str, key: str, *, zero: bool = True, smooth: bool = False, unit: float = 1.0
+    run: SavedRun, title: str, key: str, *, zero: bool = True, smooth: bool = False, unit: float = 1.0
 ) -> tuple[str, Any] | None:
     """A metric of the training steps against the step; with `smooth`, the values are faint behind their running mean."""
     found = [value / unit for value in known(run, key)]
@@ -66,7 +66,7 @@ def _metric(
     return f"{title}: from {numbers.short(found[0])} to {numbers.short(found[-1])}", figure
 
 
-def _recalls(run: Run) -> tuple[str, Any] | None:
+def _recalls(run: SavedRun) -> tuple[str, Any] | None:
     """One colour for each k; the direction of the headline solid, the other dashed."""
     last = run.evaluations[-1]["evaluation"] if run.evaluations else {}
     first = metrics.headline(last)

@@ -15,7 +15,7 @@ from megabatch.display import metrics, numbers, pages
 from megabatch.evaluation.sheet import Found, Shown
 from megabatch.report.curves import curves, known
 from megabatch.report.gallery import PICTURE, Gallery, gallery
-from megabatch.report.run import Run, read
+from megabatch.report.saved_run import SavedRun, read
 from megabatch.towers.load import image_size
 from megabatch.towers.saved import WEIGHTS, load_saved
 
@@ -42,14 +42,14 @@ def write_report(folder: str | Path, queries: Sequence[str] = ()) -> Path:
     return path
 
 
-def _subtitle(run: Run) -> str:
+def _subtitle(run: SavedRun) -> str:
     parts = [value for key in ("model", "data") if isinstance(value := run.config.get(key), str) and value]
     if "batch_size" in run.config:
         parts.append(f"batches of {numbers.count(run.config['batch_size'])} pairs")
     return " · ".join(parts)
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: SavedRun) -> str:
     tiles: list[tuple[str, str]] = []
     if run.evaluations:
         last = run.evaluations[-1]["evaluation"]
@@ -70,7 +70,7 @@ def _tiles(run: Run) -> str:
     return pages.tiles(tiles)
 
 
-def _warnings(run: Run) -> str:
+def _warnings(run: SavedRun) -> str:
     lost = [record["step"] for record in run.training if record.get("loss") is None]
     if not run.training:
         return pages.warning("The folder has no metrics.jsonl with training steps, so there are no curves.")
@@ -81,7 +81,7 @@ def _warnings(run: Run) -> str:
     return ""
 
 
-def _evaluation(run: Run) -> str:
+def _evaluation(run: SavedRun) -> str:
     """The last evaluation."""
     if not run.evaluations:
         return ""
@@ -89,7 +89,7 @@ def _evaluation(run: Run) -> str:
     return pages.section(f"Evaluation after step {numbers.count(last['step'])}", pages.table(metrics.table(last["evaluation"])))
 
 
-def _gallery(run: Run, queries: Sequence[str]) -> str:
+def _gallery(run: SavedRun, queries: Sequence[str]) -> str:
     title = "Search results"
     if not (run.folder / WEIGHTS).is_file() or run.test_data is None:
         missing = WEIGHTS if run.test_data is not None else "data to evaluate on"
@@ -144,13 +144,13 @@ def _picture(image: Any) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(room.getvalue()).decode()}"
 
 
-def _again(run: Run) -> str:
+def _again(run: SavedRun) -> str:
     parts = [pages.code(text) for text in (run.command, run.config_text.strip()) if text]
     missing = pages.faint("The folder has neither command.txt nor config.toml.")
     return pages.section("Command and configuration", *(parts or [missing]))
 
 
-def _credits(run: Run) -> str:
+def _credits(run: SavedRun) -> str:
     named = [run.training_data, *([run.test_data[0]] if run.test_data else [])]
     credits = dict.fromkeys(credit for spec in named for credit in data.credits(spec))
     others = dict.fromkeys(spec for spec in named if spec and not data.credits(spec))

@@ -13,8 +13,8 @@ CONFIG, COMMAND, METRICS = "config.toml", "command.txt", "metrics.jsonl"
 
 
 @dataclass(frozen=True)
-class Run:
-    """The contents of a run's folder."""
+class SavedRun:
+    """A run as its folder has it."""
 
     folder: Path
     config_text: str
@@ -50,14 +50,14 @@ class Run:
         return options
 
 
-def read(folder: str | Path) -> Run:
+def read(folder: str | Path) -> SavedRun:
     """Reads a run. A missing file leaves its part empty; a damaged one raises an error that names it."""
     place = Path(folder)
     if not place.is_dir():
         raise FileNotFoundError(f"folder must be a run's folder, got {folder}, which is not a folder")
     config_text = _text(place / CONFIG)
     records = results.read(place / METRICS) if (place / METRICS).is_file() else []
-    return Run(
+    return SavedRun(
         place,
         config_text,
         settings.read(place / CONFIG) if config_text else {},

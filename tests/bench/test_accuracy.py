@@ -8,22 +8,21 @@ import torch
 
 from helpers import aligned_pairs, leaves
 from megabatch import machine, reference
-from megabatch.bench import truth
+from megabatch.bench import accuracy
 
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 7, 1000])
 def test_clip_truth_is_the_reference(monkeypatch, rows_at_a_time):
-    monkeypatch.setattr(truth, "LOGITS_AT_A_TIME", rows_at_a_time * 50)
+    monkeypatch.setattr(accuracy, "LOGITS_AT_A_TIME", rows_at_a_time * 50)
     x, y = leaves(*aligned_pairs(50, 12, noise=1.0, seed=0))
-    scale = torch.tensor(20.0, dtype=torch.float64, requires_grad=True)
+    scale = torch.tensor(20.0, dtype=torch.float64)
     loss = reference.clip_loss(x, y, scale)
-    dx, dy, dscale = torch.autograd.grad(loss, (x, y, scale))
+    dx, dy = torch.autograd.grad(loss, (x, y))
     sample = torch.tensor([0, 3, 49])
-    found = truth.clip_truth(x.detach(), y.detach(), scale.detach(), sample, want_dscale=True)
+    found = accuracy.clip_truth(x.detach(), y.detach(), scale, sample)
     assert abs(found.loss - loss.item()) < 1e-12
     torch.testing.assert_close(found.dimage, dx[sample])
     torch.testing.assert_close(found.dtext, dy[sample])
-    assert abs(found.dscale - dscale.item()) < 1e-12
     assert max(found.errors(loss.item(), dx[sample], dy[sample])) < 1e-12
     wrong = found.errors(loss.item() * 1.1, dx[sample], dy[sample] * 1.01)
     assert wrong == pytest.approx((0.1, 0.01), rel=1e-6)

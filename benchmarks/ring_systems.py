@@ -1,33 +1,53 @@
-"""Peers of the ring: open_clip's losses over a gathered batch, and Inf-CL's scheme, a ring for each direction.
+"""Losses over ranks that only `ring.py` measures: Inf-CL's scheme, one ring for each direction; megabatch with other exchanges.
 
 `two_rings` follows the scheme of Inf-CL (arXiv 2410.17243): row sums of x against the travelling y, then of y against the
-travelling x; in backward again one lap for each, in which a block's gradient makes R hops. Similarities are computed in the
-same tiles as megabatch's, so that only the schemes differ.
+travelling x. Backward makes one lap for each again, in which a block's gradient makes R hops. Similarities are computed in
+megabatch's tiles, so that only the schemes differ.
 """
 
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megabatch
+from megabatch import ring
+from megabatch.bench import levels
+from megabatch.bench.loss_systems import Loss
+from megabatch.ring import lap
 from megabatch.ring.ranks import Parcel, Ranks
 from megabatch.tiles import eager
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
 
+SYNCHRONOUS, GATHER, TWO_RINGS = "ring, synchronous", "gather, tiles", "two rings"
+ABOUT = {  # in the order of the table
+    levels.VANILLA: levels.ABOUT[levels.VANILLA],
+    levels.LOCAL: levels.ABOUT[levels.LOCAL],
+    TWO_RINGS: "Inf-CL's exchange, one ring for each direction, in our tiles",
+    levels.BLOCKS: levels.ABOUT[levels.BLOCKS],
+    SYNCHRONOUS: "tiles, and every message waited for before the work goes on",
+    GATHER: "tiles, everything sent to everybody first",
+    levels.TILES: levels.ABOUT[levels.TILES],
+}
 
-def open_clip_loss(image: Tensor, text: Tensor, scale: Tensor, *, local: bool) -> Tensor:
-    """Dense, over the gathered batch: every rank its own rows (`local`), or every rank all rows."""
-    from open_clip.loss import ClipLoss
 
-    world = dist.get_world_size()
-    loss = ClipLoss(local_loss=local, gather_with_grad=True, rank=dist.get_rank(), world_size=world)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # open_clip gathers with a deprecated function of PyTorch
-        value: Tensor = loss(image, text, scale)
-    return value
+@contextmanager
+def synchronous(rows: int) -> Iterator[Loss]:
+    lap.OVERLAP, before = False, lap.OVERLAP
+    try:
+        yield levels.ring_loss
+    finally:
+        lap.OVERLAP = before
+
+
+def gather_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    with ring.using("gather"):
+        return megabatch.clip_loss(image, text, scale, group=dist.group.WORLD)
 
 
 def two_rings(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
@@ -100,3 +120,10 @@ def _pass_on(ranks: Ranks, tensor: Tensor) -> Any:
         return received
 
     return wait
+
+
+SYSTEMS = levels.SYSTEMS | {
+    SYNCHRONOUS: synchronous,
+    GATHER: partial(levels.unchanged, gather_loss),
+    TWO_RINGS: partial(levels.unchanged, two_rings),
+}
