@@ -20,6 +20,7 @@ import torch
 from megabatch import settings, towers
 from megabatch.cached import randomness
 from megabatch.cached.replay import sample_seed
+from megabatch.cached.timing import Clock, phase
 from megabatch.data.dataset import Dataset
 from megabatch.data.order import Order
 from megabatch.evaluation import evaluate
@@ -30,6 +31,7 @@ from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents
 from megabatch.trainer.config import FREE, TrainConfig, differences
 from megabatch.trainer.ema import Average
 from megabatch.trainer.fit import Fit, what_fits
+from megabatch.trainer.flops import Utilisation
 from megabatch.trainer.objective import Objective
 from megabatch.trainer.observers import Observer, Observers, Unreadable
 from megabatch.trainer.run import CHECKPOINTS, LOCKED, Run
@@ -96,6 +98,10 @@ class Trainer:
         if config.lock != "none":
             with randomness.untouched([self.world.device]):
                 locked.lock(self.pair, locked.SIDES.index(config.lock), shown)
+        encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked.SIDES[side]]
+        self._utilisation = Utilisation(
+            [modules[side] for side in encoded], [shown[side] for side in encoded], config.precision, self.world
+        )
         with randomness.untouched([self.world.device]):
             self._called = parallel.wrapped(modules, shown, self.world, config.parallel)
         self._modules = parallel.distinct(modules)
@@ -221,29 +227,35 @@ class Trainer:
         return {side: kept}
 
     def _train(self, step: Step, request: Request) -> None:
-        for batch in self.order.batches(self.step, self.steps):
-            began = time.perf_counter()
-            rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
-            outcome = step(batch, rate)
-            self.step = self.run.step = batch.number + 1
-            self._fit = step.fit
-            if self.average is not None:
-                self.average.update(self.step)
-            stop = int(self.world.max([request.number])[0])
-            self._record(outcome, batch.epoch, rate, time.perf_counter() - began)
-            self._unreadable.name_new()
-            if self.config.checkpoint.due(self.step, self.steps) or stop:
-                self._save(must=bool(stop) or self.step == self.steps)
-            if stop:
-                raise StoppedError(self._farewell(stop), stop)
-            if self.validation is not None and self.config.evaluate_every and self.step % self.config.evaluate_every == 0:
-                if self.step < self.steps:  # the last evaluation comes after the loop
-                    self._evaluate(step.workers)
+        clock = Clock(self.world.device)
+        with clock.running():
+            for batch in self.order.batches(self.step, self.steps):
+                began = time.perf_counter()
+                rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
+                outcome = step(batch, rate)
+                self.step = self.run.step = batch.number + 1
+                self._fit = step.fit
+                if self.average is not None:
+                    with phase("optimizer"):
+                        self.average.update(self.step)
+                stop = int(self.world.max([request.number])[0])
+                self._record(outcome, batch.epoch, rate, began, clock)
+                self._unreadable.name_new()
+                if self.config.checkpoint.due(self.step, self.steps) or stop:
+                    with phase("checkpoint"):
+                        self._save(must=bool(stop) or self.step == self.steps)
+                if stop:
+                    raise StoppedError(self._farewell(stop), stop)
+                if self.validation is not None and self.config.evaluate_every and self.step % self.config.evaluate_every == 0:
+                    if self.step < self.steps:  # the last evaluation comes after the loop
+                        with phase("evaluation"):
+                            self._evaluate(step.workers)
 
-    def _record(self, outcome: Outcome, epoch: int, rate: float, seconds: float) -> None:
+    def _record(self, outcome: Outcome, epoch: int, rate: float, began: float, clock: Clock) -> None:
+        numbers = self.objective.numbers()  # waits for the device
+        seconds = time.perf_counter() - began
         self.pairs += outcome.pairs
         self.seconds += seconds
-        numbers = self.objective.numbers()
         record = {
             "step": self.step,
             "epoch": epoch,
@@ -253,8 +265,10 @@ class Trainer:
             "learning_rate": rate,
             "gradient_norm": outcome.gradient_norm,
             "pairs_per_second": outcome.pairs / seconds,
+            **self._utilisation.numbers(outcome.pairs, seconds),
             "memory_bytes": peak_bytes(self.world.device),
             "seconds": self.seconds,
+            "phases": clock.lap(),
         }
         self._observers.step(record)
 

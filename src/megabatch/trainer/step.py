@@ -13,6 +13,7 @@ from torch import nn
 
 from megabatch.cached import batchnorm, randomness
 from megabatch.cached.backward import cached_backward
+from megabatch.cached.timing import phase
 from megabatch.data.dataset import Dataset
 from megabatch.data.order import Batch
 from megabatch.towers.tower import Pair
@@ -78,7 +79,9 @@ class Step:
             LOG.warning("step %d changes nothing: none of its pairs could be read", batch.number + 1)
             self.optimizer.zero_grad()
             return Outcome(math.nan, 0.0, 0)
-        return Outcome(loss, self._update(loss, batch.number + 1), pairs)
+        with phase("optimizer"):
+            norm = self._update(loss, batch.number + 1)
+        return Outcome(loss, norm, pairs)
 
     def _backward(self, batch: Batch) -> tuple[float, int]:
         indices = batch.indices.tolist()
