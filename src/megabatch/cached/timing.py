@@ -96,4 +96,4 @@ def phase(name: str) -> Iterator[None]:
 
 
 def _seconds(began: Any, ended: Any) -> float:
-    return began.elapsed_time(ended) / 1e3 if isinstance(began, torch.cuda.Event) else ended - began
+    return float(began.elapsed_time(ended)) / 1e3 if isinstance(began, torch.cuda.Event) else float(ended - began)

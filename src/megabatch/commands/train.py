@@ -47,7 +47,7 @@ Settings come from a recipe for the model and the data, then --config, then flag
 win. config.toml in the run's folder records all of them, and --config reads it again. Some settings:
 
   lock = "first"             LiT: the first tower is frozen, and its embeddings are computed once
-  precision = "bf16"         or "fp16", "fp32"            parallel = "fsdp"      shards the towers; "ddp" replicates them
+  precision = "auto"         or "bf16", "fp16", "fp32"    parallel = "fsdp"      shards the towers; "ddp" replicates them
   optimizer.name = "adafactor"    or "adamw", "lion"      optimizer.scaling = "sqrt" | "linear"    lr by batch size
   loss.name = "siglip"       or "clip"                    ema = 0.999            averaged weights are saved
   memory.chunk = 0.25        fraction of free memory      checkpoint.every = 500, checkpoint.keep = 2
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
     add("--epochs", type=float, metavar="N", help="passes over the data (default: 28 for emoji, 4 for wordnet, else 32)")
     add("--lr", type=float, metavar="RATE", help="highest learning rate (default: 3e-3 for small, else 5e-4)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="dtype that towers compute in (default: fp32)")
+    add("--precision", choices=(AUTO, "bf16", "fp16", "fp32"), help="dtype of the towers' products (default: bf16 on a GPU)")
     add("--seed", type=int, metavar="N", help="for initial weights, order and augmentation (default: 0)")
     add("--output", type=Path, metavar="FOLDER", help="folder of the run (default: runs/DATA-1, or the next number)")
     add("--config", type=Path, metavar="TOML", help="settings from a file, such as another run's config.toml")

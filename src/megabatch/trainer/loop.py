@@ -28,7 +28,7 @@ from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
 from megabatch.trainer import locked, optim, parallel
 from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents
-from megabatch.trainer.config import FREE, TrainConfig, differences
+from megabatch.trainer.config import FREE, TrainConfig, differences, reader_count
 from megabatch.trainer.ema import Average
 from megabatch.trainer.fit import Fit, what_fits
 from megabatch.trainer.flops import Utilisation
@@ -36,7 +36,7 @@ from megabatch.trainer.objective import Objective
 from megabatch.trainer.observers import Observer, Observers, Unreadable
 from megabatch.trainer.run import CHECKPOINTS, LOCKED, Run
 from megabatch.trainer.state import State
-from megabatch.trainer.step import Outcome, Step, autocast, grad_scaler
+from megabatch.trainer.step import Outcome, Step, autocast, fast_products, grad_scaler
 from megabatch.trainer.stopping import Request, StoppedError, requests
 from megabatch.world import World
 
@@ -70,8 +70,8 @@ class Trainer:
         world: World | None = None,
         command: str = "",
     ) -> None:
-        self.config, self.pair, self.dataset, self.validation = config, pair, dataset, validation
         self.world = world or World(torch.device("cpu"))
+        self.config, self.pair, self.dataset, self.validation = config.on(self.world.device), pair, dataset, validation
         if config.batch_size < self.world.size:
             raise ValueError(f"batch_size must be at least 1 for each of {self.world.size} ranks, got {config.batch_size}")
         if validation is not None and tuple(validation.sides) != tuple(dataset.sides):
@@ -176,7 +176,11 @@ class Trainer:
             self.run.write()
         self._observers.start(self.run)
         try:
-            with self._workers() as workers, requests(impatient=self.world.size == 1) as request:
+            signals, products = (
+                requests(impatient=self.world.size == 1),
+                fast_products(self.config.precision, self.world.device),
+            )
+            with self._workers() as workers, signals as request, products:
                 self._train(self._ready(workers), request)
                 self._save_model()  # before the evaluation, which may fail
                 result = self._evaluate(workers) if self.validation is not None else None
@@ -338,8 +342,9 @@ class Trainer:
 
     @contextmanager
     def _workers(self) -> Iterator[int | Executor]:
-        if self.config.workers == 0:
+        readers = reader_count(self.config, self.world)
+        if readers == 0:
             yield 0
             return
-        with ThreadPoolExecutor(self.config.workers, thread_name_prefix="megabatch-read") as executor:
+        with ThreadPoolExecutor(readers, thread_name_prefix="megabatch-read") as executor:
             yield executor

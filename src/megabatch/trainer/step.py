@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -181,3 +181,21 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
     """A scaler for fp16, whose range is too small for gradients; None for other types."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+
+@contextmanager
+def fast_products(precision: str, device: torch.device) -> Iterator[None]:
+    """Lets CUDA compute products that autocast leaves in float32 in TF32, and restores the setting afterwards.
+
+    With "fp32" nothing changes: towers and loss are float32 as PyTorch is set. The loss under autocast has autocast's type.
+    """
+    before = None
+    if device.type == "cuda" and precision in _AUTOCAST_TYPES:
+        with suppress(RuntimeError):  # raised once PyTorch's newer settings are in use, which are then left as they are
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        if before is not None:
+            torch.set_float32_matmul_precision(before)
