@@ -18,7 +18,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_precision(monkeypatch, device, has_bf16, found):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     assert TrainConfig().on(device).precision == found
-    assert TrainConfig(precision="fp16").on(device).precision == "fp16"
+    assert TrainConfig().on(device).compile == ("on" if device == CUDA else "off")
+    chosen = TrainConfig(precision="fp16", compile="on").on(device)
+    assert (chosen.precision, chosen.compile) == ("fp16", "on")
 
 
 @pytest.mark.parametrize(

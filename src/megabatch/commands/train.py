@@ -38,7 +38,8 @@ Trains two towers with a contrastive loss, so that each sample is most similar t
   megabatch train --resume runs/emoji-1            from its last checkpoint, with its settings
 
 The batch size is the number of pairs over all processes. It does not depend on memory: towers encode one
-chunk at a time, and the loss needs no similarity matrix. The chunk size is chosen automatically.
+chunk at a time, and the loss needs no similarity matrix. The chunk size is chosen automatically. On a GPU the
+towers are compiled and compute in bf16.
 
 data    {f"{chr(10)}        ".join(data.POSSIBLE)}
 model   {f"{chr(10)}        ".join(POSSIBLE)}
@@ -51,6 +52,7 @@ win. config.toml in the run's folder records all of them, and --config reads it 
   optimizer.name = "adafactor"    or "adamw", "lion"      optimizer.scaling = "sqrt" | "linear"    lr by batch size
   loss.name = "siglip"       or "clip"                    ema = 0.999            averaged weights are saved
   memory.chunk = 0.25        fraction of free memory      checkpoint.every = 500, checkpoint.keep = 2
+  compile = "auto"           or "on", "off"               workers = "auto"       or the number of readers
 
 Ctrl-C and SIGTERM save a checkpoint first. --resume auto resumes the last run, or starts a new one.
 """

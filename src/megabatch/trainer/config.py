@@ -35,6 +35,7 @@ class TrainConfig:
     seed: int = 0
     device: Literal["auto", "cuda", "cpu"] = "auto"
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # "auto" is bf16 on a GPU that has it, else fp32
+    compile: Literal["auto", "on", "off"] = "auto"  # layers of the towers by torch.compile; "auto" is "on" for CUDA
     parallel: Literal["ddp", "fsdp"] = "ddp"  # how ranks share the towers, under torchrun
     ema: float = 0.0  # decay of averaged weights, such as 0.999, which are then evaluated and saved; 0 for none
     evaluate_every: int = 0  # steps between evaluations; 0 for one at the end
@@ -72,7 +73,8 @@ class TrainConfig:
         precision = self.precision
         if precision == "auto":
             precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-        return dataclasses.replace(self, precision=precision)
+        compiled = ("on" if device.type == "cuda" else "off") if self.compile == "auto" else self.compile
+        return dataclasses.replace(self, precision=precision, compile=compiled)
 
     def total_steps(self, batches_per_epoch: int) -> int:
         """Steps in all."""
@@ -122,6 +124,7 @@ FREE = (
     "workers",
     "device",
     "precision",
+    "compile",
     "parallel",
     "checkpoint",
     "evaluate_every",

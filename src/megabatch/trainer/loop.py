@@ -26,7 +26,7 @@ from megabatch.data.order import Order
 from megabatch.evaluation import evaluate
 from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
-from megabatch.trainer import locked, optim, parallel
+from megabatch.trainer import compiling, locked, optim, parallel
 from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents
 from megabatch.trainer.config import FREE, TrainConfig, differences, reader_count
 from megabatch.trainer.ema import Average
@@ -42,6 +42,7 @@ from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
 SAMPLES_SHOWN = 2  # to towers, to find their used parameters
+SAMPLES_COMPILED = 32  # that the compiler sees first
 
 
 class Trainer:
@@ -102,7 +103,13 @@ class Trainer:
         self._utilisation = Utilisation(
             [modules[side] for side in encoded], [shown[side] for side in encoded], config.precision, self.world
         )
-        with randomness.untouched([self.world.device]):
+        self._compiled = config.compile == "on" and compiling.compile_towers(
+            modules,
+            [self._samples(side, SAMPLES_COMPILED) for side in (0, 1)],
+            autocast(config.precision, self.world.device),
+            self.world,
+        )
+        with randomness.untouched([self.world.device]), compiling.plain(modules):
             self._called = parallel.wrapped(modules, shown, self.world, config.parallel)
         self._modules = parallel.distinct(modules)
         dtype = torch.float64 if next(modules[0].parameters()).dtype == torch.float64 else torch.float32
