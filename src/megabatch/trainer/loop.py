@@ -9,7 +9,7 @@ All ranks create a `Trainer` with the same arguments. One step is in step.py, th
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,7 +22,7 @@ from megabatch.cached import randomness
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.timing import Clock, phase
 from megabatch.data.dataset import Dataset
-from megabatch.data.order import Order
+from megabatch.data.order import Batch, Order
 from megabatch.evaluation import evaluate
 from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
@@ -239,28 +239,38 @@ class Trainer:
 
     def _train(self, step: Step, request: Request) -> None:
         clock = Clock(self.world.device)
-        with clock.running():
-            for batch in self.order.batches(self.step, self.steps):
-                began = time.perf_counter()
-                rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
-                outcome = step(batch, rate)
-                self.step = self.run.step = batch.number + 1
-                self._fit = step.fit
-                if self.average is not None:
-                    with phase("optimizer"):
-                        self.average.update(self.step)
-                stop = int(self.world.max([request.number])[0])
-                self._record(outcome, batch.epoch, rate, began, clock)
-                self._unreadable.name_new()
-                if self.config.checkpoint.due(self.step, self.steps) or stop:
-                    with phase("checkpoint"):
-                        self._save(must=bool(stop) or self.step == self.steps)
-                if stop:
-                    raise StoppedError(self._farewell(stop), stop)
-                if self.validation is not None and self.config.evaluate_every and self.step % self.config.evaluate_every == 0:
-                    if self.step < self.steps:  # the last evaluation comes after the loop
-                        with phase("evaluation"):
-                            self._evaluate(step.workers)
+        try:
+            with clock.running():
+                for batch in self.order.batches(self.step, self.steps):
+                    self._one_step(step, batch, request, clock)
+        except Exception as error:
+            # The checkpoint that is being written is still good. Other ranks may not have failed, but for this error.
+            if self.world.size == 1 or isinstance(error, FloatingPointError):
+                self._settle(wait=True)
+            raise
+
+    def _one_step(self, step: Step, batch: Batch, request: Request, clock: Clock) -> None:
+        began = time.perf_counter()
+        rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
+        outcome = step(batch, rate)
+        self.step = self.run.step = batch.number + 1
+        self._fit = step.fit
+        if self.average is not None:
+            with phase("optimizer"):
+                self.average.update(self.step)
+        stop = int(self.world.max([request.number])[0])
+        self._record(outcome, batch.epoch, rate, began, clock)
+        self._unreadable.name_new()
+        with phase("checkpoint"):
+            self._settle(wait=False)
+            if self.config.checkpoint.due(self.step, self.steps) or stop:
+                self._save(must=bool(stop) or self.step == self.steps)
+        if stop:
+            raise StoppedError(self._farewell(stop), stop)
+        every = self.config.evaluate_every
+        if self.validation is not None and every and self.step % every == 0 and self.step < self.steps:
+            with phase("evaluation"):  # the last one comes after the loop
+                self._evaluate(step.workers)
 
     def _record(self, outcome: Outcome, epoch: int, rate: float, began: float, clock: Clock) -> None:
         numbers = self.objective.numbers()  # waits for the device
@@ -296,7 +306,7 @@ class Trainer:
     # To disk
 
     def _save(self, *, must: bool) -> None:
-        """Writes a checkpoint. If it fails in mid-run, training goes on with one warning, and the next one is tried."""
+        """Begins to write a checkpoint, after the one before. With `must`, it is on disk afterwards."""
         assert self._fit is not None
         about = {
             "step": self.step,
@@ -309,19 +319,32 @@ class Trainer:
             "graph_bytes": self._fit.graph_bytes,
             "config": settings.table(self.config),
         }
+        self._settle(wait=True)
+        self._attempt(lambda: self.checkpoints.begin(self.step, about, self._state.copied), must=must)
+        if must:
+            self._settle(wait=True, must=True)
+
+    def _settle(self, *, wait: bool, must: bool = False) -> None:
+        """Ends the checkpoint that is being written, if it is ready or if it is to `wait`."""
+        path = self._attempt(lambda: self.checkpoints.settle(wait=wait), must=must)
+        if path is None:
+            return
+        if self.world.rank == 0 and self._save_failed:
+            LOG.warning("checkpoints are written again: %s", path)
+        self._save_failed = False
+        self._observers.saved(path)
+
+    def _attempt(self, work: Callable[[], Path | None], *, must: bool) -> Path | None:
+        """A part of saving. If it fails in mid-run, training goes on with one warning, and the next checkpoint is tried."""
         try:
-            path = self.checkpoints.save(self.step, about, self._state.write)
+            return work()
         except CheckpointError as error:
             if must:
                 raise
             if self.world.rank == 0 and not self._save_failed:
                 LOG.warning("%s; training goes on, and earlier checkpoints are unchanged", error)
             self._save_failed = True
-            return
-        if self.world.rank == 0 and self._save_failed:
-            LOG.warning("checkpoints are written again: %s", path)
-        self._save_failed = False
-        self._observers.saved(path)
+            return None
 
     def _save_model(self) -> None:
         with nullcontext() if self.average is None else self.average.in_place():
