@@ -167,7 +167,7 @@ class Failing:
     def batches(self, start, stop):
         for batch in self.order.batches(start, stop):
             if batch.number == self.number:
-                raise RuntimeError("meant to fail")
+                raise FloatingPointError("meant to fail")
             yield batch
 
 

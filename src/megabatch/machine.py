@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,36 @@ ALLOCATION_FAILED = ("DefaultCPUAllocator", "bad_alloc")
 
 # Memory limit of a container, in control groups version 2 and version 1.
 CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Rates(NamedTuple):
+    """Peak rates of a GPU in TFLOP/s, for dense matrices, as its vendor prints them."""
+
+    half: float  # bfloat16 or float16, float32 sums
+    tf32: float
+    single: float  # float32 without the matrix engine
+
+
+# By the model's name. SXM modules, where a model has several forms; `planning/gpus.py` names the documents.
+PEAKS = {
+    "A100": Rates(312, 156, 19.5),
+    "A800": Rates(312, 156, 19.5),
+    "H100": Rates(989.5, 494.5, 67),
+    "H200": Rates(989.5, 494.5, 67),
+    "B200": Rates(2250, 1100, 75),
+    "L40S": Rates(362.05, 183, 91.6),
+    "RTX4090": Rates(165.2, 82.6, 82.6),
+    "MI300X": Rates(1307.4, 653.7, 163.4),
+}
+OTHER_FORMS = ("PCIE", "NVL", "LAPTOP", "RTX4090D")  # of these models, with lower rates
+
+
+def peak_rates(gpu: str) -> Rates | None:
+    """Peak rates of a GPU by the name its driver reports, such as "NVIDIA H100 80GB HBM3"; None if they are not known."""
+    name = gpu.upper().replace(" ", "")
+    if any(form in name for form in OTHER_FORMS):
+        return None
+    return next((rates for model, rates in PEAKS.items() if model in name), None)
 
 
 def describe(*packages: str) -> dict[str, str | int | None]:

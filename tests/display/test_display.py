@@ -76,6 +76,14 @@ def test_numbers_that_are_missing_or_not_finite_are_shown_as_such(tmp_path):
     assert out.getvalue().splitlines()[1:] == ["step   1/100  loss –  0 s left", "step   2/100  loss –  0 s left"]
 
 
+def test_lines_say_how_long_the_device_waits_for_data_and_how_busy_it_is(tmp_path):
+    out = io.StringIO()
+    display = ProgressDisplay(out, clock=Clock())
+    display.start(Run(tmp_path))
+    display.step(record(1, phases={"data": 0.5, "forward": 1.0, "backward": 2.5}, mfu=0.314))
+    assert "12.3k pairs/s  data 12.5%  MFU 31.4%  3.0 GiB" in out.getvalue()
+
+
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     pytest.importorskip("rich", reason='pip install "megabatch[train]"')
     monkeypatch.setenv("COLUMNS", "140")
@@ -113,7 +121,7 @@ def test_tensorboard_has_every_number_and_a_continued_run_replaces_what_it_repea
         log = TensorBoardLog()
         log.start(Run(tmp_path, first_step=first))
         for step in range(first + 1, last + 1):
-            log.step(record(step, loss=loss, bias=None))
+            log.step(record(step, loss=loss, bias=None, phases={"data": 0.25}))
         log.evaluated({"step": last, "evaluation": EVALUATION})
         log.saved(tmp_path)
         log.finish(Run(tmp_path))
@@ -126,7 +134,7 @@ def test_tensorboard_has_every_number_and_a_continued_run_replaces_what_it_repea
         (2, 1.0),
         *((step, 2.0) for step in range(3, 7)),
     ]
-    assert {"training/memory_bytes", "evaluation/text_to_image_R@1"} <= set(events.Tags()["scalars"])
+    assert {"training/memory_bytes", "phases/data", "evaluation/text_to_image_R@1"} <= set(events.Tags()["scalars"])
     assert not {"training/step", "training/seconds", "training/bias"} & set(events.Tags()["scalars"])
 
 
@@ -219,7 +227,7 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     for first in (0, 3):
         log = WandbLog("emoji", mode="offline")
         log.start(Run(tmp_path, first_step=first, config=Run(Path("x"))))
-        log.step(record(first + 1))
+        log.step(record(first + 1, phases={"data": 0.25}))
         log.evaluated({"step": first + 1, "evaluation": EVALUATION})
         log.saved(tmp_path)
         log.finish(Run(tmp_path))
@@ -228,6 +236,7 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     assert wandb.started[0]["config"]["batch_size"] == 2048
     assert wandb.logged[0][0] == 1
     assert wandb.logged[0][1]["training/loss"] == 7.6543
+    assert wandb.logged[0][1]["phases/data"] == 0.25
     assert wandb.logged[1][1]["evaluation/text_to_image_R@1"] == 0.345
     assert wandb.finished == 2
     monkeypatch.setitem(sys.modules, "wandb", None)

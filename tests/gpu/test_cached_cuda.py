@@ -1,5 +1,7 @@
 """The cached step on a CUDA device: random numbers replayed, inputs streamed from the host, memory that does not grow."""
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import nn
 import megabatch as mb
 from helpers import dense_clip
 from megabatch.bench.measure import peak_memory
+from megabatch.cached.timing import Clock, phase
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +108,22 @@ def test_streamed_chunks_are_what_was_sent():
         wanted = torch.arange(start, stop, device="cuda")
         assert torch.equal(chunk["a"][:, 7], wanted.float())
         assert torch.equal(chunk["b"][:, 9], wanted)
+
+
+def test_the_clock_measures_the_device_and_not_the_host():
+    clock = Clock(torch.device("cuda"))
+    for waits, busy in ((0.2, False), (0.05, True)):
+        clock.lap()
+        with clock.running():
+            with phase("forward"):
+                if busy:
+                    torch.cuda._sleep(400_000_000)  # 0.2 s or more
+            with phase("data"):
+                time.sleep(waits)  # of the host
+        torch.cuda.synchronize()
+        found = clock.lap()
+        assert found["data"] == pytest.approx(0.0 if busy else waits, abs=0.02)
+        assert (found["forward"] > 0.1) is busy
 
 
 def augmented(i, generator):

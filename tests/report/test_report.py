@@ -67,6 +67,7 @@ def write_run(folder, data, steps=60, **config):
     for step in range(1, steps + 1):
         record = {"step": step, "epoch": 0, "pairs": 1024 * step, "loss": 7 - step / 10, "scale": 10.0, "learning_rate": 1e-3}
         record |= {"gradient_norm": 1.5, "pairs_per_second": 1000.0, "memory_bytes": 2**30, "seconds": 0.1 * step}
+        record |= {"phases": {"data": 0.01, "forward": 0.03, "backward": 0.06}, "mfu": 0.3}
         results.append(folder / "metrics.jsonl", record)
         if step % 20 == 0:
             results.append(folder / "metrics.jsonl", {"step": step, "evaluation": EVALUATION})
@@ -92,7 +93,8 @@ def test_a_page_of_everything(tmp_path, pair):
         assert expected in told, expected
     assert "pairs.jsonl: owners and licence unknown" in told
     assert page.classes.count("query") == 9  # one of ours, eight of the data's
-    assert page.classes.count("plot") == 7
+    assert page.classes.count("plot") == 9
+    assert "Time by phase: backward 60.0 %, forward 30.0 %, data 10.0 %" in text
     assert "Evaluation after step 60" in told
 
 

@@ -3,18 +3,21 @@
 import dataclasses
 import json
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import runs
+from helpers import PATIENCE
 from megabatch.evaluation import results
 from megabatch.trainer import checkpoint
 from megabatch.trainer.checkpoint import CheckpointError, contents
 from megabatch.trainer.config import FIXED, FREE, TrainConfig
 from megabatch.trainer.fit import Fit
 from megabatch.trainer.observers import MetricsFile
+from megabatch.trainer.state import Files
 from megabatch.trainer.stopping import StoppedError
 
 # Dropout, augmentation, an average: everything that has a state. Images are read in both passes.
@@ -160,14 +163,14 @@ def test_a_checkpoint_that_was_being_written_is_not_there(tmp_path):
 
 def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, caplog, monkeypatch):
     made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 2, "keep": 5}})
-    write = made._state.write
+    write = Files.write
 
-    def full(folder):
-        write(folder)
+    def full(files, folder):
+        write(files, folder)
         if "step_00000002" not in folder.name:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(made._state, "write", full)
+    monkeypatch.setattr(Files, "write", full)
     with pytest.raises(CheckpointError, match=r"a checkpoint could not be written in .*: the disk is full"):
         made.fit()
     assert made.step == 7
@@ -178,14 +181,14 @@ def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, ca
 
 def test_checkpoints_that_cannot_be_written_are_named_once_until_they_can(tmp_path, caplog, monkeypatch):
     made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 1, "keep": 9}})
-    write = made._state.write
+    write = Files.write
 
-    def full(folder):
-        write(folder)
-        if made.step in (2, 3, 5):
+    def full(files, folder):
+        write(files, folder)
+        if folder.name[-1] in "235":
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(made._state, "write", full)
+    monkeypatch.setattr(Files, "write", full)
     made.fit()
     saved = sorted(int(path.name[-1]) for path in (tmp_path / "checkpoints").iterdir())
     assert saved == [1, 4, 6, 7]
@@ -193,6 +196,67 @@ def test_checkpoints_that_cannot_be_written_are_named_once_until_they_can(tmp_pa
     again = "checkpoints are written again"
     failed = f"a checkpoint could not be written in {tmp_path / 'checkpoints'}"
     assert told == [failed, again, failed, again]
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """An event that writing waits for."""
+    ready, write = threading.Event(), Files.write
+
+    def slow(files, folder):
+        assert ready.wait(PATIENCE)
+        write(files, folder)
+
+    monkeypatch.setattr(Files, "write", slow)
+    yield ready
+    ready.set()
+
+
+class Releasing(runs.Memory):
+    """Lets the disk work once a step has ended, and remembers which checkpoints there were after each step."""
+
+    def __init__(self, ready, step):
+        super().__init__()
+        self.ready, self.step_released, self.after = ready, step, {}
+
+    def step(self, record):
+        super().step(record)
+        self.after[record["step"]] = len(self.files)
+        if record["step"] == self.step_released:
+            self.ready.set()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, slow_disk):
+    memory = Releasing(slow_disk, 5)
+    made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 3, "keep": 9}}, observers=[memory])
+    made.fit()
+    assert [memory.after[step] for step in (4, 5)] == [0, 0]  # the first was still being written
+    assert [path.name for path in memory.files[:-1]] == ["step_00000003", "step_00000006", "step_00000007"]
+    # A checkpoint holds the state of its step, not the state of the step in which it was written.
+    again = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 3, "keep": 9}})
+    assert again.resume(tmp_path / "checkpoints" / "step_00000003")
+    again.fit()
+    assert runs.same_bits(runs.weights(again), runs.weights(made)) == []
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path, slow_disk):
+    timer = threading.Timer(0.5, slow_disk.set)
+    timer.start()
+    memory = runs.Memory()
+    runs.trainer(tmp_path, {"steps": 3, "checkpoint": {"every": 1, "keep": 9}}, observers=[memory]).fit()
+    timer.join()
+    assert [path.name for path in memory.files[:-1]] == [f"step_0000000{step}" for step in (1, 2, 3)]
+    waited = [record["phases"].get("checkpoint", 0.0) for record in memory.records]
+    assert max(waited) > 0.2  # it is the training that waited
+
+
+def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(tmp_path, slow_disk):
+    threading.Timer(0.3, slow_disk.set).start()
+    made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 2}})
+    made.order = runs.Failing(made.order, 2)
+    with pytest.raises(FloatingPointError, match="meant to fail"):
+        made.fit()
+    assert contents(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
 
 
 def test_a_disk_that_cannot_be_read_back_gives_up_the_checkpoint_on_all_ranks(tmp_path, caplog, monkeypatch):
@@ -229,7 +293,7 @@ def test_metrics_have_every_step_once_after_a_run_has_continued(tmp_path):
     for name in ("epoch", "pairs", "loss", "scale", "learning_rate", "gradient_norm"):
         assert [line[name] for line in lines] == [line[name] for line in expected], name
     keys = ["step", "epoch", "pairs", "loss", "scale", "learning_rate", "gradient_norm", "pairs_per_second", "memory_bytes"]
-    assert list(lines[0]) == [*keys, "seconds"]
+    assert list(lines[0]) == [*keys, "seconds", "phases"]
 
 
 def test_a_run_continues_only_with_what_it_began_with(tmp_path):

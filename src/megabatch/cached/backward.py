@@ -20,10 +20,11 @@ from megabatch.cached.graphs import measured, parameters_in, stored
 from megabatch.cached.roles import Role
 from megabatch.cached.sharding import Ranks, Reductions, not_reached
 from megabatch.cached.sources import TensorSource
+from megabatch.cached.timing import BACKWARD, FORWARD, LOSS, phase
 from megabatch.cached.tower_io import Encoded, map_rows
 from megabatch.world import default_group
 
-ENCODE, BACKWARD = "encode", "backward"
+ENCODE = "encode"
 
 
 class Progress(NamedTuple):
@@ -92,11 +93,14 @@ def cached_backward(
     for role in roles:
         batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
     try:
-        step.encode(budget, budget_fraction)
+        with phase(FORWARD):
+            step.encode(budget, budget_fraction)
         for role in roles:  # layers that only the calls have shown
             batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
-        loss = step.differentiate(loss_fn)
-        step.backpropagate()
+        with phase(LOSS):
+            loss = step.differentiate(loss_fn)
+        with phase(BACKWARD):
+            step.backpropagate()
     finally:
         torch.clear_autocast_cache()  # the cached casts are stale after the optimizer step
     return loss

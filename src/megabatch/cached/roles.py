@@ -15,6 +15,7 @@ from megabatch.cached.randomness import States
 from megabatch.cached.sharding import shared_between_ranks
 from megabatch.cached.sources import Source, Span, TensorSource, as_source
 from megabatch.cached.streaming import closed_at_the_end
+from megabatch.cached.timing import DATA, phase
 from megabatch.cached.tower_io import Encoded, call, is_sharded, opened
 
 DEVICE, HOST = "device", "host"
@@ -97,7 +98,8 @@ class Role:
             for i in passes:
                 if i < len(self.spans):
                     try:
-                        chunk = next(iterator)
+                        with phase(DATA):
+                            chunk = next(iterator)
                     except StopIteration:
                         raise ValueError(
                             f"{self.name}[1] must give a chunk for each span it is asked for, got none for samples "

@@ -38,7 +38,8 @@ Trains two encoders (towers) with a contrastive loss: each sample becomes most s
   megabatch train --resume runs/emoji-1            from its last checkpoint, with its settings
 
 The batch size is the number of pairs over all processes. It does not depend on memory: towers encode one
-chunk at a time, and the loss needs no similarity matrix. The chunk size is chosen automatically.
+chunk at a time, and the loss needs no similarity matrix. The chunk size is chosen automatically. On a GPU the
+towers are compiled and compute in bf16.
 
 data    {f"{chr(10)}        ".join(data.POSSIBLE)}
 model   {f"{chr(10)}        ".join(POSSIBLE)}
@@ -47,7 +48,9 @@ Settings are merged in this order: defaults for the model and the data, --config
 win. The run's config.toml records all of them; pass it to --config to repeat a run. Some settings:
 
   lock = "first"                 freeze the first tower and compute its embeddings once (LiT)
-  precision = "bf16"             or "fp16", "fp32"
+  precision = "auto"             bf16 on a GPU, fp32 on a CPU; or "bf16", "fp16", "fp32"
+  compile = "auto"               compile the towers on a GPU; or "on", "off"
+  workers = "auto"               readers for the cores of a GPU machine; or their number
   parallel = "fsdp"              shard the towers over ranks; "ddp" replicates them
   optimizer.name = "adafactor"   or "adamw", "lion"
   optimizer.scaling = "sqrt"     or "linear": the learning rate grows with the batch size
@@ -71,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
     add("--epochs", type=float, metavar="N", help="passes over the data (default: 28 for emoji, 4 for wordnet, else 32)")
     add("--lr", type=float, metavar="RATE", help="highest learning rate (default: 3e-3 for small, else 5e-4)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="dtype that towers compute in (default: fp32)")
+    add("--precision", choices=(AUTO, "bf16", "fp16", "fp32"), help="dtype of the towers' products (default: bf16 on a GPU)")
     add("--seed", type=int, metavar="N", help="for initial weights, order and augmentation (default: 0)")
     add("--output", type=Path, metavar="FOLDER", help="folder of the run (default: runs/DATA-1, or the next number)")
     add("--config", type=Path, metavar="TOML", help="settings from a file, such as another run's config.toml")

@@ -13,7 +13,8 @@ LINE_SECONDS = 10.0  # between lines if the output is not a terminal
 
 
 class ProgressDisplay:
-    """An observer that shows step, loss, pairs a second, memory, time left and the last recall.
+    """An observer that shows step, loss, pairs a second, share of time spent waiting for data, MFU, memory, time left and
+    the last recall.
 
     Args:
         stream: output (default: standard output).
@@ -111,6 +112,10 @@ def _shown(record: Mapping[str, Any], left: float, recall: str) -> dict[str, str
     shown = {"loss": f"loss {numbers.short(record.get('loss'))}"}
     if record.get("pairs_per_second") is not None:
         shown["speed"] = f"{numbers.count(record['pairs_per_second'])} pairs/s"
+    if (phases := record.get("phases")) and sum(phases.values()):
+        shown["data"] = f"data {numbers.percent(phases.get('data', 0.0) / sum(phases.values()))}"
+    if record.get("mfu") is not None:
+        shown["mfu"] = f"MFU {numbers.percent(record['mfu'])}"
     if record.get("memory_bytes"):
         shown["memory"] = numbers.size(record["memory_bytes"])
     if recall:

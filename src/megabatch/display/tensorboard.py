@@ -41,6 +41,7 @@ class TensorBoardLog:
     def step(self, record: Mapping[str, Any]) -> None:
         """A step has ended."""
         self._add("training", {name: value for name, value in record.items() if name not in _NOT_DRAWN}, record["step"])
+        self._add("phases", record.get("phases", {}), record["step"])
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """There is a new evaluation."""

@@ -34,7 +34,9 @@ class WandbLog:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step has ended."""
-        self._run.log({f"training/{name}": value for name, value in record.items() if name != "step"}, step=record["step"])
+        numbers = {f"training/{name}": value for name, value in record.items() if name not in ("step", "phases")}
+        numbers |= {f"phases/{name}": value for name, value in record.get("phases", {}).items()}
+        self._run.log(numbers, step=record["step"])
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """There is a new evaluation."""

@@ -8,6 +8,8 @@ figure has a name of its own below, and is an assumption or a measurement.
 import re
 from dataclasses import dataclass, replace
 
+from megabatch.machine import PEAKS
+
 GIB = 2**30
 
 # Of a datasheet's gigabytes, read as GiB and less those that error correction takes, what PyTorch can allocate. An H200 reports
@@ -68,27 +70,27 @@ _AMPERE = "NVIDIA A100 Tensor Core GPU datasheet"
 _NIC_400, _NIC_100 = 50.0, 12.5  # GB/s: 400 and 100 Gbit/s
 
 CATALOGUE = [
-    Gpu("A100-40GB", 40, 312, 156, 19.5, 1555, 300, _NIC_400, True, f"{_AMPERE}, SXM 40 GB"),
-    Gpu("A100-80GB", 80, 312, 156, 19.5, 2039, 300, _NIC_400, True, f"{_AMPERE}, SXM 80 GB"),
+    Gpu("A100-40GB", 40, *PEAKS["A100"], 1555, 300, _NIC_400, True, f"{_AMPERE}, SXM 40 GB"),
+    Gpu("A100-80GB", 80, *PEAKS["A100"], 2039, 300, _NIC_400, True, f"{_AMPERE}, SXM 80 GB"),
     Gpu(
-        "A800-80GB", 80, 312, 156, 19.5, 2039, 200, _NIC_400, True,
+        "A800-80GB", 80, *PEAKS["A800"], 2039, 200, _NIC_400, True,
         f"{_AMPERE}, SXM 80 GB; NVIDIA A800 datasheet: NVLink of 400 GB/s, both ways together",
     ),
-    Gpu("H100-80GB", 80, 989.5, 494.5, 67, 3350, 450, _NIC_400, True, "NVIDIA H100 Tensor Core GPU datasheet, SXM"),
-    Gpu("H200-141GB", 141, 989.5, 494.5, 67, 4800, 450, _NIC_400, True, "NVIDIA H200 Tensor Core GPU datasheet, SXM"),
-    Gpu("B200-180GB", 180, 2250, 1100, 75, 7700, 900, _NIC_400, True, "NVIDIA Blackwell datasheet, HGX B200"),
+    Gpu("H100-80GB", 80, *PEAKS["H100"], 3350, 450, _NIC_400, True, "NVIDIA H100 Tensor Core GPU datasheet, SXM"),
+    Gpu("H200-141GB", 141, *PEAKS["H200"], 4800, 450, _NIC_400, True, "NVIDIA H200 Tensor Core GPU datasheet, SXM"),
+    Gpu("B200-180GB", 180, *PEAKS["B200"], 7700, 900, _NIC_400, True, "NVIDIA Blackwell datasheet, HGX B200"),
     # 46,068 MiB are what its driver reports: the codes lie in the same memory, one sixteenth of it.
     Gpu(
-        "L40S-48GB", 48, 362.05, 183, 91.6, 864, 32, _NIC_100, False,
+        "L40S-48GB", 48, *PEAKS["L40S"], 864, 32, _NIC_100, False,
         "NVIDIA L40S datasheet, PCIe Gen4 x16", correction_gb=3,
     ),
     Gpu(
-        "RTX4090-24GB", 24, 165.2, 82.6, 82.6, 1008, 32, _NIC_100, False,
+        "RTX4090-24GB", 24, *PEAKS["RTX4090"], 1008, 32, _NIC_100, False,
         "NVIDIA Ada GPU Architecture whitepaper, GeForce RTX 4090, PCIe Gen4 x16",
     ),
     # No switch: a link of its own to each of seven others.
     Gpu(
-        "MI300X-192GB", 192, 1307.4, 653.7, 163.4, 5300, 448, _NIC_400, True,
+        "MI300X-192GB", 192, *PEAKS["MI300X"], 5300, 448, _NIC_400, True,
         "AMD Instinct MI300X accelerator data sheet, seven Infinity Fabric links of 128 GB/s, both ways together", to_one=64,
     ),
 ]  # fmt: skip

@@ -26,7 +26,9 @@ def curves(run: SavedRun) -> str:
         _metric(run, "Bias", "bias", zero=False),
         _metric(run, "Gradient norm", "gradient_norm", smooth=True),
         _metric(run, "Pairs a second", "pairs_per_second", smooth=True),
+        _metric(run, "Model FLOPs utilisation, %", "mfu", smooth=True, unit=0.01),
         _metric(run, "Memory, GiB", "memory_bytes", unit=2.0**30),
+        _phases(run),
     ]
     return pages.section(title, pages.figures(one for one in drawn if one is not None))
 
@@ -64,6 +66,21 @@ def _metric(
         bottom = min(0.0, *found)
         axes.set_ylim(bottom, bottom + 1.08 * (max(found) - bottom) or 1.0)
     return f"{title}: from {numbers.short(found[0])} to {numbers.short(found[-1])}", figure
+
+
+def _phases(run: SavedRun) -> tuple[str, Any] | None:
+    """A bar for each phase of a step: its share of the time."""
+    total: dict[str, float] = {}
+    for record in run.training:
+        for name, seconds in record.get("phases", {}).items():
+            total[name] = total.get(name, 0.0) + seconds
+    whole = sum(total.values())
+    if not whole:
+        return None
+    shares = sorted(((name, 100 * seconds / whole) for name, seconds in total.items()), key=lambda pair: -pair[1])
+    figure, ((axes,),) = plots.figure("Time by phase, %", size=SIZE)
+    plots.bars(axes, shares, "%.1f")
+    return "Time by phase: " + ", ".join(f"{name} {share:.1f} %" for name, share in shares), figure
 
 
 def _recalls(run: SavedRun) -> tuple[str, Any] | None:

@@ -3,6 +3,10 @@
 A checkpoint is a folder `step_00000160`. It is written under a temporary name, its files are flushed to disk, a table of
 contents with sizes and checksums is written last, and then the folder is renamed. So a folder with the final name is complete,
 whenever the process is killed. Before a checkpoint is used, its files are compared with the table.
+
+Training goes on meanwhile. The state is copied, and a thread of each rank writes the copy. Threads exchange no messages:
+between steps the ranks ask one another whether all have written, and then the first rank's thread writes the table and renames
+the folder.
 """
 
 import errno
@@ -13,9 +17,10 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megabatch.world import World
 
@@ -48,6 +53,31 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
 
 
+class Copy(Protocol):
+    """A rank's part of a checkpoint, which training no longer changes."""
+
+    def agree(self) -> None:
+        """Called by all ranks before they write."""
+
+    def write(self, folder: Path) -> None:
+        """Writes this rank's files. Called in a thread."""
+
+    def complete(self) -> None:
+        """Called by all ranks once all have written."""
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that is being written."""
+
+    partial: Path
+    final: Path
+    about: dict[str, Any]
+    copy: Copy
+    work: Future[None]  # in this rank's thread
+    written: bool = False  # by all ranks; the first one finishes it
+
+
 class Checkpoints:
     """The checkpoints of a run, in a folder that all ranks share.
 
@@ -59,26 +89,59 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, world: World) -> None:
         self.folder, self._keep, self._world = folder, keep, world
+        self._pending: _Pending | None = None
 
-    def save(self, step: int, about: dict[str, Any], write: Callable[[Path], None]) -> Path:
-        """Writes the checkpoint of a step.
+    def begin(self, step: int, about: dict[str, Any], copied: Callable[[Path], Copy]) -> None:
+        """Begins to write the checkpoint of a step. The one before must have been settled.
 
         Args:
             step: its number.
             about: entries of the table of contents, serialisable as JSON.
-            write: writes this rank's files into a folder.
+            copied: copies the state of this rank, to be written into a folder; without messages to other ranks.
 
         Raises:
             CheckpointError: on all ranks, if one of them failed. Earlier checkpoints are unchanged.
         """
+        assert self._pending is None, "one checkpoint at a time"
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".partial_{final.name}"
+        made: list[Copy] = []
         self._together(lambda: _emptied(partial), "prepared", partial, only_first=True)
-        self._together(lambda: _written(partial, write), "written", partial)
-        self._together(lambda: _finished(partial, final, about), "finished", partial, only_first=True)
+        self._together(lambda: made.append(copied(partial)), "copied", partial)
+        copy = made[0]
+        self._together(copy.agree, "prepared", partial)
+        work = _in_a_thread(lambda: _written(partial, copy.write))
+        self._pending = _Pending(partial, final, about, copy, work)
+
+    def settle(self, *, wait: bool) -> Path | None:
+        """Brings the checkpoint that is being written closer to its end.
+
+        Args:
+            wait: for the end; else only what is possible at once.
+
+        Returns:
+            The checkpoint, if this call completed it.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them failed. Earlier checkpoints are unchanged.
+        """
+        while (pending := self._pending) is not None:
+            if not wait and not self._world.min([pending.work.done()])[0]:
+                return None
+            self._pending = None  # if it fails
+            if pending.written:
+                self._together(pending.work.result, "finished", pending.partial)
+                return pending.final
+            self._together(pending.work.result, "written", pending.partial)
+            self._together(pending.copy.complete, "written", pending.partial)
+            pending.work, pending.written = _in_a_thread(lambda: self._finish(pending)), True
+            self._pending = pending
+        return None
+
+    def _finish(self, pending: _Pending) -> None:
         if self._world.rank == 0:
+            _finished(pending.partial, pending.final, pending.about)
             self._forget_old()
-        return final
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest intact checkpoint and its table of contents, or None. Damaged ones are logged."""
@@ -151,6 +214,14 @@ def contents(path: Path) -> dict[str, Any]:
         if _checksum(place) != check:
             raise CheckpointError(f"the checkpoint {path} is damaged: {name} does not match its checksum")
     return table
+
+
+def _in_a_thread(work: Callable[[], None]) -> Future[None]:
+    executor = ThreadPoolExecutor(1, thread_name_prefix="megabatch-checkpoint")
+    try:
+        return executor.submit(work)
+    finally:
+        executor.shutdown(wait=False)  # the thread ends with its work, and Python with the thread
 
 
 def _emptied(partial: Path) -> None:

@@ -4,16 +4,21 @@ Each part of the config is defined beside the code it configures. Later sources 
 the model and the data, a TOML file, flags, `--set`.
 """
 
+import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import torch
 
 from megabatch import settings
 from megabatch.trainer.checkpoint import CheckpointConfig
 from megabatch.trainer.fit import MemoryConfig
 from megabatch.trainer.objective import LossConfig
 from megabatch.trainer.optim import OptimizerConfig, ScheduleConfig
+from megabatch.world import World
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,13 @@ class TrainConfig:
     steps: int = 0  # 0 for as many as `epochs` has
     seed: int = 0
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # "auto" is bf16 on a GPU that has it, else fp32
+    compile: Literal["auto", "on", "off"] = "auto"  # layers of the towers by torch.compile; "auto" is "on" for CUDA
     parallel: Literal["ddp", "fsdp"] = "ddp"  # how ranks share the towers, under torchrun
     ema: float = 0.0  # decay of averaged weights, such as 0.999, which are then evaluated and saved; 0 for none
     evaluate_every: int = 0  # steps between evaluations; 0 for one at the end
     augment: bool = True
-    workers: int = 0  # threads that read and decode samples; 0 to read in the main thread
+    workers: int | Literal["auto"] = "auto"  # that read samples; 0 to read in the main thread; see `reader_count`
     lock: Literal["none", "first", "second"] = "none"  # LiT: the side of the model that is frozen
     keep_locked: bool = True  # compute its embeddings once and keep them; its inputs are then not augmented
     data_options: dict[str, Any] = field(default_factory=dict)  # arguments of the dataset's class, such as a table's columns
@@ -48,11 +54,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        for name, least in (("batch_size", 1), ("steps", 0), ("evaluate_every", 0), ("workers", 0)):
+        for name, least in (("batch_size", 1), ("steps", 0), ("evaluate_every", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if isinstance(self.chunk_size, int) and self.chunk_size < 1:
-            raise ValueError(f'chunk_size must be at least 1, or "auto", got {self.chunk_size}')
+        for name, least in (("chunk_size", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f'{name} must be at least {least}, or "auto", got {value}')
         if not self.epochs > 0 or not math.isfinite(self.epochs):
             raise ValueError(f"epochs must be more than 0, got {self.epochs}")
         if not 0 <= self.ema < 1:
@@ -60,9 +68,33 @@ class TrainConfig:
         if self.precision == "fp16" and self.parallel == "fsdp":
             raise ValueError('precision must be "bf16" or "fp32" with parallel "fsdp", got "fp16"')
 
+    def on(self, device: torch.device) -> "TrainConfig":
+        """The settings with "auto" replaced where the device alone decides; `config.toml` keeps "auto"."""
+        precision = self.precision
+        if precision == "auto":
+            precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        compiled = ("on" if device.type == "cuda" else "off") if self.compile == "auto" else self.compile
+        return dataclasses.replace(self, precision=precision, compile=compiled)
+
     def total_steps(self, batches_per_epoch: int) -> int:
         """Steps in all."""
         return self.steps or max(1, round(self.epochs * batches_per_epoch))
+
+
+MOST_READERS = 32
+
+
+def reader_count(config: TrainConfig, world: World) -> int:
+    """`config.workers`. "auto" is one for each core that this process may use, less one, on CUDA, and 0 on a CPU.
+
+    On a CPU the towers need all cores. Ranks of one machine share its cores.
+    """
+    if isinstance(config.workers, int):
+        return config.workers
+    if world.device.type != "cuda":
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores // world.local_size - 1, MOST_READERS))
 
 
 # Settings that a resumed run must not change. Options of the data are among them, because they decide which samples there are,
@@ -92,6 +124,7 @@ FREE = (
     "workers",
     "device",
     "precision",
+    "compile",
     "parallel",
     "checkpoint",
     "evaluate_every",

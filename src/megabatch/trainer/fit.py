@@ -19,6 +19,7 @@ from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, free_memory
 from megabatch.cached.tower_io import call, count_rows, local, map_rows, opened
 from megabatch.evaluation.embedding import evaluating
 from megabatch.machine import ALLOCATION_FAILED, available_memory
+from megabatch.trainer.compiling import plain
 from megabatch.world import World
 
 ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
@@ -156,7 +157,7 @@ def _coming(modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pa
     """Bytes that training still allocates beside graphs and activations: gradients, moments, embeddings."""
     parameters = {id(p): local(p) for module in modules for p in module.parameters() if p.requires_grad}
     learned = sum(p.numel() * p.element_size() for p in parameters.values())
-    with torch.no_grad(), evaluating(modules[0]):
+    with torch.no_grad(), evaluating(modules[0]), plain(modules[:1]):
         output = call(modules[0], map_rows(lambda tensor: tensor.to(device), samples(0, 1)))
     width = opened(output, type(modules[0]).__name__).embeddings.shape[1]
     return OPTIMIZER_COPIES * learned + COPIES_OF_EMBEDDINGS * len(modules) * pairs * width * 4

@@ -9,7 +9,7 @@ All ranks create a `Trainer` with the same arguments. One step is in step.py, th
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,27 +20,30 @@ import torch
 from megabatch import settings, towers
 from megabatch.cached import randomness
 from megabatch.cached.replay import sample_seed
+from megabatch.cached.timing import Clock, phase
 from megabatch.data import readers
 from megabatch.data.dataset import Dataset
 from megabatch.data.order import Order
 from megabatch.evaluation import evaluate
 from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
-from megabatch.trainer import locked, optim, parallel
+from megabatch.trainer import compiling, locked, optim, parallel
 from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents
-from megabatch.trainer.config import FREE, TrainConfig, differences
+from megabatch.trainer.config import FREE, TrainConfig, differences, reader_count
 from megabatch.trainer.ema import Average
 from megabatch.trainer.fit import Fit, what_fits
+from megabatch.trainer.flops import Utilisation
 from megabatch.trainer.objective import Objective
 from megabatch.trainer.observers import Observer, Observers, Unreadable
 from megabatch.trainer.run import CHECKPOINTS, LOCKED, Run
 from megabatch.trainer.state import State
-from megabatch.trainer.step import Outcome, Step, autocast, grad_scaler
+from megabatch.trainer.step import Inputs, Outcome, Step, autocast, fast_products, grad_scaler
 from megabatch.trainer.stopping import Request, StoppedError, requests
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
 SAMPLES_SHOWN = 2  # to towers, to find their used parameters
+SAMPLES_COMPILED = 32  # that the compiler sees first
 
 
 class Trainer:
@@ -69,8 +72,8 @@ class Trainer:
         world: World | None = None,
         command: str = "",
     ) -> None:
-        self.config, self.pair, self.dataset, self.validation = config, pair, dataset, validation
         self.world = world or World(torch.device("cpu"))
+        self.config, self.pair, self.dataset, self.validation = config.on(self.world.device), pair, dataset, validation
         if config.batch_size < self.world.size:
             raise ValueError(f"batch_size must be at least 1 for each of {self.world.size} ranks, got {config.batch_size}")
         if validation is not None and tuple(validation.sides) != tuple(dataset.sides):
@@ -97,7 +100,17 @@ class Trainer:
         if config.lock != "none":
             with randomness.untouched([self.world.device]):
                 locked.lock(self.pair, locked.SIDES.index(config.lock), shown)
-        with randomness.untouched([self.world.device]):
+        encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked.SIDES[side]]
+        self._utilisation = Utilisation(
+            [modules[side] for side in encoded], [shown[side] for side in encoded], config.precision, self.world
+        )
+        self._compiled = config.compile == "on" and compiling.compile_towers(
+            modules,
+            [self._samples(side, SAMPLES_COMPILED) for side in (0, 1)],
+            autocast(config.precision, self.world.device),
+            self.world,
+        )
+        with randomness.untouched([self.world.device]), compiling.plain(modules):
             self._called = parallel.wrapped(modules, shown, self.world, config.parallel)
         self._modules = parallel.distinct(modules)
         dtype = torch.float64 if next(modules[0].parameters()).dtype == torch.float64 else torch.float32
@@ -171,7 +184,11 @@ class Trainer:
             self.run.write()
         self._observers.start(self.run)
         try:
-            with self._workers() as workers, requests(impatient=self.world.size == 1) as request:
+            signals, products = (
+                requests(impatient=self.world.size == 1),
+                fast_products(self.config.precision, self.world.device),
+            )
+            with self._workers() as workers, signals as request, products:
                 self._train(self._ready(workers), request)
                 self._save_model()  # before the evaluation, which may fail
                 result = self._evaluate(workers) if self.validation is not None else None
@@ -222,34 +239,50 @@ class Trainer:
         return {side: kept}
 
     def _train(self, step: Step, request: Request) -> None:
+        clock = Clock(self.world.device)
         batches = self.order.batches(self.step, self.steps)
-        upcoming = next((step.prepare(batch) for batch in batches), None)
-        while upcoming is not None:
-            began = time.perf_counter()
-            inputs, batch = upcoming, upcoming.batch
-            upcoming = next((step.prepare(later) for later in batches), None)  # read while this one trains
-            rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
-            outcome = step(inputs, rate)
-            del inputs
-            self.step = self.run.step = batch.number + 1
-            self._fit = step.fit
-            if self.average is not None:
+        try:
+            with clock.running():
+                upcoming = next((step.prepare(batch) for batch in batches), None)
+                while upcoming is not None:
+                    inputs, upcoming = upcoming, next((step.prepare(batch) for batch in batches), None)  # read ahead
+                    self._one_step(step, inputs, request, clock)
+                    del inputs
+        except Exception as error:
+            # The checkpoint that is being written is still good. Other ranks may not have failed, but for this error.
+            if self.world.size == 1 or isinstance(error, FloatingPointError):
+                self._settle(wait=True)
+            raise
+
+    def _one_step(self, step: Step, inputs: Inputs, request: Request, clock: Clock) -> None:
+        began = time.perf_counter()
+        batch = inputs.batch
+        rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
+        outcome = step(inputs, rate)
+        self.step = self.run.step = batch.number + 1
+        self._fit = step.fit
+        if self.average is not None:
+            with phase("optimizer"):
                 self.average.update(self.step)
-            stop = int(self.world.max([request.number])[0])
-            self._record(outcome, batch.epoch, rate, time.perf_counter() - began)
-            self._unreadable.name_new()
+        stop = int(self.world.max([request.number])[0])
+        self._record(outcome, batch.epoch, rate, began, clock)
+        self._unreadable.name_new()
+        with phase("checkpoint"):
+            self._settle(wait=False)
             if self.config.checkpoint.due(self.step, self.steps) or stop:
                 self._save(must=bool(stop) or self.step == self.steps)
-            if stop:
-                raise StoppedError(self._farewell(stop), stop)
-            if self.validation is not None and self.config.evaluate_every and self.step % self.config.evaluate_every == 0:
-                if self.step < self.steps:  # the last evaluation comes after the loop
-                    self._evaluate(step.workers)
+        if stop:
+            raise StoppedError(self._farewell(stop), stop)
+        every = self.config.evaluate_every
+        if self.validation is not None and every and self.step % every == 0 and self.step < self.steps:
+            with phase("evaluation"):  # the last one comes after the loop
+                self._evaluate(step.workers)
 
-    def _record(self, outcome: Outcome, epoch: int, rate: float, seconds: float) -> None:
+    def _record(self, outcome: Outcome, epoch: int, rate: float, began: float, clock: Clock) -> None:
+        numbers = self.objective.numbers()  # waits for the device
+        seconds = time.perf_counter() - began
         self.pairs += outcome.pairs
         self.seconds += seconds
-        numbers = self.objective.numbers()
         record = {
             "step": self.step,
             "epoch": epoch,
@@ -259,8 +292,10 @@ class Trainer:
             "learning_rate": rate,
             "gradient_norm": outcome.gradient_norm,
             "pairs_per_second": outcome.pairs / seconds,
+            **self._utilisation.numbers(outcome.pairs, seconds),
             "memory_bytes": peak_bytes(self.world.device),
             "seconds": self.seconds,
+            "phases": clock.lap(),
         }
         self._observers.step(record)
 
@@ -277,7 +312,7 @@ class Trainer:
     # To disk
 
     def _save(self, *, must: bool) -> None:
-        """Writes a checkpoint. If it fails in mid-run, training goes on with one warning, and the next one is tried."""
+        """Begins to write a checkpoint, after the one before. With `must`, it is on disk afterwards."""
         assert self._fit is not None
         about = {
             "step": self.step,
@@ -290,19 +325,32 @@ class Trainer:
             "graph_bytes": self._fit.graph_bytes,
             "config": settings.table(self.config),
         }
+        self._settle(wait=True)
+        self._attempt(lambda: self.checkpoints.begin(self.step, about, self._state.copied), must=must)
+        if must:
+            self._settle(wait=True, must=True)
+
+    def _settle(self, *, wait: bool, must: bool = False) -> None:
+        """Ends the checkpoint that is being written, if it is ready or if it is to `wait`."""
+        path = self._attempt(lambda: self.checkpoints.settle(wait=wait), must=must)
+        if path is None:
+            return
+        if self.world.rank == 0 and self._save_failed:
+            LOG.warning("checkpoints are written again: %s", path)
+        self._save_failed = False
+        self._observers.saved(path)
+
+    def _attempt(self, work: Callable[[], Path | None], *, must: bool) -> Path | None:
+        """A part of saving. If it fails in mid-run, training goes on with one warning, and the next checkpoint is tried."""
         try:
-            path = self.checkpoints.save(self.step, about, self._state.write)
+            return work()
         except CheckpointError as error:
             if must:
                 raise
             if self.world.rank == 0 and not self._save_failed:
                 LOG.warning("%s; training goes on, and earlier checkpoints are unchanged", error)
             self._save_failed = True
-            return
-        if self.world.rank == 0 and self._save_failed:
-            LOG.warning("checkpoints are written again: %s", path)
-        self._save_failed = False
-        self._observers.saved(path)
+            return None
 
     def _save_model(self) -> None:
         with nullcontext() if self.average is None else self.average.in_place():
@@ -331,4 +379,5 @@ class Trainer:
     def _workers(self) -> AbstractContextManager[int | Executor]:
         datasets = [data for data in (self.dataset, self.validation) if data is not None]
         preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
-        return readers.opened(self.config.workers, [*datasets, *preparations], processes=self.world.device.type == "cuda")
+        count = reader_count(self.config, self.world)
+        return readers.opened(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")

@@ -25,7 +25,8 @@ class Observer(Protocol):
 
     def step(self, record: dict[str, Any]) -> None:
         """After each step: step, epoch, pairs, loss, scale, bias (SigLIP), learning_rate, gradient_norm, pairs_per_second,
-        memory_bytes, seconds.
+        mfu (share of the GPU's peak rate, if it is known), memory_bytes, seconds, and under "phases" the seconds of each phase
+        on this rank since the record before: data, forward, loss, backward, optimizer, checkpoint, evaluation, other.
         """
 
     def evaluated(self, record: dict[str, Any]) -> None:

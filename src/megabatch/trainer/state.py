@@ -8,6 +8,7 @@ augmentation and learning rate follow from the number of the step and are not sa
 import importlib
 import random
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from megabatch.cached import randomness
+from megabatch.cached.tower_io import is_sharded
 from megabatch.trainer.ema import Average
 from megabatch.world import World
 
@@ -45,18 +47,14 @@ class State:
     ) -> None:
         self._modules, self._optimizer, self._average, self._scaler = nn.ModuleDict(modules), optimizer, average, scaler
         self._world, self._sharded = world, sharded
+        self._host = _HostCopies()
 
-    def write(self, folder: Path) -> None:
-        """Writes this rank's files. All ranks must call it."""
+    def copied(self, folder: Path) -> "Files":
+        """Copies the state to host memory, to be written into a folder. The memory of the copy before is used again."""
+        generators = {_of_rank(self._world.rank): _generators(self._world.device)}
         if self._sharded:
-            from torch.distributed.checkpoint.filesystem import FileSystemWriter
-            from torch.distributed.checkpoint.state_dict_saver import save
-
-            writer = FileSystemWriter(folder, sync_files=True)
-            save(self._parts(), storage_writer=writer, process_group=self._world.group)
-        elif self._world.rank == 0:
-            _save(self._all(), folder / WHOLE)
-        _save(_generators(self._world.device), folder / _of_rank(self._world.rank))
+            return _Parts(generators, self._host(self._parts()), folder, self._world)
+        return Files(generators | ({WHOLE: self._host(self._all())} if self._world.rank == 0 else {}))
 
     def read(self, folder: Path) -> bool:
         """Loads a checkpoint. All ranks must call it.
@@ -119,13 +117,90 @@ class State:
         return {} if self._average is None else self._average.values
 
 
+class Files:
+    """A copied state: values by the names of their files."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def write(self, folder: Path) -> None:
+        """Writes this rank's files."""
+        for name, value in self._values.items():
+            with (folder / name).open("wb") as file:
+                torch.save(value, file)
+
+    def agree(self) -> None:
+        """Does nothing: the files are independent."""
+
+    def complete(self) -> None:
+        """Does nothing."""
+
+
+class _Parts(Files):
+    """A copied state that is sharded, as a distributed checkpoint of PyTorch.
+
+    As `torch.distributed.checkpoint.save` does it, but with the ranks' messages before and after the files are written.
+    """
+
+    def __init__(self, values: dict[str, Any], parts: dict[str, Any], folder: Path, world: World) -> None:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        super().__init__(values)
+        self._world, self._writer, self._planner = world, FileSystemWriter(folder, sync_files=True), DefaultSavePlanner()
+        self._planner.set_up_planner(parts, self._writer.storage_meta(), world.rank == 0)
+        self._writer.set_up_storage_writer(world.rank == 0)
+        self._plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        self._metadata: Any = None
+        self._results: Any = None
+
+    def agree(self) -> None:
+        """All ranks find who writes what."""
+        plans, self._metadata = self._planner.create_global_plan(self._world.gather_objects(self._plan))
+        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[self._world.rank])
+
+    def write(self, folder: Path) -> None:
+        """Writes this rank's files."""
+        super().write(folder)
+        self._results = self._writer.write_data(self._plan, self._planner).wait()
+
+    def complete(self) -> None:
+        """The first rank writes where everything is."""
+        results = self._world.gather_objects(self._results)
+        if self._world.rank == 0:
+            self._writer.finish(self._metadata, results)
+
+
+class _HostCopies:
+    """Copies of nested values in host memory. Tensors from CUDA go into pinned memory, which the next copy uses again."""
+
+    def __init__(self) -> None:
+        self._pinned: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """A copy of dictionaries, lists, tuples and tensors. Waits for the device."""
+        made = self._copied(value, ())
+        if self._pinned:
+            torch.cuda.synchronize()
+        return made
+
+    def _copied(self, value: Any, place: tuple[Any, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._copied(part, (*place, key)) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._copied(part, (*place, i)) for i, part in enumerate(value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.is_cuda or is_sharded(value):
+            return value.detach().to("cpu", copy=True)
+        known = self._pinned.get(place)
+        if known is None or known.shape != value.shape or known.dtype != value.dtype:
+            known = self._pinned[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        return known.copy_(value.detach(), non_blocking=True)
+
+
 def _of_rank(rank: int) -> str:
     return f"generators_{rank:05d}.pt"
-
-
-def _save(value: Any, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(value, file)
 
 
 def _generators(device: torch.device) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import nn
 from megabatch.cached import HostSource, ReplaySource, Source, batchnorm, randomness
 from megabatch.cached.backward import cached_backward
 from megabatch.cached.streaming import closed_at_the_end
+from megabatch.cached.timing import DATA, phase
 from megabatch.data import crops
 from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.data.order import Batch
@@ -113,7 +114,9 @@ class Step:
             LOG.warning("step %d changes nothing: none of its pairs could be read", batch.number + 1)
             self.optimizer.zero_grad()
             return Outcome(math.nan, 0.0, 0)
-        return Outcome(loss, self._update(loss, batch.number + 1), pairs)
+        with phase("optimizer"):
+            norm = self._update(loss, batch.number + 1)
+        return Outcome(loss, norm, pairs)
 
     def _source(self, inputs: Inputs, side: int) -> Source:
         """The source of a tower's inputs. Texts are small: all of a batch are read first, and kept as tokens."""
@@ -121,7 +124,7 @@ class Step:
         if self.dataset.sides[side] == IMAGE:
             return source
         whole = source.chunks([(0, len(source))], None)
-        with closed_at_the_end(whole):
+        with closed_at_the_end(whole), phase(DATA):
             return HostSource(next(whole))
 
     def _backward(self, batch: Batch, sources: Sequence[Source]) -> tuple[float, int]:
@@ -209,3 +212,21 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
     """A scaler for fp16, whose range is too small for gradients; None for other types."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+
+@contextmanager
+def fast_products(precision: str, device: torch.device) -> Iterator[None]:
+    """Lets CUDA compute products that autocast leaves in float32 in TF32, and restores the setting afterwards.
+
+    With "fp32" nothing changes: towers and loss are float32 as PyTorch is set. The loss under autocast has autocast's type.
+    """
+    before = None
+    if device.type == "cuda" and precision in _AUTOCAST_TYPES:
+        with suppress(RuntimeError):  # raised once PyTorch's newer settings are in use, which are then left as they are
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        if before is not None:
+            torch.set_float32_matmul_precision(before)

@@ -1,0 +1,149 @@
+"""Compiled towers: `torch.compile` for each layer of a tower, in place, so that names of parameters stay as they are.
+
+The blocks of a transformer are equal, so one compilation serves them all, in a fraction of the time that the whole tower would
+take. A tower without repeated blocks is compiled whole. The compiler is tried before training: where it fails, for lack of a C
+compiler for example, the towers stay as they are.
+"""
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megabatch.cached import batchnorm, randomness
+from megabatch.cached.tower_io import call, count_rows, map_rows, opened
+from megabatch.world import World
+
+LOG = logging.getLogger("megabatch")
+
+# The random numbers of PyTorch itself. The second pass of the cached step has to repeat those of the first, and the compiler's
+# own depend on the graph, which is another one without gradients.
+OPTIONS: dict[str, Any] = {"options": {"fallback_random": True}}
+
+# Compilations of one function, which are all layers of all towers: for each kind of layer two sizes (the second compilation is
+# for any size), with and without gradients, in training and in evaluation, and again under FSDP2. The default is 8.
+COMPILATIONS = 64
+
+MESSAGE = 300  # characters of an error; the compiler's go on for pages
+NOISE = (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",)  # by the compiler itself
+
+
+def compile_towers(
+    modules: Sequence[nn.Module], samples: Sequence[Any], autocast: AbstractContextManager[Any], world: World
+) -> bool:
+    """Compiles towers and tries them. If that fails on any rank, it warns, and leaves the towers as they are.
+
+    Args:
+        modules: of the two sides, before they are wrapped or sharded. Both may be one.
+        samples: inputs of a few samples of each side.
+        autocast: of the training.
+        world: the ranks.
+
+    Returns:
+        Whether the towers are compiled.
+    """
+    if world.rank == 0:
+        LOG.info("compiling the towers, once")
+    began, problem = time.perf_counter(), None
+    for layer in {id(layer): layer for module in modules for layer in layers(module)}.values():
+        layer.compile(**OPTIONS)
+    try:
+        with settings(strict=True), autocast, randomness.untouched([world.device]):
+            for module, inputs in zip(modules, samples, strict=True):
+                _try(module, map_rows(lambda tensor: tensor.to(world.device), inputs))
+    except Exception as error:  # of whatever part of the compiler
+        problem = " ".join([f"{type(error).__name__}:", *str(error).split()])[:MESSAGE]
+    problems = [text for text in world.gather_objects(problem) if text is not None]
+    if problems:
+        for module in modules:
+            _set(dict.fromkeys(_compiled(module)))
+        if world.rank == 0:
+            LOG.warning("the towers cannot be compiled, and the run is slower without: %s", problems[0])
+    elif world.rank == 0:
+        LOG.info("compiled the towers in %.0f s", time.perf_counter() - began)
+    return not problems
+
+
+def layers(module: nn.Module) -> list[nn.Module]:
+    """The parts of a tower that are compiled: the blocks of its lists of equal blocks, or else the tower itself."""
+    found: list[nn.Module] = []
+
+    def walk(part: nn.Module) -> None:
+        if isinstance(part, nn.ModuleList | nn.Sequential) and _repeats(list(part)):
+            found.extend(part)
+        else:
+            for child in part.children():
+                walk(child)
+
+    walk(module)
+    return found or [module]
+
+
+def _repeats(parts: list[nn.Module]) -> bool:
+    """Whether these are blocks of one class, made of several modules each."""
+    return len(parts) > 1 and len({type(part) for part in parts}) == 1 and all(any(part.children()) for part in parts)
+
+
+@contextmanager
+def settings(*, strict: bool = False) -> Iterator[None]:
+    """The compiler's settings inside: enough compilations, and no messages about its choices.
+
+    Args:
+        strict: whether a layer that cannot be compiled is an error; else PyTorch says so and calls the layer as it is.
+    """
+    import torch._dynamo
+
+    logs = [logging.getLogger(name) for name in ("torch._inductor", "torch.utils.cpp_extension")]
+    before = [log.level for log in logs]
+    limits = {"recompile_limit": COMPILATIONS, "accumulated_recompile_limit": 16 * COMPILATIONS}
+    with torch._dynamo.config.patch({**limits, "suppress_errors": not strict}), warnings.catch_warnings():
+        for message in NOISE:
+            warnings.filterwarnings("ignore", message)
+        for log in logs:
+            log.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for log, level in zip(logs, before, strict=True):
+                log.setLevel(level)
+
+
+@contextmanager
+def plain(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """The towers as they were before they were compiled, to look at what they do with a few samples."""
+    found = {layer: made for module in modules for layer, made in _compiled(module).items()}
+    _set(dict.fromkeys(found))
+    try:
+        yield
+    finally:
+        _set(found)
+
+
+def _compiled(module: nn.Module) -> dict[nn.Module, Any]:
+    return {layer: layer._compiled_call_impl for layer in module.modules() if layer._compiled_call_impl is not None}
+
+
+def _set(calls: Mapping[nn.Module, Any]) -> None:
+    for layer, made in calls.items():
+        layer._compiled_call_impl = made
+
+
+def _try(module: nn.Module, inputs: Any) -> None:
+    """Encodes as training does, with and without a graph, in two sizes: the second makes the compiler allow any size."""
+    rows, learns = count_rows(inputs, "inputs"), any(parameter.requires_grad for parameter in module.parameters())
+    with batchnorm.running_statistics_kept(batchnorm.layers([module])):
+        for size in dict.fromkeys((rows, max(1, rows // 2))):
+            part = map_rows(lambda tensor, size=size: tensor[:size], inputs)  # type: ignore[misc]
+            for graph in (False, True) if learns else (False,):
+                torch.clear_autocast_cache()
+                with torch.set_grad_enabled(graph):
+                    embeddings: Any = opened(call(module, part), type(module).__name__).embeddings
+                if embeddings.requires_grad:
+                    embeddings.float().sum().backward()
+    torch.clear_autocast_cache()
+    module.zero_grad(set_to_none=True)

@@ -1,0 +1,68 @@
+"""Model FLOPs utilisation (MFU): the share of the GPU's peak rate that a step's necessary operations reach.
+
+Necessary are a forward pass and two products for each of its products in the backward pass: three forward passes of a trained
+tower, one of a frozen tower. The second forward pass of the cached step does not count, because it only saves memory. The loss,
+a percent of a step or less, is left out.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megabatch.cached.tower_io import call, count_rows, map_rows
+from megabatch.evaluation.embedding import evaluating
+from megabatch.machine import peak_rates
+from megabatch.world import World
+
+TRAINED, FROZEN = 3, 1  # forward passes
+
+
+class Utilisation:
+    """The share of the peak rate that a step reaches.
+
+    Args:
+        modules: of the sides that are encoded in each step, before they are compiled, wrapped or sharded.
+        samples: inputs of a few samples of each side.
+        precision: of the towers: "bf16", "fp16" or "fp32".
+        world: the ranks.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], samples: Sequence[Any], precision: str, world: World) -> None:
+        self._peak = _peak(precision, world.device) * world.size
+        self._flops = 0.0  # of a pair
+        if self._peak:
+            for module, inputs in zip(modules, samples, strict=True):
+                trained = any(parameter.requires_grad for parameter in module.parameters())
+                self._flops += (TRAINED if trained else FROZEN) * forward_flops(module, inputs, world.device)
+
+    def numbers(self, pairs: int, seconds: float) -> dict[str, float]:
+        """{"mfu": …} of a step; empty on a CPU, and on a GPU whose peak rate is not known."""
+        return {"mfu": pairs * self._flops / seconds / self._peak} if self._peak else {}
+
+
+def forward_flops(module: nn.Module, inputs: Any, device: torch.device) -> float:
+    """Operations of a forward pass, for one sample."""
+    # As plain products: the counter does not know PyTorch's one operator for a whole layer, nor every attention kernel.
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    plain = sdpa_kernel(SDPBackend.MATH)
+    try:
+        with torch.no_grad(), evaluating(module), plain, FlopCounterMode(display=False) as counter:
+            call(module, map_rows(lambda tensor: tensor.to(device), inputs))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return float(counter.get_total_flops()) / count_rows(inputs, "inputs")
+
+
+def _peak(precision: str, device: torch.device) -> float:
+    """Operations a second; 0 if not known."""
+    rates = peak_rates(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if rates is None:
+        return 0.0
+    if precision != "fp32":
+        return 1e12 * rates.half
+    return 1e12 * (rates.single if torch.get_float32_matmul_precision() == "highest" else rates.tf32)

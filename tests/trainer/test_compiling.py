@@ -1,0 +1,146 @@
+"""Compiled towers: the same training, the same names, dropout that repeats, and a compiler that fails."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import runs
+from megabatch.towers.tower import Pair, Tower
+from megabatch.trainer import compiling
+from megabatch.world import World
+
+QUICK = {"backend": "aot_eager"}  # traces and differentiates as always, and compiles nothing
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm, self.hidden, self.dropout = nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(F.gelu(self.hidden(self.norm(x))))
+
+
+class Deep(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.stem = nn.Linear(runs.WIDTH, 8)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, runs.EMBEDDING))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.normalize(self.head(x), dim=1)
+
+
+def deep(dropout=0.0, dtype=torch.float64):
+    torch.manual_seed(3)
+    modules = [Deep(dropout).to(dtype), runs.Net(dropout).to(dtype)]
+    return Pair(*(Tower(m, kind, runs.prepare, runs.collate) for m, kind in zip(modules, ("image", "text"), strict=True)), 5.0)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(compiling, "OPTIONS", QUICK)
+    yield
+    torch._dynamo.reset()
+
+
+def test_layers_are_compiled_one_by_one_and_other_towers_whole():
+    first, second = (tower.module for tower in deep().towers)
+    assert compiling.layers(first) == list(first.blocks)
+    assert compiling.layers(second) == [second]
+
+
+def test_layers_of_known_models():
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    with torch.device("meta"):
+        model = open_clip.create_model("ViT-S-32-alt", device="meta")
+    assert compiling.layers(model) == [*model.visual.transformer.resblocks, *model.transformer.resblocks]
+
+
+@pytest.mark.parametrize("changes", [{"ema": 0.5}, {"lock": "first"}, {"lock": "first", "keep_locked": False}])
+@pytest.mark.quick({"changes": {"ema": 0.5}})
+def test_training_is_that_of_the_plain_towers(tmp_path, quick, changes):
+    """Dropout included: random numbers are those of PyTorch itself, the same with and without the compiler."""
+    made = {}
+    for how in ("off", "on"):
+        options = {"pair": deep(dropout=0.3), "validation": runs.Numbers()}
+        made[how] = runs.trainer(tmp_path / how, {"compile": how, "evaluate_every": 3, **changes}, **options)
+        made[how].fit()
+        assert any(part._compiled_call_impl for part in made[how].pair.towers[0].module.modules()) is (how == "on")
+    wanted, found = runs.weights(made["off"]), runs.weights(made["on"])
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.thorough
+def test_a_compiled_run_continues_with_the_same_bits(tmp_path, quick):
+    changes = {"compile": "on", "checkpoint": {"every": 3}}
+    whole = runs.trainer(tmp_path / "whole", changes, pair=deep(dropout=0.3))
+    whole.fit()
+    half = runs.trainer(tmp_path / "half", changes, pair=deep(dropout=0.3))
+    half.order = runs.Failing(half.order, 5)
+    with pytest.raises(FloatingPointError, match="meant to fail"):
+        half.fit()
+    again = runs.trainer(tmp_path / "half", changes, pair=deep(dropout=0.3))
+    assert again.resume()
+    assert again.step == 3
+    again.fit()
+    assert runs.same_bits(runs.weights(again), runs.weights(whole)) == []
+    # Names in checkpoints are those of the plain towers, so that either can continue the other.
+    plain = runs.trainer(tmp_path / "half", {"compile": "off", "steps": 8}, pair=deep(dropout=0.3))
+    assert plain.resume()
+    plain.fit()
+
+
+def broken(graph, inputs):
+    raise RuntimeError("no C compiler")
+
+
+def test_a_compiler_that_fails_is_told_once_and_training_goes_on(tmp_path, quick, monkeypatch, caplog):
+    plain = runs.trainer(tmp_path / "plain", {"compile": "off"}, pair=deep())
+    plain.fit()
+    monkeypatch.setattr(compiling, "OPTIONS", {"backend": broken})
+    made = runs.trainer(tmp_path / "broken", {"compile": "on"}, pair=deep())
+    made.fit()
+    told = [record.message for record in caplog.records if "cannot be compiled" in record.message]
+    assert len(told) == 1
+    assert "no C compiler" in told[0]
+    assert runs.same_bits(runs.weights(made), runs.weights(plain)) == []
+
+
+def on_rank(group, rank, folder, changes):
+    compiling.OPTIONS = QUICK
+    made = runs.trainer(folder, changes, pair=deep(), world=World(torch.device("cpu"), group))
+    made.fit()
+    torch._dynamo.reset()
+    return runs.weights(made)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.quick({"parallel": "fsdp"})
+def test_two_ranks_train_as_one(pool, tmp_path, parallel):
+    made = runs.trainer(tmp_path / "one", {"parallel": parallel}, pair=deep())
+    made.fit()
+    wanted = runs.weights(made)
+    for found in pool.run(on_rank, 2, tmp_path / "two", {"parallel": parallel, "compile": "on"}):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.thorough
+def test_the_compiler_itself_repeats_dropout(tmp_path):
+    """The cached step warns, which is an error here, if the embeddings of both passes differ."""
+    found = {}
+    for how in ("off", "on"):
+        made = runs.trainer(tmp_path / how, {"compile": how, "steps": 3}, pair=deep(dropout=0.5, dtype=torch.float64))
+        made.fit()
+        found[how] = runs.weights(made)
+    for name, value in found["off"].items():
+        torch.testing.assert_close(found["on"][name], value, rtol=1e-6, atol=1e-6)
+    torch._dynamo.reset()

@@ -1,0 +1,57 @@
+"""The share of a GPU's peak rate, by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+import runs
+from megabatch import machine
+from megabatch.trainer import flops
+from megabatch.world import World
+
+
+def test_a_forward_pass_by_hand():
+    tower = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
+    assert flops.forward_flops(tower, torch.randn(4, 3), torch.device("cpu")) == 2 * (3 * 5 + 5 * 7)
+    assert tower.training
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_of_a_transformer_are_counted_one_by_one(training):
+    """In evaluation mode PyTorch computes such a layer by one operator that its counter does not know."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).train(training)
+    length, products = 5, 2 * 5 * (3 * 8 * 8 + 8 * 8 + 2 * 8 * 16)
+    assert flops.forward_flops(layer, torch.randn(2, length, 8), torch.device("cpu")) == products + 2 * 2 * length * length * 8
+
+
+@pytest.mark.parametrize(("locked", "times"), [({}, 6), ({"lock": "first"}, 3), ({"lock": "first", "keep_locked": False}, 4)])
+def test_a_step_counts_three_passes_of_a_trained_tower(tmp_path, monkeypatch, locked, times):
+    monkeypatch.setattr(flops, "_peak", lambda precision, device: 1e6)
+    memory = runs.Memory()
+    runs.trainer(tmp_path, {"steps": 2, "augment": False, **locked}, observers=[memory]).fit()
+    forward = 2 * (runs.WIDTH * 40 + 40 * runs.EMBEDDING)
+    for record in memory.records:
+        assert record["mfu"] * 1e6 == pytest.approx(record["pairs_per_second"] * times * forward)
+
+
+def test_no_share_on_a_cpu(tmp_path):
+    assert flops.Utilisation([nn.Linear(2, 2)], [torch.ones(1, 2)], "fp32", World(torch.device("cpu"))).numbers(1, 1.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_by_the_names_of_drivers(name, half):
+    found = machine.peak_rates(name)
+    assert (found and found.half) == half
