@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 INITIAL_SCALE = 1 / 0.07  # CLIP's
 
@@ -20,6 +20,9 @@ class Tower:
     prepare: Callable[[Any, torch.Generator | None], Any]  # preprocesses one sample; augments it if there is a generator
     collate: Callable[[list[Any]], Any]  # results of `prepare` → inputs of the module
     keep: Callable[[Path], None] | None = None  # writes the files, besides weights, that rebuild the tower
+    lengths: Callable[[Any], Tensor | None] | None = (
+        None  # tokens used of each sample in collated inputs, which may be cut there
+    )
 
 
 @dataclass(frozen=True)
