@@ -114,15 +114,25 @@ def test_widths_of_chunks():
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 50, 256])
-def test_chunks_cover_every_sample_once_and_hold_no_more_tokens_than_a_padded_chunk(chunk_size):
-    lengths = sorted(random_lengths(3000, 77).tolist(), reverse=True)
-    found = spans(lengths, 77, chunk_size)
-    assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
-    assert found[-1][1] == 3000
-    tokens = [(stop - start) * padded(lengths[start], 77) for start, stop in found]
-    assert max(tokens) <= chunk_size * 77
-    assert min(tokens[:-1]) > 0.85 * chunk_size * 77 - 77
-    assert all((stop - start) % 8 == 0 for start, stop in found[:-1] if stop - start >= 64 and stop - start != chunk_size)
+@pytest.mark.parametrize("width", [77, 500])
+def test_chunks_cover_every_sample_once_and_hold_no_more_tokens_than_a_padded_chunk(width, chunk_size):
+    lengths = sorted(random_lengths(3000, width).tolist(), reverse=True)
+    found = spans(lengths, width, chunk_size)
+    assert sorted(i for span in found for i in range(*span)) == list(range(3000))
+    rows = [stop - start for start, stop in found]
+    tokens = [count * padded(lengths[start], width) for count, (start, _) in zip(rows, found, strict=True)]
+    assert max(tokens) <= chunk_size * width
+    assert tokens[0] > 0.85 * max(tokens)  # the largest first
+    assert sum(tokens) < 1.4 * sum(lengths)
+    assert len(found) < 0.7 * 3000 / chunk_size + 8
+    in_the_middle = [count for count, (_, stop) in zip(rows, found, strict=True) if stop < 3000]
+    assert all(count % 8 == 0 or count == chunk_size for count in in_the_middle if count >= 64)
+
+
+def test_a_chunk_of_very_different_lengths_ends_early():
+    lengths = [500] + 15 * [40]
+    assert spans(lengths, 512, 16) == [(0, 2), (2, 16)]  # an eighth of 16
+    assert spans([500] + 15 * [490], 512, 16) == [(0, 16)]
 
 
 @pytest.mark.parametrize("lengths", [[0, 3, 0, 30], [0, 0], [5, 0, 9, 2, 40, 1]])
