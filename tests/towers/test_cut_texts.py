@@ -104,21 +104,16 @@ def test_captions_of_open_clip_models_without_words_and_with_ten_thousand():
     torch.testing.assert_close(short, together[:2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["small", "hf"])
-def test_lengths_of_other_towers(name, tmp_path):
-    if name == "small":
-        tower = towers.load("small", width=16, image_size=16, channels=(8,), blocks=1, buckets=512, dropout=0.0).second
-    else:
-        transformers = pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
-        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 99}
-        config = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        config.save_pretrained(tmp_path)
-        tower = towers.load(f"hf-config:{tmp_path}", ("text", "text")).second
+def test_texts_of_transformers_encoders(tmp_path):
+    transformers = pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 99}
+    config = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config.save_pretrained(tmp_path)
+    tower = towers.load(f"hf-config:{tmp_path}", ("text", "text")).second
     tower.module.double()
     counts = (3, 7, 1, 40, 12, 2)
     captions = ["", "a", *(" ".join(f"word{i * n % 17}" for i in range(n)) for n in counts), "word " * 10000]
     inputs = tower.collate([tower.prepare(caption, None) for caption in captions])
-    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     lengths, loss = tower.lengths(inputs), Loss()
     assert lengths.shape == (len(captions),)
     assert lengths.argsort()[-1] == len(captions) - 1
