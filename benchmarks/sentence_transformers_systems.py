@@ -5,7 +5,7 @@ Each step is a function of a `Setting` that leaves gradients in the encoder and 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -100,33 +100,35 @@ def plain(s: Setting) -> Tensor:
     return loss.detach()
 
 
-def ours(s: Setting, budget: Budget = None) -> Tensor:
-    """`cached_backward` and `info_nce_loss`."""
+def ours(s: Setting, budget: Budget = None, lengths: Literal["auto"] | None = "auto") -> Tensor:
+    """`cached_backward` and `info_nce_loss`; without `lengths`, texts keep their order and padding."""
     tower = Tower(s.model)
     backend = "triton" if s.device == "cuda" else "auto"
 
     def loss(query: Tensor, key: Tensor) -> Tensor:
         return mb.info_nce_loss(query, key, scale=SCALE, group=s.group, backend=backend)
 
+    towers = [(tower, column if lengths else mb.HostSource(column, lengths=None)) for column in s.columns]
     with s.cast():
-        return mb.cached_backward(loss, [(tower, column) for column in s.columns], chunk_size=s.chunk, budget=budget)
+        return mb.cached_backward(loss, towers, chunk_size=s.chunk, budget=budget)
 
 
-def _in_their_classes(kind: Any, s: Setting) -> Tensor:
-    loss = kind(s.model, scale=SCALE, mini_batch_size=s.chunk, gather_across_devices=s.group is not None)
+def _in_their_classes(kind: Any, s: Setting, **options: Any) -> Tensor:
+    options = {"scale": SCALE, "mini_batch_size": s.chunk, "gather_across_devices": s.group is not None, **options}
+    loss = kind(s.model, **options)
     with s.cast():  # backward too: there the model encodes again, and its trainer has autocast around the model
         value: Tensor = loss([dict(column) for column in s.columns], None)
         value.backward()
     return value.detach()
 
 
-def theirs(s: Setting) -> Tensor:
+def theirs(s: Setting, **options: Any) -> Tensor:
     """`CachedMultipleNegativesRankingLoss`."""
     try:
         from sentence_transformers.sentence_transformer import losses
     except ImportError:  # versions before 6
         from sentence_transformers import losses
-    return _in_their_classes(losses.CachedMultipleNegativesRankingLoss, s)
+    return _in_their_classes(losses.CachedMultipleNegativesRankingLoss, s, **options)
 
 
 def integration(s: Setting) -> Tensor:

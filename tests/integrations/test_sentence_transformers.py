@@ -35,10 +35,11 @@ def assert_same_weights(found, wanted):
 
 
 def both_libraries(folder, name, options, hard=0, arguments=()):
+    """Texts in the order of the batch, where dropout draws the same numbers."""
     data = sentences.columns(96, hard)
     return [
-        sentences.run(folder / library, library, name, {**MINI, **options}, data, dict(arguments))[0]
-        for library in ("ours", "theirs")
+        sentences.run(folder / library, library, name, {**MINI, **options, **more}, data, dict(arguments))[0]
+        for library, more in (("ours", {"sort_by_length": False}), ("theirs", {}))
     ]
 
 
@@ -117,6 +118,45 @@ def test_ranking_loss(model, options, hard):
     inputs = features(model, hard)
     steps = [gradients(sentences.losses(library)["ranking"](model, **options), inputs) for library in ("ours", "theirs")]
     assert_same_step(*steps)
+
+
+def long_and_short(rows, width=12):
+    """Three columns of tokens, most of them short."""
+    found = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.where(torch.rand(rows, generator=generator) < 0.2, width, 1 + torch.arange(rows) % 5)
+        ids = torch.randint(5, 25, (rows, width), generator=generator)
+        found.append({"input_ids": ids, "attention_mask": (torch.arange(width) < lengths[:, None]).long(), "modality": "text"})
+    return found
+
+
+@pytest.mark.parametrize("name", ["ranking", "gist"])
+@pytest.mark.parametrize("options", [MINI, {"mini_batch_num_tokens": 40}], ids=str)
+def test_texts_of_similar_length_are_encoded_together(model, guide, name, options):
+    tokens = []
+    hook = model[0].register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0]["input_ids"].numel()))
+    counted, steps = [], []
+    for library in ("ours", "theirs"):
+        arguments = (model, guide) if name == "gist" else (model,)
+        steps.append(gradients(sentences.losses(library)[name](*arguments, **options), long_and_short(30)))
+        counted.append(sum(tokens))
+        tokens.clear()
+    hook.remove()
+    assert_same_step(*steps)
+    assert counted[0] < 0.8 * counted[1]
+
+
+@pytest.mark.parametrize(
+    "unusual", [{"pixel_values": torch.ones(30, 12)}, {"position_ids": [0] * 12}, {"attention_mask": None}]
+)
+def test_anything_but_padded_tokens_keeps_its_order(unusual):
+    from megabatch.integrations.sentence_transformers import _longest_first
+
+    column = long_and_short(30)[0]
+    order = _longest_first(column)
+    assert order.tolist() != sorted(order.tolist())
+    assert _longest_first({**column, **unusual}) is None
 
 
 @pytest.mark.parametrize("hard", [0, 2])

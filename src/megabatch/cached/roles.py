@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.cached import batchnorm
+from megabatch.cached.lengths import longest_first, spans
 from megabatch.cached.randomness import States
 from megabatch.cached.sharding import shared_between_ranks
 from megabatch.cached.sources import Source, Span, TensorSource, as_source
@@ -30,14 +31,13 @@ class Role:
         parameters = [p for module in self.modules for p in module.parameters()]
         self.device = parameters[0].device if parameters else None
         self.source: Source = as_source(inputs, f"{self.name}[1]", self.device)
-        self.spans: list[Span] = [
-            (start, min(start + chunk_size, len(self.source))) for start in range(0, len(self.source), chunk_size)
-        ]
-        self.passes = len(self.spans)  # more if another rank has more chunks; the rest are dummy passes
-        self.chunk_size = chunk_size
+        inputs_train = isinstance(self.source, TensorSource) and self.source.requires_grad
         self.shared = shared_between_ranks(self.modules)
         self.batch_norms = batchnorm.layers([*self.modules, *_named_in(tower)])  # `finding_batch_norms` adds to it
-        inputs_train = isinstance(self.source, TensorSource) and self.source.requires_grad
+        self.chunk_size = chunk_size
+        self.order: Tensor | None = None  # (N,) the samples from long to short, if they are encoded in that order
+        self.spans = self._spans()
+        self.passes = len(self.spans)  # more if another rank has more chunks; the rest are dummy passes
         # A function whose modules are unknown counts as trained until a pass shows otherwise.
         self.trains = not self.modules or inputs_train or any(p.requires_grad for p in parameters)
         self.devices = {p.device for p in parameters}  # whose random generators are replayed
@@ -47,6 +47,16 @@ class Role:
         self.auxiliary: Tensor | None = None  # (), Σ n · auxiliary loss over chunks
         self.embeddings: Tensor | None = None  # (N, D)
         self.gradient: Tensor | None = None  # (N, D)
+
+    def _spans(self) -> list[Span]:
+        """The chunks. Sorts a source that knows lengths; not for batch-norm, whose statistics would depend on the order."""
+        source, lengths = self.source, self.source.lengths
+        if lengths is not None and not self.batch_norms:
+            self.order = longest_first(lengths, source.width)
+        if lengths is None or self.order is None:
+            return [(i, min(i + self.chunk_size, len(source))) for i in range(0, len(source), self.chunk_size)]
+        self.source = source.reordered(self.order)
+        return spans(lengths[self.order].tolist(), source.width, self.chunk_size)
 
     @contextmanager
     def noticing(self) -> Iterator[None]:
@@ -102,8 +112,7 @@ class Role:
                             chunk = next(iterator)
                     except StopIteration:
                         raise ValueError(
-                            f"{self.name}[1] must give a chunk for each span it is asked for, got none for samples "
-                            f"{self.spans[i][0]} to {self.spans[i][1] - 1}"
+                            f"{self.name}[1] must give a chunk for each span it is asked for, got none for {self._samples(i)}"
                         ) from None
                 else:
                     chunk = self.source.placeholder(self.device)
@@ -154,25 +163,38 @@ class Role:
         if place.shape != embeddings.shape or place.dtype != embeddings.dtype:
             raise ValueError(
                 f"{self.name} must return embeddings of one width and dtype, got ({place.shape[1]}, {place.dtype}) first and "
-                f"({embeddings.shape[1]}, {embeddings.dtype}) for samples {start} to {stop - 1}"
+                f"({embeddings.shape[1]}, {embeddings.dtype}) for {self._samples(i)}"
             )
         place.copy_(embeddings.detach(), non_blocking=True)
         if self.trains:
             self.samples[i] = embeddings.detach()[-1].clone()
 
+    def _samples(self, i: int) -> str:
+        """The samples of pass i, for messages."""
+        start, stop = self.spans[i]
+        if self.order is None:
+            return f"samples {start} to {stop - 1}"
+        return f"{stop - start} samples such as {int(self.order[start])}"
+
     def leaf(self) -> Tensor:  # (N, D)
-        """The embeddings as a leaf for the loss: on the device, with requires_grad if the tower is trained."""
+        """The embeddings as a leaf for the loss: in order, on the device, with requires_grad if the tower is trained."""
         assert self.embeddings is not None, "all chunks have been encoded"
         leaf = self.embeddings.to(self.embedding_device, non_blocking=True).detach()
+        if self.order is not None:
+            leaf = leaf.index_select(0, self.order.argsort().to(leaf.device))
+            if self.embeddings.device == leaf.device:
+                self.embeddings = None  # the leaf is a copy
         return leaf.requires_grad_(self.trains)
 
     def take_gradient(self, leaf: Tensor) -> None:
         """Keeps the gradient of the embeddings, in the buffer of the embeddings if that is on the host."""
-        held, self.embeddings = self.embeddings, None
-        if leaf.grad is not None and held is not None and held.device != leaf.device:
-            self.gradient = held.copy_(leaf.grad, non_blocking=True)
-        else:
-            self.gradient = leaf.grad
+        held, self.embeddings, gradient = self.embeddings, None, leaf.grad
+        if gradient is not None and self.order is not None:
+            gradient = gradient.index_select(0, self.order.to(gradient.device))
+            leaf.grad = None
+        if gradient is not None and held is not None and held.device != gradient.device:
+            gradient = held.copy_(gradient, non_blocking=True)
+        self.gradient = gradient
 
     def gradient_of(self, i: int, encoded: Encoded) -> Tensor:  # (n, D)
         """The gradient of the embeddings of pass i; zero in a dummy pass, or if the loss does not use the tower."""

@@ -1,15 +1,17 @@
 """The cached losses of sentence-transformers, without a similarity matrix and without an all-gather of embeddings.
 
 The original classes split a batch into mini-batches, encode them twice and hook into the trainer's backward pass; these classes
-inherit that part, with its support of tokenizers, images, flattened inputs and DDP. Only the loss of all embeddings is
-replaced, by `megabatch.info_nce_loss`. In a script, only the import changes:
+inherit that part, with its support of tokenizers, images, flattened inputs and DDP. The loss of all
+embeddings is replaced, by `megabatch.info_nce_loss`, and texts are encoded longest first, because the original cuts a
+mini-batch after its longest text. In a script, only the import changes:
 
     from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch import extras
+from megabatch.cached import batchnorm
+from megabatch.cached.lengths import from_mask, longest_first
 from megabatch.integrations.learned_scale import LearnedScale, differentiated
 from megabatch.losses.contrast import Contrast
 from megabatch.primitives import Backend
@@ -40,11 +44,15 @@ _CONTRASTS: dict[str, Contrast] = {
     DOC_TO_DOC: "key-key",
 }
 
+_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}  # features with one row for each text
+
 
 class _LinearMemory:
     """Both losses: checks of the model, and a temperature that may be learned."""
 
+    model: Any
     learned_scale: LearnedScale | None
+    _order: "_Order"
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:  # ()
         """The loss, from which backward goes through the model mini-batch by mini-batch."""
@@ -54,13 +62,15 @@ class _LinearMemory:
                 "CachedMultipleNegativesRankingLoss takes matryoshka_dims instead"
             )
         parent: Any = super()
-        loss: Tensor = parent.forward(sentence_features, labels)
+        with self._order.of(sentence_features, self.model) as longest_first:
+            loss: Tensor = parent.forward(longest_first, labels)
         return loss if self.learned_scale is None or not torch.is_grad_enabled() else self.learned_scale.joined(loss)
 
     def get_config_dict(self) -> dict[str, Any]:
         """The configuration for a model card."""
         parent: Any = super()
-        return {**parent.get_config_dict(), "learn_temperature": self.learned_scale is not None}
+        own = {"learn_temperature": self.learned_scale is not None, "sort_by_length": self._order.enabled}
+        return {**parent.get_config_dict(), **own}
 
 
 class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultipleNegativesRankingLoss):
@@ -81,6 +91,8 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         matryoshka_dims: widths that embeddings are to be cut to later; the loss is the sum over all of them. With
             "query_to_doc", alone or "per_direction" with "doc_to_query", and without hard negatives.
         matryoshka_weights: one for each width (default: all 1).
+        sort_by_length: whether texts of similar length are encoded together, which saves padding. Dropout then draws other
+            numbers than in the original, as for another order of the batch.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
 
@@ -93,6 +105,7 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         labels_are_ids: bool = False,
         matryoshka_dims: Sequence[int] | None = None,
         matryoshka_weights: Sequence[float] | None = None,
+        sort_by_length: bool = True,
         backend: Backend = "auto",
         **kwargs: Any,
     ) -> None:
@@ -103,6 +116,7 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
             raise ValueError(f"similarity_fct must be sentence_transformers.util.cos_sim or dot_score, got {name}")
         self.learned_scale = LearnedScale(self.scale, largest_scale) if learn_temperature else None
         self.labels_are_ids = labels_are_ids
+        self._order = _Order(sort_by_length)
         self.matryoshka_dims, self.matryoshka_weights = matryoshka_dims, matryoshka_weights
         self.backend = backend
         if matryoshka_dims is not None:
@@ -114,7 +128,7 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         """The loss of embeddings that come in mini-batches, a list for each column of the dataset."""
         if self.labels_are_ids and labels is None:
             raise ValueError('labels must be given where labels_are_ids is True: the dataset needs a column "label"')
-        columns = [torch.cat(parts) for parts in reps]
+        columns = self._order.restored(reps)
         if self.similarity_fct is cos_sim:
             columns = [F.normalize(column, dim=1) for column in columns]
         ids = labels if self.labels_are_ids else None
@@ -236,6 +250,8 @@ class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
         learn_temperature: whether 1 / `temperature` is the initial value of a parameter, which the trainer's optimizer then
             trains. It is not part of the saved model.
         largest_scale: upper bound of a learned 1 / temperature.
+        sort_by_length: whether texts of similar length are encoded together, which saves padding. Dropout then draws other
+            numbers than in the original, as for another order of the batch.
     """
 
     def __init__(
@@ -245,19 +261,21 @@ class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
         *args: Any,
         learn_temperature: bool = False,
         largest_scale: float = 100.0,
+        sort_by_length: bool = True,
         **kwargs: Any,
     ) -> None:
         _one_vector("model", model)
         _one_vector("guide", guide)
         super().__init__(model, guide, *args, **kwargs)
         self.learned_scale = LearnedScale(1 / self.temperature, largest_scale) if learn_temperature else None
+        self._order = _Order(sort_by_length)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], reps_guided: list[list[Tensor]], *, with_backward: bool = False
     ) -> Tensor:  # ()
         """The loss of embeddings and of the guide's, which come in mini-batches, a list for each column of the dataset."""
-        columns = [F.normalize(torch.cat(parts), dim=1) for parts in reps]
-        seen = [F.normalize(torch.cat(parts), dim=1) for parts in reps_guided]
+        columns = [F.normalize(column, dim=1) for column in self._order.restored(reps)]
+        seen = [F.normalize(column, dim=1) for column in self._order.restored(reps_guided)]
         return differentiated(
             lambda scale: self._loss(columns, seen, scale),
             1 / self.temperature,
@@ -284,6 +302,45 @@ class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
             guide=(seen[0], seen[1]),
             group=default_group() if self.gather_across_devices else None,
         )
+
+
+class _Order:
+    """Sorts the texts of each column from long to short for the time of a call, and its embeddings back."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._orders: list[Tensor | None] = []  # (N,) of each column; none outside of a call
+
+    @contextmanager
+    def of(self, columns: Iterable[dict[str, Tensor]], model: Any) -> Iterator[list[dict[str, Tensor]]]:
+        """The columns, sorted; not for a model with batch-norm, whose statistics depend on the texts of a mini-batch."""
+        columns, sorting = list(columns), self.enabled and not batchnorm.layers([model])
+        self._orders = [_longest_first(column) if sorting else None for column in columns]
+        try:
+            yield [
+                column if order is None else {key: _rows(value, order) for key, value in column.items()}
+                for column, order in zip(columns, self._orders, strict=True)
+            ]
+        finally:
+            self._orders = []
+
+    def restored(self, reps: list[list[Tensor]]) -> list[Tensor]:  # of (N, D)
+        """The embeddings of each column in the order of the batch, from those of its mini-batches."""
+        orders = self._orders or [None] * len(reps)
+        whole = [torch.cat(parts) for parts in reps]
+        return [x if order is None else _rows(x, order.argsort()) for x, order in zip(whole, orders, strict=True)]
+
+
+def _longest_first(features: dict[str, Any]) -> Tensor | None:  # (N,)
+    """The texts from long to short; None for anything but padded tokens, and where sorting would cut nothing."""
+    plain = all(isinstance(value, Tensor | bool | int | float | str | None) for value in features.values())
+    rows = {key: value for key, value in features.items() if isinstance(value, Tensor) and value.dim()}
+    lengths = from_mask(rows) if plain and rows.keys() <= _TOKENS else None
+    return None if lengths is None else longest_first(lengths, features["attention_mask"].shape[1])
+
+
+def _rows(value: Any, order: Tensor) -> Any:
+    return value.index_select(0, order.to(value.device)) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _one_vector(name: str, model: Any) -> None:

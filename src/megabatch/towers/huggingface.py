@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras
+from megabatch.cached.lengths import from_mask
 from megabatch.towers.huggingface_inputs import HashedWords, Images, Tokens, images_of, longest, texts_of
 from megabatch.towers.tower import Pair, Tower
 
@@ -167,7 +168,7 @@ def _text_tower(parts: _Parts, width: int | None, name: str) -> Tower:
     encoder = _text_encoder(parts.model, width, name)
     texts = parts.texts()
     freeze_unused(encoder, {key: torch.ones(1, 2, dtype=torch.int64) for key in ("input_ids", "attention_mask")})
-    return Tower(encoder, "text", texts.prepare, texts.collate, _Files(parts.model, texts).write)
+    return Tower(encoder, "text", texts.prepare, texts.collate, _Files(parts.model, texts).write, from_mask)
 
 
 def _image_tower(parts: _Parts, name: str) -> Tower:

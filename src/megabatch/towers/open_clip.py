@@ -36,7 +36,57 @@ class Sides(nn.Module):
         model: Any = self.model
         if (image is None) == (text is None):
             raise ValueError("image or text must be given, and not both")
-        return F.normalize(model.encode_text(text) if image is None else model.encode_image(image), dim=-1)
+        if text is None:
+            features = model.encode_image(image)
+        else:
+            causal = CausalTexts.of(model) if text.shape[1] < model.context_length else None
+            features = model.encode_text(text) if causal is None else causal.encode(text)
+        return F.normalize(features, dim=-1)
+
+
+@dataclass(frozen=True)
+class CausalTexts:
+    """The text side of a model in which tokens after the end token have no influence, so that texts may be cut there.
+
+    Attention is causal and the embedding is the end token's. open_clip's own `encode_text` takes texts of full width only.
+    """
+
+    parts: Any  # the module that has the transformer
+    pool_type: str
+    end_id: Any
+
+    @classmethod
+    def of(cls, model: Any) -> "CausalTexts | None":
+        """None for models that pool another token, attend in both directions, or encode texts with a transformers model."""
+        parts = getattr(model, "text", model)  # CustomTextCLIP has a module for it
+        prefix = "text_" if parts is model else ""
+        pool_type = getattr(parts, f"{prefix}pool_type", None)
+        if pool_type not in ("argmax", "eos") or getattr(parts, "attn_mask", None) is None:
+            return None
+        if getattr(parts, "cls_emb", None) is not None or getattr(parts, "output_tokens", False):  # CoCa
+            return None
+        return cls(parts, pool_type, getattr(parts, f"{prefix}eos_id", None))
+
+    def ends(self, text: Tensor) -> Tensor:  # (n, L) -> (n,)
+        """The position of each end token: the largest id, or the first token with the id of the end token."""
+        return (text if self.pool_type == "argmax" else text.eq(self.end_id).int()).argmax(1)
+
+    def lengths(self, inputs: dict[str, Tensor]) -> Tensor:  # (n,)
+        """Tokens up to and including the end token."""
+        return self.ends(inputs["text"]) + 1
+
+    def encode(self, text: Tensor) -> Tensor:  # (n, L) -> (n, D)
+        """Equal to open_clip's `encode_text` of the texts at full width."""
+        parts, tokens = self.parts, text.shape[1]
+        dtype = parts.transformer.get_cast_dtype()
+        x = parts.token_embedding(text).to(dtype) + parts.positional_embedding[:tokens].to(dtype)
+        x = parts.transformer(x, attn_mask=parts.attn_mask[:tokens, :tokens])
+        x = parts.ln_final(x[torch.arange(len(x), device=x.device), self.ends(text)])
+        projection = parts.text_projection
+        if projection is not None:
+            x = projection(x) if isinstance(projection, nn.Linear) else x @ projection
+        found: Tensor = x
+        return found
 
 
 def known(architecture: str) -> Any:
@@ -71,7 +121,7 @@ def _pair(name: str, made: tuple[Any, Any, Any]) -> Pair:
         if parameter is not None:
             parameter.requires_grad_(False)
     module, images = Sides(model), _Images(model.visual, evaluation)
-    texts = _Texts(open_clip.get_tokenizer(architecture))
+    texts, causal = _Texts(open_clip.get_tokenizer(architecture)), CausalTexts.of(model)
     return Pair(
         Tower(
             module,
@@ -79,9 +129,9 @@ def _pair(name: str, made: tuple[Any, Any, Any]) -> Pair:
             images.prepare,
             images.collate,
             _Description(architecture, model.visual).write,
-            images.training(),
+            training_images=images.training(),
         ),
-        Tower(module, "text", texts.prepare, texts.collate, texts.write),
+        Tower(module, "text", texts.prepare, texts.collate, texts.write, None if causal is None else causal.lengths),
         logit_scale=model.logit_scale.detach().exp().item(),
         logit_bias=None if bias is None else bias.detach().item(),
         name=f"open_clip:{name}",

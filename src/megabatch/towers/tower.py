@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megabatch.data.crops import TrainingImages
 
@@ -22,6 +22,8 @@ class Tower:
     prepare: Callable[[Any, torch.Generator | None], Any]  # preprocesses one sample; augments it if there is a generator
     collate: Callable[[list[Any]], Any]  # results of `prepare` → inputs of the module
     keep: Callable[[Path], None] | None = None  # writes the files, besides weights, that rebuild the tower
+    # Tokens used of each sample of collated inputs; the module takes inputs that are cut after the longest.
+    lengths: Callable[[Any], Tensor | None] | None = None
     training_images: TrainingImages | None = None  # preprocesses images in training, in place of `prepare` and `collate`
 
 

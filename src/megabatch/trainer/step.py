@@ -125,7 +125,9 @@ class Step:
             return source
         whole = source.chunks([(0, len(source))], None)
         with closed_at_the_end(whole), phase(DATA):
-            return HostSource(next(whole))
+            tokens = next(whole)
+        lengths = self.pair.towers[side].lengths
+        return HostSource(tokens, lengths=None if lengths is None else lengths(tokens))
 
     def _backward(self, batch: Batch, sources: Sequence[Source]) -> tuple[float, int]:
         indices = batch.indices.tolist()
