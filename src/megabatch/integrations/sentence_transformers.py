@@ -10,7 +10,7 @@ mini-batch after its longest text. In a script, only the import changes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,7 +52,7 @@ class _LinearMemory:
 
     model: Any
     learned_scale: LearnedScale | None
-    _order: "_Order"
+    _order: _Order
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:  # ()
         """The loss, from which backward goes through the model mini-batch by mini-batch."""

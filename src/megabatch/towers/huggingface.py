@@ -175,7 +175,9 @@ def _image_tower(parts: _Parts, name: str) -> Tower:
     encoder = _image_encoder(parts.model, name)
     images = parts.images()
     freeze_unused(encoder, {"pixel_values": torch.zeros(1, 3, *images.size)})
-    return Tower(encoder, "image", images.prepare, images.collate, _Files(parts.model, images).write, images.training)
+    return Tower(
+        encoder, "image", images.prepare, images.collate, _Files(parts.model, images).write, training_images=images.training
+    )
 
 
 @dataclass(frozen=True)
