@@ -27,7 +27,7 @@ RULES: dict[str, set[str]] = {
     "__init__": {"losses", "pairwise", "ring", "cached"},
     # The application
     "data": {"cached"},
-    "towers": {"data"},
+    "towers": {"data", "cached"},
     "evaluation": {"data", "towers", "cached", "pairwise", "primitives", "tiles"},
     "trainer": {"data", "towers", "evaluation", "cached", "losses"},
     "display": {"__init__"},  # its version

@@ -71,7 +71,7 @@ def test_a_thread_makes_two_chunks_ahead_and_waits_for_the_device(cuda):
     with closing(streaming.produced(iter(range(10)), cuda, make, ahead=True)) as chunks:
         for i, chunk in enumerate(chunks):
             assert chunk.tolist() == [i, i]
-            assert threads()
+            assert threads() or i > 7  # it ends with the last one
             end = time.monotonic() + PATIENCE
             while len(made) < min(10, i + 2) and time.monotonic() < end:
                 time.sleep(0.001)

@@ -95,7 +95,7 @@ def test_a_step_of_an_open_clip_model_encodes_fewer_tokens():
 def test_captions_of_open_clip_models_without_words_and_with_ten_thousand():
     pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
     tower = towers.load("open_clip:ViT-S-32-alt").second
-    inputs = tower.collate(["", "a dog", "dog " * 10000])
+    inputs = tower.collate([tower.prepare(text, None) for text in ("", "a dog", "dog " * 10000)])
     assert inputs["text"].shape == (3, 77)
     assert tower.lengths(inputs).tolist() == [2, 4, 77]
     with torch.no_grad():
