@@ -63,7 +63,7 @@ def image_tower(config: SmallConfig) -> Tower:
 def text_tower(config: SmallConfig) -> Tower:
     """The tower for names and short sentences."""
     texts = _Texts(config.buckets, config.grams)
-    return Tower(SmallTextTower(config), "text", texts.prepare, texts.collate, lengths=texts.lengths)
+    return Tower(SmallTextTower(config), "text", texts.prepare, texts.collate)
 
 
 class SmallImageTower(nn.Module):
@@ -181,9 +181,6 @@ class _Texts:
             grams[row, : len(sample)] = sample
             mask[row, : len(sample)] = 1
         return {"grams": grams, "mask": mask}
-
-    def lengths(self, inputs: dict[str, Tensor]) -> Tensor:  # (n,)
-        return inputs["mask"].count_nonzero(1)
 
 
 @lru_cache(maxsize=1 << 16)
