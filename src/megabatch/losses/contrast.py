@@ -1,7 +1,7 @@
-"""What a query is compared with: keys and queries of the batch, hard negatives, keys of earlier steps. No loss yet.
+"""The sums of the losses over queries and keys: over the batch, hard negatives and keys of earlier steps.
 
-Every loss of this family is a function of a few sums for each query i: log Σ exp(s) over what counts as a negative, and s_ii,
-its similarity to its own key. Each kind of negative takes one pass, and their sums are put together by adding exponentials.
+Every loss of this family is a function of two numbers for each query i: log Σ exp(s) over its negatives, and s_ii, its
+similarity to its own key. Each kind of negative takes one pass, and their sums are put together by adding exponentials.
 """
 
 from collections.abc import Collection, Sequence
