@@ -1,6 +1,6 @@
 """The ranks that share a job: this process, its device and its process group, and the messages between ranks outside of a loss.
 
-A loss takes a process group and has its own exchange (ring/). Training, evaluation and the cached step ask a `World`.
+Training, evaluation and the cached step use a `World`. A loss takes a process group; `ring.ranks.Ranks` is its `World`.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""What a query is compared with: keys and queries of the batch, hard negatives, keys of earlier steps. No loss yet.
+"""The sums of the losses over queries and keys: over the batch, hard negatives and keys of earlier steps.
 
-Every loss of this family is a function of a few sums for each query i: log Σ exp(s) over what counts as a negative, and s_ii,
-its similarity to its own key. Each kind of negative takes one pass, and their sums are put together by adding exponentials.
+Every loss of this family is a function of two numbers for each query i: log Σ exp(s) over its negatives, and s_ii, its
+similarity to its own key. Each kind of negative takes one pass, and their sums are put together by adding exponentials.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,6 +22,7 @@ from megabatch.primitives import (
     Ceiling,
     Execution,
     Group,
+    LogSums,
     Reduction,
     ceiling_above,
     execution,
@@ -109,7 +110,9 @@ class Batch:
         swapped = [_SWAPPED[name] for name in self.contrast] if self.symmetric else []
         terms, match, share = self._terms(scale, {*self.contrast, *swapped})
         of_query = [terms[name] for name in self.contrast] + [self._further(scale, n) for n in self.negatives]
-        of_query += [self._further_of_keys(scale, n) for n in self.negatives if KEY_KEY in self.contrast and _is_owned(n)]
+        if KEY_KEY in self.contrast:
+            owned = [n for n in self.negatives if n.owner is not None and not n.private]
+            of_query += [self._further_of_keys(scale, n) for n in owned]
         queries = Direction(log_add(of_query, match), match if self.log_q is None else match - self.log_q)
         if not self.symmetric:
             return Sums((queries,), share)
@@ -118,52 +121,39 @@ class Batch:
     def _terms(self, scale: Tensor, names: Collection[Contrast]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """One (N,) for each name, the matching similarities and the share."""
         terms: dict[str, Tensor] = {}
+        match = share = None
         if QUERY_KEY in names and KEY_QUERY in names and self.limit is None:
-            terms[QUERY_KEY], terms[KEY_QUERY], match, share = self._both_directions(scale)
-        elif QUERY_KEY in names or KEY_QUERY in names:
-            for name in (n for n in (QUERY_KEY, KEY_QUERY) if n in names):
-                terms[name], match, share = self._in_batch(scale, name)
-        else:
+            terms[QUERY_KEY], terms[KEY_QUERY], match, share = self._in_batch(scale, QUERY_KEY, columns=True)
+        for name in (name for name in CONTRASTS if name in names and name not in terms):
+            sums = self._in_batch(scale, name)
+            terms[name] = sums.row
+            if name in (QUERY_KEY, KEY_QUERY):
+                match, share = sums.match, sums.share
+        if match is None or share is None:
             products, _, share = matching_products(self.query, self.key, self.run)
             match = _scaled(products, scale)
-        for name in (n for n in (QUERY_QUERY, KEY_KEY) if n in names):
-            terms[name], *_ = self._in_batch(scale, name)
         return terms, match, share
 
-    def _both_directions(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys of queries and queries of keys, from one pass."""
-        correction = None if self.log_q is None else -self.log_q
-        row, col, match, share = logsumexp(
-            self.query,
-            self.key,
-            scale,
-            self.run,
-            col_bias=correction,
-            ids=(self.ids, self.ids),
-            diagonal=APART,
-            columns=True,
-        )
-        if self.log_q is not None:
-            col, match = col + self.log_q, match + self.log_q
-        return row, col, match, share
-
-    def _in_batch(self, scale: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """log Σ_{j≠i} exp s_ij, and s_ii and the share where rows and columns match."""
+    def _in_batch(self, scale: Tensor, name: str, *, columns: bool = False) -> LogSums:
+        """log Σ_{j≠i} exp s_ij, with `columns` both directions from one pass, and s_ii where rows and columns match."""
         side = {"query": self.query, "key": self.key}
         seen = {} if self.guide is None else dict(zip(side, self.guide, strict=True))
-        rows, columns = name.split("-")
-        correction = None if self.log_q is None or columns == "query" else -self.log_q
-        row, _, match, share = logsumexp(
-            side[rows],
-            side[columns],
+        of_rows, of_columns = name.split("-")
+        log_q = None if of_columns == "query" else self.log_q
+        row, col, match, share = logsumexp(
+            side[of_rows],
+            side[of_columns],
             scale,
             self.run,
-            col_bias=correction,
+            col_bias=None if log_q is None else -log_q,
             ids=(self.ids, self.ids),
-            diagonal=SKIPPED if rows == columns else APART,
-            ceiling=self._ceiling(seen.get(rows), seen.get(columns)),
+            diagonal=SKIPPED if of_rows == of_columns else APART,
+            columns=columns,
+            ceiling=self._ceiling(seen.get(of_rows), seen.get(of_columns)),
         )
-        return row, match if correction is None or rows == columns else match - correction, share
+        if log_q is not None and of_rows != of_columns:
+            col, match = col + log_q if columns else col, match + log_q
+        return LogSums(row, col, match, share)
 
     def _further(self, scale: Tensor, negatives: Negatives) -> Tensor:  # (N,)
         """Queries against keys that are not of the batch."""
@@ -224,10 +214,6 @@ class Batch:
 def _scaled(products: Tensor, scale: Tensor) -> Tensor:  # (K,), () float64
     """s, whose gradients are added up in float64 where they become that of the scale."""
     return (products.double() * scale).to(products.dtype)
-
-
-def _is_owned(negatives: Negatives) -> bool:
-    return negatives.owner is not None and not negatives.private
 
 
 def _purpose(contrast: Sequence[Contrast], *, symmetric: bool) -> str:

@@ -53,7 +53,7 @@ def define(
 def _on_its_device(x: Tensor) -> Iterator[None]:
     """Inside an operator: kernels are launched where x is, and autocast is off.
 
-    Autocast was settled before (`compute_precision`); here it would round fp32 sums behind our back.
+    Autocast was settled before (`compute_precision`); inside, it would round fp32 sums.
     """
     with torch.autocast(x.device.type, enabled=False), torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         yield
@@ -73,7 +73,7 @@ def derivative(
         learned: the number of inputs that have a gradient.
         results: the number of outputs whose gradients `backward` takes.
         saved: the number of outputs that it takes.
-        whole: whether outputs that nobody used have a gradient of zeros, or None.
+        whole: whether an unused output has a gradient of zeros; otherwise it is None.
     """
     tensors = sum(kind in (Tensor, Tensor | None) for kind in taken.__annotations__.values())
 

@@ -18,7 +18,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, dro
 
 
 def share_of_mean(x: Tensor, share: float) -> Tensor:  # ()
-    """What turns a sum over local pairs into this rank's part of a mean; float64, as a rounded 1/N would be in every loss."""
+    """The factor from a sum over local pairs to this rank's part of a mean; float64, because every loss contains it."""
     return torch.full((), share, dtype=torch.float64, device=x.device)
 
 
@@ -47,7 +47,7 @@ def column_sums(block: Block, needs: Needs) -> ColumnGradients:
 
 
 def gradient_unit(block: Block, *weights: Tensor | None, largest: Callable[[Tensor], Tensor] | None = None) -> Tensor:  # ()
-    """What gradients are divided by while they pass through tiles: a power of two that makes the largest weight about 1.
+    """The factor that gradients are divided by inside tiles: a power of two that makes the largest weight about 1.
 
     For fp16 it becomes 2¹⁴. A softmax of a million columns spreads that to 2⁻⁶, still far from where fp16 begins to lose
     digits, and the largest entry of a tile, two such weights, is still within its range. Sums that pass from rank to rank have

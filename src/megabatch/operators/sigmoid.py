@@ -1,8 +1,8 @@
-"""The sigmoid loss, its gradient taken in the forward pass.
+"""The sigmoid loss, with its gradient computed in the forward pass.
 
-Every pair has the same weight in a mean, so the gradient is known up to one factor before backward is called. Taking it while
-the tile is there saves the second product of similarities: 6·N²·D operations in all instead of 8. Until backward multiplies
-them by the factor, the gradients wait in the type of the inputs, or in float32 for float16; a factor that is not a power of two
+Every pair has the same weight in a mean, so the gradient is known up to one factor before backward is called. Computing it
+while the tile exists saves the second product of similarities: 6·N²·D operations in all instead of 8. Until backward multiplies
+them by the factor, gradients are kept in the type of the inputs, or in float32 for float16. A factor that is not a power of two
 costs one more rounding.
 """
 

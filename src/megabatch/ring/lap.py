@@ -1,4 +1,4 @@
-"""One lap: blocks come by, are worked on, and their sums go home. Knows what travels, not what it means."""
+"""One lap: blocks visit a rank, it works on them, and their sums go home. The code knows what travels, not what it means."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

@@ -1,8 +1,8 @@
 """The passes over all ranks: the same functions as a backend's, where x and y are this rank's share of the batch.
 
-Each wraps the pass of a backend. Rows stay; the columns of all ranks come by, and one visit serves both directions: what it
-adds to the rows stays too, what it adds to the columns goes home with them. Results are those of one process on the whole
-batch: sums of local rows over all columns, and of local columns over all rows.
+Each wraps the pass of a backend. Rows stay on their rank, and the columns of all ranks visit it. One visit serves both
+directions: row sums stay, column sums travel on with the columns. The results equal those of one process on the whole batch:
+sums of local rows over all columns, and of local columns over all rows.
 """
 
 from collections.abc import Callable, Iterator

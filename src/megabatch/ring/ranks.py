@@ -76,7 +76,7 @@ class Ranks(World):
         return self.device.type == "cuda" and self.group._get_backend(self.device).name() == "gloo"
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], *, where: str) -> "Pending":
-        """Starts sending and receiving; empty tensors, known as such on both sides, are no messages.
+        """Starts sending and receiving. Empty tensors are not sent: both sides know that they are empty.
 
         Args:
             sends: tensors that must not change before the end of `wait`.
@@ -138,7 +138,7 @@ class Pending:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether nobody has waited for it yet."""
+        """Whether `wait` has not been called yet."""
         return bool(self._works)
 
     def incoming(self, tensor: Tensor) -> Tensor:

@@ -1,18 +1,20 @@
-"""Which block is where: for every step, who works on what, and who sends what to whom. Pure data, no process group.
+"""Routes: for every step, the block that each rank works on, and the messages between ranks. Pure data, no process group.
 
-A block is a rank's share of the columns. Two things of it travel. What is only read (its y, offsets, ids) leaves a rank as soon
-as that rank begins to work on it, so that it is under way while the work is done. What is added to (its column sums or its
-gradient) leaves after the work, and what arrives is merged after the next work: that too is under way meanwhile.
+A block is a rank's share of the columns. Two parts of it travel:
+- its inputs (y, offsets, ids), which are only read. They leave a rank when the rank begins to work on them, so the message
+  overlaps with the work.
+- its sums (column sums, or gradients), which every rank adds to. They leave after the work, and are merged at the next rank
+  after that rank's work, so this message overlaps as well.
 
-Every rank begins with its own block and keeps what it finds there. Others begin sums of their own, which pass from rank to
-rank and come home to be added up there. So both parts make R − 1 hops and not R.
+Every rank begins with its own block, and its contribution to that block stays. The contributions of the other ranks begin at
+the next rank, pass from rank to rank, and are added at the block's own rank at the end. So both parts make R − 1 hops, not R.
 
 `ring`      one lap round all ranks.
-`two_level` a lap inside each node, again and again, for the blocks of one node after another. The rank by which a block
-            enters a node sends it on to the next node, one piece with every step: a link between nodes has a whole inner
-            lap of time for a block, and each block crosses into each node once. Sums stay inside the node and go home
-            after the inner lap, again in pieces. So a step never waits for more than a piece over a slow link.
-`gather`    everything to everybody, then work on all other blocks at once.
+`two_level` laps inside each node, for the blocks of one node after another. The rank at which a block enters a node sends it on
+            to the next node, one piece in each step. So a block has a whole inner lap to cross a link between nodes, and it
+            crosses into each node once. Sums stay inside the node and go home after the inner lap, in pieces as well. A step
+            never waits for more than a piece over a slow link.
+`gather`    all blocks to all ranks, then work on all other blocks at once.
 """
 
 from dataclasses import dataclass, replace
@@ -116,7 +118,7 @@ def two_level(nodes: Nodes) -> Route:
 
 @cache
 def gather(nodes: Nodes) -> Route:
-    """Own block first, while everything is sent to everybody; then all other blocks at once."""
+    """Own block first, while all blocks are sent to all ranks; then all other blocks at once."""
     node_of = _node_of(nodes)
     ranks = range(len(node_of))
     own = tuple((rank,) for rank in ranks)

@@ -1,9 +1,9 @@
-"""Rows of all ranks against themselves: the blocks of others come by, and of every pair of ranks each does half.
+"""Rows of all ranks against themselves: every two ranks share the work on the similarities between their blocks.
 
-In a lap rank r sees block b and rank b sees block r: the same similarities, once as they are and once transposed. The lower of
-the two takes the first half of its own rows against all of the other's; the higher takes all of its own against the second
-half of the other's. So every product is formed once, all ranks have equal work whatever the route, and one visit serves
-both sides. The blocks still make the whole lap: half the products of `RingPasses`, all of its messages.
+In a lap, rank r meets block b, and rank b meets block r: the same similarities, transposed. The lower rank computes the first
+half of its own rows against all rows of the other; the higher rank computes all of its own rows against the second half of the
+other's. So every product is computed once, all ranks have equal work on every route, and one visit serves both sides. The
+blocks still make the whole lap: half the products of `RingPasses`, and all of its messages.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,9 +65,9 @@ class RingHalf:
         self._lap(block, [*side.sums, side.dsums], own, visit, add)
 
     def _lap(self, block: Block, extra: list[Tensor], own: Callable[[], Tensors], visit: _Visit, merge: Merge) -> None:
-        """`own` is done while the first blocks are under way, and to what it returns the sums that come home are added.
+        """`own` works on the own block while the first blocks are in transit; sums that come home are added to its result.
 
-        `visit` gets the local rows against those that are here, and which rectangles of them are this rank's to do.
+        `visit` works on the rectangles of a visiting block that are this rank's share.
         """
         travels = [tensor for tensor in (block.y, block.col_ids) if tensor is not None]
 

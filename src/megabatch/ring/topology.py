@@ -71,7 +71,7 @@ def rank_at(address: str) -> int:
 
 
 def own_node() -> int:
-    """The node this process is on, by what torchrun (or whoever sets the same variables) says; 0 if nobody does."""
+    """The node of this process, from the variables that torchrun sets; 0 without them."""
     if "GROUP_RANK" in os.environ:
         return int(os.environ["GROUP_RANK"])
     return dist.get_rank() // int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())

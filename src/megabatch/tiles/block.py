@@ -83,7 +83,7 @@ class Needs(NamedTuple):
 
 
 class ColumnGradients(NamedTuple):
-    """Sums over rows that a gradient pass adds to; None where nobody asked."""
+    """Sums over rows that a gradient pass adds to; None where not needed."""
 
     dy: Tensor | None  # (M, D), not yet multiplied by the scale
     dcol_bias: Tensor | None  # (M,)

@@ -36,9 +36,6 @@ def _guided_tile(
     rows,
     columns,
     diagonal,  # the column of the diagonal in row 0 of the tile
-    HAS_ROW_BIAS: tl.constexpr,
-    HAS_COL_BIAS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
 ):
     """Products, similarities (−inf for excluded pairs), offsets and mask of a part of the tile."""
@@ -47,12 +44,12 @@ def _guided_tile(
     offs = offs_n.to(tl.int64)[:, None] * columns + offs_m[None, :]
     p, guided = tl.load(products + offs, mask, 0.0), tl.load(guide + offs, mask, 0.0)
     s = p * tl.load(scale)
-    if HAS_ROW_BIAS:
+    if row_bias is not None:
         s += tl.load(row_bias + offs_n, mask_n, 0.0)[:, None]
-    if HAS_COL_BIAS:
+    if col_bias is not None:
         s += tl.load(col_bias + offs_m, mask_m, 0.0)[None, :]
     excluded = (guided > tl.load(limit + offs_n, mask_n, 0.0)[:, None]) | (mask == 0)
-    if HAS_IDS:
+    if row_ids is not None:
         excluded |= tl.load(row_ids + offs_n, mask_n, 0)[:, None] == tl.load(col_ids + offs_m, mask_m, 0)[None, :]
     if SKIP_DIAGONAL:
         excluded |= (offs_n + diagonal)[:, None] == offs_m[None, :]
@@ -74,9 +71,6 @@ def _guided_logsumexp_kernel(
     diagonal,
     shift,  # (rows,) updated
     total,  # (rows,) updated
-    HAS_ROW_BIAS: tl.constexpr,
-    HAS_COL_BIAS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -89,7 +83,7 @@ def _guided_logsumexp_kernel(
         offs_m = m + tl.arange(0, BLOCK_M)
         _, s, _, _ = _guided_tile(
             products, guide, limit, scale, row_bias, col_bias, row_ids, col_ids, offs_n, offs_m, rows, columns, diagonal,
-            HAS_ROW_BIAS, HAS_COL_BIAS, HAS_IDS, SKIP_DIAGONAL,
+            SKIP_DIAGONAL,
         )  # fmt: skip
         new_peak = tl.maximum(peak, tl.max(s, 1))
         base = finite_or_zero(new_peak)
@@ -118,12 +112,7 @@ def _guided_gradient_kernel(
     out,  # (rows, columns) weights g; may be the memory of `products`
     scale_sums,  # (rows,) or None: Σ_j g_ij·⟨x_i, y_j⟩ is added
     row_sums,  # (rows,) or None: Σ_j g_ij is added
-    HAS_ROW_BIAS: tl.constexpr,
-    HAS_COL_BIAS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
-    WANT_SCALE_SUMS: tl.constexpr,
-    WANT_ROW_SUMS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -137,17 +126,17 @@ def _guided_gradient_kernel(
         offs_m = m + tl.arange(0, BLOCK_M)
         p, s, offs, mask = _guided_tile(
             products, guide, limit, scale, row_bias, col_bias, row_ids, col_ids, offs_n, offs_m, rows, columns, diagonal,
-            HAS_ROW_BIAS, HAS_COL_BIAS, HAS_IDS, SKIP_DIAGONAL,
+            SKIP_DIAGONAL,
         )  # fmt: skip
         g = tl.minimum(tl.exp(s - base[:, None]), cap[:, None]) * factor[:, None]
-        if WANT_SCALE_SUMS:
+        if scale_sums is not None:
             g_products += tl.sum(g * p, 1)
-        if WANT_ROW_SUMS:
+        if row_sums is not None:
             g_sums += tl.sum(g, 1)
         tl.store(out + offs, g.to(out.dtype.element_ty), mask)
-    if WANT_SCALE_SUMS:
+    if scale_sums is not None:
         tl.store(scale_sums + offs_n, tl.load(scale_sums + offs_n, mask_n, 0.0) + g_products, mask_n)
-    if WANT_ROW_SUMS:
+    if row_sums is not None:
         tl.store(row_sums + offs_n, tl.load(row_sums + offs_n, mask_n, 0.0) + g_sums, mask_n)
 
 
@@ -192,8 +181,6 @@ def row_gradients(
             g,
             dscale,
             drow_bias,
-            WANT_SCALE_SUMS=dscale is not None,
-            WANT_ROW_SUMS=drow_bias is not None,
             **options,
         )
         if sums.dcol_bias is not None:
@@ -224,13 +211,6 @@ def _arguments(
     limit, row_bias, row_ids = (None if part is None else part[rows] for part in (block.limit, block.row_bias, block.row_ids))
     col_bias, col_ids = (None if part is None else part[columns] for part in (block.col_bias, block.col_ids))
     products, guide = tiles.form_products(x, y), tiles.companion.products(rows, columns)
-    options = {
-        "HAS_ROW_BIAS": row_bias is not None,
-        "HAS_COL_BIAS": col_bias is not None,
-        "HAS_IDS": row_ids is not None,
-        "SKIP_DIAGONAL": block.skip_diagonal,
-        "BLOCK_N": _BLOCK_N,
-        "BLOCK_M": _BLOCK_M,
-    }
+    options = {"SKIP_DIAGONAL": block.skip_diagonal, "BLOCK_N": _BLOCK_N, "BLOCK_M": _BLOCK_M}
     vectors = (limit, block.scale, row_bias, col_bias, row_ids, col_ids)
     return [products, guide, *vectors, len(x), len(y), rows.start - columns.start], options
