@@ -16,7 +16,7 @@ def curves(run: SavedRun) -> str:
     if not run.training and not run.evaluations:
         return ""
     if not plots.available():
-        told = f'No curves: matplotlib is not installed; pip install "megabatch[{plots.EXTRA}]" brings it.'
+        told = f'No curves: matplotlib is not installed; pip install "megabatch[{plots.EXTRA}]" installs it.'
         return pages.section(title, pages.faint(told))
     drawn = [
         _metric(run, "Loss", "loss", zero=False, smooth=True),
