@@ -4,14 +4,14 @@
     python benchmarks/batch_size_study.py                                                             one GPU, minutes
     python benchmarks/batch_size_study.py --samples 24000 --batch-sizes 256 1024 4096 --lr 4e-3       two CPU cores, minutes
 
-A small text tower learns to match words with their definitions. Every run sees the same number of pairs, in batches of another
-size; the learning rate at 1,024 pairs is the same for all (the smallest of five that is nearly as good as the best, by a run
-each with a seed that is not used again), and elsewhere follows a rule: none, the square root of the batch, or the batch itself.
-Tested is on 5,000 definitions that are not in training, with all their words: a reverse dictionary. Words of one meaning share
-its definition, and are not each other's negatives (`ids`).
+A small text tower learns to match words with their definitions. Every run sees the same number of pairs, at another batch size.
+All runs have the same learning rate at 1,024 pairs: the smallest of five rates that is nearly as good as the best, by one run
+each with a seed that is not used again. At other batch sizes the rate is constant, or grows with the root of the batch, or with
+the batch. The test data are 5,000 definitions that are not in training, with all their words: a reverse dictionary. Words of
+one meaning share its definition, and are not each other's negatives (`ids`).
 
-Each run is a line in results.jsonl; what is there is not run again, so the study can be stopped and continued, or extended by
-seeds and sizes. The table and the plot (mean and standard deviation over seeds) are made from all lines at the end.
+Each run is a line in results.jsonl and is not repeated, so the study can be stopped and continued, or extended by seeds and
+sizes. The table and the plot (mean and standard deviation over seeds) are made from all lines at the end.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 class Bench:
-    """Runs what is not in the file yet. Texts are made into numbers once, and only if there is something to run."""
+    """Runs the settings that are not in the file yet. Texts are tokenized once, before the first run."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -273,7 +273,7 @@ def draw(lines: Sequence[dict[str, Any]], base_lr: float, samples: int, path: Pa
 
 @contextmanager
 def progress(total: int) -> Iterator[Any]:
-    """A function to call with pairs that are done and what is being done."""
+    """A function to call with the number of finished pairs and a description of the present run."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())

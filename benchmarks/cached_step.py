@@ -58,7 +58,7 @@ class Job(NamedTuple):
 
 
 def jobs(cases: list[str]) -> list[Job]:
-    """What the cases name, MODEL:BATCH,…:SYSTEM,…, in their order."""
+    """The measurements of the cases, MODEL:BATCH,…:SYSTEM,…, in their order."""
     found = []
     for text in cases:
         try:
@@ -149,7 +149,7 @@ def loss_seconds(rows: int, width: int, device: str, backend: str) -> float:
 
 
 class Model:
-    """One pair of towers, and what is known of its pace."""
+    """One pair of towers, and its speed so far."""
 
     def __init__(self, record: Record, args: argparse.Namespace, name: str) -> None:
         self.record, self.args, self.name, self.size = record, args, name, SIZES[name]
@@ -158,11 +158,11 @@ class Model:
         self.made = image, text
         record["towers"][name] = library
         self.pace: dict[str, float] = {}  # pairs a second of each system at the batch before
-        self.marginal: dict[int, float] = {}  # seconds a pair more takes, where nothing of it is kept, by batch
+        self.marginal: dict[int, float] = {}  # by batch: seconds of one more pair without a kept graph
         self.failed: set[str] = set()
 
     def warm_up(self) -> None:
-        """Compiles kernels and chooses those of libraries."""
+        """Compiles kernels and lets libraries choose theirs."""
         warm = setting(self.name, 2 * self.chunk, self.args, self.made, self.chunk)
         cached(warm)
         clear(warm)
@@ -210,7 +210,7 @@ class Model:
         return found
 
     def _extend(self, result: dict[str, Any], encoded: int) -> None:
-        """Seconds of a step of which some chunks have been timed, to those of all chunks."""
+        """Extends the seconds of the timed chunks to all chunks."""
         rows, took = result["B"], result["seconds"]
         if result["system"] in (BUDGET_0, ALONE):  # every chunk takes as long, and the loss comes once
             self.marginal.setdefault(rows, (took - result.get("loss_seconds", 0.0)) / encoded)
@@ -229,9 +229,9 @@ def parse() -> argparse.Namespace:
         help=f"in the order of the models; systems are all, {', '.join(SHORT)} ({' '.join(CASES)})",
     )
     parser.add_argument("--longest", type=float, default=25.0, help="seconds of a step; of a longer one a part is timed (25)")
-    parser.add_argument("--no-check", action="store_true", help="do not compare gradients first; the result says so")
+    parser.add_argument("--no-check", action="store_true", help="do not compare gradients first; noted in the result")
     parser.add_argument("--workers", type=int, default=12, help="threads that read for replay (12)")
-    parser.add_argument("--chunk", type=int, default=0, help="samples encoded at once (by default what suits the model)")
+    parser.add_argument("--chunk", type=int, default=0, help="samples encoded at once (default: by model)")
     parser.add_argument("--backend", default=None, help="of the loss (triton on a GPU, eager elsewhere)")
     arguments(parser, "cached_step", 300)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What a case of `family_gpu.py` is: a loss of ours, its dense formula, the libraries it is known from, the products it needs.
+"""A case of `family_gpu.py`: a loss of megabatch, its dense formula, the libraries it is known from, the products it needs.
 
 Its functions take the embeddings that get gradients; whatever else a loss needs (a guide's embeddings, labels) they hold
 themselves. `dense` works in every dtype: in float64 it is the truth, in bfloat16 it stands in where no library has the loss.
@@ -31,7 +31,7 @@ class Peer:
 
     build: Callable[[], Loss]
     batches: Sequence[int] = LARGE
-    means: Loss | None = None  # what it computes, where that is not the formula
+    means: Loss | None = None  # its own definition, if it differs from the formula
     normalises: bool = True  # divides embeddings by their lengths, which are 1: its gradient has no part along them
     library: bool = True  # runs under autocast, as in training
 
@@ -70,7 +70,7 @@ class Case:
     note: str = ""
 
     def meant(self, system: str) -> Loss:
-        """What a system computes, to be taken in float64."""
+        """The definition that a system computes, for float64."""
         peer = self.peers.get(system)
         if peer is None:
             return self.dense
@@ -80,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Given:
-    """What a case is made for."""
+    """The size and device of a case."""
 
     rows: int
     width: int
@@ -136,14 +136,14 @@ def ranking(**options: Any) -> Callable[[], Loss]:
 
 
 class Encoder(torch.nn.Module):
-    """What sentence-transformers' losses ask of a model, for embeddings that are there already."""
+    """The model interface of sentence-transformers' losses, for given embeddings."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
         self.key = key
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is there."""
+        """The given embeddings."""
         return {"sentence_embedding": features[self.key]}
 
     def get_embedding_dimension(self) -> None:

@@ -55,7 +55,7 @@ def verdict(loss_error: float, gradient_error: float, device: str) -> str:
 
 
 def failure(error: Exception) -> str:
-    """What a table says of it."""
+    """The entry of a table."""
     if isinstance(error, ImportError):
         return f"not installed ({error.name or error})"
     if isinstance(error, torch.OutOfMemoryError):
@@ -97,7 +97,7 @@ class Family:
                 loss = made.ours if system == OURS else made.peers[system].loss(self.device)
                 result["loss_error"], result["gradient_error"] = errors(made, loss, made.meant(system))
                 result["status"] = verdict(result["loss_error"], result["gradient_error"], self.device)
-            except Exception as error:  # whatever a library makes of it, the others are to be measured
+            except Exception as error:  # a library may fail in any way; the others are still measured
                 result["status"] = failure(error)
             self.verdicts[name, system] = result["status"]
             self.record["checks"].append(result)
@@ -105,7 +105,7 @@ class Family:
         gc.freeze()  # libraries have been imported by now, and collecting need not look at them again
 
     def measure(self, name: str, rows: int, systems: list[str]) -> list[str]:
-        """Times what is right; returns what could not be run."""
+        """Times the correct systems; returns those that could not be run."""
         made = case(name, rows, self.width, self.device)
         works: dict[str, Callable[[], Any]] = {}
         results: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ class Family:
         return [r["system"] for r in results if "ms" not in r]
 
     def take_turns(self, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Milliseconds, the median of the rounds; one round for what takes long."""
+        """Milliseconds, the median of the rounds; one round for slow systems."""
         times: dict[str, list[float]] = {name: [] for name in works}
         for turn in range(self.rounds):
             for name, work in works.items():
@@ -151,7 +151,7 @@ class Family:
         return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
 
     def timed(self, work: Callable[[], Any]) -> float:
-        """Milliseconds. What fits by itself may not fit beside memory that is kept in pieces from the system before."""
+        """Milliseconds. Out of memory is retried after emptying the cache, which is fragmented by the system before."""
         try:
             return milliseconds(work, self.device, self.seconds)
         except torch.OutOfMemoryError:

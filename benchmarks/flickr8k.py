@@ -85,7 +85,7 @@ class Learner:
         groups = optim.parameter_groups([self.model], self.scale, OPTIMIZER.weight_decay)
         self.parameters = [p for group in groups for p in group["params"]]
         self.optimizer = optim.build(OPTIMIZER, groups)
-        self.seen: tuple[Tensor, Tensor, float] = torch.empty(0), torch.empty(0), 0.0  # what the loss was given last
+        self.seen: tuple[Tensor, Tensor, float] = torch.empty(0), torch.empty(0), 0.0  # the loss's last inputs
 
     def backward(self, pairs: Tensor, chunk: int, autocast: bool) -> Tensor:
         """Gradients of a batch, by the cached step."""
@@ -156,7 +156,7 @@ class Learner:
 
 
 class Bench:
-    """What the runs share."""
+    """The state that all runs share."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, device_of(args)
@@ -198,7 +198,7 @@ class Bench:
         return pair
 
     def images(self, pairs: Tensor) -> Images:
-        """Those of some pairs."""
+        """The inputs of some pairs."""
         return self.source(self.data.owners[pairs])
 
     def source(self, pictures: Tensor) -> Images:
@@ -267,7 +267,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, help="folder with Flickr8k's .bin and .json; left out, a tiny run invents some")
     parser.add_argument("--runs", nargs="*", default=RUNS, metavar="MODEL:BATCH:STEPS", help=f"({' '.join(RUNS)})")
-    parser.add_argument("--chunk", type=int, default=0, help="pairs encoded at once (by default what suits the model)")
+    parser.add_argument("--chunk", type=int, default=0, help="pairs encoded at once (default: by model)")
     arguments(parser, "flickr8k", 300)
     args = parser.parse_args()
     if args.tiny:

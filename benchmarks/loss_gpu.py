@@ -1,9 +1,9 @@
 """Time and memory of contrastive losses on a GPU: megabatch, the bare products it is made of, and other projects' losses.
 
 All systems get the same bf16 embeddings and take turns in one process, so that the clock of a power-limited chip favours none.
-Before anything is timed, its loss and sampled rows of its gradients are compared with float64; what is further off than bf16
-explains is marked WRONG and gets no speed. "Bare products" are the four matrix products that an exact loss cannot avoid
-(S, S again, dX, dY; three for SigLIP), by PyTorch's library, in strips that fit the same workspace.
+Before a system is timed, its loss and sampled rows of its gradients are compared with float64. An error larger than bf16
+explains is marked WRONG, and the system is not timed. "Bare products" are the four matrix products that every exact loss needs
+(S, S again, dX, dY; three for SigLIP), computed by cuBLAS in strips that fit the same workspace.
 
 Writes a JSON file; `loss_gpu_report.py` makes the table and the plot of it, on any machine.
 """
@@ -85,7 +85,7 @@ def siglip_truth(image: Tensor, text: Tensor, sample: Tensor) -> tuple[float, Te
 
 
 def check(step: Step, right: tuple[Any, ...], sample: Tensor) -> tuple[float, float, float, int]:
-    """(loss, its relative error, that of the sampled gradient rows, bytes at the peak beyond what was there)."""
+    """(loss, its relative error, that of the sampled gradient rows, peak bytes beyond the inputs)."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -202,9 +202,7 @@ def main() -> int:
     args = parse()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device; benchmarks/loss_cpu.py is the one for a CPU.")
-    said = [
-        word for word in sys.argv[1:] if word not in ("--output", str(args.output))
-    ]  # where results went is nobody's matter
+    said = [word for word in sys.argv[1:] if word not in ("--output", str(args.output))]  # the record has no paths
     command = " ".join(["python", "benchmarks/loss_gpu.py", *said])
     record: dict[str, Any] = {"command": command, "machine": machine.describe(), "results": [], "large": []}
     work = [
@@ -212,7 +210,7 @@ def main() -> int:
     ]
     args.output.mkdir(parents=True, exist_ok=True)
 
-    def save() -> None:  # after every size: a run that is cut off keeps what it has
+    def save() -> None:  # after every size, so that an interrupted run keeps its results
         (args.output / f"{args.name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
     started = time.perf_counter()

@@ -141,7 +141,7 @@ class Clock:
 
 @dataclass
 class Subject:
-    """A model on the device, what it is trained with, and the same without data."""
+    """A model on the device with its optimizer, and the same model without data."""
 
     name: str
     size: Size
@@ -212,7 +212,7 @@ def chunk_seconds(s: Subject, chunk: int, device: str) -> tuple[float, float]:
 
 
 def run_case(s: Subject, plan: step.Plan, batch: int, source: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One step, measured beside what was planned of it."""
+    """One step, measured and planned."""
     device, chunk = args.device, plan.chunk
     result: dict[str, Any] = {"model": s.name, "chunk": chunk, "B": batch, "source": source, "status": "ok"}
     width = s.size.embedding
@@ -309,7 +309,7 @@ def prepare(s: Subject, args: argparse.Namespace) -> None:
 
 
 def encoding(plan: step.Plan, times: tuple[float, float], batch: int, gpu: gpus.Gpu) -> dict[str, Any]:
-    """What all chunks would take, and the rate that is; what the plan says at that rate and at the one it assumes."""
+    """Seconds of all chunks and the rate they reach; the planned seconds at that rate and at the assumed one."""
     forward, both = times
     operations = sum(2 * tower.forward_operations + tower.backward_operations for tower in plan.encoders) * plan.chunk
     efficiency = operations / (forward + both) / gpu.rate("bf16")
@@ -341,7 +341,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="*", choices=[name for name in SIZES if name != "tiny"], help="only these")
     parser.add_argument("--seconds", type=float, default=220.0, help="cases that would not end in time are left out (220)")
     parser.add_argument("--workers", type=int, default=12, help="threads that read for replay (12)")
-    parser.add_argument("--smoke", action="store_true", help="tiny towers on any machine: that it runs, not what it says")
+    parser.add_argument("--smoke", action="store_true", help="tiny towers on any machine, to test the script")
     where = Path(__file__).resolve().parent / "results"
     parser.add_argument("--output", type=Path, default=where, help="folder for the results")
     parser.add_argument("--name", default="plan_validation", help="of the files written there (plan_validation)")

@@ -18,7 +18,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def arguments(parser: argparse.ArgumentParser, name: str, seconds: float | None = None) -> None:
-    """Adds the arguments that all benchmarks share; with a time limit in seconds, those of a benchmark for a GPU."""
+    """Adds the arguments that all benchmarks share; with a time limit in seconds, also the arguments of GPU benchmarks."""
     if seconds is not None:
         told = f"time limit; measurements beyond it are skipped ({seconds:.0f})"
         parser.add_argument("--seconds", type=float, default=seconds, help=told)

@@ -1,4 +1,4 @@
-"""From the JSON record of a benchmark to its Markdown table and its plot. Each `*_report.py` says what they show."""
+"""From the JSON record of a benchmark to its Markdown table and its plot. Each `*_report.py` defines both."""
 
 import json
 import sys

@@ -1,9 +1,9 @@
 """Two levels against a flat ring over slow links between nodes: measured on emulated links, and predicted by the cost model.
 
 A node is a network namespace, a link is a veth pair whose rate `tc tbf` limits in both directions; inside a node messages go
-over its loopback device. A node has one link for all its ranks, or one for each. Needs root, `ip` and `tc` on Linux; says so
-and ends where they are missing. What the model is given (bandwidths, the time of a visit and of an empty step) is measured in
-the same run, apart from what it predicts. The result is checked against one process before any time is reported.
+over its loopback device. A node has one link for all its ranks, or one for each. Needs root, `ip` and `tc` on Linux. The inputs
+of the model (bandwidths, the time of a visit and of an empty step) are measured in the same run, apart from the predictions.
+The result is compared with one process before any time is reported.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def sh(command: str) -> None:
 
 
 def why_not() -> str | None:
-    """What keeps this machine from emulating links."""
+    """The reason why this machine cannot emulate links."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -94,14 +94,14 @@ def network(nodes: int, rails: int, megabits: float) -> Iterator[None]:
 
 
 def launch(args: argparse.Namespace, rails: int) -> list[dict[str, Any]]:
-    """Starts the ranks in their nodes, and returns what each has measured."""
+    """Starts the ranks in their nodes, and returns the measurements of each."""
     world = args.nodes * args.ranks
     with network(args.nodes, rails, args.megabits), tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(world):
             node, place = divmod(rank, args.ranks)
             mine = {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": str(args.ranks), "OMP_NUM_THREADS": "1"}
-            mine["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it cannot look up names of hosts here, and says so at length
+            mine["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # hides warnings about host names that cannot be looked up here
             mine["GLOO_SOCKET_IFNAME"] = f"rail{place * rails // args.ranks}"
             options = ["--rank", str(rank), "--answers", folder, "--rows", str(args.rows), "--width", str(args.width)]
             options += ["--nodes", str(args.nodes), "--ranks", str(args.ranks)]
@@ -119,7 +119,7 @@ def launch(args: argparse.Namespace, rails: int) -> list[dict[str, Any]]:
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """What a rank does."""
+    """Runs on each rank."""
     world = args.nodes * args.ranks
     join(args.rank, world, "tcp://10.77.0.1:29555", 120.0)
     torch.set_num_threads(1)

@@ -30,8 +30,8 @@ ABOUT = {  # in the order of the table
     levels.LOCAL: levels.ABOUT[levels.LOCAL],
     TWO_RINGS: "Inf-CL's exchange, one ring for each direction, in our tiles",
     levels.BLOCKS: levels.ABOUT[levels.BLOCKS],
-    SYNCHRONOUS: "tiles, and every message waited for before the work goes on",
-    GATHER: "tiles, everything sent to everybody first",
+    SYNCHRONOUS: "tiles, without overlap: every message is waited for",
+    GATHER: "tiles, after an all-gather",
     levels.TILES: levels.ABOUT[levels.TILES],
 }
 

@@ -1,7 +1,7 @@
-"""How often ranks talk to each other in one step, counted by PyTorch's profiler on ranks of a CPU joined by gloo.
+"""The number of collectives in one step, counted by PyTorch's profiler on CPU ranks with gloo.
 
-Gradients of the encoder are left to whoever wraps it, and not counted: one reduction for everybody. Gloo has no reduce-scatter:
-what goes back through an all-gather is a scatter from each rank there, and one reduce-scatter with NCCL.
+The reduction of the encoder's gradients is the same for all systems and is not counted. Gloo has no reduce-scatter: backward
+of an all-gather is a scatter from each rank with gloo, and one reduce-scatter with NCCL.
 """
 
 from collections import Counter

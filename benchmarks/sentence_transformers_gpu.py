@@ -42,7 +42,7 @@ def clear(model: nn.Module, device: str) -> None:
 
 
 class Bench:
-    """The encoder and what has been found of it."""
+    """The encoder and its measurements."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, device_of(args)
@@ -59,7 +59,7 @@ class Bench:
         return Setting(self.model, columns, chunk, self.device, autocast=autocast)
 
     def check(self) -> None:
-        """Gradients against the plain step's; what cannot be imported is left out."""
+        """Gradients against the plain step's; systems that are not installed are left out."""
         s = self.setting(CHECK, CHECK_CHUNK, autocast=False)
         self.model.eval()
         clear(self.model, self.device)
@@ -81,7 +81,7 @@ class Bench:
                     result["status"] = "ok" if result["gradient_error"] <= TOLERANCE else "WRONG"
             except ImportError as error:
                 result = {"system": name, "status": f"not installed ({error.name or error})"}
-            except Exception as error:  # whatever a version of a library makes of it, the others are to be measured
+            except Exception as error:  # a library may fail in any way; the others are still measured
                 result = {"system": name, "status": f"fails ({type(error).__name__}: {str(error)[:100]})"}
             self.usable[name] = result["status"]
             self.record["checks"].append(result)

@@ -1,4 +1,4 @@
-"""What `sentence_transformers_gpu.py` compares: a MiniLM-sized encoder with random weights, and steps over it by name.
+"""The systems of `sentence_transformers_gpu.py`: a MiniLM-sized encoder with random weights, and steps over it by name.
 
 Each step is a function of a `Setting` that leaves gradients in the encoder and returns the loss, InfoNCE with cosines times 20.
 """
@@ -76,7 +76,7 @@ def texts(rows: int, tokens: int, vocabulary: int, device: str) -> tuple[Feature
 
 @dataclass
 class Setting:
-    """What a step is given."""
+    """The inputs of a step."""
 
     model: nn.Module
     columns: tuple[Features, Features]

@@ -163,7 +163,9 @@ def test_ctrl_c_before_a_run_begins_is_a_line(pairs, capsys, monkeypatch):
 
     monkeypatch.setattr(train.data, "load", interrupted)
     assert call() == 130
-    assert capsys.readouterr().err == "megabatch train: ended by Ctrl-C\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megabatch train: ")
+    assert "Ctrl-C" in line
 
 
 @pytest.mark.parametrize(

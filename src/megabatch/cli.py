@@ -1,6 +1,6 @@
-"""The command line: finds the command's module, which says what its arguments are and does the work.
+"""The command line: imports the module of the given command, which defines its arguments and runs it.
 
-Only the module of the command that is asked for is imported, so that `megabatch info` needs nothing that training does.
+No other command's module is imported, so that `megabatch info` does not need the packages for training.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import megabatch
 COMMANDS = {
     "train": "train a model on pairs, on one processor or many GPUs",
     "eval": "recall and ranks of a model on data, and zero-shot classification",
-    "search": "the best matches of a text or an image, as a contact sheet",
-    "report": "a run on one HTML page: curves, what it finds, configuration",
+    "search": "the best matches of a text or an image, with a contact sheet",
+    "report": "a run on one HTML page: curves, search results, configuration",
     "bench": "time and memory of losses and training steps",
     "plan": "the batch that fits, and where the memory goes",
     "info": "versions, devices, backends, and which extras are installed",
@@ -27,13 +27,13 @@ Contrastive training with batches of any size.
 
   megabatch train                                 two small towers learn emoji and their names: 1 to 2 minutes, two cores
   megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384
-  megabatch search runs/emoji-1 "smiling cat"     what a trained model finds
-  megabatch COMMAND --help                        all about a command, with examples
+  megabatch search runs/emoji-1 "smiling cat"     search the test data with a trained model
+  megabatch COMMAND --help                        options and examples of a command
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status; mistakes of a user are told in a line, others with their traceback."""
+    """Runs a command and returns its exit status. An error that the user can fix is one line, other errors have a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = arguments[0] if arguments and arguments[0] in COMMANDS else None
     parser, subparser = _parser(chosen)
@@ -51,15 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("MEGABATCH_TRACEBACK"):
             raise
         print(f"megabatch {chosen}: {error}", file=sys.stderr)
-        print("MEGABATCH_TRACEBACK=1 shows where it comes from", file=sys.stderr)
+        print("set MEGABATCH_TRACEBACK=1 for the traceback", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"megabatch {chosen}: ended by Ctrl-C", file=sys.stderr)
+        print(f"megabatch {chosen}: stopped by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
 def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The parser of everything, and that of the command, or of everything again where none was chosen."""
+    """The main parser, and the parser of the command; without a command, the main parser twice."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="megabatch", description=DESCRIPTION, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"megabatch {megabatch.__version__}")
@@ -69,7 +69,7 @@ def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, argparse.Argum
 
 
 class _Terminal(logging.Handler):
-    """Standard error as it is when something is said: a progress bar may have put itself in between."""
+    """Writes to the present `sys.stderr`, which a progress bar may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""What the benchmarks share: a fresh process for each measurement, its peak memory, the truth in float64, the machine."""
+"""`megabatch bench`, and the measurements that the scripts in benchmarks/ share: memory, time, errors against float64."""

@@ -29,7 +29,7 @@ ABOUT = {
     VANILLA: "all logits on every rank",
     LOCAL: "local_loss and gather_with_grad: all columns of the local rows",
     BLOCKS: "one ring for both directions, each block of similarities held whole",
-    TILES: "megabatch as it is",
+    TILES: "megabatch",
 }
 
 

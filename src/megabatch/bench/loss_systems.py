@@ -6,6 +6,7 @@ installed, or does not run on the device, raises `ImportError`.
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,40 +68,34 @@ def checkpointed_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return total / (2 * len(image))
 
 
-def _inf_cl(device: str) -> Loss:
-    from inf_cl import cal_flash_loss
+def _both_ways(one_way: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Loss:
+    """The mean over both directions of a cross-entropy of (queries, keys, scale, labels)."""
 
     def loss(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
         labels = torch.arange(len(x), device=x.device)
-        value: Tensor = (cal_flash_loss(x, y, labels, k).mean() + cal_flash_loss(y, x, labels, k).mean()) / 2
-        return value
+        return (one_way(x, y, k, labels) + one_way(y, x, k, labels)) / 2
 
     return loss
+
+
+def _inf_cl(device: str) -> Loss:
+    from inf_cl import cal_flash_loss
+
+    return _both_ways(lambda x, y, k, labels: cal_flash_loss(x, y, labels, k).mean())
 
 
 def _cut_cross_entropy(device: str) -> Loss:
     from cut_cross_entropy import linear_cross_entropy
 
-    def loss(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
-        labels = torch.arange(len(x), device=x.device)
-        ways = (((k * x).to(x.dtype), y), ((k * y).to(y.dtype), x))
-        value: Tensor = sum(linear_cross_entropy(a, b, labels, filter_eps=None, impl="cce") for a, b in ways) / 2
-        return value
-
-    return loss
+    exact = partial(linear_cross_entropy, filter_eps=None, impl="cce")
+    return _both_ways(lambda x, y, k, labels: exact((k * x).to(x.dtype), y, labels))
 
 
 def _liger(device: str) -> Loss:
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
-    module = LigerFusedLinearCrossEntropyLoss()
-
-    def loss(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
-        labels = torch.arange(len(x), device=x.device)
-        value: Tensor = (module(y, (k * x).to(x.dtype), labels) + module(x, (k * y).to(y.dtype), labels)) / 2
-        return value
-
-    return loss
+    fused = LigerFusedLinearCrossEntropyLoss()
+    return _both_ways(lambda x, y, k, labels: fused(y, (k * x).to(x.dtype), labels))
 
 
 _BUILDERS: dict[str, Callable[[str], Loss]] = {

@@ -51,15 +51,15 @@ class Products:
 def measure(
     batches: list[int], width: int, device: str, seconds: float, memory: int | None, until: float = math.inf
 ) -> Iterator[LossResult | Products]:
-    """All systems at all batches, smallest first; those that were out of memory or late are not tried at larger ones.
+    """All systems at all batches, smallest first. A system that ran out of memory or time is not tried at larger batches.
 
     Args:
         batches: pairs.
         width: of the embeddings.
         device: "cpu" or "cuda".
-        seconds: that timing one system at one batch may take; a single step is always made.
+        seconds: time limit for one system at one batch; one step is always timed.
         memory: bytes that may be allocated; a dense loss that would need more is not tried. None for no limit.
-        until: when `time.perf_counter()` says so, there is no time left.
+        until: value of `time.perf_counter()` after which nothing is started.
     """
     stopped: dict[str, str] = {}
     pace: dict[str, float] = {}  # seconds that the next batch will take

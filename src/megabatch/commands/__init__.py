@@ -1,1 +1,1 @@
-"""What `megabatch NAME` does, a module for each name: `add_arguments(parser)`, `run(args)` with the exit status."""
+"""One module for each command of `megabatch`, with `add_arguments(parser)` and `run(args)`, which returns the exit status."""

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 PARTS = ("losses", "levels", "steps")
 LINE_SECONDS = 5.0  # between progress lines if the output is not a terminal
 DESCRIPTION = """
-Measures losses, levels of tiling and training steps on this machine, beside the peers that are
-installed (open_clip, Inf-CL, Liger, cut-cross-entropy). Each result is compared with float64
-first; a wrong result is not timed. Exit status 1: a result of megabatch is wrong.
+Measures memory and time of losses, of the loss over ranks with fewer levels of tiling, and of
+training steps, beside the installed peers (open_clip, Inf-CL, Liger, cut-cross-entropy). Losses
+are compared with float64 first, steps with a plain step; a wrong result is not timed. The exit
+status is 1 if a result of megabatch is wrong.
 
   megabatch bench --quick                       small sizes: under a minute on a CPU, two on a GPU
   megabatch bench --parts losses --batches 4096 16384 --width 512
@@ -46,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
 
     missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f'megabatch bench: {" and ".join(missing)} missing; pip install "megabatch[bench]" brings them', file=sys.stderr)
+        print(
+            f'megabatch bench: {" and ".join(missing)} missing; pip install "megabatch[bench]" installs them', file=sys.stderr
+        )
         return 2
     import torch
 

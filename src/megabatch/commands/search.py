@@ -111,7 +111,7 @@ def _side(dataset: Dataset, kind: str, among: str | None) -> int:
     """The side of the data to search. In text–text data it is the first, because a query is like the second."""
     wanted = KINDS[among] if among else IMAGE if kind == TEXT and IMAGE in dataset.sides else TEXT
     if wanted not in dataset.sides:
-        raise ValueError(f"--among must be what the data has, {' and '.join(dataset.sides)}, got {wanted}")
+        raise ValueError(f"--among must be a side of the data, {' or '.join(dataset.sides)}, got {wanted}")
     return dataset.sides.index(wanted)
 
 
@@ -121,7 +121,7 @@ def _encoder(pair: Pair, kind: str, *, other: int) -> Tower:
         return pair.towers[1 - other]
     if pair.towers[other].kind == kind:
         return pair.towers[other]
-    raise ValueError(f"QUERY must be what the model encodes, {pair.first.kind} or {pair.second.kind}, got {kind}")
+    raise ValueError(f"QUERY must be of a kind that the model encodes, {pair.first.kind} or {pair.second.kind}, got {kind}")
 
 
 def _found(drawn: Dataset, index: int, side: int, score: float) -> Found:

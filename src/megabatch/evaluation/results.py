@@ -20,18 +20,18 @@ def append(path: str | Path, result: Mapping[str, Any]) -> None:
             if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
         except OSError:
-            file.truncate(end)  # half a line would make the whole file unreadable as soon as there is room for another
+            file.truncate(end)  # half a line, followed by another, would make the file unreadable
             raise
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """All lines. A last one that was cut off while it was written is left out."""
-    lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n")  # a string may hold what else ends a line
+    """All lines. An incomplete last line is left out: it may be in the middle of being written."""
+    lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n")  # strings may contain other line separators
     found: list[dict[str, Any]] = []
     for number, line in enumerate(lines):
         try:
             found.append(json.loads(line.decode()))
-        except ValueError as error:  # JSON's, or that of half a character
+        except ValueError as error:  # not JSON, or half a character
             if number < len(lines) - 1:
                 raise ValueError(f"{path}, line {number + 1}, must be a JSON object: {error}") from error
     return found

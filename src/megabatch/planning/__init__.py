@@ -1,1 +1,1 @@
-"""What a step will cost before it is run."""
+"""Memory and time of a training step, estimated before it is run."""

@@ -24,7 +24,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Encoder:
-    """One tower at one precision. Bytes are those of one device, without weights, their gradients and the inputs."""
+    """One tower at one precision. Bytes of one device, without weights, their gradients and inputs."""
 
     name: str
     width: int  # D of the embeddings

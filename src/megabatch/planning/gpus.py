@@ -1,8 +1,8 @@
 """GPUs: figures of their vendors, and assumptions beyond them.
 
-Every figure in `CATALOGUE` is printed in the document that `source` names, for dense matrices and one way of a link; where a
-vendor prints the rate with 2:4 sparsity, or both ways of a link together, it is halved. What is not a vendor's
-figure has a name of its own below, and is an assumption or a measurement.
+Every figure in `CATALOGUE` is printed in the document that `source` names, for dense matrices and one direction of a link.
+Figures with 2:4 sparsity, or for both directions together, are halved. All other numbers are named constants below: assumptions
+or measurements.
 """
 
 import re
@@ -12,8 +12,8 @@ from megabatch.machine import PEAKS
 
 GIB = 2**30
 
-# Of a datasheet's gigabytes, read as GiB and less those that error correction takes, what PyTorch can allocate. An H200 reports
-# 139.8 of 141 (benchmarks/results/loss_gpu.json); contexts, libraries and fragmentation take the rest. Assumed for all.
+# Share of the memory that PyTorch can allocate: of the datasheet's gigabytes, read as GiB, less error correction. An H200
+# reports 139.8 of 141 (benchmarks/results/loss_gpu.json); contexts, libraries and fragmentation take the rest. Assumed for all.
 USABLE = 0.94
 
 # Share of a link's bandwidth that a message of megabytes gets. Assumed.
@@ -44,7 +44,7 @@ class Gpu:
     """One GPU."""
 
     name: str
-    memory_gb: float  # as it is sold
+    memory_gb: float  # of the datasheet
     half: float  # TFLOP/s, bfloat16 or float16, dense, float32 sums
     tf32: float
     single: float  # float32 without the matrix engine
@@ -79,7 +79,7 @@ CATALOGUE = [
     Gpu("H100-80GB", 80, *PEAKS["H100"], 3350, 450, _NIC_400, True, "NVIDIA H100 Tensor Core GPU datasheet, SXM"),
     Gpu("H200-141GB", 141, *PEAKS["H200"], 4800, 450, _NIC_400, True, "NVIDIA H200 Tensor Core GPU datasheet, SXM"),
     Gpu("B200-180GB", 180, *PEAKS["B200"], 7700, 900, _NIC_400, True, "NVIDIA Blackwell datasheet, HGX B200"),
-    # 46,068 MiB are what its driver reports: the codes lie in the same memory, one sixteenth of it.
+    # Its driver reports 46,068 MiB, because error-correcting codes take one sixteenth of the memory.
     Gpu(
         "L40S-48GB", 48, *PEAKS["L40S"], 864, 32, _NIC_100, False,
         "NVIDIA L40S datasheet, PCIe Gen4 x16", correction_gb=3,
@@ -116,7 +116,7 @@ _OWN = re.compile(r"(?P<memory>\d+(\.\d*)?)GB@(?P<rate>\d+(\.\d*)?)TFLOPS", re.I
 def parse(text: str) -> tuple[int, Gpu]:
     """(how many, which): "8xA800-80GB", "H200", or with memory and dense half-precision rate "8x80GB@312TFLOPS".
 
-    A GPU of one's own has links and other rates like the A100's, in proportion.
+    The links of a GPU given by memory and rate are the A100's; its other rates are the A100's in proportion.
     """
     counted = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text)
     if counted is None:

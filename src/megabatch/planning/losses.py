@@ -1,8 +1,8 @@
 """Memory and time of the loss alone on one rank: megabatch and its peers.
 
-n pairs of a rank, B of all R ranks, D wide. Bytes count what is alive at the peak of forward and backward beyond the
-embeddings themselves, their gradients included. Each formula says where it is from; tests hold ours and the dense ones against
-what the tensors add up to, `benchmarks/plan_validation.py` ours against a GPU.
+n pairs of a rank, B of all R ranks, D wide. Bytes are counted at the peak of forward and backward, beyond the embeddings,
+gradients included. Tests compare megabatch's and the dense formulas with the sum of all live tensors;
+`benchmarks/plan_validation.py` compares megabatch's with a GPU.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ STATISTICS = 64  # bytes a row: sums of exponentials in float64 and their logari
 DENSE_BYTES = 16  # bytes of a matrix entry at the peak, in float32 and under autocast: four float32 matrices; measured
 
 # Float32 blocks of n×D that inf_cl holds: ten on one GPU (measured, benchmarks/results/loss_gpu.md), and in its ring five
-# more: the block that is here and the one coming, the gradient going round and the one coming, and that of this visit.
+# more: the present block and the arriving one; the travelling gradient, the arriving one, and the gradient of this visit.
 INF_CL_BLOCKS, INF_CL_RING_BLOCKS = 10, 5
 
 # Seconds that a loss takes in a step however small it is: 0.8 to 1.2 ms measured at 4k pairs on an H200
@@ -75,7 +75,8 @@ def _megabatch(shape: Shape) -> float:
         # d image in its own type, the sums of d text in float32; as they end, d text is a copy if it is to be rounded.
         last = block * s if s < FLOAT else 0
         return rounded + block * s + block * FLOAT + statistics + max(work, last)
-    # Columns on their way, their sums found, coming, going and at home, and those of the rows; two levels hold twice the way.
+    # Travelling columns; sums of columns (found here, arriving, leaving, at home) and of rows. Two levels hold twice as many
+    # travelling columns.
     two_levels = shape.nodes > 1 and shape.ranks > shape.nodes
     travelling = (4 if two_levels else 2) * block * product
     sums = (7 if two_levels else 5) * block * FLOAT
@@ -84,7 +85,7 @@ def _megabatch(shape: Shape) -> float:
 
 def _vanilla(shape: Shape) -> float:
     gathered = shape.batch * shape.width
-    # Both towers: what was gathered and its concatenation; the gradient of all of it; half-precision copies for the product.
+    # For both towers: the gathered embeddings and their concatenation, the gradient, half-precision copies for the product.
     several = 2 * 2 * FLOAT + 2 * FLOAT + (2 * HALF if shape.half else 0) if shape.ranks > 1 else 2 * shape.embedding_bytes
     return DENSE_BYTES * float(shape.batch) ** 2 + gathered * several
 

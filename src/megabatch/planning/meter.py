@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_f
 
 ALLOCATION_UNIT = 512  # bytes, of PyTorch's allocator for CUDA
 
-# Functions that autocast runs in float32 on CUDA and in half precision on a CPU; those that towers call.
+# Functions that autocast runs in float32 on CUDA and in half precision on a CPU, as far as towers call them.
 _IN_FLOAT32: set[Callable[..., Any]] = {
     F.layer_norm,
     F.rms_norm,

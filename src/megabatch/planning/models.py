@@ -1,6 +1,6 @@
 """Towers by name, without weights: a plan needs only a model's shape.
 
-The names are those of `towers.load`. Nothing is allocated or downloaded: for "hf:NAME" the config.json must be on this
+The names are the same as for `towers.load`. Nothing is allocated or downloaded: for "hf:NAME" the config.json must be on this
 machine. If only the number of parameters is known, a transformer of that size stands in for the tower.
 """
 

@@ -21,14 +21,14 @@ from megabatch.planning.ring import Cluster, Link
 DEVICE, HOST, REPLAY = "device", "host", "replay"
 SOURCES = (DEVICE, HOST, REPLAY)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None, "fp32": None}  # and autocast's type
-OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 1, "none": 0}  # float32 numbers that each parameter has there
+OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 1, "none": 0}  # float32 states per parameter
 SHARDINGS = ("none", "optimizer", "fsdp")
 HOST_MEMORY = 2 * 2**40  # of a node; assumed
 FLOAT = 4
 SYSTEMS = (VANILLA, LOCAL, INF_CL, MEGABATCH)
 
-# Chunks that a plan chooses from: the largest whose activations take at most this share of a GPU. More gains nothing:
-# products are long enough by then.
+# Chunk sizes that a plan chooses from: the largest whose activations take at most this share of a GPU. Larger chunks gain
+# nothing, because the matrix products already keep the device busy.
 CHUNKS, CHUNK_SHARE = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2), 0.2
 
 
@@ -85,7 +85,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU by what holds them; `loss` beside `activations` in a plain step, one or the other in a cached one."""
+    """Bytes of one GPU by part. A plain step holds `loss` and `activations` together, a cached step one or the other."""
 
     weights: float
     gradients: float

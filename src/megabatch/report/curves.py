@@ -16,7 +16,7 @@ def curves(run: SavedRun) -> str:
     if not run.training and not run.evaluations:
         return ""
     if not plots.available():
-        told = f'No curves: matplotlib is not installed; pip install "megabatch[{plots.EXTRA}]" brings it.'
+        told = f'No curves: matplotlib is not installed; pip install "megabatch[{plots.EXTRA}]" installs it.'
         return pages.section(title, pages.faint(told))
     drawn = [
         _metric(run, "Loss", "loss", zero=False, smooth=True),
@@ -98,6 +98,7 @@ def _recalls(run: SavedRun) -> tuple[str, Any] | None:
         colour = plots.PALETTE[shares.index(_share(name)) % len(plots.PALETTE)]
         values = [float("nan") if (value := one["evaluation"].get(name)) is None else value for one in run.evaluations]
         _line(axes, steps, values, metrics.words(name), colour, linestyle="-" if name.startswith(way) else "--")
+    axes.set_xlim(0, 1.05 * steps[-1])  # also with a single evaluation
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
     plots.legend(axes, fontsize=7, handlelength=3)

@@ -106,7 +106,7 @@ def _gallery(run: SavedRun, queries: Sequence[str]) -> str:
         + f" samples of {run.test_data[0]}"
         + (f", {run.test_data[1]} split" if run.test_data[1] else "")
         + ", with their similarity. "
-        + (f"The first {len(queries)} queries were given, the others are" if queries else "Queries are")
+        + ("After the given queries, queries are" if queries else "Queries are")
         + " captions drawn at random; a green frame marks the sample that a caption belongs to."
     )
     return pages.section(title, pages.faint(told), _rows(found))
