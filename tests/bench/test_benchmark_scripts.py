@@ -136,6 +136,28 @@ def test_the_tables_in_results_are_made_from_their_records(name, tmp_path):
 
 
 @pytest.mark.thorough
+def test_texts_of_different_lengths(tmp_path):
+    pytest.importorskip("transformers")
+    command = [
+        sys.executable,
+        str(FOLDER / "lengths.py"),
+        "--pairs",
+        "24",
+        "--chunk",
+        "4",
+        "--turns",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
+    record = json.loads((tmp_path / "lengths_cpu.json").read_text())
+    padded, by_length, *_ = record["results"]
+    assert record["tokens"] < by_length["tokens"] < 0.5 * padded["tokens"]
+    assert (tmp_path / "lengths_cpu.md").read_text().startswith("| system |")
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["family_gpu", "cached_step", "flickr8k", "sentence_transformers_gpu"])
 def test_tiny_runs(script, tmp_path):
     packages = {"flickr8k": "open_clip", "sentence_transformers_gpu": "sentence_transformers"}
