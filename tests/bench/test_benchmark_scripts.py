@@ -153,6 +153,27 @@ def test_small_runs_on_a_cpu(command, tmp_path):
     assert all(result["peak"] is not None for result in results)
 
 
+def test_texts_of_different_lengths(tmp_path):
+    pytest.importorskip("transformers")
+    command = [
+        sys.executable,
+        str(FOLDER / "lengths.py"),
+        "--pairs",
+        "24",
+        "--chunk",
+        "4",
+        "--turns",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
+    record = json.loads((tmp_path / "lengths_cpu.json").read_text())
+    padded, by_length, *_ = record["results"]
+    assert record["tokens"] < by_length["tokens"] < 0.5 * padded["tokens"]
+    assert (tmp_path / "lengths_cpu.md").read_text().startswith("| system |")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("script", ["family_gpu", "cached_step", "flickr8k", "sentence_transformers_gpu"])
 def test_tiny_runs(script, tmp_path):

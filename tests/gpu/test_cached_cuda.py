@@ -68,6 +68,43 @@ def test_dropout_is_the_same_in_both_passes(budget, embeddings):
     assert (cached(pairs, chunk_size=16, budget=budget)[0] - wanted[0]).abs() > 1e-6
 
 
+class Texts(nn.Module):
+    """The mean over unmasked tokens; counts the tokens."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words, self.head = nn.Embedding(50, 16).double().cuda(), nn.Linear(16, 16).double().cuda()
+        self.tokens = 0
+
+    def forward(self, input_ids, attention_mask):
+        self.tokens += input_ids.numel()
+        mask = attention_mask[..., None]
+        return self.head(torch.tanh((self.words(input_ids) * mask).sum(1) / mask.sum(1)))
+
+
+@pytest.mark.parametrize("budget", [None, 100_000, "all"])
+@pytest.mark.parametrize("embeddings", ["device", "host"])
+@pytest.mark.parametrize("place", ["device", "host", "pinned"])
+def test_texts_are_sorted_and_cut(place, embeddings, budget):
+    towers = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = 1 + (torch.rand(200, generator=generator) ** 3 * 90).long()
+        ids = torch.randint(0, 50, (200, 90), generator=generator)
+        inputs = {"input_ids": ids, "attention_mask": (torch.arange(90) < lengths[:, None]).long()}
+        towers.append((Texts(seed), inputs))
+    wanted = clip(*(module(**{key: value.cuda() for key, value in inputs.items()}) for module, inputs in towers))
+    wanted.backward()
+    wanted = [wanted.detach(), *gradients(*(module for module, _ in towers))]
+    moved = {"device": torch.Tensor.cuda, "host": torch.Tensor.clone, "pinned": torch.Tensor.pin_memory}[place]
+    pairs = [(module, {key: moved(value) for key, value in inputs.items()}) for module, inputs in towers]
+    for module, _ in pairs:
+        module.tokens = 0
+    assert_same(cached(pairs, chunk_size=8, budget=budget, embeddings=embeddings), wanted)
+    assert all(module.tokens < (1 if budget == "all" else 2) * 200 * 90 / 2 for module, _ in pairs)
+
+
 @pytest.mark.parametrize("budget", [None, 30_000, "all"])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_inputs_on_the_host_are_streamed(budget, pinned):

@@ -30,6 +30,7 @@ class Sides(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.causal = CausalTexts.of(model)
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Tensor:  # (n, …) -> (n, D)
         """Embeddings of images, or of texts."""
@@ -38,9 +39,10 @@ class Sides(nn.Module):
             raise ValueError("image or text must be given, and not both")
         if text is None:
             features = model.encode_image(image)
+        elif self.causal is not None and text.shape[1] < model.context_length:
+            features = self.causal.encode(text)
         else:
-            causal = CausalTexts.of(model) if text.shape[1] < model.context_length else None
-            features = model.encode_text(text) if causal is None else causal.encode(text)
+            features = model.encode_text(text)
         return F.normalize(features, dim=-1)
 
 
@@ -121,7 +123,8 @@ def _pair(name: str, made: tuple[Any, Any, Any]) -> Pair:
         if parameter is not None:
             parameter.requires_grad_(False)
     module, images = Sides(model), _Images(model.visual, evaluation)
-    texts, causal = _Texts(open_clip.get_tokenizer(architecture)), CausalTexts.of(model)
+    texts = _Texts(open_clip.get_tokenizer(architecture))
+    lengths = None if module.causal is None else module.causal.lengths
     return Pair(
         Tower(
             module,
@@ -131,7 +134,7 @@ def _pair(name: str, made: tuple[Any, Any, Any]) -> Pair:
             _Description(architecture, model.visual).write,
             training_images=images.training(),
         ),
-        Tower(module, "text", texts.prepare, texts.collate, texts.write, None if causal is None else causal.lengths),
+        Tower(module, "text", texts.prepare, texts.collate, texts.write, lengths),
         logit_scale=model.logit_scale.detach().exp().item(),
         logit_bias=None if bias is None else bias.detach().item(),
         name=f"open_clip:{name}",
