@@ -75,6 +75,7 @@ class Bench:
             config = self.folder / f"{TINY_MODEL}.json"
             config.write_text(json.dumps(TINY_CONFIG))
             self.environment["TRAIN_SPEED_MODEL"] = str(config)
+            self.environment["OMP_NUM_THREADS"] = "1"  # small products, and other programs
 
     def run(self, command: list[str], enough: int | None = None) -> tuple[str, bool]:
         """What a process has said, and whether it ended by itself and well.

@@ -77,7 +77,7 @@ def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, c
     optimizer = optim.build(config.optimizer, optim.parameter_groups(modules[:1], torch.nn.Identity(), 0.2))
     cast = autocast(config.precision, device)
     compiler = contextlib.nullcontext()
-    if compiled and config.compile == "on" and compiling.compile_towers(modules, inputs, cast, World(device)):
+    if compiled and config.compile == "on" and compiling.compile_towers(modules, World(device)):
         compiler = compiling.settings()
     times = []
     with fast_products(config.precision, device), compiler:
