@@ -13,7 +13,7 @@ import torch
 
 from megabatch import machine
 
-PATHS = ("--output", "--data")  # left out of the recorded command
+PATHS = ("--output", "--data", "--shards", "--peers")  # left out of the recorded command
 RESULTS = Path(__file__).resolve().parent / "results"
 
 

@@ -42,6 +42,7 @@ def hungry():
 
 def trainer(folder, **changes):
     changes = {"batch_size": 512, "chunk_size": "auto", "steps": 4, "memory": {"chunk": 0.0001, "graphs": 0.0}, **changes}
+    changes = {"precision": "fp32", "compile": "off", **changes}
     world = World(torch.device("cuda", torch.cuda.current_device()))
     return runs.trainer(folder, changes, pair=hungry(), data=runs.Numbers(samples=600), world=world)
 
@@ -74,3 +75,26 @@ def test_memory_that_runs_out_in_training_is_survived(tmp_path, monkeypatch, cap
     made.fit()
     assert made._fit.chunk_sizes == (64, 64)
     assert "the step is done again with chunks of (64, 64) samples" in caplog.text
+
+
+def test_compiled_towers_learn_the_same(tmp_path):
+    """Dropout included. fp32, so that what is left is rounding."""
+    made = {how: trainer(tmp_path / how, compile=how, chunk_size=100, steps=3) for how in ("off", "on")}
+    for one in made.values():
+        one.fit()
+    wanted, found = (runs.weights(made[how]) for how in ("off", "on"))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_the_defaults_train(tmp_path):
+    memory = runs.Memory()
+    made = trainer(tmp_path, precision="auto", compile="auto", workers="auto")
+    made._observers._observers.append(memory)
+    made.fit()
+    assert (made.config.precision, made.config.compile) == ("bf16", "on")
+    for record in memory.records:
+        assert set(record["phases"]) >= {"data", "forward", "loss", "backward", "optimizer"}
+        assert sum(record["phases"].values()) > 0
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -108,7 +108,7 @@ def test_a_compiler_that_fails_is_told_once_and_training_goes_on(tmp_path, quick
     monkeypatch.setattr(compiling, "OPTIONS", {"backend": broken})
     made = runs.trainer(tmp_path / "broken", {"compile": "on"}, pair=deep())
     made.fit()
-    told = [record.message for record in caplog.records if "cannot be compiled" in record.message]
+    told = [line for line in caplog.messages if "compil" in line]
     assert len(told) == 1
     assert "no C compiler" in told[0]
     assert runs.same_bits(runs.weights(made), runs.weights(plain)) == []

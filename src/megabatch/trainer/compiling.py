@@ -1,22 +1,25 @@
 """Compiled towers: `torch.compile` for each layer of a tower, in place, so that names of parameters stay as they are.
 
 The blocks of a transformer are equal, so one compilation serves them all, in a fraction of the time that the whole tower would
-take. A tower without repeated blocks is compiled whole. The compiler is tried before training: where it fails, for lack of a C
-compiler for example, the towers stay as they are.
+take. A tower without repeated blocks is compiled whole. The compiler is tried first: where it fails, for lack of a C compiler
+for example, the towers stay as they are.
+
+Layers are compiled when they are first called, for the sizes of that call, and once more for any size if another one comes. The
+compiler chooses kernels by the sizes that it sees, so the first call is one with a whole chunk (`warm_up`).
 """
 
 import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from megabatch.cached import batchnorm, randomness
-from megabatch.cached.tower_io import call, count_rows, map_rows, opened
+from megabatch.cached.tower_io import call, map_rows, opened
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
@@ -28,45 +31,71 @@ OPTIONS: dict[str, Any] = {"options": {"fallback_random": True}}
 # Compilations of one function, which are all layers of all towers: for each kind of layer two sizes (the second compilation is
 # for any size), with and without gradients, in training and in evaluation, and again under FSDP2. The default is 8.
 COMPILATIONS = 64
-
 MESSAGE = 300  # characters of an error; the compiler's go on for pages
 NOISE = (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",)  # by the compiler itself
 
 
-def compile_towers(
-    modules: Sequence[nn.Module], samples: Sequence[Any], autocast: AbstractContextManager[Any], world: World
-) -> bool:
-    """Compiles towers and tries them. If that fails on any rank, it warns, and leaves the towers as they are.
+def compile_towers(modules: Sequence[nn.Module], world: World) -> bool:
+    """Makes towers compile themselves when they are called. If the compiler fails on any rank, it only warns.
 
     Args:
         modules: of the two sides, before they are wrapped or sharded. Both may be one.
-        samples: inputs of a few samples of each side.
-        autocast: of the training.
         world: the ranks.
 
     Returns:
-        Whether the towers are compiled.
+        Whether the compiler works.
     """
-    if world.rank == 0:
-        LOG.info("compiling the towers, once")
-    began, problem = time.perf_counter(), None
-    for layer in {id(layer): layer for module in modules for layer in layers(module)}.values():
-        layer.compile(**OPTIONS)
+    problem = None
     try:
-        with settings(strict=True), autocast, randomness.untouched([world.device]):
-            for module, inputs in zip(modules, samples, strict=True):
-                _try(module, map_rows(lambda tensor: tensor.to(world.device), inputs))
+        with settings(strict=True):
+            _try_compiler(world.device)
     except Exception as error:  # of whatever part of the compiler
         problem = " ".join([f"{type(error).__name__}:", *str(error).split()])[:MESSAGE]
     problems = [text for text in world.gather_objects(problem) if text is not None]
     if problems:
-        for module in modules:
-            _set(dict.fromkeys(_compiled(module)))
         if world.rank == 0:
             LOG.warning("the towers cannot be compiled, and the run is slower without: %s", problems[0])
-    elif world.rank == 0:
+        return False
+    for layer in {id(layer): layer for module in modules for layer in layers(module)}.values():
+        layer.compile(**OPTIONS)
+    return True
+
+
+def _try_compiler(device: torch.device) -> None:
+    layer: Any = nn.Sequential(nn.Linear(8, 8), nn.GELU()).to(device)
+    layer.compile(**OPTIONS)
+    layer(torch.ones(8, 8, device=device)).sum().backward()
+
+
+def warm_up(modules: Sequence[nn.Module], inputs: Sequence[Any], world: World) -> None:
+    """Encodes as training does, with and without a graph, so that towers are compiled for these sizes.
+
+    Args:
+        modules: of the two sides.
+        inputs: of a whole chunk of each.
+        world: the ranks, which must all call it.
+    """
+    if world.rank == 0:
+        LOG.info("compiling the towers, once")
+    began = time.perf_counter()
+    with randomness.untouched([world.device]):
+        for module, chunk in zip(modules, inputs, strict=True):
+            _encode(module, map_rows(lambda tensor: tensor.to(world.device), chunk))
+    if world.rank == 0:
         LOG.info("compiled the towers in %.0f s", time.perf_counter() - began)
-    return not problems
+
+
+def _encode(module: nn.Module, inputs: Any) -> None:
+    learns = any(parameter.requires_grad for parameter in module.parameters())
+    with batchnorm.running_statistics_kept(batchnorm.layers([module])):
+        for graph in (False, True) if learns else (False,):
+            torch.clear_autocast_cache()  # of casts without a graph
+            with torch.set_grad_enabled(graph):
+                embeddings: Any = opened(call(module, inputs), type(module).__name__).embeddings
+            if embeddings.requires_grad:
+                embeddings.float().sum().backward()
+    torch.clear_autocast_cache()
+    module.zero_grad(set_to_none=True)
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
@@ -115,7 +144,7 @@ def settings(*, strict: bool = False) -> Iterator[None]:
 
 @contextmanager
 def plain(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The towers as they were before they were compiled, to look at what they do with a few samples."""
+    """The towers without the compiler, to look at what they do in other sizes than those of the training."""
     found = {layer: made for module in modules for layer, made in _compiled(module).items()}
     _set(dict.fromkeys(found))
     try:
@@ -131,19 +160,3 @@ def _compiled(module: nn.Module) -> dict[nn.Module, Any]:
 def _set(calls: Mapping[nn.Module, Any]) -> None:
     for layer, made in calls.items():
         layer._compiled_call_impl = made
-
-
-def _try(module: nn.Module, inputs: Any) -> None:
-    """Encodes as training does, with and without a graph, in two sizes: the second makes the compiler allow any size."""
-    rows, learns = count_rows(inputs, "inputs"), any(parameter.requires_grad for parameter in module.parameters())
-    with batchnorm.running_statistics_kept(batchnorm.layers([module])):
-        for size in dict.fromkeys((rows, max(1, rows // 2))):
-            part = map_rows(lambda tensor, size=size: tensor[:size], inputs)  # type: ignore[misc]
-            for graph in (False, True) if learns else (False,):
-                torch.clear_autocast_cache()
-                with torch.set_grad_enabled(graph):
-                    embeddings: Any = opened(call(module, part), type(module).__name__).embeddings
-                if embeddings.requires_grad:
-                    embeddings.float().sum().backward()
-    torch.clear_autocast_cache()
-    module.zero_grad(set_to_none=True)

@@ -19,7 +19,6 @@ from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, free_memory
 from megabatch.cached.tower_io import call, count_rows, local, map_rows, opened
 from megabatch.evaluation.embedding import evaluating
 from megabatch.machine import ALLOCATION_FAILED, available_memory
-from megabatch.trainer.compiling import plain
 from megabatch.world import World
 
 ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
@@ -116,6 +115,12 @@ def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> 
             size = min(2 * size, most)
 
 
+def repeated(inputs: Any, size: int) -> Any:
+    """Inputs of `size` samples: the given ones, again and again."""
+    times = -(-size // count_rows(inputs, "inputs"))
+    return map_rows(lambda tensor: torch.cat([tensor] * times)[:size], inputs)
+
+
 def ran_out(error: BaseException) -> bool:
     """Whether the error means out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -129,15 +134,13 @@ class _Peak:
     def __init__(self, module: nn.Module, inputs: Any, world: World) -> None:
         self._module, self._world = module, world
         self._inputs = map_rows(lambda tensor: tensor.to(world.device), inputs)
-        self._rows = count_rows(self._inputs, "inputs")
 
     def __call__(self, size: int) -> int | None:
-        times = -(-size // self._rows)
         device, used = self._world.device, math.inf
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         try:
-            self._encode(map_rows(lambda tensor: torch.cat([tensor] * times)[:size], self._inputs))
+            self._encode(repeated(self._inputs, size))
             used = torch.cuda.max_memory_allocated(device) - before
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
@@ -157,7 +160,7 @@ def _coming(modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pa
     """Bytes that training still allocates beside graphs and activations: gradients, moments, embeddings."""
     parameters = {id(p): local(p) for module in modules for p in module.parameters() if p.requires_grad}
     learned = sum(p.numel() * p.element_size() for p in parameters.values())
-    with torch.no_grad(), evaluating(modules[0]), plain(modules[:1]):
+    with torch.no_grad(), evaluating(modules[0]):
         output = call(modules[0], map_rows(lambda tensor: tensor.to(device), samples(0, 1)))
     width = opened(output, type(modules[0]).__name__).embeddings.shape[1]
     return OPTIMIZER_COPIES * learned + COPIES_OF_EMBEDDINGS * len(modules) * pairs * width * 4

@@ -31,7 +31,7 @@ from megabatch.trainer import compiling, locked, optim, parallel
 from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents
 from megabatch.trainer.config import FREE, TrainConfig, differences, reader_count
 from megabatch.trainer.ema import Average
-from megabatch.trainer.fit import Fit, what_fits
+from megabatch.trainer.fit import Fit, repeated, what_fits
 from megabatch.trainer.flops import Utilisation
 from megabatch.trainer.objective import Objective
 from megabatch.trainer.observers import Observer, Observers, Unreadable
@@ -43,7 +43,6 @@ from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
 SAMPLES_SHOWN = 2  # to towers, to find their used parameters
-SAMPLES_COMPILED = 32  # that the compiler sees first
 
 
 class Trainer:
@@ -104,12 +103,7 @@ class Trainer:
         self._utilisation = Utilisation(
             [modules[side] for side in encoded], [shown[side] for side in encoded], config.precision, self.world
         )
-        self._compiled = config.compile == "on" and compiling.compile_towers(
-            modules,
-            [self._samples(side, SAMPLES_COMPILED) for side in (0, 1)],
-            autocast(config.precision, self.world.device),
-            self.world,
-        )
+        self._compiled = config.compile == "on" and compiling.compile_towers(modules, self.world)
         with randomness.untouched([self.world.device]), compiling.plain(modules):
             self._called = parallel.wrapped(modules, shown, self.world, config.parallel)
         self._modules = parallel.distinct(modules)
@@ -184,11 +178,9 @@ class Trainer:
             self.run.write()
         self._observers.start(self.run)
         try:
-            signals, products = (
-                requests(impatient=self.world.size == 1),
-                fast_products(self.config.precision, self.world.device),
-            )
-            with self._workers() as workers, signals as request, products:
+            products = fast_products(self.config.precision, self.world.device)
+            compiler = compiling.settings() if self._compiled else nullcontext()
+            with self._workers() as workers, requests(impatient=self.world.size == 1) as request, products, compiler:
                 self._train(self._ready(workers), request)
                 self._save_model()  # before the evaluation, which may fail
                 result = self._evaluate(workers) if self.validation is not None else None
@@ -200,11 +192,15 @@ class Trainer:
     def _ready(self, workers: int | Executor) -> Step:
         if self.step == 0:
             self._seed(0)
+        modules = [tower.module for tower in self.pair.towers]
         if self._fit is None:
             share = -(-self.config.batch_size // self.world.size)
-            modules = [tower.module for tower in self.pair.towers]
-            with autocast(self.config.precision, self.world.device):
+            with compiling.plain(modules), autocast(self.config.precision, self.world.device):
                 self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
+        if self._compiled:
+            chunks = [repeated(self._samples(side, size), size) for side, size in enumerate(self._fit.chunk_sizes)]
+            with autocast(self.config.precision, self.world.device):
+                compiling.warm_up(modules, chunks, self.world)
         return Step(
             self.config,
             self.pair,

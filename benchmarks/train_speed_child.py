@@ -1,0 +1,103 @@
+"""A process of `train_speed.py`: a trainer run as `python -m` runs it, or the towers alone.
+
+python benchmarks/train_speed_child.py MODULE ARGUMENTS…
+python benchmarks/train_speed_child.py towers JSON
+
+Prints the peak of the memory at the end, also if it is terminated; open_clip's trainer does not tell it. TRAIN_SPEED_MODEL
+names a file with a model's config that open_clip is to know.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megabatch.machine import peak_bytes
+
+PEAK, TOWERS, OPEN_CLIP = "peak bytes:", "towers", "open_clip_train.main"
+
+
+def main() -> None:
+    what, *arguments = sys.argv[1:]
+    if "TRAIN_SPEED_MODEL" in os.environ:
+        import open_clip
+
+        open_clip.add_model_config(Path(os.environ["TRAIN_SPEED_MODEL"]))
+    if what == TOWERS:
+        print(json.dumps(towers_alone(**json.loads(arguments[0]))), flush=True)
+        return
+    if what == OPEN_CLIP:
+        signal.signal(signal.SIGTERM, lambda number, frame: (tell_peak(), os._exit(0)))
+    sys.argv = [what, *arguments]
+    try:
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    finally:
+        tell_peak()
+
+
+def tell_peak() -> None:
+    print(PEAK, peak_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu")), flush=True)
+
+
+def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, compiled: bool) -> dict[str, Any]:
+    """Steps of forward, backward and optimizer over chunks that lie on the device: no data, no loss, no second pass.
+
+    With `compiled`, captions are cut after the longest of the chunk, where a tower allows it, and on a GPU the towers are
+    compiled.
+    """
+    from megabatch import towers
+    from megabatch.cached.tower_io import call, map_rows
+    from megabatch.data import load
+    from megabatch.trainer import compiling, optim
+    from megabatch.trainer.config import TrainConfig
+    from megabatch.trainer.step import autocast, fast_products
+    from megabatch.world import World
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config, pair, dataset = TrainConfig().on(device), towers.load(model), load.load(data)
+    chunk = min(chunk, batch, len(dataset))
+    inputs = []
+    for side, tower in enumerate(pair.towers):
+        tower.module.to(device)
+        one = next(iter(dataset.source(range(chunk), side, tower, augment=False).chunks([(0, chunk)], None)))
+        lengths = getattr(tower, "lengths", None) if compiled else None
+        used = None if lengths is None else lengths(one)
+        if used is not None:
+            longest = int(used.max())
+            one = map_rows(lambda tensor, longest=longest: tensor[:, :longest], one)
+        inputs.append(map_rows(lambda tensor: tensor.to(device), one))
+    modules = [tower.module for tower in pair.towers]
+    optimizer = optim.build(config.optimizer, optim.parameter_groups(modules[:1], torch.nn.Identity(), 0.2))
+    cast = autocast(config.precision, device)
+    compiler = contextlib.nullcontext()
+    if compiled and config.compile == "on" and compiling.compile_towers(modules, World(device)):
+        compiler = compiling.settings()
+    times = []
+    with fast_products(config.precision, device), compiler:
+        for _ in range(steps + 1):
+            began = time.perf_counter()
+            for _ in range(batch // chunk):
+                for module, one in zip(modules, inputs, strict=True):
+                    with cast:
+                        embeddings = call(module, one)
+                    embeddings.float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+    pairs = batch // chunk * chunk
+    tokens = [int(tensor.shape[1]) for tensor in inputs[1].values()] if isinstance(inputs[1], dict) else []
+    found = {"rate": pairs * steps / sum(times[1:]), "steps": steps, "peak_bytes": peak_bytes(device)}
+    return found | {"tokens": max(tokens, default=0)}
+
+
+if __name__ == "__main__":
+    main()
