@@ -206,7 +206,6 @@ def test_texts_of_different_lengths(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", ["family_gpu", "cached_step", "flickr8k", "sentence_transformers_gpu"])
 @pytest.mark.parametrize("script", ["family_gpu", "cached_step", "flickr8k", "sentence_transformers_gpu", "train_speed"])
 def test_tiny_runs(script, tmp_path):
     packages = {
