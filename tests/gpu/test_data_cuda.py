@@ -54,9 +54,9 @@ def test_crops_are_those_of_the_cpu():
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(20, 500, (50, 2), generator=generator).tolist()
     many = [torch.randint(0, 256, (3, *size), generator=generator, dtype=torch.uint8) for size in sizes]
-    numbers = [TRAINING.crop.draw(generator) for _ in many]
-    found = TRAINING.crop.many([image.cuda() for image in many], numbers).cpu()
-    wanted = TRAINING.crop.many(many, numbers)
+    boxes = [TRAINING.crop.box(TRAINING.crop.draw(generator), *image.shape[1:]) for image in many]
+    found = TRAINING.crop.many([image.cuda() for image in many], boxes).cpu()
+    wanted = TRAINING.crop.many(many, boxes)
     assert (found.int() - wanted.int()).abs().max() <= 1
     assert (found != wanted).float().mean() < 1e-3
 

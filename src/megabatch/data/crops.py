@@ -59,51 +59,40 @@ class RandomCrop:
         w = min(width, max(1, round((wanted * ratio) ** 0.5)))
         return Box(int(down * (height - h + 1)), int(right * (width - w + 1)), h, w, self.flip and mirror < 0.5)
 
-    def one(self, image: Tensor, numbers: Sequence[float]) -> Tensor:  # (3, H, W) uint8 -> (3, *size) uint8
+    def one(self, image: Tensor, box: Box) -> Tensor:  # (3, H, W) uint8 -> (3, *size) uint8
         """The crop of one image on a CPU."""
-        top, left, height, width, mirrored = self.box(numbers, *image.shape[1:])
-        part = image[None, :, top : top + height, left : left + width]
+        part = image[None, :, box.top : box.top + box.height, box.left : box.left + box.width]
         crop = F.interpolate(part, self.size, mode="bicubic", antialias=True)[0]
-        return (crop.flip(2) if mirrored else crop).contiguous()
+        return (crop.flip(2) if box.mirrored else crop).contiguous()
 
-    def many(self, pictures: Sequence[Tensor], numbers: Sequence[Sequence[float]]) -> Tensor:  # (n, 3, *size) uint8
+    def many(self, pictures: Sequence[Tensor], boxes: Sequence[Box]) -> Tensor:  # (n, 3, *size) uint8
         """The crops of images on one device, by two matrix products for each group of images of similar size."""
-        device = pictures[0].device
-        boxes = [self.box(drawn, *image.shape[1:]) for image, drawn in zip(pictures, numbers, strict=True)]
-        crops = torch.empty(len(pictures), 3, *self.size, dtype=torch.uint8, device=device)
-        for group in _groups(boxes):
-            crops[torch.tensor(group, device=device)] = self._group([pictures[i] for i in group], [boxes[i] for i in group])
-        return crops
+        groups = _groups([(image.shape[1], image.shape[2]) for image in pictures])
+        made = [self._group([pictures[i] for i in group], [boxes[i] for i in group]) for group in groups]
+        places = torch.tensor([i for group in groups for i in group], device=pictures[0].device)
+        return torch.cat(made)[places.argsort()]
 
     def _group(self, pictures: list[Tensor], boxes: list[Box]) -> Tensor:  # (n, 3, *size) uint8
-        device, (rows, columns) = pictures[0].device, self.size
-        height, width = max(box.height for box in boxes), max(box.width for box in boxes)
-        padded = torch.zeros(len(boxes), 3, height, width, dtype=torch.uint8, device=device)
-        torch._foreach_copy_(
-            [place[:, : box.height, : box.width] for place, box in zip(padded.unbind(0), boxes, strict=True)],
-            [
-                image[:, box.top : box.top + box.height, box.left : box.left + box.width]
-                for image, box in zip(pictures, boxes, strict=True)
-            ],
-        )
-        heights, widths, mirrored = (
-            torch.tensor(values, device=device)
-            for values in ([box.height for box in boxes], [box.width for box in boxes], [box.mirrored for box in boxes])
-        )
-        down = filter_weights(heights, rows, height)[:, None]  # (n, 1, rows, height)
-        across = filter_weights(widths, columns, width)  # (n, columns, width)
-        across = torch.where(mirrored[:, None, None], across.flip(1), across)[:, None].mT  # (n, 1, width, columns)
-        return (down @ (padded.float() @ across)).round_().clamp_(0, 255).to(torch.uint8)
+        whole = _stacked(pictures)  # (n, 3, height, width)
+        top, left, height, width, mirrored = torch.tensor(boxes, device=whole.device).unbind(1)  # (n,) each
+        down = filter_weights(top, height, self.size[0], whole.shape[2])  # (n, rows, height)
+        across = filter_weights(left, width, self.size[1], whole.shape[3])  # (n, columns, width)
+        across = torch.where(mirrored[:, None, None] > 0, across.flip(1), across)
+        products = down[:, None] @ (whole.float() @ across.mT[:, None])
+        return products.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def filter_weights(lengths: Tensor, size: int, width: int) -> Tensor:  # (n,) int64 -> (n, size, width) float32
-    """Weights of antialiased bicubic resizing of the first `lengths` of `width` pixels to `size` pixels, in one dimension."""
-    scale = lengths.double()[:, None, None] / size  # (n, 1, 1)
+def filter_weights(start: Tensor, length: Tensor, size: int, width: int) -> Tensor:  # (n,), (n,) -> (n, size, width) float32
+    """Weights of antialiased bicubic resizing in one dimension: of `length` pixels, from `start` on, to `size` pixels.
+
+    The weights are for a row of `width` pixels, and 0 outside of the part.
+    """
+    scale = length.double()[:, None, None] / size  # (n, 1, 1)
     stretch = scale.clamp_min(1)
-    centre = (torch.arange(size, device=lengths.device).double()[:, None] + 0.5) * scale  # (n, size, 1)
-    pixels = torch.arange(width, device=lengths.device).double()  # (width,)
-    first, last = ((centre + sign * 2 * stretch + 0.5).floor() for sign in (-1, 1))
-    inside = (pixels >= first) & (pixels < last) & (pixels < lengths[:, None, None])
+    centre = (torch.arange(size, device=length.device).double()[:, None] + 0.5) * scale  # (n, size, 1)
+    pixels = torch.arange(width, device=length.device).double() - start[:, None, None]  # (n, 1, width), within the part
+    first, last = ((centre + sign * 2 * stretch + 0.5).floor().clamp_min(0) for sign in (-1, 1))
+    inside = (pixels >= first) & (pixels < last) & (pixels < length[:, None, None])
     t = ((pixels + 0.5 - centre) / stretch).abs()
     near = ((_CUBIC + 2) * t - (_CUBIC + 3)) * t * t + 1
     far = _CUBIC * (((t - 5) * t + 8) * t - 4)
@@ -111,29 +100,40 @@ def filter_weights(lengths: Tensor, size: int, width: int) -> Tensor:  # (n,) in
     return (weights / weights.sum(2, keepdim=True)).float()
 
 
-def _groups(boxes: Sequence[Box]) -> list[list[int]]:
-    """Boxes of similar size together, so that at most half of a group is padding."""
+def _stacked(pictures: list[Tensor]) -> Tensor:  # (n, 3, height, width) uint8
+    """The images in one tensor, smaller ones with zeros below and to the right."""
+    if len({image.shape for image in pictures}) == 1:
+        return torch.stack(pictures)
+    height, width = (max(image.shape[i] for image in pictures) for i in (1, 2))
+    padded = torch.zeros(len(pictures), 3, height, width, dtype=torch.uint8, device=pictures[0].device)
+    places = [place[:, : image.shape[1], : image.shape[2]] for place, image in zip(padded.unbind(0), pictures, strict=True)]
+    torch._foreach_copy_(places, pictures)
+    return padded
+
+
+def _groups(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Images of similar height and width together, so that at most half of a group is padding."""
     groups: list[list[int]] = []
     height = width = area = 0
-    for i in sorted(range(len(boxes)), key=lambda i: (boxes[i].height, boxes[i].width)):
-        box = boxes[i]
-        height, width, area = max(height, box.height), max(width, box.width), area + box.height * box.width
+    for i in sorted(range(len(sizes)), key=sizes.__getitem__):
+        h, w = sizes[i]
+        height, width, area = max(height, h), max(width, w), area + h * w
         padded = height * width * (len(groups[-1]) + 1) if groups else 0
         if groups and padded <= min(2 * area, PIXELS_AT_ONCE):
             groups[-1].append(i)
         else:
             groups.append([i])
-            height, width, area = box.height, box.width, box.height * box.width
+            height, width, area = h, w, h * w
     return groups
 
 
 @dataclass
 class Picture:
-    """An image between reader and chunk: encoded with the numbers of its crop, or its finished crop."""
+    """An image between reader and chunk: encoded, with the box of its crop; or the finished crop."""
 
     data: bytes
     name: str
-    numbers: tuple[float, ...] | None  # None for a finished crop
+    box: Box | None  # None for a finished crop
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,12 @@ class TrainingImages:
         """
         numbers = self.crop.draw(generator)
         if isinstance(image, Encoded):
-            if encoded and images.is_plain_jpeg(image.data):
-                return Picture(image.data, image.name, numbers)
+            size = images.plain_jpeg_size(image.data) if encoded else None
+            if size is not None:
+                return Picture(image.data, image.name, self.crop.box(numbers, *size))
             image = images.decode(image)
-        return Picture(self.crop.one(image, numbers).numpy().tobytes(), "", None)
+        crop = self.crop.one(image, self.crop.box(numbers, *image.shape[1:]))
+        return Picture(crop.numpy().tobytes(), "", None)
 
     def finish(
         self, pictures: Sequence[Picture], device: torch.device | None, failed: Callable[[Picture, str], None]
@@ -180,11 +182,11 @@ class TrainingImages:
         """
         device = device or torch.device("cpu")
         crops = torch.empty(len(pictures), 3, *self.crop.size, dtype=torch.uint8, device=device)
-        ready = [i for i, picture in enumerate(pictures) if picture.numbers is None]
+        ready = [i for i, picture in enumerate(pictures) if picture.box is None]
         if ready:
             pixels = torch.frombuffer(bytearray().join(pictures[i].data for i in ready), dtype=torch.uint8)
             crops[torch.tensor(ready, device=device)] = pixels.view(len(ready), *crops.shape[1:]).to(device)
-        waiting = [i for i, picture in enumerate(pictures) if picture.numbers is not None]
+        waiting = [i for i, picture in enumerate(pictures) if picture.box is not None]
         for start in range(0, len(waiting), DECODED_AT_ONCE):
             some = waiting[start : start + DECODED_AT_ONCE]
             crops[torch.tensor(some, device=device)] = self._crops([pictures[i] for i in some], device, failed)
@@ -194,10 +196,11 @@ class TrainingImages:
     def _crops(self, pictures: list[Picture], device: torch.device, failed: Callable[[Picture, str], None]) -> Tensor:
         """Crops of encoded images, (n, 3, height, width) uint8."""
         decoded = _decoded(pictures, device, failed)
-        crops = self.crop.many(decoded, [picture.numbers or () for picture in pictures])
+        boxes = [picture.box for picture in pictures if picture.box is not None]
+        crops = self.crop.many(decoded, boxes)
         large = [i for i, picture in enumerate(pictures) if len(picture.data) > crops[0].numel()]
         for i, crop in zip(large, crops[large].cpu() if large else (), strict=True):
-            pictures[i].data, pictures[i].numbers = crop.numpy().tobytes(), None
+            pictures[i].data, pictures[i].box = crop.numpy().tobytes(), None
         return crops
 
 
@@ -232,5 +235,7 @@ def _decoded_alone(picture: Picture, failed: Callable[[Picture, str], None]) -> 
         return images.decode(Encoded(picture.data, picture.name))
     except UnreadableSampleError as error:
         failed(picture, str(error))
-        blank_image: Tensor = blank(IMAGE)
-        return blank_image
+        assert picture.box is not None
+        height, width = picture.box.top + picture.box.height, picture.box.left + picture.box.width
+        grey: Tensor = blank(IMAGE)
+        return grey[:, :1, :1].expand(3, height, width)  # the crop lies inside of it

@@ -37,7 +37,7 @@ def decode(image: Encoded) -> Tensor:  # (3, H, W) uint8
     """Decodes an image."""
     if not image.data:
         raise UnreadableSampleError(f"{image.name} is empty")
-    if (torchvision := torchvision_io()) is not None and is_plain_jpeg(image.data):
+    if (torchvision := torchvision_io()) is not None and plain_jpeg_size(image.data) is not None:
         try:
             found: Tensor = torchvision.decode_jpeg(
                 torch.frombuffer(bytearray(image.data), dtype=torch.uint8), torchvision.ImageReadMode.RGB
@@ -55,21 +55,24 @@ def decode(image: Encoded) -> Tensor:  # (3, H, W) uint8
         raise UnreadableSampleError(f"{image.name} is not an image that can be read: {reason}") from error
 
 
-def is_plain_jpeg(data: bytes) -> bool:
-    """Whether any JPEG decoder gives the upright RGB image: complete, three channels of 8 bits, not rotated by EXIF."""
+def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Height and width of a JPEG of which any decoder gives the upright RGB image; None for other files.
+
+    Such a JPEG is complete, has three channels of 8 bits, and is not rotated by EXIF.
+    """
     if data[:3] != _START or _END not in data[-64:]:
-        return False
-    place, frame = 2, False
-    while place + 4 <= len(data) and data[place] == 0xFF:
-        marker, size = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")
-        if marker in _FRAMES:
-            frame = data[place + 4] == 8 and data[place + 9] == 3 if place + 9 < len(data) else False
-        elif marker == 0xE1 and _rotated(data[place + 4 : place + 2 + size]):
-            return False
+        return None
+    place, size = 2, None
+    while place + 10 <= len(data) and data[place] == 0xFF:
+        marker, length = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")
+        if marker in _FRAMES and data[place + 4] == 8 and data[place + 9] == 3:
+            size = int.from_bytes(data[place + 5 : place + 7], "big"), int.from_bytes(data[place + 7 : place + 9], "big")
+        elif marker == 0xE1 and _rotated(data[place + 4 : place + 2 + length]):
+            return None
         elif marker == 0xDA:  # the pixels follow
-            return frame
-        place += 2 + size
-    return False
+            return size if size is not None and min(size) > 0 else None
+        place += 2 + length
+    return None
 
 
 @cache
