@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from megabatch.commands import model
-from megabatch.data.dataset import IMAGE, Dataset, UnreadableSampleError
+from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.display import metrics
 from megabatch.evaluation import classifier, embed, encode, evaluate, results, zero_shot
+from megabatch.evaluation.embedding import read_or_none
 from megabatch.evaluation.zero_shot import TEMPLATES
 from megabatch.towers import Pair
 from megabatch.world import World, joined
@@ -47,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluates, prints and writes the result."""
-    with joined(args.device) as world, _threads(args.workers) as workers:
+    threads = ThreadPoolExecutor(args.workers) if args.workers else nullcontext(0)
+    with joined(args.device) as world, threads as workers:
         chosen = model.choose(args, world.device)
         if args.zero_shot:
             found = classified(chosen.pair, chosen.dataset, world, args, name=Path(chosen.data).stem, workers=workers)
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             found = evaluate(chosen.pair, chosen.dataset, chunk_size=args.chunk_size, workers=workers, group=world.group)
         if world.rank == 0:
             split = f", {chosen.split}" if chosen.split else ""
-            show(f"{args.model} on {chosen.data}{split}", found)
+            metrics.table(found, f"{args.model} on {chosen.data}{split}").print()
             path = args.output or (None if chosen.folder is None else chosen.folder / FILE)
             if path is not None:
                 results.append(path, {"model": args.model, "data": chosen.data, "split": chosen.split, **found})
@@ -69,7 +71,7 @@ def classified(
     """Zero-shot accuracy; samples are distributed over ranks."""
     if dataset.sides[0] != IMAGE:
         raise ValueError(f"--zero-shot must have data with images, got {dataset.sides[0]} and {dataset.sides[1]}")
-    captions = [_caption(dataset, index) for index in range(len(dataset))]
+    captions = [read_or_none(dataset, index, 1) for index in range(len(dataset))]
     names = list(model.lines_of(args.classes)) if args.classes else sorted({text for text in captions if text is not None})
     numbers_of = {text: number for number, text in enumerate(names)}
     strange = next((text for text in captions if text is not None and text not in numbers_of), None)
@@ -84,21 +86,3 @@ def classified(
     found = zero_shot(images[good], labels[good], classes, name=name, group=world.group)
     without_image = world.sum([int((~good).sum())])[0]
     return {**found, "num_classes": len(names), "num_failed": int(without_image) + captions.count(None)}
-
-
-def _caption(dataset: Dataset, index: int) -> str | None:
-    try:
-        text: str = dataset.read(index, 1)
-    except UnreadableSampleError:
-        return None
-    return text
-
-
-def _threads(workers: int) -> Any:
-    """A thread pool for the whole evaluation, or 0."""
-    return ThreadPoolExecutor(workers) if workers else nullcontext(0)
-
-
-def show(title: str, found: dict[str, float]) -> None:
-    """Prints the result."""
-    metrics.table(found, title).print()

@@ -12,6 +12,7 @@ from megabatch.data import images
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
 from megabatch.display.tables import Table
 from megabatch.evaluation import embedded, encode, search, sheet
+from megabatch.evaluation.embedding import read_or_none
 from megabatch.evaluation.sheet import Found, Shown
 from megabatch.towers import Pair, Tower
 from megabatch.world import joined
@@ -127,12 +128,6 @@ def _encoder(pair: Pair, kind: str, *, other: int) -> Tower:
 def _found(drawn: Dataset, index: int, side: int, score: float) -> Found:
     """An image with its caption, whichever was searched; of two texts, the searched one with the other below."""
     shown = drawn.sides.index(IMAGE) if IMAGE in drawn.sides else side
-    return Found(_read(drawn, index, shown), str(_read(drawn, index, 1 - shown)), score)
-
-
-def _read(dataset: Dataset, index: int, side: int) -> str | Tensor:
-    try:
-        found: str | Tensor = dataset.read(index, side)
-    except UnreadableSampleError:
-        return "cannot be read"
-    return found
+    sides = (read_or_none(drawn, index, which) for which in (shown, 1 - shown))
+    first, second = ("cannot be read" if value is None else value for value in sides)
+    return Found(first, str(second), score)

@@ -13,8 +13,7 @@ LINE_SECONDS = 10.0  # between lines if the output is not a terminal
 
 
 class ProgressDisplay:
-    """An observer that shows step, loss, pairs a second, share of time spent waiting for data, MFU, memory, time left and
-    the last recall.
+    """An observer that shows step, loss, pairs a second, memory, time left and the last recall.
 
     Args:
         stream: output (default: standard output).
@@ -30,7 +29,7 @@ class ProgressDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream, self._line_seconds, self._clock = stream, line_seconds, clock
-        self._bar: _Bar | None = None
+        self._bar: Any = None  # rich's, in a terminal
         self._total = self._first = self._done = self._batch_size = 0
         self._began = self._last_line = 0.0
         self._recall = ""
@@ -46,20 +45,20 @@ class ProgressDisplay:
         where = f" from step {self._first:,}" if self._first else ""
         self._print(f"{self._total:,} steps of {self._batch_size:,} pairs{where}, in {run.folder}")
         if self._output.isatty() and extras.installed("rich"):
-            self._bar = _Bar(self._output, self._total, self._first)
+            self._start_bar()
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step has ended."""
         done = self._done = int(record["step"])
         self._record = record
         if self._bar is not None:
-            self._show_bar()
+            self._update_bar()
             return
         now = self._clock()
         if now - self._last_line >= self._line_seconds or done >= self._total:
             self._last_line = now
             width = len(f"{self._total:,}")
-            self._print("  ".join([f"step {done:>{width},}/{self._total:,}", *self._shown().values()]))
+            self._print("  ".join([f"step {done:>{width},}/{self._total:,}", *self._shown()]))
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """There is a new evaluation."""
@@ -71,7 +70,7 @@ class ProgressDisplay:
         shown = "  ".join(f"{metrics.words(name)} {numbers.percent(value)}" for name, value in shares.items())
         self._print(f"step {record['step']:,}: {shown}")
         if self._bar is not None and self._record:
-            self._show_bar()  # with the new recall: after the last step there is no other update
+            self._update_bar()  # with the new recall: after the last step there is no other update
 
     def saved(self, path: Path) -> None:
         """A checkpoint is written."""
@@ -81,68 +80,50 @@ class ProgressDisplay:
     def finish(self, run: Any) -> None:
         """The run has ended or was stopped."""
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
             self._bar = None
         took = numbers.duration(self._clock() - self._began)
-        self._print(f"{self._done - self._first:,} steps in {took}; all of it is in {run.folder}")
+        self._print(f"{self._done - self._first:,} steps in {took}; written to {run.folder}")
 
     @property
     def _output(self) -> TextIO:
         return self._stream or sys.stdout
 
-    def _show_bar(self) -> None:
-        assert self._bar is not None
-        self._bar.update(self._done, self._shown())
-
-    def _shown(self) -> dict[str, str]:
-        return _shown(self._record, self._time_left(self._done), self._recall)
-
-    def _time_left(self, done: int) -> float:
-        steps = done - self._first
-        return (self._clock() - self._began) / steps * (self._total - done) if steps > 0 else float("inf")
-
-    def _print(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.print(line)
-        else:
-            print(line, file=self._output, flush=True)
-
-
-def _shown(record: Mapping[str, Any], left: float, recall: str) -> dict[str, str]:
-    shown = {"loss": f"loss {numbers.short(record.get('loss'))}"}
-    if record.get("pairs_per_second") is not None:
-        shown["speed"] = f"{numbers.count(record['pairs_per_second'])} pairs/s"
-    if (phases := record.get("phases")) and sum(phases.values()):
-        shown["data"] = f"data {numbers.percent(phases.get('data', 0.0) / sum(phases.values()))}"
-    if record.get("mfu") is not None:
-        shown["mfu"] = f"MFU {numbers.percent(record['mfu'])}"
-    if record.get("memory_bytes"):
-        shown["memory"] = numbers.size(record["memory_bytes"])
-    if recall:
-        shown["recall"] = recall
-    return shown | {"left": f"{numbers.duration(left)} left"}
-
-
-class _Bar:
-    """rich's progress bar with the metrics beside it."""
-
-    def __init__(self, stream: TextIO, total: int, first: int) -> None:
-        progress = extras.load("rich.progress", extra="train", purpose="A progress bar")
-        console = extras.load("rich.console", extra="train", purpose="A progress bar")
-        self._progress: Any = progress.Progress(
+    def _start_bar(self) -> None:
+        progress, console = (
+            extras.load(f"rich.{name}", extra="train", purpose="A progress bar") for name in ("progress", "console")
+        )
+        self._bar = progress.Progress(
             progress.TextColumn("{task.completed:,}/{task.total:,}", style="bold"),
             progress.BarColumn(bar_width=None),
             progress.TextColumn("{task.fields[shown]}", markup=False),
-            console=console.Console(file=stream, highlight=False),
+            console=console.Console(file=self._output, highlight=False),
         )
-        self._task = self._progress.add_task("steps", total=total, completed=first, shown="")
-        self._progress.start()
+        self._bar.add_task("steps", total=self._total, completed=self._first, shown="")
+        self._bar.start()
 
-    def update(self, done: int, shown: dict[str, str]) -> None:
-        self._progress.update(self._task, completed=done, shown=" · ".join(shown.values()))
+    def _update_bar(self) -> None:
+        self._bar.update(self._bar.task_ids[0], completed=self._done, shown=" · ".join(self._shown()))
 
-    def print(self, line: str) -> None:
-        self._progress.console.print(line, markup=False, highlight=False)
+    def _shown(self) -> list[str]:
+        """Loss, speed, share of waiting for data, model FLOPs utilisation, memory, recall and time left, as far as known."""
+        record, steps = self._record, self._done - self._first
+        left = (self._clock() - self._began) / steps * (self._total - self._done) if steps > 0 else float("inf")
+        speed, memory, mfu = (record.get(name) for name in ("pairs_per_second", "memory_bytes", "mfu"))
+        phases = record.get("phases") or {}
+        seconds = sum(phases.values())
+        return [
+            f"loss {numbers.short(record.get('loss'))}",
+            *([] if speed is None else [f"{numbers.count(speed)} pairs/s"]),
+            *([f"data {numbers.percent(phases.get('data', 0.0) / seconds)}"] if seconds else []),
+            *([] if mfu is None else [f"MFU {numbers.percent(mfu)}"]),
+            *([numbers.size(memory)] if memory else []),
+            *([self._recall] if self._recall else []),
+            f"{numbers.duration(left)} left",
+        ]
 
-    def close(self) -> None:
-        self._progress.stop()
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=self._output, flush=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.cached.tower_io import call, map_rows
-from megabatch.data.dataset import Dataset
+from megabatch.data.dataset import Dataset, UnreadableSampleError
 from megabatch.tiles.block import windows
 from megabatch.towers.tower import Tower
 
@@ -60,6 +60,14 @@ def encode(tower: Tower, samples: Sequence[Any]) -> Tensor:  # (n, D)
     with evaluating(tower.module):
         found: Tensor = call(tower.module, map_rows(lambda tensor: tensor.to(device), inputs))
         return found
+
+
+def read_or_none(dataset: Dataset, index: int, side: int) -> Any:
+    """One side of a sample; None if it cannot be read."""
+    try:
+        return dataset.read(index, side)
+    except UnreadableSampleError:
+        return None
 
 
 def device_of(module: nn.Module) -> torch.device | None:

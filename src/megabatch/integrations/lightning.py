@@ -1,18 +1,17 @@
 """The cached step inside a LightningModule with manual optimisation."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megabatch.cached import Budget, cached_backward
-from megabatch.integrations.wrapping import Towers, encoded, everyone, routed, whole
+from megabatch.cached import cached_backward
+from megabatch.integrations.wrapping import CachedOptions, Towers, encoded, everyone, routed, whole
 
 __all__ = ["CachedStep", "everyone", "whole"]
 
 
-class CachedStep:
+class CachedStep(CachedOptions):
     """A mixin that gives a `LightningModule` batches of any size:
 
         class Model(CachedStep, LightningModule):
@@ -30,16 +29,10 @@ class CachedStep:
     `self.clip_gradients` in `on_before_optimizer_step`. Precision, the fp16 scaler, DDP and FSDP2 (`ModelParallelStrategy`) are
     the trainer's own. `Trainer(accumulate_grad_batches=…)` does not work with manual optimisation; Lightning raises an error.
 
-    Attributes:
-        chunk_size: samples a tower encodes at once; one number, or one for each tower.
-        budget: bytes for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
-        budget_fraction: the same as a fraction of the free memory.
+    Attributes (beside those of `CachedOptions`: `chunk_size`, `budget`, `budget_fraction`):
         accumulate: batches whose gradients make one step.
     """
 
-    chunk_size: int | Sequence[int] = 256
-    budget: Budget = None
-    budget_fraction: float | None = None
     accumulate: int = 1
     _waiting = 0  # batches since the last step
     trainer: Any  # Lightning's
@@ -68,9 +61,7 @@ class CachedStep:
         loss = cached_backward(
             lambda *embeddings: self.embedding_loss(*embeddings, group=everyone()),
             routed(self.towers(batch), self.trainer.model),
-            chunk_size=self.chunk_size,
-            budget=self.budget,
-            budget_fraction=self.budget_fraction,
+            **self._options,
             scaler=getattr(self.trainer.precision_plugin, "scaler", None),
             sync=steps,
         )

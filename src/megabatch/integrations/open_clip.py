@@ -6,9 +6,10 @@
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ __all__ = [
 _LOSSES: tuple[type[nn.Module], ...] = (ClipLoss, SigLipLoss, DistillClipLoss)
 
 
-class Installed:
+class Installed(AbstractContextManager["Installed"]):
     """The effect of `install`. Use it in a `with` statement, or call `uninstall`, to restore open_clip's own losses.
 
     Attributes:
@@ -52,11 +53,7 @@ class Installed:
             setattr(self._factory, name, theirs)
         self.replaced = {}
 
-    def __enter__(self) -> "Installed":
-        """Returns itself."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restores open_clip's own classes."""
         self.uninstall()
 

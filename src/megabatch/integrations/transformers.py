@@ -1,19 +1,17 @@
 """The cached step inside transformers' `Trainer`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megabatch.cached import Budget
 from megabatch.integrations import accelerate
-from megabatch.integrations.wrapping import Towers, encoded, everyone, routed, unwrapped, whole
+from megabatch.integrations.wrapping import CachedOptions, Towers, encoded, everyone, routed, unwrapped, whole
 
 __all__ = ["CachedStep", "everyone", "whole"]
 
 
-class CachedStep:
+class CachedStep(CachedOptions):
     """A mixin that gives a `transformers.Trainer` batches of any size:
 
         class ContrastiveTrainer(CachedStep, Trainer):
@@ -29,15 +27,9 @@ class CachedStep:
     the optimizer follows the mean over `gradient_accumulation_steps` batches, or over the last ones of an epoch.
     The fp16 scaler, bf16, clipping, DDP and FSDP2 are the trainer's own. Evaluation returns the loss of each batch.
 
-    Attributes:
-        chunk_size: samples a tower encodes at once; one number, or one for each tower.
-        budget: bytes for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
-        budget_fraction: the same as a fraction of the free memory.
+    `chunk_size`, `budget` and `budget_fraction` are attributes, as in the example (`CachedOptions`).
     """
 
-    chunk_size: int | Sequence[int] = 256
-    budget: Budget = None
-    budget_fraction: float | None = None
     # The trainer's own:
     accelerator: Any
     optimizer: Any
@@ -73,9 +65,7 @@ class CachedStep:
             model,
             lambda *embeddings: self.embedding_loss(module, *embeddings, group=everyone()) / steps,
             self.towers(module, inputs),
-            chunk_size=self.chunk_size,
-            budget=self.budget,
-            budget_fraction=self.budget_fraction,
+            **self._options,
         )
 
     @torch.no_grad()

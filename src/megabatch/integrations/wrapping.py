@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.cached import Budget
 from megabatch.cached.roles import modules_of
 from megabatch.cached.sharding import is_fully_sharded, shared_between_ranks
 from megabatch.cached.sources import as_source
@@ -22,6 +23,24 @@ from megabatch.world import default_group
 
 Towers = Sequence[tuple[Callable[..., Any], Any]]
 everyone = default_group  # the process group of all processes, for `group=` of a loss; None for one process
+
+
+class CachedOptions:
+    """Options of `megabatch.cached_backward` as attributes of a trainer or module.
+
+    Attributes:
+        chunk_size: samples a tower encodes at once; one number, or one for each tower.
+        budget: bytes for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
+        budget_fraction: the same as a fraction of the free memory.
+    """
+
+    chunk_size: int | Sequence[int] = 256
+    budget: Budget = None
+    budget_fraction: float | None = None
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"chunk_size": self.chunk_size, "budget": self.budget, "budget_fraction": self.budget_fraction}
 
 
 def unwrapped(model: Any) -> Any:

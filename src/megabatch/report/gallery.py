@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from megabatch.data.dataset import IMAGE, Dataset, UnreadableSampleError
+from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.evaluation import embed, encode, search
+from megabatch.evaluation.embedding import read_or_none
 from megabatch.evaluation.sheet import Found, Shown
 from megabatch.towers import Pair
 
@@ -42,7 +42,7 @@ def gallery(pair: Pair, dataset: Dataset, drawn: Dataset, queries: Sequence[str]
     embeddings = embed(pair.first, dataset, 0, chosen)
     usable = [i for i, good in enumerate(dataset.usable(chosen).tolist()) if good]
     asked = [chosen[i] for i in usable[:QUERIES]]
-    captions = [caption for index in asked if (caption := _read(dataset, index, 1)) is not None]
+    captions = [caption for index in asked if (caption := read_or_none(dataset, index, 1)) is not None]
     texts = [*queries, *captions]
     if not texts or not usable:
         raise ValueError("dataset must have a sample that can be read, got none")
@@ -65,15 +65,8 @@ def _one_of_each(dataset: Dataset) -> list[int]:
 
 
 def _match(drawn: Dataset, index: int, score: float, caption: str | None) -> Found | None:
-    shown, own = _read(drawn, index, 0), _read(drawn, index, 1)
+    shown, own = read_or_none(drawn, index, 0), read_or_none(drawn, index, 1)
     if shown is None or own is None:
         return None
     name = own if drawn.sides[0] == IMAGE else drawn.name(index)
     return Found(shown, name, score, None if caption is None else own == caption)
-
-
-def _read(dataset: Dataset, index: int, side: int) -> Any:
-    try:
-        return dataset.read(index, side)
-    except UnreadableSampleError:
-        return None
