@@ -26,7 +26,7 @@ RULES: dict[str, set[str]] = {
     "__init__": {"losses", "pairwise", "ring", "cached"},
     # The application
     "data": {"cached"},
-    "towers": {"data"},
+    "towers": {"data", "cached"},
     "evaluation": {"data", "towers", "cached", "pairwise", "tiles"},
     "trainer": {"data", "towers", "evaluation", "cached", "losses"},
     "display": {"__init__"},  # its version
