@@ -1,8 +1,8 @@
 """Samples of different lengths: encoded longest first, in chunks of similar length that hold little padding.
 
-The loss does not depend on the order of the samples in a chunk, and an embedding does not depend on the padding of its sample.
-So a step may sort its samples by length, cut each chunk after its longest sample, and put more of the short samples into
-one chunk. Embeddings return to the original order before the loss sees them.
+An embedding depends neither on the padding of its sample nor on the other samples of its chunk. So a step may sort its samples
+by length, cut each chunk after its longest sample, and put more short samples into one chunk. Embeddings return to the original
+order before the loss sees them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from megabatch.cached.tower_io import tensors
 Lengths = Tensor | Literal["auto"] | None
 
 MASK = "attention_mask"
-# A compiled tower compiles again for each new width, and matrix engines like multiples of 8. In each range, rounding a length
-# up to the multiple adds little: on average 4 of 8 to 64 tokens, 8 of 64 to 128, 32 of 128 and more.
+# A compiled tower compiles again for each new width, and matrix products are fastest for multiples of 8. Rounding up adds 4
+# tokens on average to widths up to 64, 8 up to 128, and 32 above.
 MULTIPLES = ((64, 8), (128, 16))
 LARGE_MULTIPLE = 64
 ROWS_MULTIPLE, FEW_ROWS = 8, 64  # samples of a chunk are a multiple of 8 if there are 64 or more
