@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flickr8k import TINY_CONFIG, TINY_MODEL
 from record import Record, arguments, device_of
 from train_speed_child import OPEN_CLIP, PEAK, TOWERS
 from train_speed_data import make
@@ -47,12 +48,6 @@ GRACE = 60  # seconds from asking a process to end to ending it
 LOG = re.compile(r"Data \(t\): ([\d.]+) Batch \(t\): ([\d.]+), ")
 ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
-TINY_MODEL = "tiny-clip"
-TINY_CONFIG = {
-    "embed_dim": 32,
-    "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8},
-    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2},
-}
 
 
 @dataclass

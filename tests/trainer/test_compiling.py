@@ -114,6 +114,16 @@ def test_a_compiler_that_fails_is_told_once_and_training_goes_on(tmp_path, quick
     assert runs.same_bits(runs.weights(made), runs.weights(plain)) == []
 
 
+def test_a_chunk_too_large_for_memory_is_left_to_the_step(tmp_path, quick, monkeypatch):
+    def runs_out(module, inputs):
+        raise MemoryError("a chunk too large")
+
+    monkeypatch.setattr(compiling, "forward_backward", runs_out)
+    memory = runs.Memory()
+    runs.trainer(tmp_path, {"compile": "on", "steps": 1}, pair=deep(), observers=[memory]).fit()
+    assert len(memory.records) == 1
+
+
 def on_rank(group, rank, folder, changes):
     compiling.OPTIONS = QUICK
     made = runs.trainer(folder, changes, pair=deep(), world=World(torch.device("cpu"), group))

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megabatch.cached import batchnorm, randomness
-from megabatch.cached.tower_io import call, map_rows, opened
+from megabatch.cached import randomness
+from megabatch.cached.tower_io import map_rows
+from megabatch.trainer.fit import forward_backward, ran_out
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
@@ -78,24 +79,26 @@ def warm_up(modules: Sequence[nn.Module], inputs: Sequence[Any], world: World) -
     if world.rank == 0:
         LOG.info("compiling the towers, once")
     began = time.perf_counter()
-    with randomness.untouched([world.device]):
-        for module, chunk in zip(modules, inputs, strict=True):
-            _encode(module, map_rows(lambda tensor: tensor.to(world.device), chunk))
+    try:
+        with randomness.untouched([world.device]):
+            for module, chunk in zip(modules, inputs, strict=True):
+                _encode(module, map_rows(lambda tensor: tensor.to(world.device), chunk))
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        return  # the first step runs out of memory too, and knows what to do
     if world.rank == 0:
         LOG.info("compiled the towers in %.0f s", time.perf_counter() - began)
 
 
-def _encode(module: nn.Module, inputs: Any) -> None:
-    learns = any(parameter.requires_grad for parameter in module.parameters())
-    with batchnorm.running_statistics_kept(batchnorm.layers([module])):
-        for graph in (False, True) if learns else (False,):
-            torch.clear_autocast_cache()  # of casts without a graph
-            with torch.set_grad_enabled(graph):
-                embeddings: Any = opened(call(module, inputs), type(module).__name__).embeddings
-            if embeddings.requires_grad:
-                embeddings.float().sum().backward()
-    torch.clear_autocast_cache()
-    module.zero_grad(set_to_none=True)
+def _encode(module: nn.Module, chunk: Any) -> None:
+    with torch.no_grad():
+        forward_backward(module, chunk)
+    torch.clear_autocast_cache()  # of casts without a graph
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        forward_backward(module, chunk)
+        torch.clear_autocast_cache()
+        module.zero_grad(set_to_none=True)
 
 
 def layers(module: nn.Module) -> list[nn.Module]:

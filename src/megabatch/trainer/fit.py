@@ -140,7 +140,7 @@ class _Peak:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         try:
-            self._encode(repeated(self._inputs, size))
+            forward_backward(self._module, repeated(self._inputs, size))
             used = torch.cuda.max_memory_allocated(device) - before
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
@@ -149,11 +149,13 @@ class _Peak:
         used = self._world.max([used])[0]
         return None if math.isinf(used) else int(used)
 
-    def _encode(self, inputs: Any) -> None:
-        with batchnorm.running_statistics_kept(batchnorm.layers([self._module])):
-            output: Any = opened(call(self._module, inputs), type(self._module).__name__).embeddings
-            if output.requires_grad:
-                output.float().sum().backward()
+
+def forward_backward(module: nn.Module, inputs: Any) -> None:
+    """A forward and, with gradients enabled, a backward pass; running statistics stay as they were."""
+    with batchnorm.running_statistics_kept(batchnorm.layers([module])):
+        output: Any = opened(call(module, inputs), type(module).__name__).embeddings
+        if output.requires_grad:
+            output.float().sum().backward()
 
 
 def _coming(modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pairs: int, device: torch.device) -> int:

@@ -197,7 +197,7 @@ class Trainer:
             share = -(-self.config.batch_size // self.world.size)
             with compiling.plain(modules), autocast(self.config.precision, self.world.device):
                 self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
-        if self._compiled:
+        if self._compiled and self.step < self.steps:
             chunks = [repeated(self._samples(side, size), size) for side, size in enumerate(self._fit.chunk_sizes)]
             with autocast(self.config.precision, self.world.device):
                 compiling.warm_up(modules, chunks, self.world)
