@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import megabatch
 
 COMMANDS = {
-    "train": "train a model on pairs, on one processor or many GPUs",
-    "eval": "recall and ranks of a model on data, and zero-shot classification",
+    "train": "train a model on pairs, on a CPU or on many GPUs",
+    "eval": "recall and ranks of a model, and zero-shot classification",
     "search": "the best matches of a text or an image, with a contact sheet",
     "report": "a run on one HTML page: curves, search results, configuration",
     "bench": "time and memory of losses and training steps",
-    "plan": "the batch that fits, and where the memory goes",
-    "info": "versions, devices, backends, and which extras are installed",
+    "plan": "largest batch, memory and time of a model on given GPUs",
+    "info": "versions, devices, backends and installed extras",
 }
 DESCRIPTION = """
 Contrastive training with batches of any size.

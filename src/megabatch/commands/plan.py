@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=step.HOST_MEMORY / 2**30,
         metavar="GiB",
-        help="of a node (default: %(default).0f)",
+        help="host memory of a node (default: %(default).0f)",
     )
     rate = "share of the GPU's rate that {} reach (default: %(default)s)"
     add("--encoder-efficiency", type=_share, default=gpus.ENCODER_EFFICIENCY, metavar="SHARE", help=rate.format("encoders"))
