@@ -1,11 +1,11 @@
 """Model FLOPs utilisation (MFU): the share of the GPU's peak rate that a step's necessary operations reach.
 
 Necessary are a forward pass and two products for each of its products in the backward pass: three forward passes of a trained
-tower, one of a frozen tower. The second forward pass of the cached step does not count, because it only saves memory. The loss,
-a percent of a step or less, is left out.
+tower, one of a frozen tower. The second forward pass of the cached step does not count, because it only saves memory. Padding
+does not count either: texts have the mean length of a few samples. The loss, a percent of a step or less, is left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megabatch.cached.lengths import width_of
 from megabatch.cached.tower_io import call, count_rows, map_rows
 from megabatch.evaluation.embedding import evaluating
 from megabatch.machine import peak_rates
+from megabatch.towers.tower import Tower
 from megabatch.world import World
 
 TRAINED, FROZEN = 3, 1  # forward passes
@@ -25,23 +27,33 @@ class Utilisation:
     """The share of the peak rate that a step reaches.
 
     Args:
-        modules: of the sides that are encoded in each step, before they are compiled, wrapped or sharded.
-        samples: inputs of a few samples of each side.
+        towers: of the sides that are encoded in each step, before they are compiled, wrapped or sharded.
+        samples: for each of them a function that reads the inputs of a few samples.
         precision: of the towers: "bf16", "fp16" or "fp32".
         world: the ranks.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], samples: Sequence[Any], precision: str, world: World) -> None:
+    def __init__(self, towers: Sequence[Tower], samples: Sequence[Callable[[], Any]], precision: str, world: World) -> None:
         self._peak = _peak(precision, world.device) * world.size
         self._flops = 0.0  # of a pair
         if self._peak:
-            for module, inputs in zip(modules, samples, strict=True):
-                trained = any(parameter.requires_grad for parameter in module.parameters())
-                self._flops += (TRAINED if trained else FROZEN) * forward_flops(module, inputs, world.device)
+            for tower, read in zip(towers, samples, strict=True):
+                trained = any(parameter.requires_grad for parameter in tower.module.parameters())
+                inputs = of_mean_length(tower, read())
+                self._flops += (TRAINED if trained else FROZEN) * forward_flops(tower.module, inputs, world.device)
 
     def numbers(self, pairs: int, seconds: float) -> dict[str, float]:
         """{"mfu": …} of a step; empty on a CPU, and on a GPU whose peak rate is not known."""
         return {"mfu": pairs * self._flops / seconds / self._peak} if self._peak else {}
+
+
+def of_mean_length(tower: Tower, inputs: Any) -> Any:
+    """The inputs, texts cut to the mean of their lengths; their number of operations is the mean, nearly."""
+    lengths = None if tower.lengths is None else tower.lengths(inputs)
+    if lengths is None:
+        return inputs
+    width, mean = width_of(inputs), max(1, round(lengths.double().mean().item()))
+    return map_rows(lambda tensor: tensor[:, :mean] if tensor.dim() > 1 and tensor.shape[1] == width else tensor, inputs)
 
 
 def forward_flops(module: nn.Module, inputs: Any, device: torch.device) -> float:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
 SAMPLES_SHOWN = 2  # to towers, to find their used parameters
+SAMPLES_COUNTED = 64  # whose operations are counted
 
 
 class Trainer:
@@ -101,7 +103,10 @@ class Trainer:
                 locked.lock(self.pair, locked.SIDES.index(config.lock), shown)
         encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked.SIDES[side]]
         self._utilisation = Utilisation(
-            [modules[side] for side in encoded], [shown[side] for side in encoded], config.precision, self.world
+            [self.pair.towers[side] for side in encoded],
+            [partial(self._samples, side, SAMPLES_COUNTED) for side in encoded],
+            config.precision,
+            self.world,
         )
         self._compiled = config.compile == "on" and compiling.compile_towers(modules, self.world)
         with randomness.untouched([self.world.device]), compiling.plain(modules):
