@@ -167,6 +167,51 @@ def test_the_next_batch_is_read_ahead_as_far_as_it_may_be_held():
         assert reads == list(range(50))
 
 
+def test_an_executor_that_shuts_down_ends_the_reading_ahead():
+    """Each piece that is done requests the next one; the executor cancels pieces under a lock that a request would need."""
+    for stops in (True, False):
+        executor = ThreadPoolExecutor(2)
+        source = mb.ReplaySource(range(100 * PIECE), slow_number, workers=executor, hold=10**9)
+        source.start(8)
+        if stops:
+            source.stop()
+        closing = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+        closing.start()
+        closing.join(PATIENCE)
+        assert not closing.is_alive()
+
+
+def slow_number(i, generator):
+    time.sleep(1e-4)
+    return torch.tensor(i)
+
+
+def test_reading_ahead_ends_at_the_memory_that_it_may_use():
+    """The samples are 1,000 times as large as those of the batch before."""
+    with ThreadPoolExecutor(2) as executor:
+        source = mb.ReplaySource(range(50 * PIECE), lambda i, generator: torch.zeros(1000), workers=executor, hold=10**6)
+        source.start(4)
+        executor.shutdown()
+        assert len(source._coming) * PIECE * 4000 <= 10**6 + 6 * PIECE * 4000  # and what was being read
+
+
+def test_spans_in_any_order_and_twice():
+    for workers in (0, 2):
+        source = mb.ReplaySource(range(50), augmented, workers=workers)
+        parts = list(source.chunks([(40, 50), (0, 16), (0, 50), (10, 20), (10, 20)], None))
+        assert torch.equal(parts[0], parts[2][40:])
+        assert torch.equal(parts[1], parts[2][:16])
+        assert torch.equal(parts[3], parts[2][10:20])
+        assert torch.equal(parts[4], parts[3])
+
+
+def test_the_mean_size_of_samples():
+    source = mb.ReplaySource([1000] * PIECE + [1], lambda n, generator: torch.zeros(n, dtype=torch.uint8), collate=len)
+    assert source.sample_bytes == 0
+    list(source.chunks([(0, PIECE + 1)], None))
+    assert source.sample_bytes == -(-(1000 * PIECE + 1) // (PIECE + 1))
+
+
 def test_finish_gets_samples_and_device():
     source = mb.ReplaySource(range(5), augmented, finish=lambda samples, device: (torch.stack(samples), device))
     (first, device), (second, _) = source.chunks([(0, 3), (3, 5)], torch.device("cpu"))

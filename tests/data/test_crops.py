@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megabatch.data import crops, images
-from megabatch.data.crops import RandomCrop, TrainingImages, filter_weights
+from megabatch.data.crops import Box, RandomCrop, TrainingImages, filter_weights
 from megabatch.data.dataset import Dataset, UnreadableSampleError
 from megabatch.data.images import Encoded
 from megabatch.data.readers import ReaderProcesses
@@ -66,6 +66,38 @@ def cmyk(image):
 )
 def test_which_files_any_jpeg_decoder_reads(data, plain):
     assert images.plain_jpeg_size(data) == plain
+
+
+def test_orientation_in_xmp_is_left_to_pillow():
+    whole = stored(picture(0, 20, 30))
+    segment = b"http://ns.adobe.com/xap/1.0/\0" + b'<rdf:Description tiff:Orientation="6"/>'
+    rotated = whole[:2] + b"\xff\xe1" + (len(segment) + 2).to_bytes(2, "big") + segment + whole[2:]
+    assert images.plain_jpeg_size(rotated) is None
+    assert images.decode(Encoded(rotated, "a.jpg")).shape[0] == 3
+
+
+def test_a_small_file_that_claims_to_be_huge_is_unreadable():
+    whole = bytearray(stored(picture(0, 20, 30)))
+    place = whole.index(b"\xff\xc0") + 5
+    whole[place : place + 4] = (60000).to_bytes(2, "big") * 2
+    assert images.plain_jpeg_size(bytes(whole)) is None
+    with pytest.raises(UnreadableSampleError, match=r"^bomb\.jpg is not an image that can be read: DecompressionBombError"):
+        images.decode(Encoded(bytes(whole), "bomb.jpg"))
+
+
+def test_crops_do_not_depend_on_autocast():
+    many = [torch.randint(0, 256, (3, 40, 40), dtype=torch.uint8)]
+    boxes = [TRAINING.crop.box((0.5,) * 5, 40, 40)]
+    wanted = TRAINING.crop.many(many, boxes)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(TRAINING.crop.many(many, boxes), wanted)
+
+
+def test_decoding_is_bounded_in_pixels_and_grouped_by_position():
+    pictures = [crops.Picture(b"", size=(4000, 4000), box=Box(0, 0, 1, 1, False)) for _ in range(9)]
+    assert crops._decoded_together(pictures) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    pictures[1].box = None  # finished in the first pass
+    assert crops._decoded_together(pictures) == [[0, 2, 3], [4, 5, 6, 7], [8]]
 
 
 def test_headers_of_any_bytes_do_not_raise():

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import Executor
 
 import pytest
+import torch
 
 from megabatch.data.readers import ReaderProcesses, opened
 
@@ -55,6 +57,34 @@ def test_work_runs_in_other_processes():
         os.kill(executor.submit(os.getpid).result(), signal.SIGKILL)
         with pytest.raises(RuntimeError, match="a reader process ended unexpectedly"):
             executor.submit(os.getpid).result()
+
+
+def test_a_class_that_processes_cannot_load_is_used_by_threads(caplog, monkeypatch):
+    monkeypatch.setattr(Counted, "__module__", "__main__")  # as in the user's script
+    monkeypatch.setattr(sys.modules["__main__"], "Counted", Counted, raising=False)
+    shared = Counted()
+    with ReaderProcesses(1, [shared]) as executor:
+        assert executor.submit(last, shared).result() == 999
+        assert executor.submit(os.getpid).result() == os.getpid()
+    assert caplog.text.count("samples are read by threads instead of processes") == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(6).view(2, 3).T,
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.tensor([True]),
+        torch.zeros(2, dtype=torch.bfloat16),
+    ],
+)
+def test_tensors_travel(value):
+    from megabatch.data.readers import _dumped, _loaded
+
+    found = _loaded(_dumped({"a": value}, {}), [])["a"]
+    assert (found.dtype, found.shape) == (value.dtype, value.shape)
+    assert torch.equal(found, value)
 
 
 def test_waiting_work_is_dropped_at_the_end():

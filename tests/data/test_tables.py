@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megabatch import extras
+from megabatch.data.dataset import UnreadableSampleError
 from megabatch.data.tables import Table, connected
 
 ROWS = [("a.png", "one"), ("b.png", "two, with a comma"), ("a.png", 'a "third"'), ("c.png", "one")]
@@ -141,3 +142,12 @@ def test_connected_through_others():
 def test_a_missing_package_names_the_extra():
     with pytest.raises(ModuleNotFoundError, match=r'Reading Foo needs .*"no_such_package".*"megabatch\[foo\]"'):
         extras.load("no_such_package.inner", extra="foo", purpose="Reading Foo")
+
+
+def test_a_path_that_is_none_is_unreadable(tmp_path):
+    lines = [json.dumps({"image": path, "caption": "x"}) for path in ("a\0b.png", "\ud800.png")]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    table = Table(tmp_path / "t.jsonl")
+    for index in range(2):
+        with pytest.raises(UnreadableSampleError, match="cannot be read"):
+            table.read(index, 0)

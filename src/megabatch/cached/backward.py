@@ -21,7 +21,7 @@ from megabatch.cached.roles import Role
 from megabatch.cached.sharding import Ranks, Reductions, not_reached
 from megabatch.cached.sources import TensorSource
 from megabatch.cached.timing import BACKWARD, FORWARD, LOSS, phase
-from megabatch.cached.tower_io import Encoded, map_rows
+from megabatch.cached.tower_io import Encoded, map_rows, tensors
 from megabatch.world import default_group
 
 ENCODE = "encode"
@@ -171,16 +171,9 @@ class _Step:
             if not with_graph:
                 encoded = role.encode(inputs, rows)
             else:
-                views = isinstance(role.source, TensorSource)
-                known = stored(role.modules)
-                if views:
-                    map_rows(known.append, inputs)
-                with measured(role.device, known) as graph:
-                    if role.source.reuses_memory:
-                        inputs = map_rows(torch.clone, inputs)
-                    encoded = role.encode(inputs, rows)
+                encoded, graph_bytes = _encode_with_graph(role, inputs, rows)
                 role.trains = any(part is not None and part.requires_grad for part in encoded)
-                if role.trains and keeper.keeps(graph.bytes, role.passes, self._other_bytes(encoded.embeddings)):
+                if role.trains and keeper.keeps(graph_bytes, role.passes, self._other_bytes(encoded.embeddings)):
                     role.kept[i] = encoded
         role.store(i, encoded.embeddings, self.where)
         if encoded.auxiliary_loss is not None and rows:
@@ -317,6 +310,25 @@ _NOTHING_TO_TRAIN = (
     "towers or loss_fn must have a parameter that requires a gradient, got none that the loss depends on: all towers are "
     "frozen or run under torch.no_grad()"
 )
+
+
+def _encode_with_graph(role: Role, inputs: Any, rows: int) -> tuple[Encoded, int]:
+    """Encodes a chunk, and measures its graph with the inputs that it holds; on CUDA once for inputs of one shape."""
+    shape = tuple(tuple(tensor.shape) for _, tensor in tensors(inputs, role.name))
+    if role.source.reuses_memory:
+        inputs = map_rows(torch.clone, inputs)
+    held: list[Tensor] = []
+    map_rows(held.append, inputs)
+    on_cuda = role.device is not None and role.device.type == "cuda"
+    if on_cuda and shape in role.graph_bytes:
+        return role.encode(inputs, rows), role.graph_bytes[shape]
+    known = [*stored(role.modules), *(held if on_cuda or isinstance(role.source, TensorSource) else ())]
+    with measured(role.device, known) as graph:
+        encoded = role.encode(inputs, rows)
+    if on_cuda and not isinstance(role.source, TensorSource):
+        graph.bytes += sum(tensor.numel() * tensor.element_size() for tensor in held)
+    role.graph_bytes[shape] = graph.bytes
+    return encoded, graph.bytes
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Autograd graphs: the parameters that they reach, and the bytes that they keep in memory."""
 
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,6 +31,9 @@ def parameters_in(outputs: Sequence[Tensor]) -> set[int] | None:
     return found
 
 
+ALLOCATING = threading.Lock()  # held by a thread that allocates on a CUDA device, and while a graph is measured there
+
+
 class GraphSize:
     """Bytes that a graph built inside `measured` keeps in memory."""
 
@@ -47,9 +51,10 @@ def measured(device: torch.device | None, known: Iterable[Tensor]) -> Iterator[G
     """
     size = GraphSize()
     if device is not None and device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        yield size
-        size.bytes = max(0, torch.cuda.memory_allocated(device) - before)
+        with ALLOCATING:
+            before = torch.cuda.memory_allocated(device)
+            yield size
+            size.bytes = max(0, torch.cuda.memory_allocated(device) - before)
         return
     seen = {tensor.untyped_storage().data_ptr() for tensor in known}
 

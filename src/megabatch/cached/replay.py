@@ -84,6 +84,8 @@ class ReplaySource(Source):
         self._references, self._read, self._seed = references, read, seed
         self._workers, self._collate, self._finish, self._ahead = workers, collate, finish, ahead
         self._checksums = array("Q", [_UNREAD]) * len(references)
+        # A piece is PIECE samples. It is in `_coming` from its request to its use in a chunk, then in `_held` until the end, or
+        # in `_passing` until the chunks have gone past it. Readers' threads request pieces too, so `_lock` guards `_coming`.
         self._hold = hold
         self._held: dict[int, list[Any]] = {}  # piece → samples
         self._held_bytes = 0
@@ -91,11 +93,17 @@ class ReplaySource(Source):
         self._coming: dict[int, Future[list[tuple[Any, int]]]] = {}  # piece → its reading
         self._planned: Iterator[int] = iter(())  # pieces to read ahead
         self._lock = threading.Lock()
-        self.sample_bytes = 0  # mean of the samples read so far
+        self._ahead_bytes = 0  # read by `start`
+        self._read_bytes = self._read_samples = 0
 
     def __len__(self) -> int:
         """The number of samples."""
         return len(self._references)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Mean size of the samples read so far; 0 before the first."""
+        return -(-self._read_bytes // max(1, self._read_samples))
 
     def start(self, sample_bytes: int) -> None:
         """Begins to read as many samples as it may hold, for a batch that is due later. Needs an executor as `workers`.
@@ -110,7 +118,24 @@ class ReplaySource(Source):
             for _ in range(2 * getattr(self._workers, "_max_workers", 4)):
                 self._read_next_planned()
 
-    def _read_next_planned(self, _: Any = None) -> None:
+    def stop(self) -> None:
+        """Ends the reading of samples that no chunk is waiting for, because the step or the run has failed."""
+        with self._lock:
+            self._planned = iter(())
+            coming = list(self._coming.values())
+            self._coming.clear()
+        for future in coming:
+            future.cancel()
+
+    def _read_next_planned(self, done: Future[list[tuple[Any, int]]] | None = None) -> None:
+        """Requests the next piece; also called when a piece is done, in the thread that read it."""
+        if done is not None:
+            # A cancelled piece ends the reading. The executor cancels under a lock, so it must not be asked for another one.
+            if done.cancelled() or done.exception() is not None:
+                return
+            self._ahead_bytes += size_of([sample for sample, _ in done.result()])
+            if self._ahead_bytes >= self._hold:  # samples are larger than expected
+                return
         with suppress(RuntimeError):  # the executor is shutting down
             for piece in self._planned:
                 if self._request(self._workers, [piece], then=self._read_next_planned):
@@ -129,13 +154,13 @@ class ReplaySource(Source):
             if isinstance(executor, int):
                 executor = _Inline() if executor == 0 else ThreadPoolExecutor(executor, thread_name_prefix="megabatch-replay")
                 cleanup.callback(executor.shutdown, wait=True, cancel_futures=True)
-            cleanup.callback(self._cancel)
+            cleanup.callback(self.stop)
             ahead = 1 if isinstance(executor, _Inline) else self._ahead
             self._passing.clear()
             for span in spans[:ahead]:
                 self._request(executor, _pieces(span))
             for i, span in enumerate(spans):
-                samples = self._samples(span)
+                samples = self._samples(span, executor)
                 for later in spans[i + ahead : i + ahead + 1]:
                     self._request(executor, _pieces(later))
                 if self._finish is not None:
@@ -164,9 +189,10 @@ class ReplaySource(Source):
                 future.add_done_callback(then)
         return len(asked)
 
-    def _samples(self, span: Span) -> list[Any]:
+    def _samples(self, span: Span, executor: Executor) -> list[Any]:
         found = []
         for piece in _pieces(span):
+            self._request(executor, [piece])  # it is here or coming, unless spans overlap
             samples = self._held.get(piece) or self._passing.get(piece) or self._arrived(piece)
             first = piece * PIECE
             found += samples[max(0, span[0] - first) : span[1] - first]
@@ -179,7 +205,8 @@ class ReplaySource(Source):
     def _arrived(self, piece: int) -> list[Any]:
         """Waits for a piece, compares it with an earlier reading, and holds it if there is room."""
         read = self._coming[piece].result()
-        del self._coming[piece]
+        with self._lock:
+            self._coming.pop(piece, None)
         first, different = piece * PIECE, []
         for i, (_, now) in enumerate(read, first):
             if self._checksums[i] not in (_UNREAD, now):
@@ -193,19 +220,12 @@ class ReplaySource(Source):
             )
         samples = [sample for sample, _ in read]
         size = size_of(samples)
-        self.sample_bytes = max(1, size // len(samples))
+        self._read_bytes += size
+        self._read_samples += len(samples)
         if self._held_bytes + size <= self._hold:
             self._held[piece] = samples
             self._held_bytes += size
         return samples
-
-    def _cancel(self) -> None:
-        """Ends readings that no chunk is waiting for any more, because the step failed."""
-        with self._lock:
-            self._planned = iter(())
-            for future in self._coming.values():
-                future.cancel()
-            self._coming.clear()
 
     def _named(self, positions: Sequence[int]) -> str:
         names = ", ".join(f"sample {i} ({self._references[i]!r})" for i in positions[:NAMED])

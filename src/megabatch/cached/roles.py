@@ -43,6 +43,7 @@ class Role:
         self.devices = {p.device for p in parameters}  # whose random generators are replayed
         self.states: dict[int, States] = {}
         self.kept: dict[int, Encoded] = {}
+        self.graph_bytes: dict[tuple[Any, ...], int] = {}  # measured, by the shapes of a chunk's inputs
         self.samples: dict[int, Tensor] = {}  # (D,) the last embedding of a chunk, to compare with the second pass
         self.auxiliary: Tensor | None = None  # (), Σ n · auxiliary loss over chunks
         self.embeddings: Tensor | None = None  # (N, D)

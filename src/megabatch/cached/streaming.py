@@ -11,12 +11,14 @@ the kernels of this one. The thread waits until the device is done with the chun
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from queue import Empty, Queue
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megabatch.cached.graphs import ALLOCATING
 from megabatch.cached.tower_io import map_rows
 
 
@@ -41,13 +43,12 @@ def produced(
         make: makes the inputs.
         ahead: whether a thread runs `chunks` and `make`, one chunk ahead; on CUDA alone.
     """
+    if device is not None and ahead:
+        yield from _ahead(chunks, device, make)  # the thread closes `chunks`
+        return
     with closed_at_the_end(chunks):
-        if device is None or not ahead:
-            for chunk in chunks:
-                yield make(chunk, device)
-            return
-        with closed_at_the_end(thread := _ahead(chunks, device, make)):
-            yield from thread
+        for chunk in chunks:
+            yield make(chunk, device)
 
 
 def copied(chunk: Any, device: torch.device | None) -> Any:
@@ -59,17 +60,18 @@ def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, tor
     made: Queue[Any] = Queue(1)
     used: Queue[torch.cuda.Event] = Queue()  # after the last kernel of each chunk
     stop = threading.Event()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _stream(device)
 
     def produce() -> None:
         try:
-            with torch.cuda.device(device), torch.cuda.stream(stream):
+            with closed_at_the_end(chunks), torch.cuda.device(device), torch.cuda.stream(stream):
                 for i, chunk in enumerate(chunks):
                     if i >= 2 and not stop.is_set():
-                        used.get().synchronize()
+                        used.get().synchronize()  # the device is done with chunk i − 2; it holds i − 1 and this one
                     if stop.is_set():
                         return
-                    inputs = make(chunk, device)
+                    with ALLOCATING:
+                        inputs = make(chunk, device)
                     ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     ready.record(stream)
                     made.put((inputs, ready, chunk))  # the chunk's pinned memory lives until its copy is done
@@ -83,7 +85,10 @@ def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, tor
     try:
         while (item := made.get()) is not None:
             if isinstance(item, BaseException):
-                raise item
+                try:
+                    raise item
+                finally:
+                    del item  # its traceback holds this frame, and tensors of the thread
             inputs, ready, _ = item
             current = torch.cuda.current_stream(device)
             current.wait_event(ready)
@@ -95,8 +100,7 @@ def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, tor
             used.put(done)
     finally:
         stop.set()
-        unrecorded: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        used.put(unrecorded)  # wakes a thread that waits for a chunk to be used; an event never recorded counts as done
+        used.put(torch.cuda.Event())  # type: ignore[no-untyped-call]  # wakes the thread: an event never recorded counts as done
         while thread.is_alive():
             with suppress(Empty):
                 made.get(timeout=0.05)
@@ -111,6 +115,12 @@ def closed_at_the_end(iterator: Iterator[Any]) -> Iterator[None]:
     finally:
         if isinstance(iterator, Generator):
             iterator.close()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all sources of a device, because PyTorch keeps the memory that a stream has freed for that stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _double_buffered(chunks: Iterator[Any], device: torch.device) -> Iterator[Any]:

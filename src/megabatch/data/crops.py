@@ -78,7 +78,8 @@ class RandomCrop:
         down = filter_weights(top, height, self.size[0], whole.shape[2])  # (n, rows, height)
         across = filter_weights(left, width, self.size[1], whole.shape[3])  # (n, columns, width)
         across = torch.where(mirrored[:, None, None] > 0, across.flip(1), across)
-        products = down[:, None] @ (whole.float() @ across.mT[:, None])
+        with torch.autocast(whole.device.type, enabled=False):  # in bfloat16, pixels would be off by 3 of 255
+            products = down[:, None] @ (whole.float() @ across.mT[:, None])
         return products.round_().clamp_(0, 255).to(torch.uint8)
 
 
@@ -90,14 +91,15 @@ def filter_weights(start: Tensor, length: Tensor, size: int, width: int) -> Tens
     scale = length.double()[:, None, None] / size  # (n, 1, 1)
     stretch = scale.clamp_min(1)
     centre = (torch.arange(size, device=length.device).double()[:, None] + 0.5) * scale  # (n, size, 1)
-    pixels = torch.arange(width, device=length.device).double() - start[:, None, None]  # (n, 1, width), within the part
-    first, last = ((centre + sign * 2 * stretch + 0.5).floor().clamp_min(0) for sign in (-1, 1))
+    first, last = ((centre + sign * 2 * stretch + 0.5).floor().clamp_min(0).float() for sign in (-1, 1))
+    pixel = centre.floor()  # that the centre is in; the rest is small, so that float32 is exact enough for the large tensors
+    pixels = (torch.arange(width, device=length.device) - start[:, None, None]).float()  # (n, 1, width), within the part
     inside = (pixels >= first) & (pixels < last) & (pixels < length[:, None, None])
-    t = ((pixels + 0.5 - centre) / stretch).abs()
+    t = (((pixels - pixel.float()) + (0.5 - (centre - pixel)).float()) / stretch.float()).abs_()  # (n, size, width)
     near = ((_CUBIC + 2) * t - (_CUBIC + 3)) * t * t + 1
     far = _CUBIC * (((t - 5) * t + 8) * t - 4)
     weights = torch.where(inside, torch.where(t < 1, near, torch.where(t < 2, far, 0.0)), 0.0)
-    return (weights / weights.sum(2, keepdim=True)).float()
+    return weights / weights.sum(2, keepdim=True)
 
 
 def _stacked(pictures: list[Tensor]) -> Tensor:  # (n, 3, height, width) uint8
@@ -129,11 +131,12 @@ def _groups(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 @dataclass
 class Picture:
-    """An image between reader and chunk: encoded, with the box of its crop; or the finished crop."""
+    """An image between reader and chunk: encoded, with the box of its crop; or the finished crop, without a box."""
 
     data: bytes
-    name: str
-    box: Box | None  # None for a finished crop
+    name: str = ""
+    size: tuple[int, int] = (0, 0)  # height and width, by the header
+    box: Box | None = None
 
 
 @dataclass(frozen=True)
@@ -164,10 +167,10 @@ class TrainingImages:
         if isinstance(image, Encoded):
             size = images.plain_jpeg_size(image.data) if encoded else None
             if size is not None:
-                return Picture(image.data, image.name, self.crop.box(numbers, *size))
+                return Picture(image.data, image.name, size, self.crop.box(numbers, *size))
             image = images.decode(image)
         crop = self.crop.one(image, self.crop.box(numbers, *image.shape[1:]))
-        return Picture(crop.numpy().tobytes(), "", None)
+        return Picture(crop.numpy().tobytes())
 
     def finish(
         self, pictures: Sequence[Picture], device: torch.device | None, failed: Callable[[Picture, str], None]
@@ -186,9 +189,7 @@ class TrainingImages:
         if ready:
             pixels = torch.frombuffer(bytearray().join(pictures[i].data for i in ready), dtype=torch.uint8)
             crops[torch.tensor(ready, device=device)] = pixels.view(len(ready), *crops.shape[1:]).to(device)
-        waiting = [i for i, picture in enumerate(pictures) if picture.box is not None]
-        for start in range(0, len(waiting), DECODED_AT_ONCE):
-            some = waiting[start : start + DECODED_AT_ONCE]
+        for some in _decoded_together(pictures):
             crops[torch.tensor(some, device=device)] = self._crops([pictures[i] for i in some], device, failed)
         mean, deviation = (torch.tensor(values, device=device)[:, None, None] for values in (self.mean, self.deviation))
         return {self.key: crops.float().div_(255).sub_(mean).div_(deviation)}
@@ -196,10 +197,16 @@ class TrainingImages:
     def _crops(self, pictures: list[Picture], device: torch.device, failed: Callable[[Picture, str], None]) -> Tensor:
         """Crops of encoded images, (n, 3, height, width) uint8."""
         decoded = _decoded(pictures, device, failed)
-        boxes = [picture.box for picture in pictures if picture.box is not None]
+        boxes = [
+            picture.box
+            if image.shape[1:] == picture.size and picture.box is not None
+            else Box(0, 0, image.shape[1], image.shape[2], False)
+            for picture, image in zip(pictures, decoded, strict=True)
+        ]
         crops = self.crop.many(decoded, boxes)
         large = [i for i, picture in enumerate(pictures) if len(picture.data) > crops[0].numel()]
         for i, crop in zip(large, crops[large].cpu() if large else (), strict=True):
+            # The source holds these objects for the second pass.
             pictures[i].data, pictures[i].box = crop.numpy().tobytes(), None
         return crops
 
@@ -217,25 +224,57 @@ def decodes_on(device: torch.device) -> bool:
     return True
 
 
+def _decoded_together(pictures: Sequence[Picture]) -> list[list[int]]:
+    """Positions of encoded images, in groups for the decoder: bounded in number and pixels, and the same in both passes."""
+    groups: list[list[int]] = []
+    room = 0
+    for i, picture in enumerate(pictures):
+        pixels = picture.size[0] * picture.size[1]
+        if i % DECODED_AT_ONCE == 0 or pixels > room:
+            groups.append([])
+            room = PIXELS_AT_ONCE
+        room -= pixels
+        if picture.box is not None:
+            groups[-1].append(i)
+    return [group for group in groups if group]
+
+
 def _decoded(pictures: list[Picture], device: torch.device, failed: Callable[[Picture, str], None]) -> list[Tensor]:
-    """Encoded images on `device`, (3, H, W) uint8 each."""
+    """Encoded images on `device`, (3, H, W) uint8 each. An image that the device rejects is decoded by the CPU."""
+    whole = torch.frombuffer(bytearray().join(picture.data for picture in pictures), dtype=torch.uint8)
+    parts = list(torch.split(whole, [len(picture.data) for picture in pictures]))
+    found = _decode_on(parts, device)
+    if found is not None:
+        return found
+    one_by_one = []
+    for picture, part in zip(pictures, parts, strict=True):
+        alone = _decode_on([part], device)
+        one_by_one.append(_decoded_by_cpu(picture, failed).to(device) if alone is None else alone[0])
+    return one_by_one
+
+
+def _decode_on(parts: list[Tensor], device: torch.device) -> list[Tensor] | None:
+    """JPEGs decoded on `device`; None if one of them is damaged."""
     torchvision = images.torchvision_io()
     assert torchvision is not None, "an image stays encoded only where torchvision decodes it"
-    whole = torch.frombuffer(bytearray().join(picture.data for picture in pictures), dtype=torch.uint8)
+    if device.type == "cuda":
+        # torchvision decodes on a stream of its own, into memory that kernels of this stream may still use.
+        torch.cuda.current_stream(device).synchronize()
     try:
-        parts = list(torch.split(whole, [len(picture.data) for picture in pictures]))
         found: list[Tensor] = torchvision.decode_jpeg(parts, torchvision.ImageReadMode.RGB, device=device)
         return found
-    except RuntimeError:  # one of them is damaged: each by itself
-        return [_decoded_alone(picture, failed).to(device) for picture in pictures]
+    except RuntimeError as error:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the decoder may still write
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error).lower():
+            raise
+        return None
 
 
-def _decoded_alone(picture: Picture, failed: Callable[[Picture, str], None]) -> Tensor:  # (3, H, W) uint8
+def _decoded_by_cpu(picture: Picture, failed: Callable[[Picture, str], None]) -> Tensor:  # (3, H, W) uint8
     try:
         return images.decode(Encoded(picture.data, picture.name))
     except UnreadableSampleError as error:
         failed(picture, str(error))
-        assert picture.box is not None
-        height, width = picture.box.top + picture.box.height, picture.box.left + picture.box.width
         grey: Tensor = blank(IMAGE)
-        return grey[:, :1, :1].expand(3, height, width)  # the crop lies inside of it
+        return grey

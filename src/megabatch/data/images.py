@@ -22,6 +22,8 @@ from megabatch.data.dataset import UnreadableSampleError
 
 _ADDRESS = re.compile(r" <[^>]* at 0x[0-9a-f]+>")  # the address of a buffer in Pillow's messages
 _START, _END = b"\xff\xd8\xff", b"\xff\xd9"  # of a JPEG
+_XMP = b"http://ns.adobe.com/xap/1.0/"
+MOST_PIXELS = 1 << 26  # of an image that is decoded without Pillow, which refuses files that claim to be huge
 _FRAMES = (0xC0, 0xC1, 0xC2)  # markers with an image's size: baseline, extended, progressive
 
 
@@ -58,7 +60,7 @@ def decode(image: Encoded) -> Tensor:  # (3, H, W) uint8
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Height and width of a JPEG of which any decoder gives the upright RGB image; None for other files.
 
-    Such a JPEG is complete, has three channels of 8 bits, and is not rotated by EXIF.
+    Such a JPEG is complete, has three channels of 8 bits and at most `MOST_PIXELS`, and is not rotated by EXIF.
     """
     if data[:3] != _START or _END not in data[-64:]:
         return None
@@ -70,7 +72,7 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
         elif marker == 0xE1 and _rotated(data[place + 4 : place + 2 + length]):
             return None
         elif marker == 0xDA:  # the pixels follow
-            return size if size is not None and min(size) > 0 else None
+            return size if size is not None and 0 < size[0] * size[1] <= MOST_PIXELS else None
         place += 2 + length
     return None
 
@@ -87,7 +89,9 @@ def torchvision_io() -> Any | None:
 
 
 def _rotated(exif: bytes) -> bool:
-    """Whether an APP1 segment has an orientation other than upright."""
+    """Whether an APP1 segment has an orientation other than upright; XMP may have one too, and then Pillow decides."""
+    if exif.startswith(_XMP):
+        return b"Orientation" in exif
     if exif[:6] != b"Exif\0\0" or len(exif) < 14:
         return False
     order: Literal["little", "big"] = "little" if exif[6:8] == b"II" else "big"

@@ -95,6 +95,8 @@ class Table(Dataset):
             return images.Encoded(place.read_bytes(), str(place))
         except OSError as error:
             raise UnreadableSampleError(f"{place} cannot be read: {error.strerror}") from error
+        except ValueError as error:  # no path at all, such as one with a zero byte
+            raise UnreadableSampleError(f"{str(place)!r} cannot be read: {error}") from error
 
     def name(self, index: int) -> str:
         """The image's path, or the first text."""

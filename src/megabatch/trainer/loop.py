@@ -185,7 +185,7 @@ class Trainer:
         try:
             products = fast_products(self.config.precision, self.world.device)
             compiler = compiling.settings() if self._compiled else nullcontext()
-            with self._workers() as workers, requests(impatient=self.world.size == 1) as request, products, compiler:
+            with requests(impatient=self.world.size == 1) as request, self._workers() as workers, products, compiler:
                 self._train(self._ready(workers), request)
                 self._save_model()  # before the evaluation, which may fail
                 result = self._evaluate(workers) if self.validation is not None else None
@@ -241,12 +241,12 @@ class Trainer:
 
     def _train(self, step: Step, request: Request) -> None:
         clock = Clock(self.world.device)
-        batches = self.order.batches(self.step, self.steps)
+        coming = map(step.prepare, self.order.batches(self.step, self.steps))
+        upcoming = next(coming, None)
         try:
             with clock.running():
-                upcoming = next((step.prepare(batch) for batch in batches), None)
                 while upcoming is not None:
-                    inputs, upcoming = upcoming, next((step.prepare(batch) for batch in batches), None)  # read ahead
+                    inputs, upcoming = upcoming, next(coming, None)  # the next batch is read while this one trains
                     self._one_step(step, inputs, request, clock)
                     del inputs
         except Exception as error:
@@ -254,6 +254,9 @@ class Trainer:
             if self.world.size == 1 or isinstance(error, FloatingPointError):
                 self._settle(wait=True)
             raise
+        finally:
+            if upcoming is not None:
+                upcoming.stop()
 
     def _one_step(self, step: Step, inputs: Inputs, request: Request, clock: Clock) -> None:
         began = time.perf_counter()

@@ -1,5 +1,6 @@
 """One training step: the cached step over this rank's pairs, averaged and clipped gradients, and the optimizer."""
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,11 @@ class Inputs(NamedTuple):
     batch: Batch
     sources: dict[int, ReplaySource]  # by the index of the side
 
+    def stop(self) -> None:
+        """Ends the reading of a batch that is not trained any more."""
+        for source in self.sources.values():
+            source.stop()
+
 
 class Outcome(NamedTuple):
     """Result of a step, the same on all ranks."""
@@ -59,7 +65,7 @@ class Step:
         known: embeddings of a locked side, by the index of the side.
         world: the ranks.
         fit: chunk sizes and memory for graphs; halved if memory runs out.
-        workers: threads that read samples.
+        workers: readers of samples, as for `ReplaySource`.
     """
 
     config: TrainConfig
@@ -169,6 +175,7 @@ class Step:
             self.fit = self.fit.halved()
             LOG.warning("memory ran out; the step is done again with chunks of %s samples", self.fit.chunk_sizes)
             if self.world.device.type == "cuda":
+                gc.collect()  # frames of other threads
                 torch.cuda.empty_cache()
 
     def _update(self, loss: float, step: int) -> float:
