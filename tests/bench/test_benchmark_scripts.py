@@ -184,6 +184,7 @@ def test_small_runs_on_a_cpu(command, tmp_path):
     assert all(result["peak"] is not None for result in results)
 
 
+@pytest.mark.thorough
 def test_texts_of_different_lengths(tmp_path):
     pytest.importorskip("transformers")
     command = [

@@ -84,6 +84,7 @@ def test_links_and_rates_are_taken(tmp_path):
     assert setup["host_memory"] == 64 * 2**30
 
 
+@pytest.mark.thorough
 def test_without_matplotlib_the_plan_names_the_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run("--model", "small", "--gpus", "H200", "--output", str(tmp_path)) == 0

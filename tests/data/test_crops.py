@@ -238,6 +238,7 @@ def own_seed(index):
     return sample_seed(sample_seed(sample_seed(3, 1), 0), index)
 
 
+@pytest.mark.thorough
 def test_the_same_pictures_whatever_reads_them():
     data = Files(files())
     with ReaderProcesses(1, [data]) as executor:

@@ -59,6 +59,7 @@ def test_work_runs_in_other_processes():
             executor.submit(os.getpid).result()
 
 
+@pytest.mark.thorough
 def test_a_class_that_processes_cannot_load_is_used_by_threads(caplog, monkeypatch):
     monkeypatch.setattr(Counted, "__module__", "__main__")  # as in the user's script
     monkeypatch.setattr(sys.modules["__main__"], "Counted", Counted, raising=False)

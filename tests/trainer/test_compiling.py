@@ -133,7 +133,7 @@ def on_rank(group, rank, folder, changes):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.quick({"parallel": "fsdp"})
+@pytest.mark.thorough
 def test_two_ranks_train_as_one(pool, tmp_path, parallel):
     made = runs.trainer(tmp_path / "one", {"parallel": parallel}, pair=deep())
     made.fit()
