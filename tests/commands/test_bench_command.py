@@ -138,7 +138,7 @@ def test_the_work_of_this_program_and_its_children_is_its_own():
     subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
     possible, used, own = (after - earlier for earlier, after in zip(before, machine._processor_seconds(), strict=True))
     assert own > 0
-    assert 0 <= used <= possible
+    assert 0 <= used <= possible + 1e-6  # seconds since the start of the machine, which round
 
 
 def test_nothing_to_compare_with():
