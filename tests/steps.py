@@ -77,3 +77,9 @@ class Counted(nn.Module):
 
 def in_chunks(module, x, size):
     return torch.cat([module(part) for part in x.split(size)])
+
+
+def random_lengths(count, longest, seed=0):
+    """Tokens of texts: many short ones, a few long ones."""
+    drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed))
+    return (1 + drawn**3 * (longest - 1)).long()

@@ -9,9 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import megabatch as mb
-from megabatch.cached.lengths import from_mask, padded, spans
+from megabatch.cached.lengths import from_mask
 from megabatch.cached.sources import TensorSource
-from steps import Loss, assert_same, cached, gradients
+from steps import Loss, assert_same, cached, gradients, random_lengths
 
 VOCABULARY = 30
 
@@ -54,11 +54,6 @@ def texts(lengths, width, seed=0, **more):
         "attention_mask": mask,
         **more,
     }
-
-
-def random_lengths(count, longest, seed=0):
-    drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed))
-    return (1 + drawn**3 * (longest - 1)).long()
 
 
 def plain(loss_fn, towers, modules):
@@ -105,34 +100,6 @@ def test_a_batch_of_full_length_keeps_its_order_and_is_not_copied():
     inputs = texts([40, 33, 40, 36], 40, number=torch.arange(4))
     mb.cached_backward(lambda x: loss(x[:2], x[2:]), [(tower, inputs)], chunk_size=2)
     assert tower.seen == 2 * [((2, 40), [0, 1]), ((2, 40), [2, 3])]
-
-
-def test_widths_of_chunks():
-    assert [padded(n, 1000) for n in (0, 1, 8, 9, 64, 65, 128, 129, 256, 257)] == [8, 8, 8, 16, 64, 80, 128, 192, 256, 320]
-    assert [padded(n, 77) for n in (1, 64, 65, 77)] == [8, 64, 77, 77]
-    assert padded(3, 5) == 5
-
-
-@pytest.mark.parametrize("chunk_size", [1, 3, 50, 256])
-@pytest.mark.parametrize("width", [77, 500])
-def test_chunks_cover_every_sample_once_and_hold_no_more_tokens_than_a_padded_chunk(width, chunk_size):
-    lengths = sorted(random_lengths(3000, width).tolist(), reverse=True)
-    found = spans(lengths, width, chunk_size)
-    assert sorted(i for span in found for i in range(*span)) == list(range(3000))
-    rows = [stop - start for start, stop in found]
-    tokens = [count * padded(lengths[start], width) for count, (start, _) in zip(rows, found, strict=True)]
-    assert max(tokens) <= chunk_size * width
-    assert tokens[0] > 0.85 * max(tokens)  # the largest first
-    assert sum(tokens) < 1.4 * sum(lengths)
-    assert len(found) < 0.7 * 3000 / chunk_size + 8
-    in_the_middle = [count for count, (_, stop) in zip(rows, found, strict=True) if stop < 3000]
-    assert all(count % 8 == 0 or count == chunk_size for count in in_the_middle if count >= 64)
-
-
-def test_a_chunk_of_very_different_lengths_ends_early():
-    lengths = [500] + 15 * [40]
-    assert spans(lengths, 512, 16) == [(0, 2), (2, 16)]  # an eighth of 16
-    assert spans([500] + 15 * [490], 512, 16) == [(0, 16)]
 
 
 @pytest.mark.parametrize("lengths", [[0, 3, 0, 30], [0, 0], [5, 0, 9, 2, 40, 1]])

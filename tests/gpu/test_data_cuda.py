@@ -1,49 +1,24 @@
 """Images on a CUDA device: decoded and cropped there as on a CPU, chunks made ahead by a thread, and damaged files named."""
 
-import io
 import threading
 from contextlib import closing
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import megabatch as mb
-from megabatch.data import crops, images
+from megabatch.data import crops
 from megabatch.data.crops import RandomCrop, TrainingImages
-from megabatch.data.dataset import Dataset
-from megabatch.data.images import Encoded
+from photos import Files, picture, stored
 
 pytestmark = pytest.mark.gpu
+pytest.importorskip("PIL.Image", reason="images are made with Pillow")
 
 TRAINING = TrainingImages(RandomCrop((224, 224), flip=True), (0.5,) * 3, (0.25,) * 3, "pixels")
 
 
 def jpeg(seed, height=256, width=300):
-    pillow = pytest.importorskip("PIL.Image", reason="images are made with Pillow")
-    coarse = torch.rand(1, 3, 5, 5, generator=torch.Generator().manual_seed(seed))
-    smooth = (F.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)[0] * 255).to(torch.uint8)
-    data = io.BytesIO()
-    pillow.fromarray(smooth.permute(1, 2, 0).numpy()).save(data, "JPEG", quality=90)
-    return data.getvalue()
-
-
-class Files(Dataset):
-    def __init__(self, files):
-        super().__init__()
-        self.files = files
-
-    def __len__(self):
-        return len(self.files)
-
-    def read(self, index, side):
-        return images.decode(self.stored(index, side))
-
-    def stored(self, index, side):
-        return Encoded(self.files[index], f"{index}.jpg")
-
-    def name(self, index):
-        return f"{index}.jpg"
+    return stored(picture(seed, height, width), quality=90)
 
 
 class Preparation:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import runs
+from megabatch.machine import ran_out_of_memory
 from megabatch.trainer import fit, parallel
 from megabatch.trainer.fit import Fit, MemoryConfig, largest_chunk, what_fits
 from megabatch.world import World
@@ -72,8 +73,8 @@ def test_towers_that_are_looked_at_keep_their_statistics():
 
 
 def test_what_is_memory_that_ran_out():
-    assert fit.ran_out(torch.OutOfMemoryError("CUDA out of memory"))
-    assert fit.ran_out(RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory"))
-    assert not fit.ran_out(RuntimeError("shapes do not match"))
+    assert ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert ran_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory"))
+    assert not ran_out_of_memory(RuntimeError("shapes do not match"))
     with pytest.raises(ValueError, match=r"memory.chunk must be a fraction from 0 to 1, got 2"):
         MemoryConfig(chunk=2.0)

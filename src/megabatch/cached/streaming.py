@@ -5,7 +5,7 @@ for the computation that used the buffer before; the computation waits for the c
 the host runs ahead.
 
 `produced` has a thread with its own stream make the next chunk (collate, copy, decode, augment) while the main thread queues
-the kernels of this one. The thread waits until the device is done with the chunk before the last, so it holds three.
+the kernels of this one. The thread begins chunk i when the device is done with chunk i − 2, so the device holds two.
 """
 
 import threading
@@ -67,7 +67,7 @@ def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, tor
             with closed_at_the_end(chunks), torch.cuda.device(device), torch.cuda.stream(stream):
                 for i, chunk in enumerate(chunks):
                     if i >= 2 and not stop.is_set():
-                        used.get().synchronize()  # the device is done with chunk i − 2; it holds i − 1 and this one
+                        used.get().synchronize()  # the last kernel of chunk i − 2
                     if stop.is_set():
                         return
                     with ALLOCATING:

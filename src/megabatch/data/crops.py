@@ -20,6 +20,7 @@ from torch import Tensor
 from megabatch.data import images
 from megabatch.data.dataset import IMAGE, UnreadableSampleError, blank
 from megabatch.data.images import Encoded
+from megabatch.machine import ran_out_of_memory
 
 NUMBERS = 5  # drawn for each crop
 DECODED_AT_ONCE = 256  # JPEGs in a call of the GPU's decoder
@@ -266,7 +267,7 @@ def _decode_on(parts: list[Tensor], device: torch.device) -> list[Tensor] | None
     except RuntimeError as error:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the decoder may still write
-        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error).lower():
+        if ran_out_of_memory(error) or "memory" in str(error).lower():  # torchvision raises its own error for nvJPEG's
             raise
         return None
 

@@ -113,7 +113,7 @@ class Dataset(ABC):
         if side not in (0, 1):
             raise ValueError(f"side must be 0 or 1, got {side!r}")
         own = sample_seed(sample_seed(seed, epoch), side)
-        fast = getattr(preparation, "training_images", None) if augment else None
+        fast = getattr(preparation, "training_images", None) if augment else None  # a user's own preparation may have none
         if fast is None:
             read = _Read(self, side, preparation.prepare, own if augment else None)
             return ReplaySource(indices, read, workers=workers, collate=_Collate(self, preparation.collate), hold=hold)

@@ -20,7 +20,8 @@ from torch import nn
 
 from megabatch.cached import randomness
 from megabatch.cached.tower_io import map_rows
-from megabatch.trainer.fit import forward_backward, ran_out
+from megabatch.machine import ran_out_of_memory
+from megabatch.trainer.fit import forward_backward
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
@@ -84,7 +85,7 @@ def warm_up(modules: Sequence[nn.Module], inputs: Sequence[Any], world: World) -
             for module, chunk in zip(modules, inputs, strict=True):
                 _encode(module, map_rows(lambda tensor: tensor.to(world.device), chunk))
     except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
+        if not ran_out_of_memory(error):
             raise
         return  # the first step runs out of memory too, and knows what to do
     if world.rank == 0:

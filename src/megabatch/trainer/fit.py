@@ -18,7 +18,7 @@ from megabatch.cached import batchnorm, randomness
 from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, free_memory
 from megabatch.cached.tower_io import call, count_rows, local, map_rows, opened
 from megabatch.evaluation.embedding import evaluating
-from megabatch.machine import ALLOCATION_FAILED, available_memory
+from megabatch.machine import available_memory, ran_out_of_memory
 from megabatch.world import World
 
 ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
@@ -121,13 +121,6 @@ def repeated(inputs: Any, size: int) -> Any:
     return map_rows(lambda tensor: torch.cat([tensor] * times)[:size], inputs)
 
 
-def ran_out(error: BaseException) -> bool:
-    """Whether the error means out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in ALLOCATION_FAILED)
-
-
 class _Peak:
     """Peak memory of a forward and backward pass of n samples, on CUDA."""
 
@@ -143,7 +136,7 @@ class _Peak:
             forward_backward(self._module, repeated(self._inputs, size))
             used = torch.cuda.max_memory_allocated(device) - before
         except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):
+            if not ran_out_of_memory(error):
                 raise
         self._module.zero_grad(set_to_none=True)
         used = self._world.max([used])[0]

@@ -19,10 +19,11 @@ from megabatch.cached.timing import DATA, phase
 from megabatch.data import crops
 from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.data.order import Batch
+from megabatch.machine import ran_out_of_memory
 from megabatch.towers.tower import Pair
 from megabatch.trainer import gradients
 from megabatch.trainer.config import TrainConfig
-from megabatch.trainer.fit import Fit, input_bytes, ran_out
+from megabatch.trainer.fit import Fit, input_bytes
 from megabatch.trainer.locked import KeptEmbeddings
 from megabatch.trainer.objective import Objective, ReadablePairs
 from megabatch.world import World
@@ -160,7 +161,7 @@ class Step:
             try:
                 return work()
             except (RuntimeError, MemoryError) as error:
-                if not ran_out(error):
+                if not ran_out_of_memory(error):
                     raise
                 if self.world.size > 1 or (max(self.fit.chunk_sizes) == 1 and not self.fit.graph_bytes):
                     raise MemoryError(
