@@ -57,12 +57,10 @@ def sums(s, k, base, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, k, base, row_weight, col_weight, row_cap, col_cap, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
+def softmax(s, k, base, a, cap_a, col_weight, col_cap, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
     """Softmax weights; each term is capped by its sums. Weights beyond the edges are arbitrary and not stored."""
     offs_n, offs_m = tile_offsets(s, n, m)
-    row, column = gl.minimum(offs_n, N - 1), gl.minimum(offs_m, M - 1)
-    a, cap_a = gl.load(row_weight + row), gl.load(row_cap + row)
-    b, cap_b = gl.load(col_weight + column), gl.load(col_cap + column)
+    b, cap_b = gl.load(col_weight + offs_m), gl.load(col_cap + offs_m)
     t = _exclude(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, False, -float("inf"))
     e = gl.minimum(gl.minimum(gl.exp2(t), cap_a[:, None]), cap_b[None, :])
     return e * (a[:, None] + b[None, :])

@@ -34,7 +34,7 @@ from megabatch.tiles.triton_operands import Operands
 # Epilogues.
 SUMS, SOFTMAX, SIGMOID = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
-BLOCK = 128  # a tile is BLOCK × BLOCK and takes half of a warpgroup's registers
+BLOCK = plan.HOPPER_BLOCK
 
 
 @gluon.jit
@@ -122,6 +122,7 @@ def _consumer(
     BLOCK: gl.constexpr = slots.shape[1]
     HALF: gl.constexpr = BLOCK // 2  # columns of one epilogue
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
     k, base = gl.load(exponent_scale), gl.load(exponent_scale + 2)
     first_panel, last_panel = first_tile // tiles_n, gl.maximum(last_tile - 1, first_tile) // tiles_n
     previous = (first_tile + WHICH) // tiles_n
@@ -138,6 +139,9 @@ def _consumer(
             mbarrier.wait(panel_full, (done - first_panel) & 1)
             mbarrier.arrive(panel_empty)
         released = panel
+        if KIND == SOFTMAX:  # loaded while the tile is multiplied
+            offs_n = n + gl.arange(0, BLOCK, row_layout)
+            a, cap_a = gl.load(row_weight + offs_n), gl.load(row_cap + offs_n)
         mbarrier.wait(panel_full, (panel - first_panel) & 1)
         # A parity tells only two rounds of the ring apart. A warpgroup must not wait for a slot before the other has passed
         # all of its own, or it takes the wrong round for the right one.
@@ -191,7 +195,7 @@ def _consumer(
                 part = left if half == 0 else right
                 mh = m + half * HALF
                 if KIND == SOFTMAX:
-                    g = epilogues.softmax(part, k, base, row_weight, col_weight, row_cap, col_cap, n, mh, N, M, SKIP_DIAGONAL)
+                    g = epilogues.softmax(part, k, base, a, cap_a, col_weight, col_cap, n, mh, N, M, SKIP_DIAGONAL)
                 else:
                     g, added, more = epilogues.sigmoid(part, row_weight, n, mh, N)
                     row_sums += added
@@ -228,7 +232,7 @@ def _warp_specialized_kernel(
     row_weight,  # (N,) or None
     col_weight,  # (M,) or None
     row_cap,  # (N,) or None
-    col_cap,  # (M,) or None
+    col_cap,  # (M,) or None; of a softmax, all four are `whole_tiles`
     softplus_part,  # (panels, rows) for `add_partial_sums`, or None
     row_part,  # (panels, rows) or None
     col_part,  # (2 · programs that share a panel, columns) or None

@@ -121,6 +121,7 @@ def _strip_rows(D: int) -> int:
 
 # Versions of Triton that `gluon_warp_specialized` was compiled and run with; Gluon is experimental.
 _GLUON_VERSIONS = ((3, 6), (3, 9))
+HOPPER_BLOCK = 128  # a tile of this many rows and columns takes half of a warpgroup's registers
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class HopperTile:
     resident: int  # steps of the width whose columns stay in shared memory
     ring: int  # slots for rows and streamed columns
     width: int = 64  # of a step, and of a slot
-    columns: int = 128
+    columns: int = HOPPER_BLOCK
 
 
 def hopper_tile(block: Block, task: str) -> HopperTile | None:

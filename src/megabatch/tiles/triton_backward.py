@@ -24,6 +24,7 @@ from megabatch.tiles.triton_gradient import (
     Weights,
     form_strip,
     hopper_tile,
+    whole_tiles,
 )
 from megabatch.tiles.triton_operands import LOG2E, Operands, aligned_empty, exponent_operands, similarity_operands
 
@@ -89,8 +90,8 @@ def side_weights(
     softmax weight could be larger than 1, by a factor of e for every nat between the two roundings.
     """
     if gradient is None or sums is None:
-        zeros = torch.zeros(length, dtype=torch.float32, device=shift.device)
-        return SideWeights(zeros, zeros + torch.inf, zeros - torch.inf)
+        zeros = torch.zeros(length, device=shift.device)
+        return SideWeights(whole_tiles(zeros), whole_tiles(zeros + torch.inf), zeros - torch.inf)
     exponent = finite_or_zero(sums.shift) * LOG2E
     above = shift - exponent
     # The distance between C and the sum itself decides. The sum's shift may be near C although the sum is far from it: a sum
@@ -102,7 +103,7 @@ def side_weights(
     # An empty sum has weight 0; a large C would turn it into 0 times infinity.
     difference = torch.where(sums.total == 0, 0.0, difference)
     weight, cap = sums.per_unit(gradient) * difference.exp2(), sums.total * (-difference).exp2()
-    return SideWeights(weight.float(), cap.float(), torch.where(at_block_shift, -torch.inf, own))
+    return SideWeights(whole_tiles(weight), whole_tiles(cap), torch.where(at_block_shift, -torch.inf, own))
 
 
 def gradient_strips(

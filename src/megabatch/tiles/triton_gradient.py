@@ -154,8 +154,8 @@ def _gradient_strip_kernel(
 class SideWeights(NamedTuple):
     """Softmax weights of the rows or of the columns of a block."""
 
-    weight: Tensor  # (K,) drow_i / row_i at the shift
-    cap: Tensor  # (K,) row_i at the shift
+    weight: Tensor  # (K,) drow_i / row_i at the shift; `whole_tiles`
+    cap: Tensor  # (K,) row_i at the shift; `whole_tiles`
     shift: Tensor  # (K,) −inf for C, otherwise a shift of its own
 
 
@@ -265,6 +265,15 @@ def form_strip(
     add_partial_sums(row_parts, row_sums)
     if col_sum is not None and col_part is not None:
         col_sum += col_part.sum(0)
+
+
+def whole_tiles(values: Tensor) -> Tensor:
+    """A float32 copy (K,) whose memory goes on to the end of a tile, with arbitrary values.
+
+    The warp-specialised kernel loads whole tiles of it: without a clamp or a mask, a load takes two neighbours at once.
+    """
+    room = torch.empty(len(values) + plan.HOPPER_BLOCK, dtype=torch.float32, device=values.device)
+    return room[: len(values)].copy_(values)
 
 
 def hopper_tile(block: Block, kind: tl.constexpr) -> plan.HopperTile | None:
