@@ -229,9 +229,9 @@ def test_an_encoded_image_that_is_larger_than_its_crop_is_held_as_the_crop():
     assert len(small) > 12 * 9 * 3 or len(large) > 12 * 9 * 3
     read = TRAINING.read(Encoded(large, "large.jpg"), torch.Generator().manual_seed(1), encoded=True)
     assert read.box is not None
-    first = TRAINING.finish([read], None, lambda picture, reason: pytest.fail(reason))["pixels"]
+    first = TRAINING.decode([read], None, lambda picture, reason: pytest.fail(reason))
     assert (read.box, len(read.data)) == (None, 12 * 9 * 3)
-    assert torch.equal(first, TRAINING.finish([read], None, lambda picture, reason: pytest.fail(reason))["pixels"])
+    assert torch.equal(first, TRAINING.decode([read], None, lambda picture, reason: pytest.fail(reason)))
 
 
 def test_no_device_decodes_where_there_is_none(monkeypatch):

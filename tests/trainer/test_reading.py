@@ -4,6 +4,7 @@ import functools
 import io
 import tarfile
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import runs
 from helpers import PATIENCE
+from megabatch.cached.decoding import Decoder
 from megabatch.cached.replay import PIECE
 from megabatch.data import images, readers
 from megabatch.data.crops import RandomCrop, TrainingImages
@@ -102,6 +104,23 @@ def test_the_same_bits_whoever_reads_and_how_often(photos, monkeypatch):
     opened = functools.partial(_as_processes, readers.opened)
     monkeypatch.setattr(loop.readers, "opened", opened)
     assert runs.same_bits(trained(photos / "processes", photos, workers=1), wanted) == []
+
+
+@pytest.mark.parametrize("room", [10**9, 0])
+def test_the_same_bits_if_images_are_decoded_ahead(photos, monkeypatch, room):
+    wanted = trained(photos / "plain", photos)
+    monkeypatch.setattr(loop.decoding, "opened", functools.partial(_decoder_on_cpu, room))
+    assert runs.same_bits(trained(photos / "ahead", photos, workers=2), wanted) == []
+
+
+@contextmanager
+def _decoder_on_cpu(room, device, _):
+    decoder = Decoder(device, room)
+    try:
+        yield decoder
+    finally:
+        decoder.end()
+        assert decoder._used == 0
 
 
 def _as_processes(opened, count, shared, *, processes):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from megabatch.cached.decoding import DecodedSource, Decoder
 from megabatch.cached.replay import ReplaySource, sample_seed
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class Dataset(ABC):
         workers: int | Executor = 0,
         hold: int = 0,
         decodes: bool = False,
+        decoder: Decoder | None = None,
     ) -> ReplaySource:
         """One side of some samples as a source of a tower's inputs, identical each time they are read.
 
@@ -109,6 +111,7 @@ class Dataset(ABC):
             workers: as for `ReplaySource`.
             hold: as for `ReplaySource`.
             decodes: whether the tower's device decodes JPEGs (`crops.decodes_on`).
+            decoder: decodes images ahead of their chunk, on the tower's device; needs an executor as `workers`.
         """
         if side not in (0, 1):
             raise ValueError(f"side must be 0 or 1, got {side!r}")
@@ -117,8 +120,19 @@ class Dataset(ABC):
         if fast is None:
             read = _Read(self, side, preparation.prepare, own if augment else None)
             return ReplaySource(indices, read, workers=workers, collate=_Collate(self, preparation.collate), hold=hold)
-        read_image = _ReadImage(self, side, fast, own, decodes)
-        return ReplaySource(indices, read_image, workers=workers, finish=_FinishImages(self, fast), hold=hold)
+        read_image, finish = _ReadImage(self, side, fast, own, decodes), _FinishImages(self, fast)
+        if decoder is None or not isinstance(workers, Executor):
+            return ReplaySource(indices, read_image, workers=workers, finish=finish, hold=hold)
+        return DecodedSource(
+            indices,
+            read_image,
+            decode=finish.decode,
+            finish=fast.inputs,
+            row_bytes=fast.crop_bytes,
+            decoder=decoder,
+            workers=workers,
+            hold=hold,
+        )
 
     def usable(self, indices: Sequence[int]) -> Tensor:  # (n,) bool
         """Mask of the samples without a failure so far; final once both sides have been read."""
@@ -202,13 +216,17 @@ class _FinishImages:
     images: "TrainingImages"
 
     def __call__(self, samples: list[tuple[int, Any, _Failure | None]], device: torch.device | None) -> Any:
+        return self.images.inputs(self.decode(samples, device))
+
+    def decode(self, samples: list[tuple[int, Any, _Failure | None]], device: torch.device | None) -> Tensor:
+        """The crops, (n, 3, height, width) uint8."""
         _note_failures(self.dataset, samples)
         index_of = {id(picture): index for index, picture, _ in samples}
 
         def failed(picture: Any, reason: str) -> None:
             self.dataset.failures.setdefault(int(index_of[id(picture)]), reason)
 
-        return self.images.finish([picture for _, picture, _ in samples], device, failed)
+        return self.images.decode([picture for _, picture, _ in samples], device, failed)
 
 
 def _note_failures(dataset: Dataset, samples: list[tuple[int, Any, _Failure | None]]) -> None:

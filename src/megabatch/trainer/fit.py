@@ -23,6 +23,7 @@ from megabatch.world import World
 
 ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
 FIRST_TRIED = 32  # samples, on CUDA
+DECODED = 0.1  # fraction of a GPU's memory
 OPTIMIZER_COPIES = 3  # of the parameters, allocated in the first step: gradients and two moments
 
 
@@ -91,6 +92,11 @@ def what_fits(
 def input_bytes(config: MemoryConfig, world: World) -> int:
     """Host memory for the samples of one batch on this rank, while the next batch has as much."""
     return int(config.inputs * (available_memory() or 0) / world.local_size / 2)
+
+
+def decoded_bytes(device: torch.device) -> int:
+    """Device memory for decoded images: on a GPU of 80 GB, two batches of 27,000 images of 224 pixels."""
+    return int(torch.cuda.get_device_properties(device).total_memory * DECODED) if device.type == "cuda" else 0
 
 
 def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> int:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from megabatch import settings, towers
-from megabatch.cached import randomness
+from megabatch.cached import decoding, randomness
+from megabatch.cached.decoding import Decoder
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.timing import Clock, phase
 from megabatch.data import readers
@@ -32,7 +33,7 @@ from megabatch.trainer import compiling, locked, optim, parallel
 from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents
 from megabatch.trainer.config import FREE, TrainConfig, differences, reader_count
 from megabatch.trainer.ema import Average
-from megabatch.trainer.fit import Fit, repeated, what_fits
+from megabatch.trainer.fit import Fit, decoded_bytes, repeated, what_fits
 from megabatch.trainer.flops import Utilisation
 from megabatch.trainer.objective import Objective
 from megabatch.trainer.observers import Observer, Observers, Unreadable
@@ -186,7 +187,8 @@ class Trainer:
             products = fast_products(self.config.precision, self.world.device)
             compiler = compiling.settings() if self._compiled else nullcontext()
             with requests(impatient=self.world.size == 1) as request, self._workers() as workers, products, compiler:
-                self._train(self._ready(workers), request)
+                with decoding.opened(self.world.device, decoded_bytes(self.world.device)) as decoder:
+                    self._train(self._ready(workers, decoder), request)
                 self._save_model()  # before the evaluation, which may fail
                 result = self._evaluate(workers) if self.validation is not None else None
         finally:
@@ -194,7 +196,7 @@ class Trainer:
             self._unreadable.count()
         return result
 
-    def _ready(self, workers: int | Executor) -> Step:
+    def _ready(self, workers: int | Executor, decoder: Decoder | None) -> Step:
         if self.step == 0:
             self._seed(0)
         modules = [tower.module for tower in self.pair.towers]
@@ -218,6 +220,7 @@ class Trainer:
             self.world,
             self._fit,
             workers,
+            decoder,
         )
 
     def _known(self, workers: int | Executor, fit: Fit) -> dict[int, locked.KeptEmbeddings]:
@@ -247,7 +250,10 @@ class Trainer:
             with clock.running():
                 while upcoming is not None:
                     inputs, upcoming = upcoming, next(coming, None)  # the next batch is read while this one trains
-                    self._one_step(step, inputs, request, clock)
+                    try:
+                        self._one_step(step, inputs, request, clock)
+                    finally:
+                        inputs.stop()
                     del inputs
         except Exception as error:
             # The checkpoint that is being written is still good. Other ranks may not have failed, but for this error.

@@ -14,6 +14,7 @@ from torch import nn
 
 from megabatch.cached import HostSource, ReplaySource, Source, batchnorm, randomness
 from megabatch.cached.backward import cached_backward
+from megabatch.cached.decoding import Decoder
 from megabatch.cached.streaming import closed_at_the_end
 from megabatch.cached.timing import DATA, phase
 from megabatch.data import crops
@@ -38,7 +39,7 @@ class Inputs(NamedTuple):
     sources: dict[int, ReplaySource]  # by the index of the side
 
     def stop(self) -> None:
-        """Ends the reading of a batch that is not trained any more."""
+        """Ends the reading of the batch, after its step or without one, and frees what was read."""
         for source in self.sources.values():
             source.stop()
 
@@ -67,6 +68,7 @@ class Step:
         world: the ranks.
         fit: chunk sizes and memory for graphs; halved if memory runs out.
         workers: readers of samples, as for `ReplaySource`.
+        decoder: of images, on a CUDA device.
     """
 
     config: TrainConfig
@@ -80,6 +82,7 @@ class Step:
     world: World
     fit: Fit
     workers: int | Executor = 0
+    decoder: Decoder | None = None
 
     def __post_init__(self) -> None:
         """Finds the running statistics, which are averaged over ranks."""
@@ -105,6 +108,7 @@ class Step:
                 workers=self.workers,
                 hold=self._hold,
                 decodes=self._decodes,
+                decoder=self.decoder,
             )
             sources[side].start(self._sample_bytes[side])
         return Inputs(batch, sources)
