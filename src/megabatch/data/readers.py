@@ -55,7 +55,7 @@ class ReaderProcesses(ThreadPoolExecutor):
     """An executor of `count` processes; a thread for each sends it tasks and waits for results.
 
     Args:
-        count: of processes. They start at once, and import PyTorch while the program goes on.
+        count: of processes. They start at once, and load the shared objects and their packages while the program goes on.
         shared: objects that tasks may refer to. They are pickled once; in tasks only their number is sent.
     """
 
@@ -68,6 +68,8 @@ class ReaderProcesses(ThreadPoolExecutor):
         self._free = list(self._processes)
         self._lock = threading.Lock()
         self._warned = False
+        for _ in range(count):
+            self.submit(_nothing)
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs `function(*args, **kwargs)` in a process. All of it must be picklable."""
@@ -150,6 +152,10 @@ class _Process:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _nothing() -> None:
+    """The first task of a process, which gets it to load the shared objects."""
 
 
 def serve(number: int) -> None:

@@ -204,10 +204,6 @@ class Trainer:
             share = -(-self.config.batch_size // self.world.size)
             with compiling.plain(modules), autocast(self.config.precision, self.world.device):
                 self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
-        if self._compiled and self.step < self.steps:
-            chunks = [repeated(self._samples(side, size), size) for side, size in enumerate(self._fit.chunk_sizes)]
-            with autocast(self.config.precision, self.world.device):
-                compiling.warm_up(modules, chunks, self.world)
         return Step(
             self.config,
             self.pair,
@@ -222,6 +218,13 @@ class Trainer:
             workers,
             decoder,
         )
+
+    def _compile(self, fit: Fit) -> None:
+        """Compiles the towers for chunks of the training."""
+        if self._compiled and self.step < self.steps:
+            chunks = [repeated(self._samples(side, size), size) for side, size in enumerate(fit.chunk_sizes)]
+            with autocast(self.config.precision, self.world.device):
+                compiling.warm_up([tower.module for tower in self.pair.towers], chunks, self.world)
 
     def _known(self, workers: int | Executor, fit: Fit) -> dict[int, locked.KeptEmbeddings]:
         if self.config.lock == "none" or not self.config.keep_locked:
@@ -243,10 +246,11 @@ class Trainer:
         return {side: kept}
 
     def _train(self, step: Step, request: Request) -> None:
-        clock = Clock(self.world.device)
         coming = map(step.prepare, self.order.batches(self.step, self.steps))
         upcoming = next(coming, None)
         try:
+            self._compile(step.fit)  # while the first batch is read
+            clock = Clock(self.world.device)
             with clock.running():
                 while upcoming is not None:
                     inputs, upcoming = upcoming, next(coming, None)  # the next batch is read while this one trains
