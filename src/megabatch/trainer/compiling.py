@@ -21,6 +21,7 @@ from torch import nn
 from megabatch.cached import randomness
 from megabatch.cached.tower_io import map_rows
 from megabatch.machine import ran_out_of_memory
+from megabatch.trainer import patches
 from megabatch.trainer.fit import forward_backward
 from megabatch.world import World
 
@@ -38,7 +39,9 @@ NOISE = (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being a
 
 
 def compile_towers(modules: Sequence[nn.Module], world: World) -> bool:
-    """Makes towers compile themselves when they are called. If the compiler fails on any rank, it only warns.
+    """Makes towers compile themselves when they are called, and patch embeddings matrix products.
+
+    If the compiler fails on any rank, it only warns, and the towers stay as they are.
 
     Args:
         modules: of the two sides, before they are wrapped or sharded. Both may be one.
@@ -58,6 +61,7 @@ def compile_towers(modules: Sequence[nn.Module], world: World) -> bool:
         if world.rank == 0:
             LOG.warning("the towers cannot be compiled, and the run is slower without: %s", problems[0])
         return False
+    patches.use_products(modules)
     for layer in {id(layer): layer for module in modules for layer in layers(module)}.values():
         layer.compile(**OPTIONS)
     return True
