@@ -64,10 +64,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _state() -> dict[str, Any]:
-    """What tests share in one process. The compiler keeps its pool of threads, and tqdm its monitor."""
-    kept = ("tqdm_monitor", "ThreadPoolExecutor") if "torch._inductor.async_compile" in sys.modules else ("tqdm_monitor",)
-    threads = {f"thread {thread.name}": thread for thread in threading.enumerate() if not thread.name.startswith(kept)}
-    return threads | {
+    """What tests share in one process, without the threads that libraries keep: tqdm its monitor, the compiler its workers.
+
+    A dummy stands for a thread that Python did not start, such as autograd's for a device, and stays when the thread has ended.
+    """
+    kept: tuple[str, ...] = ("tqdm_monitor",)
+    if "torch._inductor.async_compile" in sys.modules:
+        kept += ("ThreadPoolExecutor", "InductorSubproc", "subproc_worker_timer")  # threads of this project have its name
+    ours = [t for t in threading.enumerate() if not t.name.startswith(kept) and not isinstance(t, threading._DummyThread)]
+    return {f"thread {thread.name}": thread for thread in ours} | {
         "working directory": os.getcwd(),
         "handler of SIGINT": signal.getsignal(signal.SIGINT),
         "handler of SIGTERM": signal.getsignal(signal.SIGTERM),

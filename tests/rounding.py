@@ -1,6 +1,7 @@
-"""Errors that a backward pass may have because it computes similarities again and rounds them differently than forward did.
+"""Errors that float32 results may have, whatever the dense loss does.
 
-Two yardsticks: a bound on every entry of a gradient, and the error of a computation in which nothing else is rounded.
+A backward pass computes similarities again and rounds them differently than forward did. Two yardsticks: a bound on every entry
+of a gradient, and the error of a computation in which nothing else is rounded. `half_units` is for the types of the results.
 
 The bound: both passes round ⟨x_i, y_j⟩, and each is off by at most δ_ij = (D + 4)·u·scale·⟨|x_i|, |y_j|⟩. Here u is half a unit
 in the last place of float32, and 4 covers the product with the scale and the subtraction of a shift. The logsumexp of row i is
@@ -8,7 +9,7 @@ then off by at most Δ_i = max_j δ_ij, and a softmax weight w_ij = exp(s_ij −
 never off by more than 1, because the true weight and the computed one are both between 0 and 1.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -21,6 +22,16 @@ from megabatch.tiles import eager
 from megabatch.tiles.in_memory import Tiles
 
 UNIT = torch.finfo(torch.float32).eps / 2
+
+
+def half_units(exact: Sequence[Tensor]) -> list[Tensor]:
+    """Bounds on the errors of a loss and its gradients from roundings that float32 tensors impose.
+
+    Each rounding is off by at most half a unit in the last place. A loss is rounded once. A gradient is rounded twice, because
+    autograd also passes the gradient of one row's loss, 1/N, in float32: 1/1000 is off by 0.8 of that bound, and with it every
+    gradient. The dense error of a single number, such as the gradient of the scale, can be smaller by chance.
+    """
+    return [(1 if i == 0 else 2) * UNIT * tensor.norm() for i, tensor in enumerate(exact)]
 
 
 def gradients_rounded_differently(x, y, scale, precision, backend):

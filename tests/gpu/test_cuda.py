@@ -10,6 +10,7 @@ from helpers import aligned_pairs, assert_equal_to_rounding, dense_clip, dense_s
 from megabatch import reference
 from megabatch.bench.accuracy import clip_truth
 from megabatch.bench.measure import peak_memory
+from rounding import half_units
 
 pytestmark = pytest.mark.gpu
 
@@ -52,20 +53,21 @@ def test_error_is_at_most_twice_the_dense_one(loss, noise, scale, dtype, backend
     values = [scale] if loss == "clip" else [scale, -10.0]
     real_dtype = torch.float32 if dtype == "tf32" else dtype
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    squares = {mine: 0.0, dense: 0.0}
+    squares = {mine: 0.0, dense: 0.0, "least": 0.0}
     try:
         for seed in range(0, 32, 2):
             N = 1024 if seed % 4 else 1000  # kernels are compiled apart for what can be divided by 16
             inputs = [*pairs(N, 200, noise=noise, seed=seed, dtype=real_dtype), *numbers(*values, dtype=real_dtype)]
             wanted = outcomes(truth, [t.detach().double().requires_grad_() for t in inputs])
-            for function in squares:
+            squares["least"] += torch.stack(half_units(wanted)).square()
+            for function in (mine, dense):
                 with tile_size(256, 384):
                     found = outcomes(function, inputs)
                 squares[function] += torch.stack([(a - b).square().sum() for a, b in zip(found, wanted, strict=True)])
     finally:
         torch.set_float32_matmul_precision("highest")
-    found, bar = squares[mine].sqrt(), squares[dense].sqrt()
-    assert (found <= 2 * bar).all(), (found.tolist(), bar.tolist())
+    found, bar, least = (total.sqrt() for total in squares.values())
+    assert (found <= torch.maximum(2 * bar, least)).all(), (found.tolist(), bar.tolist(), least.tolist())
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

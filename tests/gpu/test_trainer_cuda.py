@@ -1,5 +1,7 @@
 """Training on a CUDA device: the chunk size is found, memory that runs out is survived, a continued run has the same bits."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import nn
 
 import runs
 from megabatch.towers.tower import Pair, Tower
+from megabatch.trainer.patches import use_products
 from megabatch.world import World
 
 pytestmark = pytest.mark.gpu
@@ -86,6 +89,29 @@ def test_compiled_towers_learn_the_same(tmp_path):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_patch_embeddings_are_products_under_autocast(dtype, layout):
+    """Values and gradients, against float64 on the same numbers."""
+    layer = nn.Conv2d(3, 64, 32, stride=32, device="cuda").to(dtype).float()
+    images = torch.randn(8, 3, 224, 230, device="cuda").to(dtype).float().to(memory_format=layout)
+    weights = torch.randn(8, 64, 7, 7, device="cuda").to(dtype)
+
+    def results(layer, images):
+        inputs = [images.requires_grad_(), *layer.parameters()]
+        values = layer(images)
+        return [values.detach(), *torch.autograd.grad((values * weights.to(values.dtype)).sum(dtype=torch.float64), inputs)]
+
+    wanted = results(copy.deepcopy(layer).double(), images.double())
+    use_products([layer])
+    with torch.autocast("cuda", dtype):
+        found = results(layer, images)
+    assert found[0].dtype == dtype
+    assert found[0].permute(0, 2, 3, 1).is_contiguous()
+    for actual, expected in zip(found, wanted, strict=True):
+        assert (actual.double() - expected).norm() <= 2 * torch.finfo(dtype).eps * expected.norm()
 
 
 def test_the_defaults_train(tmp_path):

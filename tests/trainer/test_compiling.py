@@ -8,6 +8,7 @@ from torch import nn
 import runs
 from megabatch.towers.tower import Pair, Tower
 from megabatch.trainer import compiling
+from megabatch.trainer.patches import PatchConv2d
 from megabatch.world import World
 
 QUICK = {"backend": "aot_eager"}  # traces and differentiates as always, and compiles nothing
@@ -23,17 +24,19 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
+    """A small vision transformer: each sample is an image of 2×3 pixels, with three patches."""
+
     def __init__(self, dropout):
         super().__init__()
-        self.stem = nn.Linear(runs.WIDTH, 8)
+        self.stem = nn.Conv2d(1, 8, (2, 1), stride=(2, 1))
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
         self.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, runs.EMBEDDING))
 
     def forward(self, x):
-        x = self.stem(x)
+        x = self.stem(x.view(-1, 1, 2, 3)).flatten(2).transpose(1, 2)
         for block in self.blocks:
             x = block(x)
-        return F.normalize(self.head(x), dim=1)
+        return F.normalize(self.head(x.mean(1)), dim=1)
 
 
 def deep(dropout=0.0, dtype=torch.float64):
@@ -71,7 +74,9 @@ def test_training_is_that_of_the_plain_towers(tmp_path, quick, changes):
         options = {"pair": deep(dropout=0.3), "validation": runs.Numbers()}
         made[how] = runs.trainer(tmp_path / how, {"compile": how, "evaluate_every": 3, **changes}, **options)
         made[how].fit()
-        assert any(part._compiled_call_impl for part in made[how].pair.towers[0].module.modules()) is (how == "on")
+        tower = made[how].pair.towers[0].module
+        assert any(part._compiled_call_impl for part in tower.modules()) is (how == "on")
+        assert isinstance(tower.stem, PatchConv2d) is (how == "on")
     wanted, found = runs.weights(made["off"]), runs.weights(made["on"])
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -111,6 +116,7 @@ def test_a_compiler_that_fails_is_told_once_and_training_goes_on(tmp_path, quick
     told = [line for line in caplog.messages if "compil" in line]
     assert len(told) == 1
     assert "no C compiler" in told[0]
+    assert type(made.pair.towers[0].module.stem) is nn.Conv2d
     assert runs.same_bits(runs.weights(made), runs.weights(plain)) == []
 
 

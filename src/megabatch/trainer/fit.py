@@ -32,7 +32,7 @@ class MemoryConfig:
     """How the free memory is used."""
 
     chunk: float = 0.25  # fraction for the activations of a chunk, if chunk_size is "auto"
-    graphs: float = 0.5  # fraction for graphs kept from the first pass; 0 keeps none
+    graphs: float = 0.6  # fraction for graphs kept from the first pass; 0 keeps none
     inputs: float = 0.3  # fraction of the host's memory for samples read ahead or waiting for the second pass; 0 reads twice
 
     def __post_init__(self) -> None:
