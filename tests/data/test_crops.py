@@ -1,13 +1,14 @@
-"""Images of training: decoded whole or named as damaged, cropped as PyTorch resizes, the same wherever it happens."""
+"""Images of training: decoded whole or named as damaged, and cropped the same whatever reads them."""
 
+import importlib.util
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megabatch.data import crops, images
-from megabatch.data.crops import Box, RandomCrop, TrainingImages, filter_weights
+from megabatch.data.crops import Box, RandomCrop, TrainingImages
 from megabatch.data.dataset import UnreadableSampleError
 from megabatch.data.images import Encoded
 from megabatch.data.readers import ReaderProcesses
@@ -74,14 +75,6 @@ def test_a_small_file_that_claims_to_be_huge_is_unreadable():
         images.decode(Encoded(bytes(whole), "bomb.jpg"))
 
 
-def test_crops_do_not_depend_on_autocast():
-    many = [torch.randint(0, 256, (3, 40, 40), dtype=torch.uint8)]
-    boxes = [TRAINING.crop.box((0.5,) * 5, 40, 40)]
-    wanted = TRAINING.crop.many(many, boxes)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(TRAINING.crop.many(many, boxes), wanted)
-
-
 def test_decoding_is_bounded_in_pixels_and_grouped_by_position():
     pictures = [crops.Picture(b"", size=(4000, 4000), box=Box(0, 0, 1, 1, False)) for _ in range(9)]
     assert crops._decoded_together(pictures) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
@@ -119,33 +112,6 @@ def test_a_damaged_jpeg_is_named():
         images.decode(Encoded(b"", "b/c.jpg"))
 
 
-@pytest.mark.parametrize(("length", "size"), [(5, 12), (12, 5), (300, 7), (1, 4), (7, 7), (224, 224), (256, 224)])
-def test_weights_are_those_of_antialiased_resizing(length, size):
-    weights = filter_weights(torch.tensor([2]), torch.tensor([length]), size, length + 5)[0].double()
-    unit = torch.eye(length, dtype=torch.float64)[:, None, None]  # (length, 1, 1, length)
-    wanted = F.interpolate(unit, (1, size), mode="bicubic", antialias=True)[:, 0, 0].T
-    torch.testing.assert_close(weights[:, 2 : length + 2], wanted, rtol=1e-5, atol=1e-6)
-    assert not weights[:, :2].any()
-    assert not weights[:, length + 2 :].any()
-
-
-def test_crops_by_matrix_products_are_antialiased_resizing():
-    generator = torch.Generator().manual_seed(0)
-    crop = RandomCrop((24, 31), area=(0.3, 1.0), flip=True)
-    sizes = [*torch.randint(5, 200, (30, 2), generator=generator).tolist(), [1, 1], [1, 300], [900, 2]]
-    many = [torch.randint(0, 256, (3, *size), generator=generator, dtype=torch.uint8) for size in sizes]
-    boxes = [crop.box(crop.draw(generator), *image.shape[1:]) for image in many]
-    found, mirrored = crop.many(many, boxes), 0
-    for image, box, one in zip(many, boxes, found, strict=True):
-        top, left, height, width, flip = box
-        part = image[None, :, top : top + height, left : left + width].double()
-        wanted = F.interpolate(part, crop.size, mode="bicubic", antialias=True)[0].clamp(0, 255)
-        wanted = wanted.flip(2) if flip else wanted
-        assert (one.double() - wanted).abs().max() < 0.501
-        mirrored += flip
-    assert 5 < mirrored < 28
-
-
 def test_boxes_are_within_the_image_and_of_the_area_asked_for():
     crop = RandomCrop((8, 8), area=(0.5, 0.6), shape=(0.9, 1.1))
     generator = torch.Generator().manual_seed(0)
@@ -157,11 +123,6 @@ def test_boxes_are_within_the_image_and_of_the_area_asked_for():
         assert 0.88 < width / height < 1.12
         assert not mirrored
     assert len({box.top for box in boxes}) > 15
-
-
-def test_images_of_different_sizes_are_not_padded_to_the_largest():
-    assert sorted(map(sorted, crops._groups([(10, 10), (10, 10), (10, 10), (4000, 3000), (11, 10)]))) == [[0, 1, 2, 4], [3]]
-    assert len(crops._groups([(4096, 4096)] * 9)) == 3
 
 
 class Preparation:
@@ -238,3 +199,11 @@ def test_no_device_decodes_where_there_is_none(monkeypatch):
     assert not crops.decodes_on(torch.device("cpu"))
     monkeypatch.setattr(images, "torchvision_io", lambda: None)
     assert not crops.decodes_on(torch.device("cuda"))
+
+
+def test_a_device_decodes_only_where_triton_crops(monkeypatch):
+    found = SimpleNamespace(encode_jpeg=torch.clone, decode_jpeg=lambda *_, **__: [], ImageReadMode=SimpleNamespace(RGB=None))
+    monkeypatch.setattr(images, "torchvision_io", lambda: found)
+    for triton, decodes in ((object(), True), (None, False)):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=triton: found)
+        assert crops.decodes_on(torch.device("cuda")) == decodes

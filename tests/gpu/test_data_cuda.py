@@ -1,10 +1,11 @@
-"""Images on a CUDA device: decoded and cropped there as on a CPU, chunks made ahead by a thread, and damaged files named."""
+"""Images on a CUDA device: decoded there as on a CPU, cropped as PyTorch resizes, chunks made ahead by a thread, and damaged files named."""
 
 import threading
 from contextlib import closing
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import megabatch as mb
 from megabatch.data import crops
@@ -25,15 +26,20 @@ class Preparation:
     training_images = TRAINING
 
 
-def test_crops_are_those_of_the_cpu():
+def test_crops_are_antialiased_resizing():
     generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(20, 500, (50, 2), generator=generator).tolist()
+    sizes = [*torch.randint(20, 500, (50, 2), generator=generator).tolist(), [1, 1], [1, 900], [1200, 2]]
     many = [torch.randint(0, 256, (3, *size), generator=generator, dtype=torch.uint8) for size in sizes]
     boxes = [TRAINING.crop.box(TRAINING.crop.draw(generator), *image.shape[1:]) for image in many]
-    found = TRAINING.crop.many([image.cuda() for image in many], boxes).cpu()
-    wanted = TRAINING.crop.many(many, boxes)
-    assert (found.int() - wanted.int()).abs().max() <= 1
-    assert (found != wanted).float().mean() < 1e-3
+    with torch.autocast("cuda", dtype=torch.bfloat16):  # as in training
+        found = TRAINING.crop.many([image.cuda() for image in many], boxes)
+    assert torch.equal(found, TRAINING.crop.many([image.cuda() for image in many], boxes))
+    assert torch.equal(found[7:9], TRAINING.crop.many([image.cuda() for image in many[7:9]], boxes[7:9]))
+    for image, (top, left, height, width, mirrored), one in zip(many, boxes, found.cpu(), strict=True):
+        part = image[None, :, top : top + height, left : left + width].double()
+        wanted = F.interpolate(part, (224, 224), mode="bicubic", antialias=True)[0].clamp(0, 255)
+        # The nearest whole number; within 0.001 of a half, either.
+        assert (one.double() - (wanted.flip(2) if mirrored else wanted)).abs().max() < 0.501
 
 
 def test_images_are_decoded_on_the_device():

@@ -4,10 +4,11 @@ A reader takes an image as it is stored and draws the numbers of its crop from t
 same for any number of readers, ranks and chunks, and in both passes. If the GPU decodes, an ordinary JPEG stays encoded until
 its whole chunk is decoded, cropped and normalised there. Otherwise the reader decodes and crops, and the chunk holds pixels.
 
-On a GPU a crop is two matrix products, Y · image · Xᵀ. Each row of Y and X has the weights of the antialiased bicubic filter
-of `torch.nn.functional.interpolate` for one output pixel, so a chunk of crops of any size takes two products.
+Both crop by the antialiased bicubic filter of `torch.nn.functional.interpolate`. The GPU's kernel (`crop_kernel.py`) rounds
+once, the CPU once for each direction.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,7 @@ from megabatch.machine import ran_out_of_memory
 
 NUMBERS = 5  # drawn for each crop
 DECODED_AT_ONCE = 512  # JPEGs in a call of the GPU's decoder
-PIXELS_AT_ONCE = 1 << 26  # of padded images in a group of crops: 192 MiB of bytes, 768 MiB of float32
-_CUBIC = -0.5  # the parameter of the bicubic filter of antialiased resizing, in PyTorch and in Pillow
+PIXELS_AT_ONCE = 1 << 26  # in a call of the GPU's decoder: 192 MiB of bytes
 
 
 class Box(NamedTuple):
@@ -68,67 +68,12 @@ class RandomCrop:
         return (crop.flip(2) if box.mirrored else crop).contiguous()
 
     def many(self, pictures: Sequence[Tensor], boxes: Sequence[Box]) -> Tensor:  # (n, 3, *size) uint8
-        """The crops of images on one device, by two matrix products for each group of images of similar size."""
-        groups = _groups([(image.shape[1], image.shape[2]) for image in pictures])
-        made = [self._group([pictures[i] for i in group], [boxes[i] for i in group]) for group in groups]
-        places = torch.tensor([i for group in groups for i in group], device=pictures[0].device)
-        return torch.cat(made)[places.argsort()]
+        """The crops of images on one device: on a GPU in one launch, on a CPU one by one."""
+        if pictures[0].is_cuda:
+            from megabatch.data.crop_kernel import crop_images
 
-    def _group(self, pictures: list[Tensor], boxes: list[Box]) -> Tensor:  # (n, 3, *size) uint8
-        whole = _stacked(pictures)  # (n, 3, height, width)
-        top, left, height, width, mirrored = torch.tensor(boxes, device=whole.device).unbind(1)  # (n,) each
-        down = filter_weights(top, height, self.size[0], whole.shape[2])  # (n, rows, height)
-        across = filter_weights(left, width, self.size[1], whole.shape[3])  # (n, columns, width)
-        across = torch.where(mirrored[:, None, None] > 0, across.flip(1), across)
-        with torch.autocast(whole.device.type, enabled=False):  # in bfloat16, pixels would be off by 3 of 255
-            products = down[:, None] @ (whole.float() @ across.mT[:, None])
-        return products.round_().clamp_(0, 255).to(torch.uint8)
-
-
-def filter_weights(start: Tensor, length: Tensor, size: int, width: int) -> Tensor:  # (n,), (n,) -> (n, size, width) float32
-    """Weights of antialiased bicubic resizing in one dimension: of `length` pixels, from `start` on, to `size` pixels.
-
-    The weights are for a row of `width` pixels, and 0 outside of the part.
-    """
-    scale = length.double()[:, None, None] / size  # (n, 1, 1)
-    stretch = scale.clamp_min(1)
-    centre = (torch.arange(size, device=length.device).double()[:, None] + 0.5) * scale  # (n, size, 1)
-    first, last = ((centre + sign * 2 * stretch + 0.5).floor().clamp_min(0).float() for sign in (-1, 1))
-    pixel = centre.floor()  # that the centre is in; the rest is small, so that float32 is exact enough for the large tensors
-    pixels = (torch.arange(width, device=length.device) - start[:, None, None]).float()  # (n, 1, width), within the part
-    inside = (pixels >= first) & (pixels < last) & (pixels < length[:, None, None])
-    t = (((pixels - pixel.float()) + (0.5 - (centre - pixel)).float()) / stretch.float()).abs_()  # (n, size, width)
-    near = ((_CUBIC + 2) * t - (_CUBIC + 3)) * t * t + 1
-    far = _CUBIC * (((t - 5) * t + 8) * t - 4)
-    weights = torch.where(inside, torch.where(t < 1, near, torch.where(t < 2, far, 0.0)), 0.0)
-    return weights / weights.sum(2, keepdim=True)
-
-
-def _stacked(pictures: list[Tensor]) -> Tensor:  # (n, 3, height, width) uint8
-    """The images in one tensor, smaller ones with zeros below and to the right."""
-    if len({image.shape for image in pictures}) == 1:
-        return torch.stack(pictures)
-    height, width = (max(image.shape[i] for image in pictures) for i in (1, 2))
-    padded = torch.zeros(len(pictures), 3, height, width, dtype=torch.uint8, device=pictures[0].device)
-    places = [place[:, : image.shape[1], : image.shape[2]] for place, image in zip(padded.unbind(0), pictures, strict=True)]
-    torch._foreach_copy_(places, pictures)
-    return padded
-
-
-def _groups(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Images of similar height and width together, so that at most half of a group is padding."""
-    groups: list[list[int]] = []
-    height = width = area = 0
-    for i in sorted(range(len(sizes)), key=sizes.__getitem__):
-        h, w = sizes[i]
-        height, width, area = max(height, h), max(width, w), area + h * w
-        padded = height * width * (len(groups[-1]) + 1) if groups else 0
-        if groups and padded <= min(2 * area, PIXELS_AT_ONCE):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-            height, width, area = h, w, h * w
-    return groups
+            return crop_images(pictures, boxes, self.size)
+        return torch.stack([self.one(image, box) for image, box in zip(pictures, boxes, strict=True)])
 
 
 @dataclass
@@ -233,9 +178,9 @@ def _normalisation(mean: tuple[float, ...], deviation: tuple[float, ...], device
 
 
 def decodes_on(device: torch.device) -> bool:
-    """Whether torchvision decodes JPEGs on this device: it is asked to decode a small one."""
+    """Whether torchvision decodes JPEGs on this device and Triton can crop them: torchvision is asked to decode a small one."""
     torchvision = images.torchvision_io()
-    if device.type != "cuda" or torchvision is None:
+    if device.type != "cuda" or torchvision is None or importlib.util.find_spec("triton") is None:
         return False
     try:
         sample = torchvision.encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8))
