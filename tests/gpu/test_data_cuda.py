@@ -1,4 +1,4 @@
-"""Images on a CUDA device: decoded there as on a CPU, cropped as PyTorch resizes, chunks made ahead by a thread, and damaged files named."""
+"""Images on a CUDA device: decoded as on a CPU, cropped as PyTorch resizes, chunks made ahead by a thread, damage named."""
 
 import threading
 from contextlib import closing
