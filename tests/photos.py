@@ -1,4 +1,4 @@
-"""Images as they are stored, and a dataset of them."""
+"""Images as they are stored, a dataset of them, and their crops by definition."""
 
 import io
 
@@ -20,6 +20,14 @@ def stored(image, kind="JPEG", **options):
     data = io.BytesIO()
     images.to_pillow(image).save(data, kind, **options)
     return data.getvalue()
+
+
+def resized(image, box, size):
+    """The crop of an image by definition: float64, not rounded."""
+    top, left, height, width, mirrored = box
+    part = image[None, :, top : top + height, left : left + width].double()
+    crop = F.interpolate(part, size, mode="bicubic", antialias=True)[0].clamp(0, 255)
+    return crop.flip(2) if mirrored else crop
 
 
 class Files(Dataset):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megabatch.data.crops import Box, RandomCrop
+from photos import resized
 
 pytest.importorskip("triton")
 from megabatch.data.crop_kernel import crop_images
@@ -23,10 +23,7 @@ def cropped(pictures, boxes, size):
 
 def check(found, image, box, size):
     """Each pixel is the nearest whole number; within 0.001 of a half, either."""
-    top, left, height, width, mirrored = box
-    part = image[None, :, top : top + height, left : left + width].double()
-    wanted = F.interpolate(part, size, mode="bicubic", antialias=True)[0].clamp(0, 255)
-    assert (found.double() - (wanted.flip(2) if mirrored else wanted)).abs().max() < 0.501, (image.shape, box)
+    assert (found.double() - resized(image, box, size)).abs().max() < 0.501, (image.shape, box)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
-"""Images on a CUDA device: decoded there as on a CPU, cropped as PyTorch resizes, chunks made ahead by a thread, and damaged files named."""
+"""Images on a CUDA device: decoded as on a CPU, cropped as PyTorch resizes, chunks made ahead by a thread, damage named."""
 
 import threading
 from contextlib import closing
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import megabatch as mb
 from megabatch.data import crops
 from megabatch.data.crops import RandomCrop, TrainingImages
-from photos import Files, picture, stored
+from photos import Files, picture, resized, stored
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("PIL.Image", reason="images are made with Pillow")
@@ -35,11 +34,9 @@ def test_crops_are_antialiased_resizing():
         found = TRAINING.crop.many([image.cuda() for image in many], boxes)
     assert torch.equal(found, TRAINING.crop.many([image.cuda() for image in many], boxes))
     assert torch.equal(found[7:9], TRAINING.crop.many([image.cuda() for image in many[7:9]], boxes[7:9]))
-    for image, (top, left, height, width, mirrored), one in zip(many, boxes, found.cpu(), strict=True):
-        part = image[None, :, top : top + height, left : left + width].double()
-        wanted = F.interpolate(part, (224, 224), mode="bicubic", antialias=True)[0].clamp(0, 255)
+    for image, box, one in zip(many, boxes, found.cpu(), strict=True):
         # The nearest whole number; within 0.001 of a half, either.
-        assert (one.double() - (wanted.flip(2) if mirrored else wanted)).abs().max() < 0.501
+        assert (one.double() - resized(image, box, TRAINING.crop.size)).abs().max() < 0.501
 
 
 def test_images_are_decoded_on_the_device():

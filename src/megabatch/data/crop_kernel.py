@@ -21,9 +21,9 @@ BLOCK_H = BLOCK_W = 32
 def _window(i, length, SIZE: tl.constexpr):
     """The window of output pixel i of SIZE, in a row or column of `length` pixels.
 
-    Returns its first pixel, the number of its pixels, and the distance of the first pixel from the centre of the filter, as a
-    whole number of 1 / (2 · SIZE) pixels, which is exact. At the end of the row it begins earlier, with pixels that the filter
-    gives no weight, so that every window has as many pixels and none is beyond the end.
+    Returns its first pixel, its number of pixels, and the distance from the centre of the filter to the first pixel. The
+    distance is a whole number of 1 / (2 · SIZE) pixels, so it is exact. All windows have the same number of pixels; near the
+    end of the row they begin earlier, with pixels of weight 0, so that none is beyond the end.
     """
     centre = (2 * i + 1) * length
     reach = 4 * tl.maximum(length, SIZE)  # the filter is stretched where the image is made smaller
@@ -34,7 +34,7 @@ def _window(i, length, SIZE: tl.constexpr):
 
 @triton.jit
 def _weights(distance, length, SIZE: tl.constexpr):
-    """The bicubic filter with a = −0.5, at a distance as `_window` gives it."""
+    """The bicubic filter with a = −0.5, for a distance in the unit of `_window`."""
     t = tl.abs(distance) * (0.5 / tl.maximum(length, SIZE))
     rest = tl.minimum(t - 2, 0.0)  # 0 beyond the filter
     return tl.where(t < 1, (1.5 * t - 2.5) * t * t + 1, -0.5 * (t - 1) * rest * rest)
@@ -42,19 +42,19 @@ def _weights(distance, length, SIZE: tl.constexpr):
 
 @triton.jit
 def _pixels(image, offs):
-    """Bytes times 2⁻¹⁴⁹: their bits, read as float32. Conversions are among the slow instructions of a GPU.
+    """Bytes times 2⁻¹⁴⁹: their bits read as float32, because a GPU converts integers slowly.
 
-    The hint has neighbouring threads read neighbours in a row. Without it, Triton 3.6 has them read neighbours in a column.
-    A load stays one byte wide, because the compiler knows no alignment of an address from a table.
+    With the hint, neighbouring threads read neighbours in a row; without it, Triton 3.6 gives them neighbours in a column. A
+    load stays one byte wide, because an address from a table has no known alignment.
     """
     return tl.load(tl.max_contiguous(image + offs, [1, 2])).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _store_rounded(crop, offs, mask, sums):
-    """Sums as bytes, rounded half to even: from 2²³ on, a float32 has no fraction."""
+    """Sums as bytes, rounded half to even: from 2²³ on, a float32 has no fraction, and its last bits are a whole number."""
     rounded = tl.minimum(tl.maximum(sums, 0.0), 255.0) + 2.0**23
-    tl.store(crop + offs, (rounded - 2.0**23).to(tl.uint8), mask)
+    tl.store(crop + offs, rounded.to(tl.uint32, bitcast=True).to(tl.uint8), mask)
 
 
 @triton.jit

@@ -80,7 +80,7 @@ class RandomCrop:
 class Picture:
     """An image between reader and chunk: encoded, with the box of its crop; or the finished crop, without a box."""
 
-    data: bytes
+    data: Tensor  # of bytes
     name: str = ""
     size: tuple[int, int] = (0, 0)  # height and width, by the header
     box: Box | None = None
@@ -114,10 +114,10 @@ class TrainingImages:
         if isinstance(image, Encoded):
             size = images.plain_jpeg_size(image.data) if encoded else None
             if size is not None:
-                return Picture(image.data, image.name, size, self.crop.box(numbers, *size))
+                return Picture(_bytes(image.data), image.name, size, self.crop.box(numbers, *size))
             image = images.decode(image)
         crop = self.crop.one(image, self.crop.box(numbers, *image.shape[1:]))
-        return Picture(crop.numpy().tobytes())
+        return Picture(crop.view(-1))
 
     def decode(
         self, pictures: Sequence[Picture], device: torch.device | None, failed: Callable[[Picture, str], None]
@@ -134,7 +134,7 @@ class TrainingImages:
         crops = torch.empty(len(pictures), 3, *self.crop.size, dtype=torch.uint8, device=device)
         ready = [i for i, picture in enumerate(pictures) if picture.box is None]
         if ready:
-            pixels = torch.frombuffer(bytearray().join(pictures[i].data for i in ready), dtype=torch.uint8)
+            pixels = torch.cat([pictures[i].data for i in ready])
             crops[torch.tensor(ready, device=device)] = pixels.view(len(ready), *crops.shape[1:]).to(device)
         for some in _decoded_together(pictures):
             made = self._crops([pictures[i] for i in some], device, failed)
@@ -166,8 +166,12 @@ class TrainingImages:
         large = [i for i, picture in enumerate(pictures) if len(picture.data) > crops[0].numel()]
         for i, crop in zip(large, crops[large].cpu() if large else (), strict=True):
             # The source holds these objects for the second pass.
-            pictures[i].data, pictures[i].box = crop.numpy().tobytes(), None
+            pictures[i].data, pictures[i].box = crop.view(-1).clone(), None
         return crops
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 @cache
@@ -207,8 +211,7 @@ def _decoded_together(pictures: Sequence[Picture]) -> list[list[int]]:
 
 def _decoded(pictures: list[Picture], device: torch.device, failed: Callable[[Picture, str], None]) -> list[Tensor]:
     """Encoded images on `device`, (3, H, W) uint8 each. An image that the device rejects is decoded by the CPU."""
-    whole = torch.frombuffer(bytearray().join(picture.data for picture in pictures), dtype=torch.uint8)
-    parts = list(torch.split(whole, [len(picture.data) for picture in pictures]))
+    parts = [picture.data for picture in pictures]
     found = _decode_on(parts, device)
     if found is not None:
         return found
@@ -239,7 +242,7 @@ def _decode_on(parts: list[Tensor], device: torch.device) -> list[Tensor] | None
 
 def _decoded_by_cpu(picture: Picture, failed: Callable[[Picture, str], None]) -> Tensor:  # (3, H, W) uint8
     try:
-        return images.decode(Encoded(picture.data, picture.name))
+        return images.decode(Encoded(picture.data.numpy().tobytes(), picture.name))
     except UnreadableSampleError as error:
         failed(picture, str(error))
         grey: Tensor = blank(IMAGE)
