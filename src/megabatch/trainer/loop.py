@@ -46,6 +46,7 @@ from megabatch.world import World
 LOG = logging.getLogger("megabatch")
 SAMPLES_SHOWN = 2  # to towers, to find their used parameters
 SAMPLES_COUNTED = 64  # whose operations are counted
+SAMPLES_REPEATED = 64  # of which a chunk for the compiler is made
 
 
 class Trainer:
@@ -222,7 +223,7 @@ class Trainer:
     def _compile(self, fit: Fit) -> None:
         """Compiles the towers for chunks of the training."""
         if self._compiled and self.step < self.steps:
-            chunks = [repeated(self._samples(side, size), size) for side, size in enumerate(fit.chunk_sizes)]
+            chunks = [repeated(self._samples(side, SAMPLES_REPEATED), size) for side, size in enumerate(fit.chunk_sizes)]
             with autocast(self.config.precision, self.world.device):
                 compiling.warm_up([tower.module for tower in self.pair.towers], chunks, self.world)
 
