@@ -123,7 +123,7 @@ class Dataset(ABC):
         if fast is None:
             read = _Read(self, side, preparation.prepare, own if augment else None)
             return ReplaySource(indices, read, workers=workers, collate=_Collate(self, preparation.collate), hold=hold)
-        read_image, finish = _ReadImage(self, side, fast, own, decodes), _FinishImages(self, fast)
+        read_image, finish = _ReadImage(self, side, fast, own, DEVICE_SHARE if decodes else 0), _FinishImages(self, fast)
         if decoder is None or not isinstance(workers, Executor):
             return ReplaySource(indices, read_image, workers=workers, finish=finish, hold=hold)
         return DecodedSource(
@@ -183,18 +183,18 @@ class _Read:
 class _ReadImage:
     """The same for images in training: an image that the device decodes is only fetched.
 
-    The device decodes one image of `DEVICE_SHARE`, and the reader the others. Which ones depends on the sample alone.
+    The device decodes one image of `share`, none if it is 0, and the reader the others. Which ones depends on the sample alone.
     """
 
     dataset: Dataset
     side: int
     images: "TrainingImages"
     seed: int
-    decodes: bool
+    share: int
 
     def __call__(self, index: int, generator: torch.Generator) -> tuple[int, Any, _Failure | None]:
         own = sample_seed(self.seed, int(index))
-        encoded = self.decodes and own % DEVICE_SHARE == 0
+        encoded = self.share > 0 and own % self.share == 0
         try:
             stored = self.dataset.stored(int(index), self.side)
             return index, self.images.read(stored, generator.manual_seed(own), encoded), None
