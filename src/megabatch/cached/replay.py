@@ -90,7 +90,7 @@ class ReplaySource(Source):
         self._held: dict[int, list[Any]] = {}  # piece → samples
         self._held_bytes = 0
         self._passing: dict[int, list[Any]] = {}  # piece that is not held, and that the next span begins in → samples
-        self._coming: dict[int, Future[list[tuple[Any, int]]]] = {}  # piece → its reading
+        self._coming: dict[int, Future[list[tuple[Any, int, int]]]] = {}  # piece → its reading
         self._planned: Iterator[int] = iter(())  # pieces to read ahead
         self._lock = threading.Lock()
         self._ahead_bytes = 0  # read by `start`
@@ -127,13 +127,13 @@ class ReplaySource(Source):
         for future in coming:
             future.cancel()
 
-    def _read_next_planned(self, done: Future[list[tuple[Any, int]]] | None = None) -> None:
+    def _read_next_planned(self, done: Future[list[tuple[Any, int, int]]] | None = None) -> None:
         """Requests the next piece; also called when a piece is done, in the thread that read it."""
         if done is not None:
             # A cancelled piece ends the reading. The executor cancels under a lock, so it must not be asked for another one.
             if done.cancelled() or done.exception() is not None:
                 return
-            self._ahead_bytes += size_of([sample for sample, _ in done.result()])
+            self._ahead_bytes += sum(size for _, _, size in done.result())
             if self._ahead_bytes >= self._hold:  # samples are larger than expected
                 return
         with suppress(RuntimeError):  # the executor is shutting down
@@ -210,7 +210,7 @@ class ReplaySource(Source):
         with self._lock:
             self._coming.pop(piece, None)
         first, different = piece * PIECE, []
-        for i, (_, now) in enumerate(read, first):
+        for i, (_, now, _) in enumerate(read, first):
             if self._checksums[i] not in (_UNREAD, now):
                 different.append(i)
             self._checksums[i] = now
@@ -220,8 +220,8 @@ class ReplaySource(Source):
                 f"to {first + len(read) - 1} came out differently the second time: {self._named(different)}. Draw all "
                 "randomness from the generator that is passed to read, and read nothing that changes"
             )
-        samples = [sample for sample, _ in read]
-        size = size_of(samples)
+        samples = [sample for sample, _, _ in read]
+        size = sum(size for _, _, size in read)
         self._read_bytes += size
         self._read_samples += len(samples)
         if self._held_bytes + size <= self._hold:
@@ -315,8 +315,8 @@ def _pieces(span: Span) -> range:
     return range(span[0] // PIECE, -(-span[1] // PIECE))
 
 
-def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any, int]]:
-    """Samples and their checksums. In the main thread the global random generators are restored afterwards."""
+def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any, int, int]]:
+    """Samples, their checksums and their sizes. In the main thread the global random generators are restored afterwards."""
     in_thread = threading.current_thread() is not threading.main_thread()
     with ExitStack() as cleanup:
         if not in_thread:
@@ -331,7 +331,7 @@ def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any,
                 raise RuntimeError(
                     f"read failed for sample {position} ({reference!r}): {type(error).__name__}: {error}"
                 ) from error
-            results.append((sample, checksum(sample)))
+            results.append((sample, checksum(sample), size_of(sample)))
         return results
 
 

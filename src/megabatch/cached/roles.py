@@ -182,7 +182,7 @@ class Role:
         assert self.embeddings is not None, "all chunks have been encoded"
         leaf = self.embeddings.to(self.embedding_device, non_blocking=True).detach()
         if self.order is not None:
-            leaf = leaf.index_select(0, self.order.argsort().to(leaf.device))
+            leaf = leaf.index_select(0, _moved(self.order.argsort(), leaf.device))
             if self.embeddings.device == leaf.device:
                 self.embeddings = None  # the leaf is a copy
         return leaf.requires_grad_(self.trains)
@@ -191,7 +191,7 @@ class Role:
         """Keeps the gradient of the embeddings, in the buffer of the embeddings if that is on the host."""
         held, self.embeddings, gradient = self.embeddings, None, leaf.grad
         if gradient is not None and self.order is not None:
-            gradient = gradient.index_select(0, self.order.to(gradient.device))
+            gradient = gradient.index_select(0, _moved(self.order, gradient.device))
             leaf.grad = None
         if gradient is not None and held is not None and held.device != gradient.device:
             gradient = held.copy_(gradient, non_blocking=True)
@@ -203,6 +203,11 @@ class Role:
             return torch.zeros_like(encoded.embeddings)
         start, stop = self.spans[i]
         return self.gradient[start:stop].to(encoded.embeddings.device, non_blocking=True)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`. From pinned memory, because from other memory the host waits for everything that is queued."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def modules_of(tower: Any) -> list[nn.Module]:
