@@ -134,8 +134,8 @@ class TrainingImages:
         crops = torch.empty(len(pictures), 3, *self.crop.size, dtype=torch.uint8, device=device)
         ready = [i for i, picture in enumerate(pictures) if picture.box is None]
         if ready:
-            pixels = torch.cat([pictures[i].data for i in ready])
-            crops[torch.tensor(ready, device=device)] = pixels.view(len(ready), *crops.shape[1:]).to(device)
+            pixels = _joined([pictures[i].data for i in ready], device)
+            crops[torch.tensor(ready, device=device)] = pixels.view(len(ready), *crops.shape[1:])
         for some in _decoded_together(pictures):
             made = self._crops([pictures[i] for i in some], device, failed)
             if len(some) == len(pictures):
@@ -168,6 +168,14 @@ class TrainingImages:
             # The source holds these objects for the second pass.
             pictures[i].data, pictures[i].box = crop.view(-1).clone(), None
         return crops
+
+
+def _joined(parts: list[Tensor], device: torch.device) -> Tensor:
+    """One tensor on `device`; through pinned memory, which is copied to a GPU ten times as fast."""
+    if device.type != "cuda":
+        return torch.cat(parts).to(device)
+    room = torch.empty(sum(map(len, parts)), dtype=parts[0].dtype, pin_memory=True)
+    return torch.cat(parts, out=room).to(device, non_blocking=True)
 
 
 def _bytes(data: bytes) -> Tensor:
