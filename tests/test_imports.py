@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import megabatch
 from helpers import PATIENCE
-from megabatch import reference
+from megabatch import reference, tracing
 
 BLOCKED = (
     *("triton", "open_clip", "transformers", "matplotlib", "rich", "torchvision", "PIL", "webdataset", "pyarrow", "emoji"),
@@ -46,8 +47,8 @@ print("ok")
 
 
 @pytest.mark.thorough
-def test_import_stays_quiet_and_touches_no_device():
-    program = "import torch, megabatch; assert not torch.cuda.is_initialized()"
+def test_import_stays_quiet_and_touches_neither_device_nor_compiler():
+    program = "import sys, torch, megabatch; assert not torch.cuda.is_initialized() and 'torch._dynamo' not in sys.modules"
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert not done.stdout
@@ -100,3 +101,7 @@ except ValueError as error:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert "its kernels run on NVIDIA GPUs, and the inputs are on cpu" in done.stdout, done.stderr
+
+
+def test_constants_of_the_compiler_are_marked_as_pytorch_marks_them():
+    assert vars(torch.compiler.assume_constant_result(lambda: 0)) == vars(tracing.constant(lambda: 0))

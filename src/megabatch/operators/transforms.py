@@ -5,6 +5,7 @@ mode drops the tangents without a word. So every operator is an `autograd.Functi
 transform is active.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
+
+from megabatch import tracing
 
 NO_FORWARD_MODE = (
     "megabatch's operations have no forward-mode derivative, which torch.func.jvp, jacfwd and hessian and "
@@ -48,15 +51,24 @@ def differentiable(
         def jvp(ctx: Any, *tangents: Any) -> NoReturn:
             raise RuntimeError(NO_FORWARD_MODE)
 
-    in_graph: Callable[..., Any] = torch.compiler.allow_in_graph  # the compiler cannot look into a function with a jvp
-    _FUNCTIONS[operator] = in_graph(lambda *arguments: Function.apply(*arguments))
+    _FUNCTIONS[operator] = lambda *arguments: Function.apply(*arguments)
 
 
 def apply(operator: CustomOpDef, *arguments: Any) -> Any:
     """Calls an operator that is `differentiable`."""
     if transforms_are_active():
+        _tell_compiler()
         return _FUNCTIONS[operator](*arguments)
     return operator(*arguments)
+
+
+@tracing.constant
+def _tell_compiler() -> None:
+    """Has the compiler, if it is at work, take the functions as they are: it cannot look into a function with a jvp."""
+    if "torch._dynamo" in sys.modules:
+        allow: Callable[..., Any] = torch.compiler.allow_in_graph
+        for function in _FUNCTIONS.values():
+            allow(function)
 
 
 def transforms_are_active() -> bool:

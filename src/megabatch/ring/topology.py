@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from megabatch import tracing
 from megabatch.ring.routes import Nodes
 
 AUTO, RING, TWO_LEVEL, GATHER = "auto", "ring", "two_level", "gather"
@@ -64,7 +64,7 @@ def resolved(address: str) -> tuple[str, str, "dist.ProcessGroup"]:
     return route, purpose, dist.distributed_c10d._resolve_process_group(name)  # type: ignore
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@tracing.constant
 def rank_at(address: str) -> int:
     """This process's rank in the group of an address."""
     return dist.get_rank(resolved(address)[2]) if address else 0

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from megabatch import tracing
 from megabatch.tiles import eager
 from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients
 from megabatch.tiles.logsum import LogSum
@@ -109,7 +110,7 @@ def why_not_triton(precision: str, device: torch.device) -> str | None:
 _OLDEST = (8, 0)  # Ampere: the first with bfloat16 and TF32
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@tracing.constant
 def default(precision: str, device: torch.device) -> str:
     """What "auto" means: the kernels on GPUs they run on, PyTorch operations elsewhere."""
     return TRITON if device.type == "cuda" and why_not_triton(precision, device) is None else EAGER
