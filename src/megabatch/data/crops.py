@@ -146,7 +146,7 @@ class TrainingImages:
     def inputs(self, crops: Tensor) -> dict[str, Tensor]:  # (n, 3, height, width) uint8 -> float32
         """The inputs of the tower: normalised crops."""
         factor, offset = _normalisation(self.mean, self.deviation, crops.device)
-        return {self.key: (crops * factor).add_(offset)}  # two passes over the memory
+        return {self.key: torch.addcmul(offset, crops, factor)}
 
     @property
     def crop_bytes(self) -> int:
