@@ -211,9 +211,10 @@ class ReplaySource(Source):
             self._coming.pop(piece, None)
         first, different = piece * PIECE, []
         for i, (_, now) in enumerate(read, first):
-            if self._checksums[i] not in (_UNREAD, now):
+            if self._checksums[i] == _UNREAD:
+                self._checksums[i] = now
+            elif self._checksums[i] != now:
                 different.append(i)
-            self._checksums[i] = now
         if different:
             raise ReplayMismatchError(
                 f"read must return the same tensors for the same reference and seed, but {len(different)} of samples {first} "
