@@ -1,14 +1,18 @@
 """Samples that one thread decodes ahead: the same rows, decoded once if they fit, in the room they are given."""
 
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 
 from helpers import PATIENCE
 from megabatch.cached.decoding import GROUP, DecodedSource, Decoder
+from megabatch.cached.replay import ReplayMismatchError
 
 CPU = torch.device("cpu")
 SAMPLES = 2 * GROUP + 100
@@ -29,11 +33,11 @@ def opened(room):
 class Case:
     """A source of numbers, whose rows are 8 bytes, and the groups that have been decoded."""
 
-    def __init__(self, decoder, workers, *, unreadable=None, undecodable=None, samples=SAMPLES):
+    def __init__(self, decoder, workers, *, unreadable=None, undecodable=None, samples=SAMPLES, hold=PLENTY):
         self.decoded, self.reads, self._unreadable, self._undecodable = [], [], unreadable, undecodable
         self.source = DecodedSource(
             range(samples), self.read, decode=self.decode, finish=lambda rows: 2 * rows, row_bytes=8, decoder=decoder,
-            workers=workers, hold=PLENTY,
+            workers=workers, hold=hold,
         )  # fmt: skip
 
     def read(self, reference, generator):
@@ -127,6 +131,66 @@ def test_an_error_arrives_with_its_chunk_and_the_next_batch_goes_on(workers, fau
     assert decoder._used == 0
 
 
+def test_a_group_that_failed_for_lack_of_memory_is_decoded_again(workers):
+    decoder, failures = opened(PLENTY), [2, 2, 1]  # groups, the last first
+    case = Case(decoder, workers)
+    decode = case.source._decode
+
+    def short_of_memory(samples, device):
+        if failures and samples[0] // GROUP == failures[-1]:
+            failures.pop()
+            raise torch.OutOfMemoryError("of the decoder")
+        return decode(samples, device)
+
+    case.source._decode = short_of_memory
+    for _ in range(len(failures) + 1):  # a step that is repeated
+        with suppress(torch.OutOfMemoryError):
+            assert torch.equal(case.all_rows(), 2 * torch.arange(SAMPLES))
+            break
+    else:
+        pytest.fail("the error of the decoder was raised each time")
+    assert failures == []
+    case.source.stop()
+    decoder.end()
+    assert decoder._used == 0
+
+
+def test_a_sample_that_differs_is_an_error_however_often_its_group_is_decoded(workers):
+    decoder = opened(0)
+    case = Case(decoder, workers, hold=0)
+    read = case.source._read
+
+    def changing(reference, generator):
+        return read(reference, generator) + (reference == 700 and case.reads.count(700) > 1)
+
+    case.source._read = changing
+    assert torch.equal(case.all_rows(), 2 * torch.arange(SAMPLES))
+    chunks = case.source.chunks(SPANS, CPU)
+    next(chunks)
+    until(lambda: 1 not in case.source.groups)  # found to differ before its chunk
+    with pytest.raises(ReplayMismatchError, match=r"sample 700 \(700\)"):
+        list(chunks)
+    case.source.stop()
+    decoder.end()
+
+
+def test_an_error_is_not_kept_after_it_was_raised(workers):
+    # Its traceback holds the tensors of the step, whose memory the repeated step needs.
+    decoder, released = opened(PLENTY), threading.Event()
+    case = Case(decoder, workers, undecodable=700)
+
+    def fails():
+        held = torch.ones(1)
+        weakref.finalize(held, released.set)
+        case.all_rows()
+
+    with suppress(ValueError):
+        fails()
+    until(lambda: gc.collect() >= 0 and released.is_set())
+    case.source.stop()
+    decoder.end()
+
+
 def test_stopping_in_the_middle_of_a_group_frees_it(workers):
     decoder, begun, go_on = opened(PLENTY), threading.Event(), threading.Event()
     case = Case(decoder, workers)
@@ -153,3 +217,12 @@ def test_the_tower_must_be_on_the_decoders_device(workers):
     with pytest.raises(ValueError, match="device must be the decoder's, cpu, got None"):
         next(case.source.chunks(SPANS, None))
     decoder.end()
+
+
+def test_a_decoder_without_a_stream_raises_instead_of_waiting(monkeypatch):
+    def no_stream(*args, **kwargs):
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(torch.cuda, "Stream", no_stream)
+    with pytest.raises(RuntimeError, match="no stream"):
+        Decoder(torch.device("cuda", 0), PLENTY)

@@ -167,6 +167,24 @@ def test_the_next_batch_is_read_ahead_as_far_as_it_may_be_held():
         assert reads == list(range(50))
 
 
+def test_a_piece_that_is_being_taken_is_not_requested_again():
+    requests = []
+
+    class Sample:
+        def __repr__(self):
+            return "sample"
+
+        @property
+        def nbytes(self):  # called while a piece is taken
+            requests.append(source._request(executor, [0]))
+            return 8
+
+    with ThreadPoolExecutor(1) as executor:
+        source = mb.ReplaySource(range(PIECE), lambda *_: Sample(), workers=executor, collate=len, hold=8 * PIECE)
+        assert list(source.chunks([(0, PIECE)], None)) == [PIECE]
+    assert requests == [0] * PIECE
+
+
 def test_an_executor_that_shuts_down_ends_the_reading_ahead():
     """Each piece that is done requests the next one; the executor cancels pieces under a lock that a request would need."""
     for stops in (True, False):

@@ -106,6 +106,18 @@ def test_torchvision_decodes_as_pillow_does(monkeypatch):
     assert found[1].shape == (3, 40, 9)
 
 
+@pytest.mark.parametrize("reason", ["CUDA out of memory. Tried to allocate 2.00 MiB.", "Failed to decode batch: 5"])
+def test_a_decoder_without_memory_is_no_damage(monkeypatch, reason):
+    def decode_jpeg(*args, **kwargs):
+        raise RuntimeError(f"Error while decoding JPEG images: {reason}\nException raised from decode_images")
+
+    monkeypatch.setattr(
+        images, "torchvision_io", lambda: SimpleNamespace(decode_jpeg=decode_jpeg, ImageReadMode=SimpleNamespace(RGB=3))
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=reason.split(".")[0]):  # a step is repeated after this error
+        crops._decode_on([torch.ones(9, dtype=torch.uint8)], torch.device("cpu"))
+
+
 def test_a_damaged_jpeg_is_named():
     for data in (stored(picture(0, 64, 64))[:300], stored(picture(0, 64, 64))[:300] + b"\xff\xd9", b"\xff\xd8\xff\xd9"):
         with pytest.raises(UnreadableSampleError, match=r"^b/c\.jpg is not an image that can be read: "):

@@ -1,10 +1,13 @@
 """Reader processes: they answer, fail and end as the work of an executor does."""
 
+import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+import tracemalloc
 from concurrent.futures import Executor
 
 import pytest
@@ -86,6 +89,45 @@ def test_tensors_travel(value):
     found = _loaded(_dumped({"a": value}, {}), [])["a"]
     assert (found.dtype, found.shape) == (value.dtype, value.shape)
     assert torch.equal(found, value)
+
+
+def travelled(value):
+    """The value after its way through a socket."""
+    from megabatch.data.readers import _dumped, _loaded, _received, _send
+
+    here, there = socket.socketpair()
+    with here, there:
+        sender = threading.Thread(target=_send, args=(here, _dumped(value, {})))
+        sender.start()
+        message = _received(there)
+        sender.join()
+    return _loaded(message, [])
+
+
+def test_the_memory_of_a_tensor_is_freed_without_that_of_its_neighbours():
+    many = 1 << 24
+    tracemalloc.start()
+    try:
+        large, small = travelled([torch.ones(many, dtype=torch.uint8), torch.ones(8)])
+        before = tracemalloc.get_traced_memory()[0]
+        del large
+        gc.collect()
+        assert before - tracemalloc.get_traced_memory()[0] >= many
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(small, torch.ones(8))
+
+
+def test_the_programs_timeout_of_sockets_does_not_end_readers():
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.1)
+    try:
+        with ReaderProcesses(1) as executor:
+            assert executor.submit(time.sleep, 0.2).result() is None
+            time.sleep(0.2)  # the reader waits for a task
+            assert executor.submit(os.getpid).result() != os.getpid()
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def test_waiting_work_is_dropped_at_the_end():

@@ -61,6 +61,9 @@ class Decoder:
         self._planned: deque[tuple[DecodedSource, int]] = deque()  # groups to decode if there is room
         self._urgent: deque[tuple[DecodedSource, int]] = deque()  # groups that a chunk waits for
         self._ended = False
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]  # before training
         self._thread = threading.Thread(target=self._run, name="megabatch-decode", daemon=True)
         self._thread.start()
 
@@ -72,8 +75,8 @@ class Decoder:
                 self._planned.append((source, group))
             self._changed.notify_all()
 
-    def hurry(self, source: "DecodedSource", groups: Sequence[int]) -> None:
-        """Decodes these groups next, whether there is room or not."""
+    def hurry(self, source: "DecodedSource", groups: Sequence[int]) -> list[Future[Rows]]:
+        """Decodes these groups next, whether there is room or not, and again if they have failed."""
         with self._changed:
             for group in groups:
                 task = source, group
@@ -84,13 +87,14 @@ class Decoder:
                     self._planned.remove(task)
                     self._urgent.append(task)
             self._changed.notify_all()
+            return [source.groups[group] for group in groups]
 
     def drop(self, source: "DecodedSource", groups: Sequence[int] | None = None) -> None:
         """Frees decoded groups, or ends the work for a source and frees all of them."""
         with self._changed:
             for group in list(source.groups) if groups is None else groups:
                 future = source.groups.pop(group, None)
-                if future is not None and future.done() and future.exception() is None:
+                if future is not None and future.done():
                     self._used -= source.bytes_of(group)
             if groups is None:
                 for tasks in (self._planned, self._urgent):
@@ -106,11 +110,8 @@ class Decoder:
         self._thread.join()
 
     def _run(self) -> None:
-        stream: Any = None
-        if self.device.type == "cuda":
-            stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]  # before training
         while (task := self._next()) is not None:
-            self._decode(*task, stream)
+            self._decode(*task)
             del task  # a finished batch must not stay alive here
 
     def _next(self) -> "tuple[DecodedSource, int] | None":
@@ -126,15 +127,18 @@ class Decoder:
                 self._changed.wait()
             return None
 
-    def _decode(self, source: "DecodedSource", group: int, stream: Any) -> None:
+    def _decode(self, source: "DecodedSource", group: int) -> None:
         with self._changed:
             future = source.groups.get(group)
         if future is None:  # dropped
             return
         try:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                rows = Rows.made(source.decoded(group), stream)
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                rows = Rows.made(source.decoded(group), self._stream)
         except BaseException as error:
+            with self._changed:
+                if source.groups.get(group) is future:
+                    del source.groups[group]  # a repeated step decodes it again; the error would keep tensors alive
             future.set_exception(error)  # raised where the rows are used
             return
         with self._changed:
@@ -218,11 +222,12 @@ class DecodedSource(ReplaySource):
         if device != self._decoder.device:
             raise ValueError(f"device must be the decoder's, {self._decoder.device}, got {device}")
         for i, (first, last) in enumerate(spans):
-            for soon in spans[i : i + 2]:
+            coming = self._decoder.hurry(self, _groups((first, last)))
+            for soon in spans[i + 1 : i + 2]:
                 self._decoder.hurry(self, _groups(soon))
             parts = []
             for group in _groups((first, last)):
-                rows, start = self.groups[group].result().on_current_stream(), group * GROUP
+                rows, start = coming.pop(0).result().on_current_stream(), group * GROUP
                 parts.append(rows[max(0, first - start) : last - start])
                 del rows
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -207,13 +207,12 @@ class ReplaySource(Source):
     def _arrived(self, piece: int) -> list[Any]:
         """Waits for a piece, compares it with an earlier reading, and holds it if there is room."""
         read = self._coming[piece].result()
-        with self._lock:
-            self._coming.pop(piece, None)
         first, different = piece * PIECE, []
         for i, (_, now, _) in enumerate(read, first):
-            if self._checksums[i] not in (_UNREAD, now):
+            if self._checksums[i] == _UNREAD:
+                self._checksums[i] = now
+            elif self._checksums[i] != now:
                 different.append(i)
-            self._checksums[i] = now
         if different:
             raise ReplayMismatchError(
                 f"read must return the same tensors for the same reference and seed, but {len(different)} of samples {first} "
@@ -227,6 +226,8 @@ class ReplaySource(Source):
         if self._held_bytes + size <= self._hold:
             self._held[piece] = samples
             self._held_bytes += size
+        with self._lock:
+            self._coming.pop(piece, None)  # last, because readers request pieces that are nowhere
         return samples
 
     def _let_go(self, pieces: Iterable[int]) -> None:

@@ -10,6 +10,7 @@ once, the CPU once for each direction.
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,7 @@ from megabatch.machine import ran_out_of_memory
 NUMBERS = 5  # drawn for each crop
 DECODED_AT_ONCE = 512  # JPEGs in a call of the GPU's decoder
 PIXELS_AT_ONCE = 1 << 26  # in a call of the GPU's decoder: 192 MiB of bytes
+NO_MEMORY = re.compile(r"out of memory|Failed to [\w ]+: 5\b")  # PyTorch's words; nvJPEG's status of a failed allocation
 
 
 class Box(NamedTuple):
@@ -243,7 +245,9 @@ def _decode_on(parts: list[Tensor], device: torch.device) -> list[Tensor] | None
     except RuntimeError as error:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the decoder may still write
-        if ran_out_of_memory(error) or "memory" in str(error).lower():  # torchvision raises its own error for nvJPEG's
+        if NO_MEMORY.search(str(error)):  # torchvision raises a plain RuntimeError, also for PyTorch's own
+            raise torch.OutOfMemoryError(str(error)) from error
+        if ran_out_of_memory(error) or "memory" in str(error).lower():
             raise
         return None
 

@@ -113,6 +113,8 @@ class _Process:
 
     def __init__(self, first: "Message") -> None:
         self.connection, theirs = socket.socketpair()
+        for end in (self.connection, theirs):
+            end.settimeout(None)  # the program may have set a default
         self._first: Message | None = first
         self._problem: str | None = None
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
@@ -186,7 +188,6 @@ def serve(number: int) -> None:
 
 # A message: the pickled value, and the memory of its tensors.
 Message = tuple[Any, list[Any]]
-ALIGNED = 64  # bytes that the memory of a tensor begins at a multiple of
 
 
 def _send(connection: socket.socket, message: Message) -> None:
@@ -201,11 +202,8 @@ def _received(connection: socket.socket) -> Message:
     """Waits for a message. Raises an EOFError if the other side has closed the socket."""
     (count,) = struct.unpack("<Q", _filled(connection, memoryview(bytearray(8))))
     lengths = struct.unpack(f"<{count}Q", _filled(connection, memoryview(bytearray(8 * count))))
-    places = [0]
-    for length in lengths:
-        places.append(places[-1] + -(-length // ALIGNED) * ALIGNED)
-    room = memoryview(bytearray(places[-1]))
-    parts = [_filled(connection, room[place : place + length]) for place, length in zip(places, lengths, strict=False)]
+    # Memory of its own for each tensor, because one that is kept must not keep the others.
+    parts = [_filled(connection, memoryview(bytearray(length))) for length in lengths]
     return parts[0], parts[1:]
 
 
