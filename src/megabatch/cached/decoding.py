@@ -149,8 +149,8 @@ class Decoder:
 
 @contextmanager
 def opened(device: torch.device, room: int) -> Iterator[Decoder | None]:
-    """A decoder; None without a CUDA device, whose memory alone is worth it."""
-    if device.type != "cuda":
+    """A decoder; None without room, and without a CUDA device, whose memory alone is worth it."""
+    if device.type != "cuda" or not room:
         yield None
         return
     decoder = Decoder(device, room)

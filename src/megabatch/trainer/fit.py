@@ -61,6 +61,7 @@ def what_fits(
     samples: Callable[[int, int], Any],
     pairs: int,
     world: World,
+    reserved: int = 0,
 ) -> Fit:
     """Chunk sizes for towers and memory for graphs, the same on all ranks.
 
@@ -71,9 +72,10 @@ def what_fits(
         samples: (side, count) → inputs of that many samples.
         pairs: of a batch on this rank.
         world: the ranks.
+        reserved: bytes of the device for other things.
     """
     free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.local_size)
-    free -= _coming(modules, samples, pairs, world.device) + decoded_bytes(world.device)
+    free -= _coming(modules, samples, pairs, world.device) + reserved
     if isinstance(chunk_size, int):
         sizes = [chunk_size] * len(modules)
     elif world.device.type == "cuda":

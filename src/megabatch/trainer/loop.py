@@ -103,10 +103,10 @@ class Trainer:
         if config.lock != "none":
             with randomness.untouched([self.world.device]):
                 locked.lock(self.pair, locked.SIDES.index(config.lock), shown)
-        encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked.SIDES[side]]
+        self._encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked.SIDES[side]]
         self._utilisation = Utilisation(
-            [self.pair.towers[side] for side in encoded],
-            [partial(self._samples, side, SAMPLES_COUNTED) for side in encoded],
+            [self.pair.towers[side] for side in self._encoded],
+            [partial(self._samples, side, SAMPLES_COUNTED) for side in self._encoded],
             config.precision,
             self.world,
         )
@@ -188,7 +188,7 @@ class Trainer:
             products = fast_products(self.config.precision, self.world.device)
             compiler = compiling.settings() if self._compiled else nullcontext()
             with requests(impatient=self.world.size == 1) as request, self._workers() as workers, products, compiler:
-                with decoding.opened(self.world.device, decoded_bytes(self.world.device)) as decoder:
+                with decoding.opened(self.world.device, self._decoded_bytes(workers)) as decoder:
                     self._train(self._ready(workers, decoder), request)
                 self._save_model()  # before the evaluation, which may fail
                 result = self._evaluate(workers) if self.validation is not None else None
@@ -204,7 +204,10 @@ class Trainer:
         if self._fit is None:
             share = -(-self.config.batch_size // self.world.size)
             with compiling.plain(modules), autocast(self.config.precision, self.world.device):
-                self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
+                reserved = 0 if decoder is None else decoder.room
+                self._fit = what_fits(
+                    self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world, reserved
+                )
         return Step(
             self.config,
             self.pair,
@@ -219,6 +222,11 @@ class Trainer:
             workers,
             decoder,
         )
+
+    def _decoded_bytes(self, workers: int | Executor) -> int:
+        """Memory of the device for images that are decoded ahead; 0 if none are."""
+        images = any(self.pair.towers[side].training_images is not None for side in self._encoded)
+        return decoded_bytes(self.world.device) if images and self.config.augment and isinstance(workers, Executor) else 0
 
     def _compile(self, fit: Fit) -> None:
         """Compiles the towers for chunks of the training."""
