@@ -183,7 +183,7 @@ class _SmallLoss(torch.autograd.Function):
             dscale = None if products is None else products.sum(1).sum(dtype=torch.float64)
             dy = torch.mm(g.T, rows, out=products) if needs_y else None  # fresh memory is slow
             dbias = g.sum(1).sum(dtype=torch.float64) if needs_bias else None
-            ctx.save_for_backward(x, y, scale, bias, dx, dy, dscale, dbias)
+            ctx.save_for_backward(x, y, scale, bias, dx if needs_x else None, dy, dscale, dbias)
             ctx.factors = share, factor
         return losses.sum(dtype=torch.float64).mul_(share).to(rows.dtype)
 
