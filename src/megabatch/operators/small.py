@@ -57,14 +57,14 @@ def small_cross_entropy(
             g = s.sub_(shift[:, None]).exp_()
             losses, weight, per_unit = _negatives(shift, g.sum(1), match)
             g.mul_(per_unit[:, None])
-            diagonal.copy_(weight).neg_()
+            diagonal.sub_(weight)
             return losses, g
         shift = finite_or_zero(torch.stack((peaks, s.amax(0))))
         g = torch.sub(s, shift[0, :, None]).exp_()
         of_columns = s.sub_(shift[1]).exp_()
         losses, weight, per_unit = _negatives(shift, torch.stack((g.sum(1), of_columns.sum(0))), match)
         g.mul_(per_unit[0, :, None]).addcmul_(of_columns, per_unit[1])
-        g.diagonal().copy_(weight.sum(0)).neg_()
+        g.diagonal().sub_(weight.sum(0))
         return losses, g
 
     return _loss(x, y, scale, None, precision, share, weigh)
