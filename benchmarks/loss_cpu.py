@@ -23,7 +23,7 @@ from megabatch.commands.options import whole
 from megabatch.machine import available_memory
 
 SYSTEMS = (MEGABATCH, DENSE, CHUNKS)
-BATCHES, WIDTH = [2048, 4096, 8192, 16384, 32768], 512
+BATCHES, WIDTH = [64, 256, 1024, 2048, 4096, 8192, 16384, 32768], 512
 REPEAT_SECONDS = 2.0  # of timing in one process; one step is always timed
 MEMORY_SHARE = 0.9  # of the available memory; a loss that needs more is out of memory
 
@@ -59,7 +59,7 @@ def best(rounds: list[LossResult]) -> LossResult:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=whole, nargs="+", default=BATCHES, metavar="N", help="pairs (2048 to 32768)")
+    parser.add_argument("--batches", type=whole, nargs="+", default=BATCHES, metavar="N", help="pairs (64 to 32768)")
     parser.add_argument("--width", type=whole, default=WIDTH, metavar="D", help=f"embedding width ({WIDTH})")
     parser.add_argument("--rounds", type=whole, metavar="R", help="fresh processes for each number (3; above 16384 one)")
     arguments(parser, "loss_cpu")

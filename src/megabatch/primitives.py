@@ -109,7 +109,7 @@ def number(value: float | Tensor, name: str, x: Tensor, *, shared: bool = False)
     shared = shared or (isinstance(value, Tensor) and value.dtype == torch.float64)
     dtype = torch.float64 if shared else accumulator_dtype(x.dtype)
     if isinstance(value, Tensor):
-        return value.reshape(()).to(dtype)
+        return (value.reshape(()) if value.dim() else value).to(dtype)
     return torch.full((), value, dtype=dtype, device=x.device)
 
 
@@ -176,6 +176,38 @@ def symmetric_logsumexp(
     return row
 
 
+def is_small(x: Tensor, run: Execution, reduction: Reduction, *, rows: int | None = None) -> bool:
+    """Whether the losses of small batches serve a call with this many rows, those of x by default (`operators.small`)."""
+    return reduction != "none" and operators.is_small(x, len(x) if rows is None else rows, run.backend, run.group)
+
+
+def small_cross_entropy(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (N, D)
+    scale: Tensor,  # ()
+    run: Execution,
+    *,
+    ids: tuple[Tensor | None, Tensor | None] = (None, None),  # (N,), (N,)
+    columns: bool = False,
+    reduction: Reduction = "mean",
+) -> Tensor:  # ()
+    """The cross-entropies of the pairs (i, i) among rows, or the means of both directions with `columns`; if `is_small`."""
+    share = (1 / len(x) if reduction == "mean" else 1.0) / (2 if columns else 1)
+    return operators.small_cross_entropy(x, y, scale, ids, run.precision, columns=columns, share=share)
+
+
+def small_sup_con_loss(
+    z: Tensor,  # (N, D)
+    labels: Tensor,  # (N,)
+    scale: Tensor,  # ()
+    run: Execution,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:  # ()
+    """The supervised contrastive loss, of form "out"; if `is_small`."""
+    return operators.small_sup_con_loss(z, labels, scale, run.precision, mean_of_rows=reduction == "mean")
+
+
 def softplus(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, run: Execution) -> Tensor:  # (N,)
     """Row sums of softplus(s)."""
     total: Tensor = operators.apply(operators.softplus, x, y, scale, bias.expand(x.shape[0]), None, False, False, *run)[0]
@@ -197,6 +229,11 @@ def sigmoid_loss(
 
     If equal ids are positives, they stay in it with −s_ij in place of s_ij.
     """
+    if is_small(x, run, reduction):
+        share = 1 / len(x) if reduction == "mean" else 1.0
+        return operators.small_sigmoid_loss(
+            x, y, scale, bias, ids, run.precision, ids_are_positives=ids_are_positives, share=share
+        )
     similarities = x, y, scale, bias.expand(x.shape[0])
     if reduction == "none":
         total, match = operators.apply(operators.softplus, *similarities, ids, ids_are_positives, True, *run)

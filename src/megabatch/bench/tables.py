@@ -107,7 +107,7 @@ def losses_table(record: dict[str, Any]) -> Table:
     unit = "ms" if record["device"] == "cuda" else "s"
 
     def shown(seconds: float) -> str:
-        return f"{1000 * seconds:.1f}" if unit == "ms" else f"{seconds:.3f}"
+        return f"{1000 * seconds:.1f}" if unit == "ms" else f"{seconds:.{3 if seconds >= 0.01 else 5}f}"
 
     run = [r for r in record["losses"] if r["status"] != MISSING]
     rows = []

@@ -3,7 +3,18 @@
 from torch import Tensor
 
 from megabatch.losses.formulas import check_smoothing, cross_entropy, reduced
-from megabatch.primitives import APART, Backend, Group, Reduction, logsumexp, mean_similarity, number, pairs
+from megabatch.primitives import (
+    APART,
+    Backend,
+    Group,
+    Reduction,
+    is_small,
+    logsumexp,
+    mean_similarity,
+    number,
+    pairs,
+    small_cross_entropy,
+)
 
 
 def clip_loss(
@@ -46,6 +57,8 @@ def clip_loss(
     label_smoothing = check_smoothing(label_smoothing, ids=ids)
     run = pairs(image, text, ("image", "text"), ids=ids, reduction=reduction, group=group, backend=backend)
     scale = number(logit_scale, "logit_scale", image)
+    if label_smoothing == 0 and is_small(image, run, reduction):
+        return small_cross_entropy(image, text, scale, run, ids=(ids, ids), columns=True, reduction=reduction)
     row, col, match, share = logsumexp(image, text, scale, run, ids=(ids, ids), diagonal=APART, columns=True)
     losses = [cross_entropy(row, match), cross_entropy(col, match)]
     if label_smoothing > 0:

@@ -12,9 +12,11 @@ from megabatch.primitives import (
     Group,
     Reduction,
     execution,
+    is_small,
     number,
     positive_similarities,
     positives_logsumexp,
+    small_sup_con_loss,
     symmetric_logsumexp,
 )
 
@@ -59,6 +61,8 @@ def sup_con_loss(
     checks.reduction(reduction)
     _check_form(form, backend)
     factor = number(scale, "scale", z, shared=True)
+    if form == "out" and is_small(z, run, reduction):
+        return small_sup_con_loss(z, labels, factor, run, reduction=reduction)
     mean, count, sole, share = positive_similarities(z, labels, factor, run)
     if form == "in":
         others = symmetric_logsumexp(z, factor, run, ids=labels)

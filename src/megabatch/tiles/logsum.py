@@ -90,4 +90,4 @@ def weighted_softmax(s: Tensor, shift: Tensor, total: Tensor, per_unit: Tensor, 
 
 def finite_or_zero(shift: Tensor) -> Tensor:
     """0 in place of ±inf, so that exp(s − shift) of an empty sum is 0 and not NaN. NaN stays NaN."""
-    return torch.where(shift.isinf(), 0.0, shift)
+    return torch.nan_to_num(shift, torch.nan, posinf=0.0, neginf=0.0)

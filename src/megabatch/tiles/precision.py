@@ -81,6 +81,8 @@ def product_dtype(precision: str, device_type: str) -> torch.dtype:
 
 def rounded(values: Tensor, precision: str) -> Tensor:
     """`values` rounded once to `precision`, in `product_dtype`."""
+    if precision == FLOAT32:
+        return values
     if precision == TF32:
         return round_to_tf32(values)
     if precision in HALF_DTYPE:

@@ -1,0 +1,137 @@
+"""Losses of batches that fit in one tile: the same results as over several tiles, in few calls, and what they refuse."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megabatch as mb
+from helpers import aligned_pairs, assert_same_outcomes, leaves, outcomes, tile_size
+
+N, D = 23, 9
+IDS = torch.arange(N) // 3
+LABELS = torch.tensor([0, 0, 1, 1, 1, 2]).repeat(4)[:N]  # and one label that occurs once
+LABELS[5] = 9
+SOLE = torch.arange(N) // 2
+
+LOSSES = {
+    "clip": mb.clip_loss,
+    "clip ids": lambda x, y, s: mb.clip_loss(x, y, s, ids=IDS),
+    "clip sum": lambda x, y, s: mb.clip_loss(x, y, s, reduction="sum"),
+    "siglip": lambda x, y, s: mb.siglip_loss(x, y, s, s - 12),
+    "siglip ids": lambda x, y, s: mb.siglip_loss(x, y, s, -5.0, ids=IDS),
+    "siglip positives": lambda x, y, s: mb.siglip_loss(x, y, s, -5.0, ids=IDS, ids_are_positives=True),
+    "siglip sum": lambda x, y, s: mb.siglip_loss(x, y, s, -5.0, reduction="sum"),
+    "info_nce": lambda x, y, s: mb.info_nce_loss(x, y, scale=s),
+    "info_nce symmetric ids": lambda x, y, s: mb.info_nce_loss(x, y, scale=s, symmetric=True, ids=IDS),
+    "nt_xent": mb.nt_xent_loss,
+    "nt_xent sum": lambda x, y, s: mb.nt_xent_loss(x, y, s, reduction="sum"),
+    "sup_con": lambda x, y, s: mb.sup_con_loss(x + y, LABELS, s),
+    "sup_con sum": lambda x, y, s: mb.sup_con_loss(x + y, LABELS, s, reduction="sum"),
+    "sup_con sole": lambda x, y, s: mb.sup_con_loss(x + y, SOLE, s),
+    "sup_con alone": lambda x, y, s: mb.sup_con_loss(x + y, torch.arange(N), s),
+}
+EVERY = pytest.mark.parametrize("name", LOSSES)
+
+
+def over_tiles(loss):
+    def run(*inputs):
+        with tile_size(8, 8):
+            return loss(*inputs)
+
+    return run
+
+
+class Calls(TorchDispatchMode):
+    """Names of the operators that run inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@EVERY
+@pytest.mark.parametrize("scale", [0.0, 10.0, 1000.0])
+def test_same_results_as_over_several_tiles(name, scale):
+    inputs = leaves(*aligned_pairs(N, D, noise=0.5, seed=1), torch.tensor(scale, dtype=torch.float64))
+    assert_same_outcomes(LOSSES[name], over_tiles(LOSSES[name]), inputs, exponent=4 * scale)
+
+
+@EVERY
+def test_few_calls(name):
+    inputs = leaves(*(side.float() for side in aligned_pairs(N, D, noise=0.5, seed=1)), torch.tensor(10.0))
+    with Calls() as few:
+        LOSSES[name](*inputs).backward()
+    assert len(few.names) <= 110
+    assert not any("megabatch" in call for call in few.names), "an operator over tiles ran"
+
+
+@pytest.mark.parametrize("scale", [20.0, 80.0])
+def test_almost_certain_pairs_keep_their_digits(scale):
+    """Where the dense float32 loss is 0 and has no gradient."""
+    inputs = leaves(torch.eye(8), torch.eye(8), torch.tensor(scale))
+    loss, dx, dy, dscale = outcomes(mb.clip_loss, inputs)
+    exact = 7 * torch.tensor(-scale, dtype=torch.float64).exp()  # up to its square
+    for actual, expected in ((loss, exact), (dscale, -exact), (dx.diagonal(), (-scale / 8 * exact).expand(8))):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+    assert torch.equal(dx, dy)
+
+
+@EVERY
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_hidden(name, bad):
+    x, y = (side.float() for side in aligned_pairs(N, D, noise=0.5, seed=1))
+    x[3, 2] = bad
+    inputs = leaves(x, y, torch.tensor(10.0))
+    few, many = outcomes(LOSSES[name], inputs), outcomes(over_tiles(LOSSES[name]), inputs)
+    assert few[0].isfinite() == ("alone" in name)  # where no row has a positive, the loss is 0 whatever the similarities are
+    for one, other in zip(few[1:], many[1:], strict=True):
+        assert not one.isfinite().all() or other.isfinite().all()
+
+
+@EVERY
+def test_differentiating_twice_is_refused(name):
+    inputs = leaves(*aligned_pairs(N, D, noise=0.5, seed=1), torch.tensor(10.0, dtype=torch.float64))
+    (dx,) = torch.autograd.grad(LOSSES[name](*inputs), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        (dx.square().sum() + inputs[0].sum()).backward()
+
+
+def test_a_graph_is_used_once():
+    inputs = leaves(*aligned_pairs(N, D, noise=0.5, seed=1), torch.tensor(10.0, dtype=torch.float64))
+    loss = mb.clip_loss(*inputs)
+    loss.backward(retain_graph=True)
+    first = inputs[0].grad.clone()
+    loss.backward()
+    assert torch.equal(inputs[0].grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@EVERY
+def test_only_what_is_asked_for_is_computed_and_saved(name):
+    x, y = aligned_pairs(200, D, noise=0.5, seed=1)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda tensor: tensor):
+        mb.clip_loss(*leaves(x, y), 10.0)
+    assert sum(saved) < 5 * x.numel() < 200 * 200
+    for wanted in range(3):
+        inputs = [x[:N].clone(), y[:N].clone(), torch.tensor(10.0, dtype=torch.float64)]
+        whole = leaves(*inputs)
+        inputs[wanted].requires_grad_()
+        expected = torch.autograd.grad(LOSSES[name](*whole), whole)[wanted]
+        assert torch.equal(torch.autograd.grad(LOSSES[name](*inputs), inputs[wanted])[0], expected)
+    with torch.no_grad():
+        assert not LOSSES[name](*whole).requires_grad
+
+
+@EVERY
+def test_autocast_rounds_inputs_and_nothing_else(name):
+    inputs = leaves(*(side.float() for side in aligned_pairs(N, D, noise=0.5, seed=1)), torch.tensor(10.0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual, expected = outcomes(LOSSES[name], inputs), outcomes(over_tiles(LOSSES[name]), inputs)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
