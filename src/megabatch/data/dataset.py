@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 IMAGE, TEXT = "image", "text"
 # On an H200 the JPEG decoder makes 27,000 images a second alone, and 3,500 beside training, where each image waits for a large
-# kernel to end. Readers on 16 cores make about 6,000 crops a second. Together they feed 8,000.
+# kernel to end. Two of three images for the readers is a guess for 16 cores, not measured yet.
 DEVICE_SHARE = 3
 BLANK_SIZE = 8  # pixels of the grey image in place of an unreadable one; towers resize it
 
