@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ def peak_memory(work: Callable[[], T], device: torch.device | str = "cpu") -> tu
     On a CPU these are resident bytes of the whole process (elsewhere than on Linux a lower bound: only a growth of the
     largest peak so far is seen); on CUDA the bytes of tensors on `device`.
     """
+    importlib.import_module("torch._dynamo")  # 120 MiB, which the first call of an operator would load
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
