@@ -1,4 +1,4 @@
-"""Samples that a GPU decodes: one thread decodes those of coming chunks, and keeps them on the device as rows of bytes.
+"""Decoding ahead: one thread decodes the samples of coming chunks on the GPU, and keeps them there as rows of bytes.
 
 Decoding is many small kernels and copies. Beside training, each of them waits for a large kernel to end, so the thread must
 never be idle: it decodes this batch and the next one as far as its memory reaches. The rows of a batch stay for the second pass
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megabatch.cached.graphs import ALLOCATING
-from megabatch.cached.replay import PIECE, Read, ReplaySource
+from megabatch.cached.replay import PIECE, Read, ReplaySource, pieces_of
 from megabatch.cached.sources import Span
 
 GROUP = 16 * PIECE  # samples decoded together
@@ -210,11 +210,11 @@ class DecodedSource(ReplaySource):
     def decoded(self, group: int) -> Tensor:  # (n, …)
         """Reads and decodes a group; the decoder calls it in its thread."""
         samples = self._samples(self._span_of(group), self._executor)
-        self._request(self._executor, self._pieces_of(group + 1))
+        self._request(self._executor, pieces_of(self._span_of(group + 1)))
         with ALLOCATING:
             rows = self._decode(samples, self._decoder.device)
         if self._stays:
-            self._let_go(self._pieces_of(group))
+            self._let_go(pieces_of(self._span_of(group)))
         return rows
 
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
@@ -240,10 +240,6 @@ class DecodedSource(ReplaySource):
 
     def _span_of(self, group: int) -> Span:
         return group * GROUP, min((group + 1) * GROUP, len(self))
-
-    def _pieces_of(self, group: int) -> range:
-        first, last = self._span_of(group)
-        return range(first // PIECE, -(-last // PIECE))
 
 
 def _groups(span: Span) -> range:

@@ -160,11 +160,11 @@ class ReplaySource(Source):
             ahead = 1 if isinstance(executor, _Inline) else self._ahead
             self._passing.clear()
             for span in spans[:ahead]:
-                self._request(executor, _pieces(span))
+                self._request(executor, pieces_of(span))
             for i, span in enumerate(spans):
                 samples = self._samples(span, executor)
                 for later in spans[i + ahead : i + ahead + 1]:
-                    self._request(executor, _pieces(later))
+                    self._request(executor, pieces_of(later))
                 if self._finish is not None:
                     yield samples
                 elif self._collate is not None:
@@ -193,7 +193,7 @@ class ReplaySource(Source):
 
     def _samples(self, span: Span, executor: Executor) -> list[Any]:
         found = []
-        for piece in _pieces(span):
+        for piece in pieces_of(span):
             self._request(executor, [piece])  # it is here or coming, unless spans overlap
             samples = self._held.get(piece) or self._passing.get(piece) or self._arrived(piece)
             first = piece * PIECE
@@ -312,7 +312,8 @@ def size_of(sample: Any) -> int:
     return len(sample) if isinstance(sample, bytes | str) else int(getattr(sample, "nbytes", 8))
 
 
-def _pieces(span: Span) -> range:
+def pieces_of(span: Span) -> range:
+    """The pieces that the samples of a span are in."""
     return range(span[0] // PIECE, -(-span[1] // PIECE))
 
 

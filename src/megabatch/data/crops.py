@@ -1,8 +1,8 @@
-"""Images of training: decoded, randomly cropped and normalised, on the GPU where torchvision decodes JPEGs there.
+"""Images of training: decoded, randomly cropped and normalised.
 
-A reader takes an image as it is stored and draws the numbers of its crop from the sample's own generator, so the crop is the
-same for any number of readers, ranks and chunks, and in both passes. If the GPU decodes, an ordinary JPEG stays encoded until
-its whole chunk is decoded, cropped and normalised there. Otherwise the reader decodes and crops, and the chunk holds pixels.
+A reader draws the numbers of a crop from the sample's own generator, so the crop is the same for any number of readers, ranks
+and chunks, and in both passes. Readers decode and crop most images. If torchvision decodes JPEGs on the GPU, some ordinary JPEGs
+stay encoded (`dataset.DEVICE_SHARE`), and the GPU decodes and crops many of them at once. The GPU normalises all crops.
 
 Both crop by the antialiased bicubic filter of `torch.nn.functional.interpolate`. The GPU's kernel (`crop_kernel.py`) rounds
 once, the CPU once for each direction.
