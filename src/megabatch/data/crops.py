@@ -1,8 +1,9 @@
 """Images of training: decoded, randomly cropped and normalised.
 
 A reader draws the numbers of a crop from the sample's own generator, so the crop is the same for any number of readers, ranks
-and chunks, and in both passes. Readers decode and crop most images. If torchvision decodes JPEGs on the GPU, some ordinary JPEGs
-stay encoded (`dataset.DEVICE_SHARE`), and the GPU decodes and crops many of them at once. The GPU normalises all crops.
+and chunks, and in both passes. Readers decode and crop most images. If torchvision decodes JPEGs on the GPU, some ordinary
+JPEGs stay encoded (`dataset.DEVICE_SHARE`), and the GPU decodes and crops many of them at once. The tower's device normalises
+all crops.
 
 Both crop by the antialiased bicubic filter of `torch.nn.functional.interpolate`. The GPU's kernel (`crop_kernel.py`) rounds
 once, the CPU once for each direction.
