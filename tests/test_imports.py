@@ -48,10 +48,22 @@ print("ok")
 
 @pytest.mark.thorough
 def test_import_stays_quiet_and_touches_neither_device_nor_compiler():
-    program = "import sys, torch, megabatch; assert not torch.cuda.is_initialized() and 'torch._dynamo' not in sys.modules"
+    program = """
+import sys, torch, megabatch
+megabatch.clip_loss
+assert not torch.cuda.is_initialized() and "torch._dynamo" not in sys.modules
+"""
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert not done.stdout
+
+
+def test_importing_the_package_alone_imports_no_torch():
+    program = "import sys, megabatch; assert 'torch' not in sys.modules and 'clip_loss' in dir(megabatch)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AttributeError, match="'megabatch' has no attribute 'clip_los'"):
+        megabatch.clip_los  # noqa: B018
 
 
 def test_public_names():

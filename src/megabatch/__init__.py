@@ -1,23 +1,30 @@
-"""megabatch: exact contrastive losses in memory that grows linearly with the batch."""
+"""megabatch: exact contrastive losses in memory that grows linearly with the batch.
 
-from megabatch.cached import Encoded, HostSource, ReplayMismatchError, ReplaySource, Source, cached_backward
-from megabatch.losses import (
-    ClipLoss,
-    DistillClipLoss,
-    Negatives,
-    SigLipLoss,
-    clip_loss,
-    dcl_loss,
-    hcl_loss,
-    info_nce_loss,
-    matryoshka_clip_loss,
-    nt_xent_loss,
-    siglip_loss,
-    soft_clip_loss,
-    sup_con_loss,
-)
-from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus, pairwise_symmetric_logsumexp
-from megabatch.ring import RingError
+The public names are imported when the first of them is used, and torch with them. So `megabatch --help` takes no seconds.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megabatch.cached import Encoded, HostSource, ReplayMismatchError, ReplaySource, Source, cached_backward
+    from megabatch.losses import (
+        ClipLoss,
+        DistillClipLoss,
+        Negatives,
+        SigLipLoss,
+        clip_loss,
+        dcl_loss,
+        hcl_loss,
+        info_nce_loss,
+        matryoshka_clip_loss,
+        nt_xent_loss,
+        siglip_loss,
+        soft_clip_loss,
+        sup_con_loss,
+    )
+    from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus, pairwise_symmetric_logsumexp
+    from megabatch.ring import RingError
 
 __version__ = "0.1.0"
 
@@ -47,3 +54,20 @@ __all__ = [
     "soft_clip_loss",
     "sup_con_loss",
 ]
+
+_HOMES = ("cached", "losses", "pairwise", "ring")  # of the public names
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return importlib.import_module(f"megabatch.{name}")
+    if name in __all__:
+        for home in _HOMES:
+            found = vars(importlib.import_module(f"megabatch.{home}"))
+            globals().update((public, found[public]) for public in __all__ if public in found)
+        return globals()[name]
+    raise AttributeError(f"module 'megabatch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_HOMES})

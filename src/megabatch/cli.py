@@ -1,6 +1,7 @@
-"""The command line: imports the module of the given command, which defines its arguments and runs it.
+"""The command line: defines the arguments of the given command, then imports the command's module and runs it.
 
-No other command's module is imported, so that `megabatch info` does not need the packages for training.
+No other command's module is imported, so that `megabatch info` does not need the packages for training. Help and version import
+neither a command nor torch.
 """
 
 import argparse
@@ -36,17 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status. An error that the user can fix is one line, other errors have a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = arguments[0] if arguments and arguments[0] in COMMANDS else None
-    parser, subparser = _parser(chosen)
-    if chosen is None:
-        parser.parse_args(arguments or ["--help"])
-        return 0
-    module = importlib.import_module(f"megabatch.commands.{chosen}")
-    module.add_arguments(subparser)
-    args = parser.parse_args(arguments)
-    _log_to_terminal()
     try:
-        status: int = module.run(args)
-        return status
+        return _run(arguments, chosen)
     except (ValueError, OSError, ImportError, MemoryError, FloatingPointError) as error:
         if os.environ.get("MEGABATCH_TRACEBACK"):
             raise
@@ -54,8 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("set MEGABATCH_TRACEBACK=1 for the traceback", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"megabatch {chosen}: stopped by Ctrl-C", file=sys.stderr)
+        print(f"megabatch {chosen or ''}".rstrip() + ": stopped by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _run(arguments: list[str], chosen: str | None) -> int:
+    parser, subparser = _parser(chosen)
+    if chosen is None:
+        parser.parse_args(arguments or ["--help"])
+        return 0
+    importlib.import_module(f"megabatch.commands.arguments.{chosen}").add_arguments(subparser)
+    args = parser.parse_args(arguments)
+    _log_to_terminal()
+    status: int = importlib.import_module(f"megabatch.commands.{chosen}").run(args)
+    return status
 
 
 def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:

@@ -6,9 +6,10 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 VERSIONS_OF = ("megabatch", "torch", "triton", "open_clip_torch")
 PEERS = ("transformers", "sentence-transformers", "pytorch-metric-learning", "info-nce-pytorch", "lightly")
@@ -56,6 +57,8 @@ def describe(*packages: str) -> dict[str, str | int | None]:
     Args:
         packages: whose versions are added.
     """
+    import torch
+
     return {
         "cpu": _cpu_name(),
         "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
@@ -116,6 +119,8 @@ def _processor_seconds() -> tuple[float, float, float] | None:
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on any device."""
+    import torch
+
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in ALLOCATION_FAILED)
@@ -136,9 +141,11 @@ def available_memory() -> int | None:
     return available
 
 
-def peak_bytes(device: torch.device) -> int:
+def peak_bytes(device: "torch.device") -> int:
     """Peak memory so far: bytes of tensors on a CUDA device, else resident bytes of this process."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.max_memory_allocated(device))
     try:
         import resource

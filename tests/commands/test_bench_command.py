@@ -12,6 +12,7 @@ from megabatch import machine
 from megabatch.bench import parts
 from megabatch.bench.tables import tables, verdict
 from megabatch.commands import bench
+from megabatch.commands.arguments import bench as arguments
 
 
 def loss(system, batch, status="ok", seconds=0.2, peak=2**20, error=1e-7):
@@ -232,7 +233,7 @@ def test_the_exit_status_says_whether_ours_is_right():
 
 def run(*words):
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    arguments.add_arguments(parser)
     return bench.run(parser.parse_args(words))
 
 
@@ -266,7 +267,7 @@ def test_missing_packages_are_named(monkeypatch, capsys):
 
 def test_sizes_that_cannot_be_are_refused_and_the_command_is_written_down(capsys):
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    arguments.add_arguments(parser)
     for wrong in (["--batches", "64", "0"], ["--width", "0"], ["--width", "wide"]):
         with pytest.raises(SystemExit):
             parser.parse_args(wrong)

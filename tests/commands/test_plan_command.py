@@ -7,11 +7,12 @@ import sys
 import pytest
 
 from megabatch.commands import plan
+from megabatch.commands.arguments import plan as arguments
 
 
 def run(*words):
     parser = argparse.ArgumentParser()
-    plan.add_arguments(parser)
+    arguments.add_arguments(parser)
     return plan.run(parser.parse_args(words))
 
 
@@ -62,7 +63,7 @@ def test_a_wrong_number_is_explained(capsys, words, message):
     ("text", "pairs"), [("1M", 2**20), ("1.5M", 3 * 2**19), ("0.5k", 512), ("1,024k", 2**20), ("32768", 32768)]
 )
 def test_a_batch(text, pairs):
-    assert plan._count(text) == pairs
+    assert arguments._count(text) == pairs
 
 
 @pytest.mark.thorough

@@ -175,7 +175,7 @@ def arguments_of_megabatch(words):
 def parsed(arguments):
     """As `cli.main` does before it runs a command."""
     parser, subparser = cli._parser(arguments[0])
-    importlib.import_module(f"megabatch.commands.{arguments[0]}").add_arguments(subparser)
+    importlib.import_module(f"megabatch.commands.arguments.{arguments[0]}").add_arguments(subparser)
     return parser.parse_args(arguments)
 
 

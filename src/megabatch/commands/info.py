@@ -11,18 +11,8 @@ from megabatch import machine
 from megabatch.tiles import backends
 from megabatch.tiles.precision import BFLOAT16
 
-DESCRIPTION = """
-Prints versions, devices, the default backend of each device, and the installed extras.
-
-  megabatch info                 for bug reports: contains no names of hosts or users, and no paths
-"""
 _OLDER_PYTHON = re.compile(r"""python_version < ["']([\d.]+)["']""")
 _REQUIREMENT = re.compile(r"""^([\w.-]+)(?:\[[^\]]*\])?[^;]*;\s*.*extra == ["']([\w-]+)["']""")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`megabatch info` has no arguments."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from megabatch.commands.options import whole
+from megabatch import names
 from megabatch.data import load as data
 from megabatch.data.dataset import Dataset
 from megabatch.report import saved_run
 from megabatch.towers import Pair, load, load_saved
-from megabatch.towers.load import POSSIBLE, image_size
+from megabatch.towers.load import image_size
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,11 @@ class Chosen:
         return data.load(self.data, self.split, size=size) if self.data == "emoji" else self.dataset
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name the model and the data."""
-    parser.add_argument("model", metavar="MODEL", help=f"folder of a run, or towers by name: {'; '.join(POSSIBLE)}")
-    parser.add_argument("--data", help=f"{'; '.join(data.POSSIBLE)} (default: the run's test data)")
-    parser.add_argument("--split", choices=("train", "test", "all"), help="split of emoji and wordnet (default: test)")
-    parser.add_argument("--device", default="auto", help='"cpu", "cuda" or "auto" (default): CUDA if there is a device')
-    parser.add_argument("--chunk-size", type=whole, default=256, metavar="N", help="samples encoded at once (default: 256)")
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="threads that read data (default: 0, the main thread)"
-    )
-
-
 def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
     """Loads the model and the data that the arguments name."""
     folder = Path(args.model) if Path(args.model).is_dir() else None
     if folder is None and args.model != "small" and ":" not in args.model:
-        raise ValueError(f"MODEL must be the folder of a run, or one of: {'; '.join(POSSIBLE)}. Got {args.model!r}")
+        raise ValueError(f"MODEL must be the folder of a run, or one of: {'; '.join(names.MODELS)}. Got {args.model!r}")
     spec, split, options = _data(args, folder)
     if folder is not None:
         pair = load_saved(folder, device)
@@ -69,7 +57,7 @@ def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | Non
         found = None if run is None else run.test_data
         if run is None or found is None:
             raise ValueError(
-                f"--data must be given, because {args.model!r} does not name any; possible are: {'; '.join(data.POSSIBLE)}"
+                f"--data must be given, because {args.model!r} does not name any; possible are: {'; '.join(names.DATA)}"
             )
         spec, options = found[0], run.test_options
     split = args.split or ("test" if spec in data.WITH_SPLITS else None)

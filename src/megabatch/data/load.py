@@ -4,18 +4,12 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from megabatch.data import tables
+from megabatch import names
 from megabatch.data.dataset import Dataset
 from megabatch.data.demo import emoji, wordnet
 from megabatch.data.shards import Shards
 from megabatch.data.tables import Table
 
-POSSIBLE = (
-    "emoji (drawings by two artists and their names)",
-    "wordnet (words and definitions)",
-    f"a table of pairs, or a folder with one ({', '.join(tables.ENDINGS)})",
-    'webdataset shards, as in "data/{00000..00099}.tar" or "data/*.tar", or a folder of them',
-)
 WITH_SPLITS = ("emoji", "wordnet")
 
 
@@ -23,7 +17,7 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, **opti
     """Loads a dataset by name.
 
     Args:
-        spec: see `POSSIBLE`.
+        spec: see `megabatch.names.DATA`.
         split: "train" (default), "test" or "all" of a dataset with splits; files have none.
         size: pixels of a side of emoji; photographs keep their size.
         options: arguments of the dataset's class: `columns`, `texts` and `root` of a `Table`, `caption_ids` of `Shards`.
@@ -39,9 +33,9 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, **opti
         )
     if spec.endswith(".tar"):
         return Shards(spec, **_known(Shards, options))
-    if Path(spec).exists() or spec.endswith(tables.ENDINGS):
+    if Path(spec).exists() or spec.endswith(names.TABLES):
         return _from_place(Path(spec), options)
-    raise ValueError(f"data must be one of: {'; '.join(POSSIBLE)}. Got {spec!r}, which is none of them and no file")
+    raise ValueError(f"data must be one of: {'; '.join(names.DATA)}. Got {spec!r}, which is none of them and no file")
 
 
 def _from_place(path: Path, options: dict[str, Any]) -> Dataset:

@@ -19,8 +19,8 @@ from torch import Tensor
 from megabatch import extras
 from megabatch.data import images
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
+from megabatch.names import TABLES
 
-ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet")
 IMAGE_COLUMNS = ("image", "image_path", "filepath", "file_name", "filename", "path")
 TEXT_COLUMNS = ("caption", "text", "title", "sentence", "raw_caption")
 PAIR_COLUMNS = (
@@ -154,15 +154,13 @@ def _numbered(values: list[str]) -> Tensor:  # (n,) int64
 
 def _table(path: Path) -> Path:
     if path.is_dir():
-        found = sorted(entry for entry in path.iterdir() if entry.suffix in ENDINGS)
+        found = sorted(entry for entry in path.iterdir() if entry.suffix in TABLES)
         if len(found) != 1:
             names = ", ".join(entry.name for entry in found) or "none"
-            raise ValueError(
-                f"the folder {path} must have one table ({', '.join(ENDINGS)}), got {names}; name the file instead"
-            )
+            raise ValueError(f"the folder {path} must have one table ({', '.join(TABLES)}), got {names}; name the file instead")
         return found[0]
-    if path.suffix not in ENDINGS:
-        raise ValueError(f"path must end in one of {', '.join(ENDINGS)}, got {path.name!r}")
+    if path.suffix not in TABLES:
+        raise ValueError(f"path must end in one of {', '.join(TABLES)}, got {path.name!r}")
     if not path.exists():
         raise FileNotFoundError(f"path must be a table or a folder, got {path}, which does not exist")
     return path

@@ -5,7 +5,6 @@ machine. If only the number of parameters is known, a transformer of that size s
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megabatch.names import MODELS
+from megabatch.planning.choices import STAND_IN, number
 from megabatch.planning.meter import nowhere, without_data
 from megabatch.towers.demo import SmallConfig, SmallImageTower, SmallTextTower
-from megabatch.towers.load import POSSIBLE
 
 SMALL_TEXT_GRAMS = 64  # n-grams of a name or a short sentence
 MOST_LAYERS = 1000
-STAND_IN = "PARAMETERS:TOKENSxWIDTH for each tower, such as 304M:257x1024,124M:77x768"
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def model(spec: str, *, image_size: int | None = None, length: int | None = None
         elif spec[:1].isdigit():
             made = _stand_ins(spec)
         else:
-            raise ValueError(f"model must be one of: {'; '.join(POSSIBLE)}; or {STAND_IN}. Got {spec!r}")
+            raise ValueError(f"model must be one of: {'; '.join(MODELS)}; or {STAND_IN}. Got {spec!r}")
     with nowhere():
         for module in {id(side.module): side.module for side in made}.values():
             without_data(module)
@@ -219,16 +218,6 @@ def _stand_in(text: str, name: str) -> Side:
         raise ValueError(f"tokens and width must be 1 or more, got {shape!r}")
     module = StandIn(number(count), tokens, width)
     return Side(name, module, lambda n: {"tokens": torch.zeros(n, tokens, width)})
-
-
-def number(text: str) -> int:
-    """ "304M", "1.2B", "64k" or "1,048,576" as a number; k, M and B are thousands, millions and billions."""
-    units = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
-    bare = text.replace(",", "").replace("_", "").strip()
-    value = float(bare[:-1]) * units[bare[-1]] if bare[-1:] in units else float(bare)
-    if not (math.isfinite(value) and value >= 1):
-        raise ValueError(f"must be a number of 1 or more, such as 304M, got {text!r}")
-    return round(value)
 
 
 def _ids(n: int, tokens: int) -> Tensor:

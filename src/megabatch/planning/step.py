@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from megabatch.planning import encoder, gpus, losses, ring
+from megabatch.planning.choices import HOST_MEMORY, OPTIMIZERS, PRECISIONS, SHARDINGS
 from megabatch.planning.encoder import Encoder
 from megabatch.planning.gpus import Gpu
 from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, Shape
@@ -20,10 +21,7 @@ from megabatch.planning.ring import Cluster, Link
 
 DEVICE, HOST, REPLAY = "device", "host", "replay"
 SOURCES = (DEVICE, HOST, REPLAY)
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None, "fp32": None}  # and autocast's type
-OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 1, "none": 0}  # float32 states per parameter
-SHARDINGS = ("none", "optimizer", "fsdp")
-HOST_MEMORY = 2 * 2**40  # of a node; assumed
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # autocast's type for a precision
 FLOAT = 4
 SYSTEMS = (VANILLA, LOCAL, INF_CL, MEGABATCH)
 
@@ -60,7 +58,7 @@ class Setup:
     @property
     def half(self) -> bool:
         """Whether products are in half precision."""
-        return PRECISIONS[self.precision] is not None
+        return self.precision in AUTOCAST
 
     @property
     def cluster(self) -> Cluster:
@@ -281,7 +279,7 @@ class Plan:
 
 def make(model: Model, setup: Setup, chunk: int | None = None) -> Plan:
     """Measures the towers; chooses a chunk size if none is given."""
-    half = PRECISIONS[setup.precision]
+    half = AUTOCAST.get(setup.precision)
     if chunk is None:
         tried = [encoder.measure(side, 32, half) for side in model.sides[: 1 if model.is_one_tower else 2]]
         room = CHUNK_SHARE * setup.gpu.usable

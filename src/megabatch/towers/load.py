@@ -4,22 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from megabatch.data.dataset import IMAGE, TEXT
+from megabatch.names import MODELS
 from megabatch.towers import demo, huggingface, open_clip
 from megabatch.towers.tower import Pair
-
-POSSIBLE = (
-    "small (a convolutional network and a bag of n-grams, for a CPU)",
-    "open_clip:MODEL or open_clip:MODEL@WEIGHTS (image–text, such as open_clip:ViT-B-32)",
-    "hf:NAME (text–text, a transformers encoder with its weights) or hf:IMAGES+TEXTS (image–text, two of them)",
-    "hf-config:FOLDER or hf-config:IMAGES+TEXTS (the same with random weights, from a folder's config.json)",
-)
 
 
 def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> Pair:
     """Loads towers by name, for data with sides of these kinds.
 
     Args:
-        spec: see `POSSIBLE`.
+        spec: see `megabatch.names.MODELS`.
         kinds: a dataset's `sides`.
         options: fields of `demo.SmallConfig`, for "small".
     """
@@ -38,11 +32,11 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
     elif family == "hf-config" and name:
         pair = huggingface.load_config(name)
     else:
-        raise ValueError(f"model must be one of: {'; '.join(POSSIBLE)}. Got {spec!r}")
+        raise ValueError(f"model must be one of: {'; '.join(MODELS)}. Got {spec!r}")
     if (pair.first.kind, pair.second.kind) != tuple(kinds):
         raise ValueError(
             f"model must have towers for {kinds[0]} and {kinds[1]}, got {spec!r}, which is for {pair.first.kind} and "
-            f"{pair.second.kind}; possible are: {'; '.join(POSSIBLE)}"
+            f"{pair.second.kind}; possible are: {'; '.join(MODELS)}"
         )
     return pair
 

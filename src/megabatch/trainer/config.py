@@ -25,9 +25,9 @@ from megabatch.world import World
 class TrainConfig:
     """A training run."""
 
-    data: str = "emoji"  # training data; see `megabatch.data.load.POSSIBLE`
+    data: str = "emoji"  # training data; see `megabatch.names.DATA`
     validation: str = ""  # evaluation data; empty for the test split of `data`, if it has one
-    model: str = "small"  # see `megabatch.towers.load.POSSIBLE`
+    model: str = "small"  # see `megabatch.names.MODELS`
     batch_size: int = 1024  # pairs in a step, over all ranks
     chunk_size: int | Literal["auto"] = "auto"  # samples a tower encodes at once
     epochs: float = 32.0

@@ -1,0 +1,31 @@
+"""The arguments of `megabatch search`."""
+
+import argparse
+
+from megabatch.commands.arguments import model
+
+DESCRIPTION = """
+Searches data with a model. A query is a text or the path of an image.
+
+  megabatch search runs/emoji "smiling cat" "red heart"     texts find images
+  megabatch search runs/emoji cat.png                       an image finds texts
+  megabatch search runs/emoji cat.png --among images        an image finds images like it
+  megabatch search runs/wordnet "animal with a trunk"       texts find texts
+  megabatch search open_clip:ViT-B-32@laion2b_s34b_b79k "dog on a beach" --data photos.csv
+
+Prints the matches of each query, best first, with their cosine similarity, and draws a contact
+sheet (PNG) with one row per query. Only the best matches are in memory, so any amount of data can
+be searched.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megabatch search`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    model.add_arguments(parser)
+    parser.add_argument("queries", nargs="+", metavar="QUERY", help="a text, or the path of an image")
+    parser.add_argument("-k", type=int, default=8, help="matches per query (default: %(default)s)")
+    parser.add_argument(
+        "--among", choices=("images", "texts"), help="side of the data to search (default: images for texts, texts for images)"
+    )
+    parser.add_argument("--sheet", metavar="PNG", default="found.png", help="file of the contact sheet (default: %(default)s)")

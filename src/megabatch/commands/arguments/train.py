@@ -1,0 +1,70 @@
+"""The arguments of `megabatch train`."""
+
+import argparse
+from pathlib import Path
+
+from megabatch import names
+
+AUTO = "auto"
+DESCRIPTION = f"""
+Trains two encoders (towers) with a contrastive loss: each sample becomes most similar to its own match.
+
+  megabatch train                                  emoji and their names; two small towers, two cores, 1 to 2 minutes
+  megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384 --epochs 10 --lr 5e-4
+  megabatch train --data "cc12m/{{00000..01242}}.tar" --validation coco.csv --model open_clip:ViT-B-16 --batch-size 65536
+  megabatch train --data wordnet --batch-size 8192 --set optimizer.scaling=sqrt
+  torchrun --nproc-per-node 8 -m megabatch train --config run.toml
+  megabatch train --resume runs/emoji-1            from its last checkpoint, with its settings
+
+The batch size is the number of pairs over all processes. It does not depend on memory: towers encode one
+chunk at a time, and the loss needs no similarity matrix. The chunk size is chosen automatically. On a GPU the
+towers are compiled and compute in bf16.
+
+data    {f"{chr(10)}        ".join(names.DATA)}
+model   {f"{chr(10)}        ".join(names.MODELS)}
+
+Settings are merged in this order: defaults for the model and the data, --config, flags, --set. Later ones
+win. The run's config.toml records all of them; pass it to --config to repeat a run. Some settings:
+
+  lock = "first"                 freeze the first tower and compute its embeddings once (LiT)
+  precision = "auto"             bf16 on a GPU, fp32 on a CPU; or "bf16", "fp16", "fp32"
+  compile = "auto"               compile the towers on a GPU; or "on", "off"
+  workers = "auto"               readers for the cores of a GPU machine; or their number
+  parallel = "fsdp"              shard the towers over ranks; "ddp" replicates them
+  optimizer.name = "adafactor"   or "adamw", "lion"
+  optimizer.scaling = "sqrt"     or "linear": the learning rate grows with the batch size
+  loss.name = "siglip"           or "clip"
+  ema = 0.999                    evaluate and save averaged weights
+  memory.chunk = 0.25            fraction of free memory for the activations of a chunk
+  checkpoint.every = 500         steps between checkpoints; checkpoint.keep = 2 keeps the last two
+
+Ctrl-C and SIGTERM save a checkpoint first. --resume auto resumes the last run, or starts a new one.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megabatch train`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--data", metavar="DATA", help="training data (default: emoji)")
+    add("--validation", metavar="DATA", help="evaluation data (default: the test split of emoji and wordnet)")
+    add("--model", metavar="MODEL", help="towers to train (default: small)")
+    add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 512 for emoji, else 1024)")
+    add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
+    add("--epochs", type=float, metavar="N", help="passes over the data (default: 28 for emoji, 4 for wordnet, else 32)")
+    add("--lr", type=float, metavar="RATE", help="highest learning rate (default: 3e-3 for small, else 5e-4)")
+    add("--precision", choices=(AUTO, "bf16", "fp16", "fp32"), help="dtype of the towers' products (default: bf16 on a GPU)")
+    add("--seed", type=int, metavar="N", help="for initial weights, order and augmentation (default: 0)")
+    add("--output", type=Path, metavar="FOLDER", help="folder of the run (default: runs/DATA-1, or the next number)")
+    add("--config", type=Path, metavar="TOML", help="settings from a file, such as another run's config.toml")
+    add("--resume", metavar="auto|PATH", help='resume a run, a checkpoint, or with "auto" the last run if there is one')
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, such as optimizer.weight_decay=0.05")
+    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
+    add("--no-report", action="store_true", help="write no report.html at the end")
+
+
+def _number_or_auto(text: str) -> int | str:
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'must be a whole number or "{AUTO}", got {text!r}') from error
