@@ -1,6 +1,7 @@
 """Settings: a way there and back through TOML, and an error for everything that is not as it should be."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -145,14 +146,16 @@ def test_a_training_config_survives_toml_and_its_recipe_yields(tmp_path):
     ("values", "message"),
     [
         ({"batchsize": 3}, 'batchsize is no setting; did you mean "batch_size"?'),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 1}, "batch_size must be at least 2, because … got 1"),
         ({"chunk_size": 0}, 'chunk_size must be at least 1, or "auto", got 0'),
         ({"epochs": 0}, "epochs must be more than 0, got 0"),
         ({"ema": 1.0}, "ema … got 1.0"),
         ({"precision": "fp16", "parallel": "fsdp"}, 'precision must be "bf16" or "fp32" with parallel "fsdp"'),
-        ({"optimizer": {"lr": -1}}, "optimizer.lr must be more than 0, got -1.0"),
+        ({"optimizer": {"lr": -1}}, "optimizer.lr must be a finite number above 0, got -1.0"),
+        ({"optimizer": {"lr": math.inf}}, "optimizer.lr must be a finite number above 0, got inf"),
+        ({"optimizer": {"clip_norm": math.inf}}, "optimizer.clip_norm … got inf"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep must be at least 1, got 0"),
-        ({"loss": {"scale": 0}}, "loss.scale must be more than 0, got 0.0"),
+        ({"loss": {"scale": 0}}, "loss.scale must be a finite number above 0, got 0.0"),
     ],
 )
 def test_training_settings_that_make_no_sense(values, message):

@@ -200,6 +200,20 @@ def test_report(place, capsys):
     assert "<h3>red</h3>" in (place / "run" / "report.html").read_text("utf-8")
 
 
+def test_a_folder_without_a_run_has_no_report(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
+        call(report_command, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_eval_says_why_nothing_could_be_read(place, tmp_path):
+    (tmp_path / "pairs.csv").write_text("image,caption\nnone.png,a cat\nno.png,a dog\n")
+    with pytest.raises(
+        ValueError, match=r"none of 2 samples could be read, the first because .*none.png cannot be read: No such"
+    ):
+        call(eval_command, place / "run", "--data", tmp_path / "pairs.csv")
+
+
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
 def test_help_teaches_in_a_hundred_columns(name, capsys):
     parser, command = argparse.ArgumentParser(), importlib.import_module(f"{arguments_of.__name__}.{name}")

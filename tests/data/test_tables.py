@@ -114,12 +114,38 @@ def test_a_damaged_beginning_is_left_out_like_any_other_row(tmp_path):
 def test_columns_of_your_own(tmp_path):
     path = tmp_path / "pairs.csv"
     path.write_text("word,meaning\ncat,a pet\n")
-    with pytest.raises(ValueError, match=r"has none of the usual names .*, got word, meaning"):
+    with pytest.raises(ValueError, match=r"has the columns word, meaning. .* --columns image=word text=meaning .* query=word"):
         Table(path)
-    with pytest.raises(ValueError, match=r"columns must be two of word, meaning, which pairs.csv has, got"):
+    with pytest.raises(ValueError, match=r"pairs.csv has no column gloss; it has word, meaning"):
         Table(path, columns=("word", "gloss"))
     table = Table(path, columns=("word", "meaning"), texts=True)
     assert (table.read(0, 0), table.read(0, 1)) == ("cat", "a pet")
+    by_role = Table(path, columns={"query": "meaning", "document": "word"})
+    assert (by_role.sides, by_role.read(0, 0), by_role.read(0, 1)) == (("text", "text"), "a pet", "cat")
+    assert Table(path, columns={"image": "word", "text": "meaning"}).sides == ("image", "text")
+    for wrong in (
+        {"image": "word"},
+        {"image": "word", "caption": "meaning"},
+        {"image": "word", "query": "word", "text": "word"},
+    ):
+        with pytest.raises(
+            ValueError, match=r"columns must be image=NAME text=NAME or query=NAME document=NAME, got image=word"
+        ):
+            Table(path, columns=wrong)
+
+
+def test_a_table_that_is_not_utf_8_is_refused_with_the_line(tmp_path):
+    for name, text in (
+        ("a.csv", "image,caption\na.png,one\nb.png,café\n"),
+        ("a.jsonl", '\n\n{"query": "é", "document": "b"}\n'),
+    ):
+        path = tmp_path / name
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match=r"must be utf-8, and the byte 0xe9 in line 3 is not.*encoding=latin-1"):
+            Table(path)
+        assert "é" in "".join(map(str, (Table(path, encoding="latin-1").name(0), Table(path, encoding="latin-1")._second)))
+    with pytest.raises(ValueError, match="encoding must be one that Python knows"):
+        Table(path, encoding="utf-9")
 
 
 def test_what_is_no_table(tmp_path):
@@ -130,7 +156,7 @@ def test_what_is_no_table(tmp_path):
     with pytest.raises(FileNotFoundError, match="which does not exist"):
         Table(tmp_path / "pairs.csv")
     (tmp_path / "empty.csv").write_text("")
-    with pytest.raises(ValueError, match="got no columns at all"):
+    with pytest.raises(ValueError, match=r"has the columns \(none\)"):
         Table(tmp_path / "empty.csv")
 
 

@@ -166,9 +166,12 @@ def test_what_is_missing_leaves_a_gap_and_says_so(tmp_path, pair, missing):
     assert ("Not shown" in told) == (missing in ("config.toml", "model.safetensors", "data"))
 
 
-def test_an_empty_folder_has_a_page_and_none_has_a_message(tmp_path):
+def test_an_empty_run_has_a_page_and_a_folder_without_one_a_message(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
     assert "neither command.txt nor config.toml" in write_report(tmp_path).read_text("utf-8")
-    with pytest.raises(FileNotFoundError, match=r"folder must be a run's folder, got .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"No such folder: .*nowhere"):
         write_report(tmp_path / "nowhere")
     (tmp_path / "config.toml").write_text("data = ")
     with pytest.raises(ValueError, match=r"config.toml must be"):

@@ -205,7 +205,7 @@ def test_what_cannot_be_read_is_named_once_and_counted(tmp_path, caplog):
     assert caplog.text.count("skipped: sample 1 is damaged") == caplog.text.count("skipped: sample 5 is damaged") == 1
     assert "2 samples could not be read and were skipped" in caplog.text
     caplog.clear()
-    runs.trainer(tmp_path / "many", {"steps": 4}, data=runs.Numbers(range(0, runs.SAMPLES, 2))).fit()
+    runs.trainer(tmp_path / "many", {"steps": 4}, data=runs.Numbers(range(0, runs.SAMPLES, 3))).fit()
     assert caplog.text.count("skipped: ") == caplog.text.count("is damaged") == 5
     assert "further unreadable samples are counted, not named" in caplog.text
     caplog.clear()
@@ -213,14 +213,42 @@ def test_what_cannot_be_read_is_named_once_and_counted(tmp_path, caplog):
     assert "could not be read" not in caplog.text
 
 
-def test_a_batch_of_which_nothing_can_be_read_changes_nothing(tmp_path, caplog):
-    memory = runs.Memory()
-    made = runs.trainer(tmp_path, {"steps": 2}, data=runs.Numbers(range(runs.SAMPLES)), observers=[memory])
-    before = runs.weights(made)
+def test_a_later_batch_of_which_nothing_can_be_read_changes_nothing(tmp_path, caplog):
+    order = runs.trainer(tmp_path).order.epoch(0).tolist()
+    memory, data = runs.Memory(), runs.Numbers(order[12:24])
+    made = runs.trainer(tmp_path, {"steps": 2}, data=data, observers=[memory])
     made.fit()
-    assert runs.same_bits(runs.weights(made), before) == []
+    alone = runs.trainer(tmp_path / "alone", {"steps": 2}, data=data)
+    alone.steps = 1
+    alone.fit()
+    assert runs.same_bits(runs.weights(made), runs.weights(alone)) == []
     assert "step 2 changes nothing: none of its pairs could be read" in caplog.text
-    assert memory.records[-1]["pairs"] == 0
+    assert memory.records[-1]["pairs"] == 12
+
+
+def test_a_run_that_can_hardly_read_its_data_stops(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"stops at step 1, because 12 of 12 pairs could not be read: sample \d+ is damaged; paths"
+    ):
+        runs.trainer(tmp_path / "none", data=runs.Numbers(range(runs.SAMPLES))).fit()
+    assert not (tmp_path / "none" / "model.safetensors").exists()
+    assert not (tmp_path / "none" / "checkpoints").exists()
+    with pytest.raises(ValueError, match=r"stops at step 3, because \d\d of 36 pairs could not be read"):  # after an epoch
+        runs.trainer(tmp_path / "few", data=runs.Numbers([i for i in range(runs.SAMPLES) if i % 3])).fit()
+
+
+def test_ranks_stop_together_if_they_can_hardly_read(pool, tmp_path):
+    answers = pool.attempt(runs.on_rank, 2, tmp_path, {}, {"broken": list(range(runs.SAMPLES))})
+    assert all(not worked and "12 of 12 pairs could not be read" in told for worked, told in answers)
+
+
+def test_settings_that_would_have_no_effect_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="evaluate_every must be 0 without data to evaluate on"):
+        runs.trainer(tmp_path, {"evaluate_every": 3})
+    data = runs.Numbers()
+    data.negative_columns = ("negative",)
+    with pytest.raises(ValueError, match="uses no hard negatives, and the data has the column negative"):
+        runs.trainer(tmp_path, data=data)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -313,7 +341,7 @@ def test_gradients_that_are_no_numbers_end_the_run_before_they_do_harm(tmp_path)
 
 def test_the_model_is_there_when_its_evaluation_fails(tmp_path):
     made = runs.trainer(tmp_path, pair=runs.tiny(), validation=runs.Numbers(range(20), samples=20))
-    with pytest.raises(ValueError, match="must have at least one row"):
+    with pytest.raises(ValueError, match="none of 20 samples could be read, the first because sample 0 is damaged"):
         made.fit()
     assert (tmp_path / "model.safetensors").is_file()
 

@@ -20,7 +20,8 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, **opti
         spec: see `megabatch.names.DATA`.
         split: "train" (default), "test" or "all" of a dataset with splits; files have none.
         size: pixels of a side of emoji; photographs keep their size.
-        options: arguments of the dataset's class: `columns`, `texts` and `root` of a `Table`, `caption_ids` of `Shards`.
+        options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
+            `Shards`.
     """
     if spec == "emoji":
         given = {"size": size, **options} if size is not None else options
@@ -43,8 +44,6 @@ def _from_place(path: Path, options: dict[str, Any]) -> Dataset:
     shards = sorted(path.glob("*.tar")) if path.is_dir() else []
     if shards:
         return Shards(shards, **_known(Shards, options))
-    if "columns" in options:  # a list, where they come from a file
-        options = {**options, "columns": tuple(options["columns"])}
     return Table(path, **_known(Table, options))
 
 

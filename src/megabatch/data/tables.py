@@ -4,12 +4,15 @@ The table is in memory, images are read when they are needed; their paths are re
 rows are skipped and listed in `problems`. Unreadable images are found when they are read, and listed in `failures`.
 
 Rows that share an image or a caption, directly or through other rows, have the same id and are not each other's negatives.
+A column is found by its usual name, or named for its role: `columns={"image": "file", "text": "description"}`.
 """
 
+import codecs
 import csv
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,9 @@ PAIR_COLUMNS = (
     ("text1", "text2"),
 )
 
+FIRST_ROLES, SECOND_ROLES, NEGATIVE = ("image", "query"), ("text", "document"), "negative"
+_NEGATIVES = re.compile(r"(hard_)?negatives?(_?\d+)?")  # usual names
+
 Row = tuple[int, dict[str, Any] | None, str]  # row number, values or None, and the problem if there is one
 
 
@@ -39,33 +45,32 @@ class Table(Dataset):
 
     Args:
         path: of the table, or of a folder with one table.
-        columns: names of the two columns (default: found by common names).
-        texts: whether the first column holds texts too (default: found by its name). Needed for other column names.
+        columns: names of the two columns; or by role, as in {"image": "file", "text": "description"} or {"query": "question",
+            "document": "answer"} (default: found by common names).
+        texts: whether the first column holds texts too (default: found by its name or role).
         root: folder that image paths are relative to (default: the table's).
+        encoding: of CSV, TSV and JSON lines.
     """
 
     def __init__(
         self,
         path: str | Path,
         *,
-        columns: tuple[str, str] | None = None,
+        columns: Mapping[str, str] | tuple[str, str] | None = None,
         texts: bool | None = None,
         root: str | Path | None = None,
+        encoding: str = "utf-8",
     ) -> None:
         super().__init__()
         self.path = _table(Path(path))
         self.root = self.path.parent if root is None else Path(root)
         self.problems: list[str] = []
-        rows = _rows(self.path)
+        rows = _rows(self.path, encoding)
         beginning, names = _up_to_the_first_whole(rows)
         if names is None and beginning:
             raise self._without_pairs([_told(self.path, number, problem) for number, _, problem in beginning])
-        names = names or []
-        if columns is None:
-            columns, found = _usual_columns(names, self.path)
-            texts = found if texts is None else texts
-        elif not set(columns) <= set(names):
-            raise ValueError(f"columns must be two of {', '.join(names)}, which {self.path.name} has, got {columns!r}")
+        columns, found, self.negative_columns = _chosen(columns, names or [], self.path)
+        texts = found if texts is None else texts
         self.sides = (TEXT if texts else IMAGE, TEXT)
         self._first: list[str] = []
         self._second: list[str] = []
@@ -166,18 +171,40 @@ def _table(path: Path) -> Path:
     return path
 
 
-def _usual_columns(names: Iterable[str], path: Path) -> tuple[tuple[str, str], bool]:
+def _chosen(
+    columns: Mapping[str, str] | Sequence[str] | None, names: list[str], path: Path
+) -> tuple[tuple[str, str], bool, tuple[str, ...]]:
+    """The two columns, whether both are texts, and the columns of hard negatives. Of named columns no others are used."""
+    if columns is None:
+        return *_usual_columns(names, path), tuple(name for name in names if _NEGATIVES.fullmatch(name.lower()))
+    by_role = columns if isinstance(columns, Mapping) else dict(zip(("image", "text"), columns, strict=True))
+    unknown = [role for role in by_role if role not in (*FIRST_ROLES, *SECOND_ROLES, NEGATIVE)]
+    sides = [[role for role in roles if role in by_role] for roles in (FIRST_ROLES, SECOND_ROLES)]
+    if unknown or any(len(found) != 1 for found in sides):
+        raise ValueError(f"columns must be image=NAME text=NAME or query=NAME document=NAME, got {_told_columns(by_role)}")
+    missing = [name for name in by_role.values() if name not in names]
+    if missing:
+        raise ValueError(f"{path.name} has no column {' and no column '.join(missing)}; it has {', '.join(names) or 'none'}")
+    chosen = by_role[sides[0][0]], by_role[sides[1][0]]
+    return chosen, sides[0][0] == "query", tuple(name for role, name in by_role.items() if role == NEGATIVE)
+
+
+def _told_columns(by_role: Mapping[str, str]) -> str:
+    return " ".join(f"{role}={name}" for role, name in by_role.items())
+
+
+def _usual_columns(names: list[str], path: Path) -> tuple[tuple[str, str], bool]:
     """The two columns, and whether both are texts."""
-    known = list(names)
     for pair in PAIR_COLUMNS:
-        if set(pair) <= set(known):
+        if set(pair) <= set(names):
             return pair, True
-    image = next((name for name in IMAGE_COLUMNS if name in known), None)
-    text = next((name for name in TEXT_COLUMNS if name in known), None)
+    image = next((name for name in IMAGE_COLUMNS if name in names), None)
+    text = next((name for name in TEXT_COLUMNS if name in names), None)
     if image is None or text is None:
+        first, second = [*names, "NAME", "NAME"][:2]
         raise ValueError(
-            f"columns must be given where {path.name} has none of the usual names ({', '.join(IMAGE_COLUMNS)} with "
-            f"{', '.join(TEXT_COLUMNS)}), got {', '.join(known) or 'no columns at all'}"
+            f"{path.name} has the columns {', '.join(names) or '(none)'}. Say which ones to use: --columns image={first} "
+            f"text={second} for images and texts, --columns query={first} document={second} for texts"
         )
     return (image, text), False
 
@@ -196,14 +223,36 @@ def _up_to_the_first_whole(rows: Iterator[Row]) -> tuple[list[Row], list[str] | 
     return found, None
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    if path.suffix == ".jsonl":
-        return _json_rows(path)
-    return _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
+def _rows(path: Path, encoding: str) -> Iterator[Row]:
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
+    try:
+        codecs.lookup(encoding)
+    except LookupError as error:
+        raise ValueError(f"encoding must be one that Python knows, such as utf-8 or latin-1, got {encoding!r}") from error
+    encoding = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+    try:
+        yield from (_json_rows if path.suffix == ".jsonl" else _csv_rows)(path, encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_decoded(path, encoding)) from error
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+def _not_decoded(path: Path, encoding: str) -> str:
+    data = path.read_bytes()
+    try:
+        data.decode(encoding)
+    except UnicodeDecodeError as error:
+        where = f"the byte 0x{data[error.start]:02x} in line {data.count(bytes([10]), 0, error.start) + 1} is not"
+        return (
+            f"{path} must be {encoding.removesuffix('-sig')}, and {where}. If the file is Latin-1, convert it (iconv -f latin1 "
+            "-t utf-8), or train with --set data_options.encoding=latin-1"
+        )
+    return f"{path} has changed while it was read"
+
+
+def _csv_rows(path: Path, encoding: str) -> Iterator[Row]:
+    with path.open(encoding=encoding, newline="") as file:
         separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
         reader = csv.DictReader((line.replace("\0", "") for line in file), delimiter=separator)
         for number in itertools.count(1):
@@ -223,8 +272,8 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 yield number, dict(values), ""
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8", errors="replace") as file:
+def _json_rows(path: Path, encoding: str) -> Iterator[Row]:
+    with path.open(encoding=encoding) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

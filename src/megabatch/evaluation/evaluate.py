@@ -31,6 +31,9 @@ def evaluate(
         readable = dataset.usable([indices[i] for i in first]).to(texts.device)
         good &= readable[owners.to(texts.device)]
         images, owners, texts = _without(images, owners.to(texts.device), texts, good)
+    if failed and not world.sum([len(texts)])[0]:
+        reason = next(found for found in world.gather_objects(next(iter(dataset.failures.values()), None)) if found)
+        raise ValueError(f"none of {len(dataset):,} samples could be read, the first because {reason}")
     several = bool(world.max([len(texts) != len(images)])[0])
     names = ("image", "text") if dataset.sides[0] != dataset.sides[1] else ("query", "text")
     result = retrieval(images, texts, owners.to(texts.device) if several else None, names=names, group=group)

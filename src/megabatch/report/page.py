@@ -15,7 +15,7 @@ from megabatch.display import metrics, numbers, pages
 from megabatch.evaluation.sheet import Found, Shown
 from megabatch.report.curves import curves, known
 from megabatch.report.gallery import PICTURE, Gallery, gallery
-from megabatch.report.saved_run import SavedRun, read
+from megabatch.report.saved_run import CONFIG, METRICS, SavedRun, read
 from megabatch.towers.load import image_size
 from megabatch.towers.saved import WEIGHTS, load_saved
 
@@ -35,6 +35,8 @@ def write_report(folder: str | Path, queries: Sequence[str] = ()) -> Path:
     Example: `write_report("runs/emoji", ["smiling cat"])`
     """
     run = read(folder)
+    if not any((run.folder / name).is_file() for name in (CONFIG, METRICS, WEIGHTS)):
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it has no {CONFIG}, no {METRICS} and no {WEIGHTS}")
     sections = [_tiles(run), _warnings(run), curves(run), _evaluation(run), _gallery(run, queries), _again(run), _credits(run)]
     text = pages.page(run.folder.resolve().name, sections, subtitle=_subtitle(run))
     path = run.folder / NAME

@@ -54,7 +54,7 @@ def read(folder: str | Path) -> SavedRun:
     """Reads a run. A missing file leaves its part empty; a damaged one raises an error that names it."""
     place = Path(folder)
     if not place.is_dir():
-        raise FileNotFoundError(f"folder must be a run's folder, got {folder}, which is not a folder")
+        raise FileNotFoundError(f"No such folder: {folder}")
     config_text = _text(place / CONFIG)
     records = results.read(place / METRICS) if (place / METRICS).is_file() else []
     return SavedRun(

@@ -54,9 +54,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        for name, least in (("batch_size", 1), ("steps", 0), ("evaluate_every", 0)):
+        for name, least in (("steps", 0), ("evaluate_every", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.batch_size < 2:
+            raise ValueError(f"batch_size must be at least 2, because the other pairs are the negatives, got {self.batch_size}")
         for name, least in (("chunk_size", 1), ("workers", 0)):
             value = getattr(self, name)
             if isinstance(value, int) and value < least:

@@ -84,6 +84,14 @@ class Trainer:
                 f"validation must have the sides of the training data, {' and '.join(dataset.sides)}, "
                 f"got {' and '.join(validation.sides)}"
             )
+        if config.evaluate_every and validation is None:
+            raise ValueError(
+                f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
+            )
+        if found := getattr(dataset, "negative_columns", ()):
+            raise ValueError(
+                f"the loss uses no hard negatives, and the data has the column {found[0]}; name the columns to use (--columns)"
+            )
         groups: Any = getattr(dataset, "groups", len(dataset))
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
         self.steps = config.total_steps(self.order.batches_per_epoch)
@@ -91,7 +99,7 @@ class Trainer:
         self.run = Run(folder, config, command, self.steps)
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep, self.world)
         self._observers = Observers(observers if self.world.rank == 0 else ())
-        self._unreadable = Unreadable(dataset)
+        self._unreadable = Unreadable(dataset, self.order.batches_per_epoch * config.batch_size)
         self._save_failed = False  # the last time
         self._rate = optim.scaled_rate(config.optimizer, config.batch_size)
         self._build()
@@ -287,6 +295,7 @@ class Trainer:
         if self.average is not None:
             with phase("optimizer"):
                 self.average.update(self.step)
+        self._unreadable.check(self.step, self.config.batch_size, outcome.pairs, self.world)
         stop = int(self.world.max([request.number])[0])
         self._record(outcome, batch.epoch, rate, began, clock)
         self._unreadable.name_new()

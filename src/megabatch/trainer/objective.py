@@ -28,8 +28,8 @@ class LossConfig:
         """Checks the numbers."""
         for name in ("scale", "largest_scale"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"loss.{name} must be more than 0, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"loss.{name} must be a finite number above 0, got {value}")
 
 
 class Objective(nn.Module):

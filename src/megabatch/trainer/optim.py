@@ -31,15 +31,15 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        if not self.lr > 0:
-            raise ValueError(f"optimizer.lr must be more than 0, got {self.lr}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"optimizer.lr must be a finite number above 0, got {self.lr}")
         if self.reference_batch < 1:
             raise ValueError(f"optimizer.reference_batch must be at least 1, got {self.reference_batch}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be at least 0 and less than 1, got {self.betas}")
         for name in ("weight_decay", "clip_norm", "eps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"optimizer.{name} must be at least 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name} must be a finite number of at least 0, got {getattr(self, name)}")
 
 
 def scaled_rate(config: OptimizerConfig, batch_size: int) -> float:
