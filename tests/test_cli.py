@@ -143,6 +143,27 @@ def test_a_run_that_does_not_begin_leaves_no_folder(pairs):
     assert not (pairs / "runs").exists()
 
 
+def test_two_runs_do_not_write_to_one_folder(pairs, capsys, monkeypatch):
+    assert call("--set", "steps=2", "--output", "mine") == 0
+    program = "import sys, time; from pathlib import Path; from megabatch.trainer.lock import locked\n"
+    program += "with locked(Path('mine')), locked(Path('runs/pairs-1')): print('held', flush=True); time.sleep(600)"
+    other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "held\n"
+        for how in (["--resume", "mine"], ["--resume", "auto", "--output", "mine"]):
+            assert call(*how, "--set", "steps=4") == 1
+            assert f"mine is in use by process {other.pid} on " in capsys.readouterr().err
+        assert [line["step"] for line in results.read("mine/metrics.jsonl")] == [1, 2]
+        names = iter([pairs / "runs" / "pairs-1", pairs / "runs" / "pairs-2"])
+        monkeypatch.setattr(train.runs, "unused", lambda parent, name: next(names))  # as if both had begun at once
+        assert call("--set", "steps=2") == 0  # with no folder given, a new run takes the next
+        assert (pairs / "runs" / "pairs-2" / "model.safetensors").exists()
+    finally:
+        other.kill()
+        other.communicate()
+    assert call("--resume", "mine", "--set", "steps=4") == 0
+
+
 def test_problems_of_the_data_are_named_and_counted(pairs, caplog):
     with (pairs / "pairs.jsonl").open("a") as file:
         file.write("\n" + "nonsense\n" * 7)

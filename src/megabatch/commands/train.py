@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megabatch.trainer import config as configs
 from megabatch.trainer import run as runs
 from megabatch.trainer.checkpoint import CheckpointError
 from megabatch.trainer.config import TrainConfig
+from megabatch.trainer.lock import LockedError, locked
 from megabatch.trainer.loop import Trainer
 from megabatch.trainer.observers import MetricsFile, Observer
 from megabatch.trainer.stopping import StoppedError
@@ -34,11 +36,12 @@ def run(args: argparse.Namespace) -> int:
     given = _given(args)
     folder, checkpoint = _places(args, settings.build(TrainConfig, configs.merged(*given)).data)
     config = configs.resolved(_before(folder, checkpoint), *given)
-    with joined(config.device) as world:
+    with joined(config.device) as world, ExitStack() as held:
         if world.rank != 0:
             LOG.setLevel(logging.WARNING)
         folder, checkpoint = world.from_first((folder, checkpoint))
         _check_writable(folder, world, args.resume)
+        folder = _locked(folder, world, args, held)
         trainer = _trainer(config, folder, world, args)
         _continue(trainer, args.resume, checkpoint)
         try:
@@ -120,6 +123,25 @@ def _check_writable(folder: Path, world: World, resume: str | None) -> None:
                 f"--output must be a folder that can be written to, got {folder}, and{where} {problem}; make room or allow "
                 f"writing there, or use {elsewhere} OTHER_FOLDER"
             )
+
+
+def _locked(folder: Path, world: World, args: argparse.Namespace, held: ExitStack) -> Path:
+    """The run's folder, which this job alone may write to until `held` is closed. A new run without --output takes the next."""
+    problem = None
+    while world.rank == 0:
+        try:
+            held.enter_context(locked(folder))
+            break
+        except LockedError as error:
+            if args.output is None and args.resume is None:
+                folder = runs.unused(RUNS, folder.name.rpartition("-")[0])
+                continue
+            problem = f"{error}; wait until it ends, or use another folder (--output)"
+            break
+    folder, problem = world.from_first((folder, problem))
+    if problem is not None:
+        raise ValueError(problem)
+    return folder
 
 
 def _trainer(config: TrainConfig, folder: Path, world: World, args: argparse.Namespace) -> Trainer:

@@ -1,0 +1,49 @@
+"""A run's folder has one writer at a time; the lock ends with its process."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from helpers import PATIENCE
+from megabatch.trainer.lock import NAME, LockedError, locked
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from megabatch.trainer.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+
+
+def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path, holder):
+    with pytest.raises(LockedError, match=rf"run is in use by process {holder.pid} on .*, since 20"), locked(tmp_path / "run"):
+        pytest.fail("two writers")
+    assert (tmp_path / "run" / NAME).exists()
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait(PATIENCE)
+    with locked(tmp_path / "run"):
+        assert f'"process": {os.getpid()}' in (tmp_path / "run" / NAME).read_text()
+
+
+def test_nothing_is_left_of_a_lock(tmp_path):
+    with locked(tmp_path / "deep" / "run"):
+        pass
+    assert not (tmp_path / "deep").exists()
+    with locked(tmp_path):
+        (tmp_path / "config.toml").write_text("")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml"]
