@@ -162,7 +162,10 @@ def test_a_checkpoint_that_was_being_written_is_not_there(tmp_path):
 
 
 def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, caplog, monkeypatch):
-    made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 2, "keep": 5}})
+    validation = runs.Numbers(samples=20)
+    made = runs.trainer(
+        tmp_path, {"steps": 7, "checkpoint": {"every": 2, "keep": 5}}, validation=validation, observers=[MetricsFile()]
+    )
     write = Files.write
 
     def full(files, folder):
@@ -175,8 +178,54 @@ def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, ca
         made.fit()
     assert made.step == 7
     assert caplog.text.count("the disk is full; training goes on") == 1
+    # The weights take less room than a checkpoint. They are there, evaluated, and the message is true.
+    assert (tmp_path / "model.safetensors").exists()
+    assert "evaluation" in results.read(tmp_path / "metrics.jsonl")[-1]
+    assert made.saved() == (
+        f"the weights after step 7 are in {tmp_path}/model.safetensors, and --resume {tmp_path} continues after step 2"
+    )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
     assert contents(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
+
+
+def test_a_disk_that_is_full_from_the_start_promises_nothing(tmp_path, caplog, monkeypatch):
+    def full(files, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Files, "write", full)
+    data = runs.Numbers()
+    data.signalled_at = 60  # Ctrl-C in mid-run: the weights are saved if the checkpoint does not fit
+    made = runs.trainer(tmp_path, {"steps": 7}, data=data)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        made.fit()
+    assert made.step < 7
+    assert (
+        made.saved()
+        == f"the weights after step {made.step} are in {tmp_path}/model.safetensors, and there is no checkpoint to resume from"
+    )
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_model_that_does_not_fit_is_told_on_all_ranks(tmp_path, monkeypatch):
+    def full(pair, folder):
+        raise OSError(28, "No space left on device")
+
+    made = runs.trainer(tmp_path)
+    monkeypatch.setattr("megabatch.towers.save", full)
+    with pytest.raises(CheckpointError, match=r"the model could not be written in .*: the disk is full"):
+        made.fit()
+    assert made.saved() == f"--resume {tmp_path} continues after step 6"
+
+
+def test_room_on_the_disk_is_checked_before_the_first_step(tmp_path, caplog, monkeypatch):
+    made = runs.trainer(tmp_path / "none")
+    monkeypatch.setattr("megabatch.trainer.run.free_bytes", lambda folder: 60_000)
+    with pytest.raises(ValueError, match=r"has 0\.1 MB free; the model takes .* Make room, or choose another folder"):
+        made.fit()
+    assert not (tmp_path / "none").exists()
+    monkeypatch.setattr("megabatch.trainer.run.free_bytes", lambda folder: 150_000)
+    runs.trainer(tmp_path / "some").fit()
+    assert "2 of them, and the next, may not fit" in caplog.text
 
 
 def test_checkpoints_that_cannot_be_written_are_named_once_until_they_can(tmp_path, caplog, monkeypatch):
@@ -231,7 +280,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, slow_disk):
     made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 3, "keep": 9}}, observers=[memory])
     made.fit()
     assert [memory.after[step] for step in (4, 5)] == [0, 0]  # the first was still being written
-    assert [path.name for path in memory.files[:-1]] == ["step_00000003", "step_00000006", "step_00000007"]
+    assert [path.name for path in memory.files] == ["step_00000003", "step_00000006", "model.safetensors", "step_00000007"]
     # A checkpoint holds the state of its step, not the state of the step in which it was written.
     again = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 3, "keep": 9}})
     assert again.resume(tmp_path / "checkpoints" / "step_00000003")
@@ -245,7 +294,8 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path, slow_disk):
     memory = runs.Memory()
     runs.trainer(tmp_path, {"steps": 3, "checkpoint": {"every": 1, "keep": 9}}, observers=[memory]).fit()
     timer.join()
-    assert [path.name for path in memory.files[:-1]] == [f"step_0000000{step}" for step in (1, 2, 3)]
+    names = [path.name for path in memory.files]
+    assert names == ["step_00000001", "step_00000002", "model.safetensors", "step_00000003"]
     waited = [record["phases"].get("checkpoint", 0.0) for record in memory.records]
     assert max(waited) > 0.2  # it is the training that waited
 

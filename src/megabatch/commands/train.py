@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             return 128 + stopped.number
         except CheckpointError as error:
             if world.rank == 0:
-                LOG.error("%s; earlier checkpoints are unchanged, and --resume %s continues from the last one", error, folder)
+                LOG.error("%s; %s", error, trainer.saved())
             return 1
         if world.rank == 0:
             _finish(folder, args)

@@ -147,6 +147,14 @@ class Checkpoints:
         """The newest intact checkpoint and its table of contents, or None. Damaged ones are logged."""
         return self._world.from_first(self._newest() if self._world.rank == 0 else None)  # type: ignore[no-any-return]
 
+    def count(self) -> int:
+        """The number of checkpoints."""
+        return len(self._all())
+
+    def last_step(self) -> int | None:
+        """The step of the last checkpoint; None if there is none."""
+        return max((int(path.name.removeprefix("step_")) for path in self._all()), default=None)
+
     def set_aside_after(self, step: int) -> None:
         """Renames checkpoints of later steps: a run that resumes from `step` will write its own."""
         if self._world.rank == 0:
@@ -182,7 +190,7 @@ class Checkpoints:
             if not only_first or self._world.rank == 0:
                 work()
         except Exception as error:
-            problem = _reason(error)
+            problem = reason(error)
         problems = {rank: text for rank, text in enumerate(self._world.gather_objects(problem)) if text is not None}
         if problems:
             if self._world.rank == 0:
@@ -278,7 +286,8 @@ def _pieces(file: Any) -> Iterator[bytes]:
         yield piece
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Why something could not be written."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from megabatch.evaluation import evaluate
 from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
 from megabatch.trainer import compiling, locked, optim, parallel
-from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents
+from megabatch.trainer import run as runs
+from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents, reason
 from megabatch.trainer.config import FREE, TrainConfig, differences, reader_count
 from megabatch.trainer.ema import Average
 from megabatch.trainer.fit import Fit, decoded_bytes, repeated, what_fits
@@ -100,7 +101,7 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep, self.world)
         self._observers = Observers(observers if self.world.rank == 0 else ())
         self._unreadable = Unreadable(dataset, self.order.batches_per_epoch * config.batch_size)
-        self._save_failed = False  # the last time
+        self._save_failed = self._model_saved = False  # the last checkpoint, the trained weights
         self._rate = optim.scaled_rate(config.optimizer, config.batch_size)
         self._build()
 
@@ -187,7 +188,9 @@ class Trainer:
 
         Raises:
             StoppedError: after Ctrl-C or SIGTERM, once a checkpoint is saved.
+            CheckpointError: the last checkpoint or the model could not be written; `saved` tells what is on disk.
         """
+        self._check_room()
         self.run.first_step = self.run.step = self.step
         if self.world.rank == 0:
             self.run.write()
@@ -196,10 +199,19 @@ class Trainer:
             products = fast_products(self.config.precision, self.world.device)
             compiler = compiling.settings() if self._compiled else nullcontext()
             with requests(impatient=self.world.size == 1) as request, self._workers() as workers, products, compiler:
-                with decoding.opened(self.world.device, self._decoded_bytes(workers)) as decoder:
-                    self._train(self._ready(workers, decoder), request)
-                self._save_model()  # before the evaluation, which may fail
+                failed = None
+                try:
+                    with decoding.opened(self.world.device, self._decoded_bytes(workers)) as decoder:
+                        self._train(self._ready(workers, decoder), request)
+                except CheckpointError as error:
+                    if not self._model_saved or request.number:
+                        raise
+                    failed = error  # the last checkpoint: the weights are there to be evaluated
+                if not self._model_saved:  # a run that had come to its end
+                    self._save_model()
                 result = self._evaluate(workers) if self.validation is not None else None
+                if failed is not None:
+                    raise failed
         finally:
             self._observers.finish(self.run)
             self._unreadable.count()
@@ -301,6 +313,9 @@ class Trainer:
         self._unreadable.name_new()
         with phase("checkpoint"):
             self._settle(wait=False)
+            if self.step == self.steps:  # the weights first: they take less room than a checkpoint
+                self._settle(wait=True)
+                self._save_model()
             if self.config.checkpoint.due(self.step, self.steps) or stop:
                 self._save(must=bool(stop) or self.step == self.steps)
         if stop:
@@ -358,9 +373,15 @@ class Trainer:
             "config": settings.table(self.config),
         }
         self._settle(wait=True)
-        self._attempt(lambda: self.checkpoints.begin(self.step, about, self._state.copied), must=must)
-        if must:
-            self._settle(wait=True, must=True)
+        try:
+            self._attempt(lambda: self.checkpoints.begin(self.step, about, self._state.copied), must=must)
+            if must:
+                self._settle(wait=True, must=True)
+        except CheckpointError:
+            if not self._model_saved:  # the weights may still fit
+                with suppress(CheckpointError):
+                    self._save_model()
+            raise
 
     def _settle(self, *, wait: bool, must: bool = False) -> None:
         """Ends the checkpoint that is being written, if it is ready or if it is to `wait`."""
@@ -380,18 +401,49 @@ class Trainer:
             if must:
                 raise
             if self.world.rank == 0 and not self._save_failed:
-                LOG.warning("%s; training goes on, and earlier checkpoints are unchanged", error)
+                LOG.warning("%s; training goes on. So far, %s", error, self.saved())
             self._save_failed = True
             return None
 
+    def saved(self) -> str:
+        """What is on disk, for a message after a failure."""
+        newest = self.checkpoints.last_step()
+        weights = f"the weights after step {self.step} are in {self.run.folder / towers.saved.WEIGHTS}, and "
+        resumable = f"--resume {self.run.folder} continues after step {newest}"
+        told = resumable if newest is not None else "there is no checkpoint to resume from"
+        return (weights if self._model_saved else "") + told
+
+    def _check_room(self) -> None:
+        """Raises an error if the disk has no room for the model and a checkpoint, and warns if it has none for all of them."""
+        state = {id(value): value for module in self._modules for value in module.state_dict().values()}
+        model = sum(value.numel() * value.element_size() for value in state.values())
+        moments = {"adamw": 2.0, "lion": 1.0, "adafactor": 0.5}[self.config.optimizer.name]
+        each = int(model * (1 + moments + bool(self.average)))
+        free, there = self.world.from_first((runs.free_bytes(self.run.folder), self.checkpoints.count()))
+        told = (
+            f"the disk of {self.run.folder} has {free / 1e6:,.1f} MB free; the model takes {model / 1e6:,.1f} MB and each "
+            f"checkpoint {each / 1e6:,.1f} MB"
+        )
+        if free < model + each:
+            raise ValueError(f"{told}. Make room, or choose another folder (--output)")
+        if free < model + each * (self.config.checkpoint.keep + 1 - there) and self.world.rank == 0:
+            LOG.warning("%s. %d of them, and the next, may not fit (checkpoint.keep)", told, self.config.checkpoint.keep)
+
     def _save_model(self) -> None:
+        problem = None
         with nullcontext() if self.average is None else self.average.in_place():
             numbers = self.objective.numbers()
             trained = dataclasses.replace(
                 self.pair, logit_scale=numbers["scale"], logit_bias=numbers.get("bias", self.pair.logit_bias)
             )
-            path = towers.save(trained, self.run.folder)
-        self._observers.saved(path)
+            try:
+                towers.save(trained, self.run.folder)
+            except OSError as error:  # on the first rank, which writes
+                problem = reason(error)
+        if problem := self.world.from_first(problem):
+            raise CheckpointError(f"the model could not be written in {self.run.folder}: {problem}")
+        self._model_saved = True
+        self._observers.saved(self.run.folder / towers.saved.WEIGHTS)
 
     def _farewell(self, number: int) -> str:
         import signal

@@ -1,6 +1,7 @@
 """A run's folder: its name, its files, and whether it can be written to."""
 
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,11 @@ def unwritable(folder: Path) -> str | None:
         except OSError as error:
             return f"{place}: {error.strerror or error}"
     return None
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space of the disk that the folder is on, or will be on."""
+    return shutil.disk_usage(next(place for place in (folder, *folder.resolve().parents) if place.exists())).free
 
 
 def unused(parent: Path, name: str) -> Path:
