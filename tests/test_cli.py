@@ -143,6 +143,20 @@ def test_a_run_that_does_not_begin_leaves_no_folder(pairs):
     assert not (pairs / "runs").exists()
 
 
+def test_columns_of_training_and_validation_data(pairs, capsys):
+    text = (pairs / "pairs.jsonl").read_text().replace("query", "asks").replace("document", "says")
+    (pairs / "other.jsonl").write_text(text)
+    assert call("--data", "other.jsonl") == 1
+    assert "other.jsonl has the columns asks, says. Say which ones to use: --columns image=asks" in capsys.readouterr().err
+    columns = ("--columns", "query=asks", "document=says")
+    assert call("--data", "other.jsonl", "--validation", "other.jsonl", *columns, "--set", "steps=2", "--output", "mine") == 0
+    config = settings.read("mine/config.toml")
+    wanted = {"columns": {"query": "asks", "document": "says"}}
+    assert (config["data_options"], config["validation_options"]) == (wanted, wanted)
+    assert cli.main(["train", "--resume", "mine", "--set", "steps=3", "--no-report"]) == 0
+    assert cli.main(["eval", "mine"]) == 0
+
+
 def test_two_runs_do_not_write_to_one_folder(pairs, capsys, monkeypatch):
     assert call("--set", "steps=2", "--output", "mine") == 0
     program = "import sys, time; from pathlib import Path; from megabatch.trainer.lock import locked\n"

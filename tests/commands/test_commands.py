@@ -183,6 +183,24 @@ def test_towers_by_name_need_data(place, tmp_path):
         call(eval_command, "runs/emojy")
 
 
+def test_columns_are_named_in_eval_and_search(place, tmp_path, capsys):
+    other = place / "images" / "other.tsv"
+    other.write_text((place / "images" / "pairs.csv").read_text().replace("image,caption", "file,says").replace(",", "\t"))
+    try:
+        with pytest.raises(ValueError, match=r"--columns image=file text=says"):
+            call(eval_command, place / "run", "--data", other)
+        columns = ("--columns", "image=file", "text=says")
+        call(eval_command, place / "run", "--data", other, "--output", tmp_path / "a.jsonl", *columns)
+        assert results.read(tmp_path / "a.jsonl")[0]["num_samples"] == 9
+        call(search_command, place / "run", "red", "--data", other, "--sheet", tmp_path / "sheet.png", *columns)
+        assert "yellow" in capsys.readouterr().out
+        with pytest.raises(SystemExit):
+            call(eval_command, place / "run", "--columns", "file")
+        assert "--columns: must be ROLE=NAME, as in image=file text=description, got 'file'" in capsys.readouterr().err
+    finally:
+        other.unlink()
+
+
 def test_queries_that_cannot_be(place, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"an image that exists, got 'nowhere.png'"):
         call(search_command, place / "run", "nowhere.png")

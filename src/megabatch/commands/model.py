@@ -60,6 +60,8 @@ def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | Non
                 f"--data must be given, because {args.model!r} does not name any; possible are: {'; '.join(names.DATA)}"
             )
         spec, options = found[0], run.test_options
+    if args.columns is not None:
+        options = {**options, "columns": args.columns}
     split = args.split or ("test" if spec in data.WITH_SPLITS else None)
     return spec, split, options
 

@@ -65,6 +65,10 @@ def _given(args: argparse.Namespace) -> list[settings.Table]:
     for name in ("data", "validation", "model", "batch_size", "chunk_size", "epochs", "precision", "seed"):
         if getattr(args, name) is not None:
             flags[name] = getattr(args, name)
+    if args.columns is not None:
+        flags["data_options"] = {"columns": args.columns}
+        if args.validation is not None and args.validation not in data.WITH_SPLITS:
+            flags["validation_options"] = {"columns": args.columns}
     if args.lr is not None:
         flags["optimizer"] = {"lr": args.lr}
     read = settings.read(args.config) if args.config is not None else {}

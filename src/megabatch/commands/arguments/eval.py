@@ -9,6 +9,7 @@ Evaluates retrieval: the rank of each text's own image among all images, and vic
 
   megabatch eval runs/emoji                                 a run, on its own test data
   megabatch eval runs/flickr --data coco/val.csv            a run, on other data
+  megabatch eval runs/flickr --data my.csv --columns image=file text=description
   megabatch eval open_clip:ViT-B-32@laion2b_s34b_b79k --data "coco/{00000..00004}.tar"
   megabatch eval runs/emoji --zero-shot                     captions are class names
   torchrun --nproc-per-node 8 -m megabatch eval runs/flickr   on eight devices

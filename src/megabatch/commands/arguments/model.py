@@ -3,13 +3,14 @@
 import argparse
 
 from megabatch import names
-from megabatch.commands.arguments.options import whole
+from megabatch.commands.arguments.options import add_columns, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the model and the data."""
     parser.add_argument("model", metavar="MODEL", help=f"folder of a run, or towers by name: {'; '.join(names.MODELS)}")
     parser.add_argument("--data", help=f"{'; '.join(names.DATA)} (default: the run's test data)")
+    add_columns(parser)
     parser.add_argument("--split", choices=("train", "test", "all"), help="split of emoji and wordnet (default: test)")
     parser.add_argument("--device", default="auto", help='"cpu", "cuda" or "auto" (default): CUDA if there is a device')
     parser.add_argument("--chunk-size", type=whole, default=256, metavar="N", help="samples encoded at once (default: 256)")

@@ -11,6 +11,7 @@ Searches data with a model. A query is a text or the path of an image.
   megabatch search runs/emoji cat.png                       an image finds texts
   megabatch search runs/emoji cat.png --among images        an image finds images like it
   megabatch search runs/wordnet "animal with a trunk"       texts find texts
+  megabatch search runs/photos "red car" --data new.csv --columns image=file text=description
   megabatch search open_clip:ViT-B-32@laion2b_s34b_b79k "dog on a beach" --data photos.csv
 
 Prints the matches of each query, best first, with their cosine similarity, and draws a contact
