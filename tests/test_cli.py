@@ -157,6 +157,19 @@ def test_columns_of_training_and_validation_data(pairs, capsys):
     assert cli.main(["eval", "mine"]) == 0
 
 
+def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, capsys, caplog):
+    assert call("--set", "steps=4", "--output", "mine") == 0
+    assert cli.main(["eval", "mine"]) == 0
+    whole = capsys.readouterr().out
+    (pairs / "mine" / "model.safetensors").unlink()
+    assert cli.main(["eval", "mine"]) == 0
+    assert capsys.readouterr().out == whole
+    assert "pairs.jsonl is the data the run was trained on; --data names other data" in caplog.messages
+    assert "weights after step 4, from a checkpoint of mine" in caplog.messages
+    assert cli.main(["search", "mine/checkpoints/step_00000003", "number two", "-k", "3"]) == 0
+    assert "number two" in capsys.readouterr().out
+
+
 def test_two_runs_do_not_write_to_one_folder(pairs, capsys, monkeypatch):
     assert call("--set", "steps=2", "--output", "mine") == 0
     program = "import sys, time; from pathlib import Path; from megabatch.trainer.lock import locked\n"

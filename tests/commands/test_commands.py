@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -155,6 +156,21 @@ def test_search_by_image(place, tmp_path, capsys):
     assert sorted(line.split()[1] for line in printed[2:12]) == sorted(2 * COLOURS)  # captions
 
 
+def test_texts_and_images_in_one_search(place, tmp_path, capsys):
+    query, data = place / "images" / "3.png", tmp_path / "whole.csv"
+    data.write_text(
+        "".join(line for line in (place / "images" / "pairs.csv").read_text().splitlines(True) if "7.png" not in line)
+    )
+
+    def matches(*queries):
+        root = ("--data", data, "-k", 4, "--sheet", tmp_path / "a.png")
+        call(search_command, place / "run", *queries, *root)
+        return capsys.readouterr().out.splitlines()[:-1]  # without the name of the sheet
+
+    shutil.copytree(place / "images", tmp_path, dirs_exist_ok=True)
+    assert matches("red", query, "blue") == [*matches("red"), *matches(query), *matches("blue")]
+
+
 def test_search_of_texts_among_texts(tmp_path, capsys):
     torch.manual_seed(0)
     rows = [json.dumps({"anchor": f"word{i}", "positive": f"the meaning of number {i}"}) for i in range(5)]
@@ -206,8 +222,6 @@ def test_queries_that_cannot_be(place, tmp_path):
         call(search_command, place / "run", "nowhere.png")
     with pytest.raises(ValueError, match=r"QUERY .* read"):
         call(search_command, place / "run", place / "images" / "7.png")
-    with pytest.raises(ValueError, match="all texts or all images, got both"):
-        call(search_command, place / "run", "red", place / "images" / "1.png")
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         call(search_command, place / "run", "red", "-k", 0)
 

@@ -156,7 +156,7 @@ def test_what_is_missing_leaves_a_gap_and_says_so(tmp_path, pair, missing):
     (data if missing == "data" else tmp_path / "run" / missing).unlink()
     told = "".join(Page(write_report(tmp_path / "run").read_text("utf-8")).text)
     says = {
-        "config.toml": "Not shown: the run has no data to evaluate on",
+        "config.toml": "Not shown: the run has no data.",
         "command.txt": "batch_size = 1024",
         "metrics.jsonl": "there are no curves",
         "model.safetensors": "Not shown: the run has no model.safetensors",
@@ -192,13 +192,14 @@ def test_what_a_run_is_tested_on(tmp_path):
         return saved_run.SavedRun(tmp_path, "", config, "", [], [])
 
     assert of(data="emoji").test_data == ("emoji", "test")
-    assert of(data="x.csv").test_data is None
-    assert of(data="x.csv", validation="").test_data is None
+    assert of(data="x.csv").test_data == ("x.csv", None)  # what it was trained on
+    assert of(data="x.csv", data_options={"texts": True}).test_options == {"texts": True}
+    assert of().test_data is None
     assert of(data="emoji", validation="x.csv").test_data == ("x.csv", None)
     assert of(data="x.csv", validation="wordnet").test_data == ("wordnet", "test")
-    assert of(data_options={"a": 1}, validation_options={"b": 2}).test_options == {"b": 2}
-    with pytest.raises(ValueError, match="must name data to evaluate on"):
-        of(data="x.csv").test_set()
+    assert of(data="emoji", data_options={"a": 1}, validation_options={"b": 2}).test_options == {"b": 2}
+    with pytest.raises(ValueError, match="must name data"):
+        of().test_set()
 
 
 def test_a_curve_is_where_its_numbers_are_and_gaps_stay_gaps():

@@ -1,6 +1,7 @@
 """The arguments MODEL and --data: a run's folder, or towers and datasets by name."""
 
 import argparse
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from megabatch.data.dataset import Dataset
 from megabatch.report import saved_run
 from megabatch.towers import Pair, load, load_saved
 from megabatch.towers.load import image_size
+from megabatch.towers.saved import WEIGHTS
+
+LOG = logging.getLogger("megabatch")
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,12 @@ class Chosen:
 
 def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
     """Loads the model and the data that the arguments name."""
-    folder = Path(args.model) if Path(args.model).is_dir() else None
+    folder, checkpoint = _places(Path(args.model))
     if folder is None and args.model != "small" and ":" not in args.model:
         raise ValueError(f"MODEL must be the folder of a run, or one of: {'; '.join(names.MODELS)}. Got {args.model!r}")
     spec, split, options = _data(args, folder)
     if folder is not None:
-        pair = load_saved(folder, device)
+        pair = load_saved(folder, device) if checkpoint is None else _from_checkpoint(checkpoint, device)
         dataset = data.load(spec, split, size=image_size(pair.name, pair.options), **options)
     else:
         dataset = data.load(spec, split, size=image_size(args.model, {}), **options)
@@ -46,6 +50,23 @@ def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
         for tower in pair.towers:
             tower.module.to(device).eval()
     return Chosen(pair, dataset, spec, split, folder)
+
+
+def _places(path: Path) -> tuple[Path | None, Path | None]:
+    """The run's folder, and the run or checkpoint to load from if the run has no final model; None for towers by name."""
+    if not path.is_dir():
+        return None, None
+    if path.name.startswith("step_"):
+        return path.resolve().parent.parent, path
+    return path, None if (path / WEIGHTS).is_file() else path
+
+
+def _from_checkpoint(place: Path, device: torch.device) -> Pair:
+    from megabatch.trainer.weights import load_checkpoint
+
+    pair, step = load_checkpoint(place, device)
+    LOG.info("weights after step %d, from a checkpoint of %s", step, place)
+    return pair
 
 
 def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | None, dict[str, Any]]:
@@ -60,6 +81,8 @@ def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | Non
                 f"--data must be given, because {args.model!r} does not name any; possible are: {'; '.join(names.DATA)}"
             )
         spec, options = found[0], run.test_options
+        if run.tests_on_training_data:
+            LOG.info("%s is the data the run was trained on; --data names other data", spec)
     if args.columns is not None:
         options = {**options, "columns": args.columns}
     split = args.split or ("test" if spec in data.WITH_SPLITS else None)

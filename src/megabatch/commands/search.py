@@ -46,18 +46,18 @@ def _told(match: Found, dataset: Dataset) -> str:
 
 def searched(chosen: model.Chosen, queries: list[Shown], args: argparse.Namespace) -> list[list[Found]]:
     """The matches of each query."""
-    kinds = {TEXT if isinstance(query, str) else IMAGE for query in queries}
-    if len(kinds) > 1:
-        raise ValueError("queries must be all texts or all images, got both; search twice")
-    kind = kinds.pop()
-    side = _side(chosen.dataset, kind, args.among)
-    encoder = _encoder(chosen.pair, kind, other=side)
-    best = search(encode(encoder, queries), _readable(chosen, side, args), k=args.k)
+    kinds = [TEXT if isinstance(query, str) else IMAGE for query in queries]
     drawn = chosen.drawn(sheet.PICTURE)
-    return [
-        [_found(drawn, index, side, score) for score, index in zip(scores, indices, strict=True) if score > -math.inf]
-        for scores, indices in zip(best.scores.tolist(), best.indices.tolist(), strict=True)
-    ]
+    found: dict[int, list[Found]] = {}
+    for kind in dict.fromkeys(kinds):
+        numbers = [number for number, other in enumerate(kinds) if other == kind]
+        side = _side(chosen.dataset, kind, args.among)
+        encoder = _encoder(chosen.pair, kind, other=side)
+        best = search(encode(encoder, [queries[number] for number in numbers]), _readable(chosen, side, args), k=args.k)
+        for number, scores, indices in zip(numbers, best.scores.tolist(), best.indices.tolist(), strict=True):
+            matches = zip(scores, indices, strict=True)
+            found[number] = [_found(drawn, index, side, score) for score, index in matches if score > -math.inf]
+    return [found[number] for number in range(len(queries))]
 
 
 def _readable(chosen: model.Chosen, side: int, args: argparse.Namespace) -> Iterator[Tensor]:

@@ -94,7 +94,7 @@ def _evaluation(run: SavedRun) -> str:
 def _gallery(run: SavedRun, queries: Sequence[str]) -> str:
     title = "Search results"
     if not (run.folder / WEIGHTS).is_file() or run.test_data is None:
-        missing = WEIGHTS if run.test_data is not None else "data to evaluate on"
+        missing = WEIGHTS if run.test_data is not None else "data"
         return pages.section(title, pages.faint(f"Not shown: the run has no {missing}."))
     try:
         pair = load_saved(run.folder)
@@ -106,7 +106,7 @@ def _gallery(run: SavedRun, queries: Sequence[str]) -> str:
         f"The best matches among {found.searched:,}"
         + (f" of {found.of:,}" if found.searched < found.of else "")
         + f" samples of {run.test_data[0]}"
-        + (f", {run.test_data[1]} split" if run.test_data[1] else "")
+        + (f", {run.test_data[1]} split" if run.test_data[1] else ", the training data" if run.tests_on_training_data else "")
         + ", with their similarity. "
         + ("After the given queries, queries are" if queries else "Queries are")
         + " captions drawn at random; a green frame marks the sample that a caption belongs to."

@@ -30,23 +30,26 @@ class SavedRun:
 
     @property
     def test_data(self) -> tuple[str, str | None] | None:
-        """(name, split) of the data to evaluate on; None if the run names none."""
+        """(name, split) of the data to evaluate on, which is the training data if there is no other; None if none is named."""
         spec = str(self.config.get("validation") or self.training_data)
-        if spec in data.WITH_SPLITS:
-            return spec, "test"
-        return (spec, None) if self.config.get("validation") else None
+        return (spec, "test" if spec in data.WITH_SPLITS else None) if spec else None
+
+    @property
+    def tests_on_training_data(self) -> bool:
+        """Whether the run names no other data to evaluate on than what it learned."""
+        return not self.config.get("validation") and self.training_data not in data.WITH_SPLITS
 
     def test_set(self, *, size: int | None = None) -> Dataset:
         """The data to evaluate on. `size` is the side length of emoji, in pixels."""
         found = self.test_data
         if found is None:
-            raise ValueError(f"{self.folder / CONFIG} must name data to evaluate on (validation = …), got none")
+            raise ValueError(f"{self.folder / CONFIG} must name data (data = …), got none")
         return data.load(*found, size=size, **self.test_options)
 
     @property
     def test_options(self) -> dict[str, Any]:
         """Options of that data, such as a table's columns."""
-        options: dict[str, Any] = self.config.get("validation_options", {})
+        options: dict[str, Any] = self.config.get("data_options" if self.tests_on_training_data else "validation_options", {})
         return options
 
 

@@ -366,6 +366,7 @@ class Trainer:
             "pairs": self.pairs,
             "seconds": self.seconds,
             "samples": len(self.dataset),
+            "sides": list(self.dataset.sides),
             "world_size": self.world.size,
             "device": self.world.device.type,
             "chunk_sizes": list(self._fit.chunk_sizes),

@@ -8,8 +8,12 @@ from megabatch.commands.arguments.options import add_columns, whole
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the model and the data."""
-    parser.add_argument("model", metavar="MODEL", help=f"folder of a run, or towers by name: {'; '.join(names.MODELS)}")
-    parser.add_argument("--data", help=f"{'; '.join(names.DATA)} (default: the run's test data)")
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"folder of a run or a checkpoint, or towers by name: {'; '.join(names.MODELS)}"
+    )
+    parser.add_argument(
+        "--data", help=f"{'; '.join(names.DATA)} (default: the run's validation data, or else its training data)"
+    )
     add_columns(parser)
     parser.add_argument("--split", choices=("train", "test", "all"), help="split of emoji and wordnet (default: test)")
     parser.add_argument("--device", default="auto", help='"cpu", "cuda" or "auto" (default): CUDA if there is a device')

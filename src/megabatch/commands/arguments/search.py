@@ -9,6 +9,7 @@ Searches data with a model. A query is a text or the path of an image.
 
   megabatch search runs/emoji "smiling cat" "red heart"     texts find images
   megabatch search runs/emoji cat.png                       an image finds texts
+  megabatch search runs/photos "dog on a beach" photo.jpg   both
   megabatch search runs/emoji cat.png --among images        an image finds images like it
   megabatch search runs/wordnet "animal with a trunk"       texts find texts
   megabatch search runs/photos "red car" --data new.csv --columns image=file text=description
