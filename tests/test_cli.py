@@ -55,7 +55,7 @@ def test_train_writes_what_it_should_and_loads_again(pairs):
 def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
     assert call("--set", "steps=4", "--output", "mine", "--set", "checkpoint.every=2", "--resume", "auto") == 0
     assert call("--output", "mine") == 1
-    assert "--resume auto continues the run there" in capsys.readouterr().err
+    assert "mine has a run in it. --resume mine continues it" in capsys.readouterr().err
     assert cli.main(["train", "--resume", "mine", "--set", "steps=6", "--no-report"]) == 0
     lines = results.read("mine/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -71,11 +71,11 @@ def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
         (["--set", "optimzer.lr=1"], 'optimzer is no setting; did you mean "optimizer"?'),
         (["--set", "optimizer.lrate=1"], 'optimizer.lrate is no setting; did you mean "lr"?'),
         (["--batch-size", "13"], "batch_size … 12 … got 13"),
-        (["--data", "nothing.csv"], "path … got nothing.csv"),
-        (["--data", "emojis"], "data … emoji … 'emojis'"),
+        (["--data", "nothing.csv"], "No such file: nothing.csv"),
+        (["--data", "emojis"], "No such data: emojis … emoji"),
         (["--model", "tiny"], 'options … "small"'),
-        (["--resume", "nowhere"], "--resume … got nowhere"),
-        (["--resume", "."], "--resume … got ."),
+        (["--resume", "nowhere"], "No such run: nowhere"),
+        (["--resume", "."], ". has no checkpoint to resume from"),
         (["--set", "data=5"], "data must be a string, got 5"),
         (["--set", "model_options.widht=16"], 'model_options.widht is no setting; did you mean "width"?'),
         (["--set", "model_options.width=wide"], "model_options.width … got 'wide'"),
@@ -95,6 +95,46 @@ def test_mistakes_are_told_in_a_line(pairs, capsys, arguments, message):
     assert told.startswith("megabatch train: ")
     assert all(part in told for part in message.split(" … ")), told
     assert "Traceback" not in told
+    assert "MEGABATCH_TRACEBACK" not in told  # the hint is for faults of the program
+
+
+def test_faults_of_the_program_have_a_hint_and_files_a_sentence(pairs, capsys, monkeypatch):
+    def fault(*arguments, **options):
+        return int("nonsense" if kind == "fault" else (pairs / "gone").read_text())
+
+    monkeypatch.setattr(train.data, "load", fault)
+    kind = "file"
+    assert call() == 1
+    assert capsys.readouterr().err == f"megabatch train: No such file or directory: {pairs / 'gone'}\n"
+    kind = "fault"
+    monkeypatch.setattr(train.data, "load", lambda *arguments, **options: json.loads("{"))
+    assert call() == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[1] == "set MEGABATCH_TRACEBACK=1 for the traceback"
+
+
+def test_a_missing_pillow_is_told_in_a_line(pairs, capsys, monkeypatch):
+    (pairs / "images.csv").write_text("image,caption\n" + "\n".join(f"{word}.png,{word}" for word in WORDS))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    assert call("--data", "images.csv") == 1
+    told = capsys.readouterr().err
+    assert told.startswith('megabatch train: Reading images needs the package "PIL", which is not installed; pip install')
+    assert told.count("\n") == 1
+
+
+def test_lines_are_not_doubled_after_someone_logs_to_the_root():
+    program = """
+import logging
+from megabatch import cli
+cli._log_to_terminal()
+logging.info("of open_clip")
+logging.warning("a warning")
+logging.getLogger("megabatch").info("ours")
+logging.getLogger("megabatch.trainer").warning("ours too")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stderr.splitlines() == ["a warning", "ours", "ours too"]
 
 
 def test_what_a_checkpoint_cannot_continue_with_is_told_in_a_line(pairs, capsys):

@@ -10,7 +10,9 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import megabatch
 
@@ -42,12 +44,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, MemoryError, FloatingPointError) as error:
         if os.environ.get("MEGABATCH_TRACEBACK"):
             raise
-        print(f"megabatch {chosen}: {error}", file=sys.stderr)
-        print("set MEGABATCH_TRACEBACK=1 for the traceback", file=sys.stderr)
+        print(f"megabatch {chosen}: {_sentence(error)}", file=sys.stderr)
+        if not _expected(error):
+            print("set MEGABATCH_TRACEBACK=1 for the traceback", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"megabatch {chosen or ''}".rstrip() + ": stopped by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _sentence(error: BaseException) -> str:
+    """The message; of the system's errors without their number."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    return str(error) or type(error).__name__
+
+
+def _expected(error: BaseException) -> bool:
+    """Whether the message is meant for the user: raised by this package, or by the system about a file."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
 
 
 def _run(arguments: list[str], chosen: str | None) -> int:
@@ -84,3 +102,7 @@ def _log_to_terminal() -> None:
     if not log.handlers:
         log.addHandler(_Terminal())
         log.setLevel(logging.INFO)
+        # open_clip logs by `logging.info`, which would give the root logger a second handler for our lines.
+        others = _Terminal(logging.WARNING)
+        others.addFilter(lambda record: record.name.split(".")[0] != "megabatch")
+        logging.getLogger().addHandler(others)

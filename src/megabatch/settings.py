@@ -88,9 +88,9 @@ def read(path: str | Path) -> Table:
         with Path(path).open("rb") as file:
             return tomllib.load(file)
     except FileNotFoundError as error:
-        raise SettingsError(f"{path} must be a TOML file, and does not exist") from error
+        raise SettingsError(f"No such file: {path}") from error
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path} must be a TOML file: {error}") from error
+        raise SettingsError(f"{path} is not a TOML file: {error}") from error
 
 
 def to_toml(values: Mapping[str, Any], name: str = "") -> str:

@@ -4,7 +4,7 @@ Training, evaluation and the cached step use a `World`. A loss takes a process g
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# What a failed message says if the other side has ended; gloo raises plain RuntimeErrors.
+_CONNECTION_LOST = ("closed by peer", "Connection reset", "Connection refused", "Broken pipe", "remote process exited")
+
+
+class LostRankError(ConnectionError):
+    """Another rank has ended, or cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,20 @@ class World:
     def local_size(self) -> int:
         """Number of ranks on this machine, which share its memory, as torchrun sets it."""
         return min(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    @contextmanager
+    def named(self, place: Callable[[], str]) -> Iterator[None]:
+        """Turns the errors of messages to a rank that has ended into one that says where this rank was."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or not (isinstance(error, dist.DistError) or any(m in str(error) for m in _CONNECTION_LOST)):
+                raise
+            told = str(error).partition("] ")[2] or str(error)
+            raise LostRankError(
+                f"rank {self.rank} of {self.size} lost another rank {place()}. Messages of that rank say why it ended. "
+                f"Here: {told.splitlines()[0].partition('. ')[0]}"
+            ) from error
 
     # Numbers: the same result on every rank. Exact up to 2⁵³.
 
@@ -142,7 +163,9 @@ def joined(device: str = "auto") -> Iterator[World]:
         dist.init_process_group("nccl", device_id=place)
     else:
         dist.init_process_group("gloo")
+    world = World(place, dist.group.WORLD)
     try:
-        yield World(place, dist.group.WORLD)
+        with world.named(lambda: "outside of a training step"):
+            yield world
     finally:
         dist.destroy_process_group()

@@ -193,9 +193,9 @@ def test_towers_by_name_need_data(place, tmp_path):
     assert results.read(tmp_path / "a.jsonl")[0]["num_samples"] == 9
     with pytest.raises(ValueError, match="split must be left out for files"):
         call(eval_command, "small", "--data", place / "images", "--split", "test")
-    with pytest.raises(ValueError, match=r"data must be one of: emoji .* Got 'nonsense'"):
+    with pytest.raises(ValueError, match=r"No such data: nonsense. Possible are: emoji"):
         call(eval_command, "small", "--data", "nonsense")
-    with pytest.raises(ValueError, match=r"MODEL .* small .* Got 'runs/emojy'"):
+    with pytest.raises(ValueError, match=r"No such run or model: runs/emojy. .* small"):
         call(eval_command, "runs/emojy")
 
 

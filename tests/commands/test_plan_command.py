@@ -32,7 +32,7 @@ def test_a_plan_is_printed_and_written(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--model", "tiny", "--gpus", "H200"), "megabatch plan: model must be one of: small"),
+        (("--model", "tiny", "--gpus", "H200"), "megabatch plan: No such model: tiny. Possible are: small"),
         (("--model", "small", "--gpus", "8xA100"), "which could be A100-40GB or A100-80GB"),
     ],
 )

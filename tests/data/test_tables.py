@@ -151,9 +151,10 @@ def test_a_table_that_is_not_utf_8_is_refused_with_the_line(tmp_path):
 def test_what_is_no_table(tmp_path):
     with pytest.raises(ValueError, match=r"must have one table .*, got none; name the file"):
         Table(tmp_path)
-    with pytest.raises(ValueError, match=r"path must end in one of .csv, .tsv, .jsonl, .parquet, got 'pairs.txt'"):
+    (tmp_path / "pairs.txt").write_text("")
+    with pytest.raises(ValueError, match=r"A table ends in .csv, .tsv, .jsonl, .parquet, got .*pairs.txt"):
         Table(tmp_path / "pairs.txt")
-    with pytest.raises(FileNotFoundError, match="which does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"No such file: .*pairs.csv"):
         Table(tmp_path / "pairs.csv")
     (tmp_path / "empty.csv").write_text("")
     with pytest.raises(ValueError, match=r"has the columns \(none\)"):

@@ -165,7 +165,7 @@ def test_gradients_of_small_images_have_the_strides_of_their_weights():
 
 def test_names_that_mean_nothing_list_what_is_possible():
     for spec in ("large", "open_clip:", "hf", ""):
-        with pytest.raises(ValueError, match=r"model must be one of: small .*open_clip:MODEL.*hf:NAME.*hf-config:FOLDER"):
+        with pytest.raises(ValueError, match=r"Possible are: small .*open_clip:MODEL.*hf:NAME.*hf-config:FOLDER"):
             towers.load(spec)
     with pytest.raises(ValueError, match="options must be left out"):
         towers.load("hf:x", width=3)
@@ -197,8 +197,21 @@ def test_open_clip_is_what_open_clip_computes():
     assert not torch.equal(first, next(data.source(range(3), 0, pair.first, seed=2).chunks([(0, 3)], None))["image"])
     with pytest.raises(ValueError, match="model must have towers for text and text, got 'open_clip"):
         towers.load("open_clip:ViT-S-32-alt", ("text", "text"))
-    with pytest.raises(ValueError, match=r"one that open_clip knows, such as .*ViT-B-16, .*, got 'vit-b'"):
+    with pytest.raises(ValueError, match=r"open_clip has no model vit-b; did you mean ViT-B-32 or ViT-B-16"):
         towers.load("open_clip:vit-b")
+    with pytest.raises(ValueError, match=r"ViT-B-32 has no weights opanai, and there is no such file; did you mean openai\?"):
+        towers.load("open_clip:ViT-B-32@opanai")
+
+
+def test_weights_that_cannot_be_fetched_are_a_sentence(monkeypatch):
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+
+    def no_network(*arguments, **options):
+        raise RuntimeError("Failed to download weights\nand more")
+
+    monkeypatch.setattr(open_clip, "create_model_and_transforms", no_network)
+    with pytest.raises(OSError, match=r"the weights openai of ViT-B-32 could not be loaded; .* Failed to download weights$"):
+        towers.load("open_clip:ViT-B-32@openai")
 
 
 def test_a_transformers_encoder_from_a_config_downloads_nothing(tmp_path):

@@ -14,7 +14,7 @@ from megabatch.trainer import optim
 from megabatch.trainer.adafactor import AdaFactor
 from megabatch.trainer.objective import Objective
 from megabatch.trainer.observers import MetricsFile
-from megabatch.world import World
+from megabatch.world import LostRankError, World
 
 TOLERANCE = 1e-9  # float64, a few steps of an optimizer that divides by roots of squares
 
@@ -408,3 +408,22 @@ def test_an_observer_that_cannot_begin_is_told_nothing_more(tmp_path, caplog):
     made.fit()
     assert caplog.text.count("TensorBoardLog could not write, and the run goes on") == 1
     assert len(memory.records) == 7
+
+
+class Two(World):
+    """One of two ranks, without the other."""
+
+    rank, size = 0, 2
+
+
+def test_a_lost_rank_is_a_sentence_with_the_step():
+    world = Two(torch.device("cpu"))
+    gloo = "[pair.cc:561] Connection closed by peer [127.0.0.1]:27525. This is typically caused by a remote worker crashing."
+    with pytest.raises(LostRankError) as error, world.named(lambda: "in step 3 of 7; there is no checkpoint to resume from"):
+        raise RuntimeError(gloo)
+    assert str(error.value) == (
+        "rank 0 of 2 lost another rank in step 3 of 7; there is no checkpoint to resume from. Messages of that rank say why it "
+        "ended. Here: Connection closed by peer [127.0.0.1]:27525"
+    )
+    with pytest.raises(RuntimeError, match="another fault"), world.named(lambda: ""):
+        raise RuntimeError("another fault")

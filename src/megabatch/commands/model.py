@@ -39,7 +39,7 @@ def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
     """Loads the model and the data that the arguments name."""
     folder, checkpoint = _places(Path(args.model))
     if folder is None and args.model != "small" and ":" not in args.model:
-        raise ValueError(f"MODEL must be the folder of a run, or one of: {'; '.join(names.MODELS)}. Got {args.model!r}")
+        raise ValueError(f"No such run or model: {args.model}. Possible are the folder of a run; {'; '.join(names.MODELS)}")
     spec, split, options = _data(args, folder)
     if folder is not None:
         pair = load_saved(folder, device) if checkpoint is None else _from_checkpoint(checkpoint, device)

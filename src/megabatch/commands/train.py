@@ -87,7 +87,7 @@ def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output must be a folder, got {folder}, which is a file")
     if (folder / runs.CHECKPOINTS).is_dir():
-        raise ValueError(f"--output must be a folder without a run in it, got {folder}; --resume auto continues the run there")
+        raise ValueError(f"{folder} has a run in it. --resume {folder} continues it; --output names another folder")
     return folder, None
 
 
@@ -101,13 +101,13 @@ def _run_name(source: str) -> str:
 def _named(path: Path, output: Path | None) -> tuple[Path, Path | None]:
     """The same for a path that is a run's folder, or a checkpoint in one."""
     if not path.is_dir():
-        raise ValueError(f'--resume must be "auto", a run\'s folder or a checkpoint in it, got {path}, which is no folder')
+        raise ValueError(f"No such run: {path}. --resume takes a run's folder, a checkpoint in it, or auto")
     if path.name.startswith("step_"):
         return output or path.resolve().parent.parent, path
     if output is not None and output != path:
         raise ValueError(f"--output must be left out, or --resume name a checkpoint in {path}, to continue in another folder")
     if not (path / runs.CHECKPOINTS).is_dir():
-        raise ValueError(f"--resume must name a folder with checkpoints, got {path}, which has none")
+        raise ValueError(f"{path} has no checkpoint to resume from")
     return path, None
 
 
@@ -192,7 +192,7 @@ def _continue(trainer: Trainer, resume: str | None, checkpoint: Path | None) -> 
     except CheckpointError as error:
         raise ValueError(f"--resume must name a checkpoint that is whole: {error}") from error
     if not continued and resume != AUTO:
-        raise ValueError(f"--resume must name a run with a checkpoint that is whole, got {resume}, which has none")
+        raise ValueError(f"{resume} has no intact checkpoint to resume from")
     if trainer.world.rank == 0:
         LOG.info("continues after step %d" if continued else "nothing to continue yet: begins with step %d", trainer.step)
 

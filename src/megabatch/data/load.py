@@ -4,8 +4,8 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from megabatch import names
-from megabatch.data.dataset import Dataset
+from megabatch import extras, names
+from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.data.demo import emoji, wordnet
 from megabatch.data.shards import Shards
 from megabatch.data.tables import Table
@@ -33,18 +33,23 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, **opti
             f"split must be left out for files, got {split!r} for {spec!r}; {' and '.join(WITH_SPLITS)} have splits"
         )
     if spec.endswith(".tar"):
+        extras.load("PIL.Image", extra="data", purpose="Reading images")
         return Shards(spec, **_known(Shards, options))
     if Path(spec).exists() or spec.endswith(names.TABLES):
         return _from_place(Path(spec), options)
-    raise ValueError(f"data must be one of: {'; '.join(names.DATA)}. Got {spec!r}, which is none of them and no file")
+    raise ValueError(f"No such data: {spec}. Possible are: {'; '.join(names.DATA)}")
 
 
 def _from_place(path: Path, options: dict[str, Any]) -> Dataset:
     """A table, or all shards of a folder."""
     shards = sorted(path.glob("*.tar")) if path.is_dir() else []
     if shards:
+        extras.load("PIL.Image", extra="data", purpose="Reading images")
         return Shards(shards, **_known(Shards, options))
-    return Table(path, **_known(Table, options))
+    table = Table(path, **_known(Table, options))
+    if IMAGE in table.sides:
+        extras.load("PIL.Image", extra="data", purpose="Reading images")
+    return table
 
 
 def _known(kind: type[Dataset], options: dict[str, Any]) -> dict[str, Any]:

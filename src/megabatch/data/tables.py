@@ -164,10 +164,10 @@ def _table(path: Path) -> Path:
             names = ", ".join(entry.name for entry in found) or "none"
             raise ValueError(f"the folder {path} must have one table ({', '.join(TABLES)}), got {names}; name the file instead")
         return found[0]
-    if path.suffix not in TABLES:
-        raise ValueError(f"path must end in one of {', '.join(TABLES)}, got {path.name!r}")
     if not path.exists():
-        raise FileNotFoundError(f"path must be a table or a folder, got {path}, which does not exist")
+        raise FileNotFoundError(f"No such file: {path}")
+    if path.suffix not in TABLES:
+        raise ValueError(f"A table ends in {', '.join(TABLES)}, got {path}")
     return path
 
 

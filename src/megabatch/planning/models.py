@@ -78,7 +78,7 @@ def model(spec: str, *, image_size: int | None = None, length: int | None = None
         elif spec[:1].isdigit():
             made = _stand_ins(spec)
         else:
-            raise ValueError(f"model must be one of: {'; '.join(MODELS)}; or {STAND_IN}. Got {spec!r}")
+            raise ValueError(f"No such model: {spec}. Possible are: {'; '.join(MODELS)}; or {STAND_IN}")
     with nowhere():
         for module in {id(side.module): side.module for side in made}.values():
             without_data(module)

@@ -141,7 +141,7 @@ def _within_reach(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"model must be a name on the Hugging Face hub that can be reached, or a folder, got {name!r}: {error}; "
+            f"{name} is no folder, and cannot be fetched from the Hugging Face hub: {str(error).splitlines()[0]} "
             '"hf-config:FOLDER" builds an encoder with random weights from a config.json and downloads nothing'
         ) from error
 

@@ -32,7 +32,7 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
     elif family == "hf-config" and name:
         pair = huggingface.load_config(name)
     else:
-        raise ValueError(f"model must be one of: {'; '.join(MODELS)}. Got {spec!r}")
+        raise ValueError(f"No such model: {spec}. Possible are: {'; '.join(MODELS)}")
     if (pair.first.kind, pair.second.kind) != tuple(kinds):
         raise ValueError(
             f"model must have towers for {kinds[0]} and {kinds[1]}, got {spec!r}, which is for {pair.first.kind} and "

@@ -5,7 +5,9 @@ module of its own. The state of `module.model` is what open_clip loads back. The
 is frozen here, as the loss has one of its own; `saved.save` writes that into the model.
 """
 
+import difflib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,16 +98,36 @@ def known(architecture: str) -> Any:
     open_clip = extras.load("open_clip", extra="open_clip", purpose=_PURPOSE)
     models = open_clip.list_models()
     if architecture not in models:
-        near = [other for other in models if architecture.lower() in other.lower()] or models
-        shown = ", ".join(near[:10]) + (f" and {len(near) - 10} more" if len(near) > 10 else "")
-        raise ValueError(f"model must be one that open_clip knows, such as {shown}, got {architecture!r}")
+        raise ValueError(f"open_clip has no model {architecture}; {_near(architecture, models)}")
     return open_clip
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    """The nearest names, or a few of all."""
+    by_letters = {name.lower(): name for name in known}
+    near = [by_letters[name] for name in difflib.get_close_matches(word.lower(), by_letters, n=3, cutoff=0.65)]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"there are {', '.join(known[:10])}" + (f" and {len(known) - 10} more" if len(known) > 10 else "")
 
 
 def load(name: str) -> Pair:
     """The towers of a model; "NAME@WEIGHTS" loads pretrained weights."""
     architecture, _, weights = name.partition("@")
-    return _pair(name, known(architecture).create_model_and_transforms(architecture, pretrained=weights or None))
+    open_clip = known(architecture)
+    tags = open_clip.list_pretrained_tags_by_model(architecture)
+    if weights and weights not in tags and not Path(weights).exists():
+        raise ValueError(f"{architecture} has no weights {weights}, and there is no such file; {_near(weights, tags)}")
+    try:
+        made = open_clip.create_model_and_transforms(architecture, pretrained=weights or None)
+    except (OSError, RuntimeError) as error:
+        if not weights:
+            raise
+        raise OSError(
+            f"the weights {weights} of {architecture} could not be loaded; the first use needs a network, later ones the "
+            f"local cache. {str(error).splitlines()[0]}"
+        ) from error
+    return _pair(name, made)
 
 
 def load_folder(name: str, folder: Path) -> Pair:

@@ -301,7 +301,8 @@ class Trainer:
         began = time.perf_counter()
         batch = inputs.batch
         rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
-        outcome = step(inputs, rate)
+        with self.world.named(lambda: f"in step {batch.number + 1} of {self.steps}; {self.saved()}"):
+            outcome = step(inputs, rate)
         self.step = self.run.step = batch.number + 1
         self._fit = step.fit
         if self.average is not None:
