@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers import PATIENCE
 from megabatch import cli, settings, towers
 from megabatch.commands import info, train
 from megabatch.evaluation import results
+from megabatch.trainer.config import TrainConfig
 from megabatch.trainer.observers import MetricsFile
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -208,6 +210,62 @@ def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, cap
     assert "weights after step 4, from a checkpoint of mine" in caplog.messages
     assert cli.main(["search", "mine/checkpoints/step_00000003", "number two", "-k", "3"]) == 0
     assert "number two" in capsys.readouterr().out
+
+
+def test_flags_are_settings(pairs):
+    given = "--steps 2 --warm-up 1 --weight-decay 0.3 --clip-norm 2 --evaluate-every 1 --workers 1 --compile off"
+    assert call(*given.split(), "--validation", "pairs.jsonl", "--output", "mine") == 0
+    config = settings.read("mine/config.toml")
+    assert (config["steps"], config["evaluate_every"], config["workers"], config["compile"]) == (2, 1, 1, "off")
+    assert (config["optimizer"]["weight_decay"], config["optimizer"]["clip_norm"]) == (0.3, 2.0)
+    assert config["schedule"] == {"name": "cosine", "warm_up_steps": 1, "end": 0.0}
+    assert call("--steps", "1", "--warm-up", "0.5", "--output", "other") == 0
+    assert settings.read("other/config.toml")["schedule"]["warm_up_fraction"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "--batchsize", "3"], "unrecognized arguments: --batchsize 3; did you mean --batch-size?"),
+        (["train", "--learning-rate", "3"], "did you mean --lr?"),
+        (["train", "--batch_size", "3"], "did you mean --batch-size?"),
+        (["train", "--ema", "0.9"], "--ema 0.9; --set KEY=VALUE sets what has no option, and `megabatch config` lists it"),
+        (["eval", "run", "--zzz"], "unrecognized arguments: --zzz\n"),
+    ],
+)
+def test_unknown_flags_get_a_suggestion(capsys, arguments, told):
+    with pytest.raises(SystemExit) as done:
+        cli.main(arguments)
+    assert done.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_config_lists_settings_and_makes_their_page(pairs, capsys):
+    assert cli.main(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == settings.keys(TrainConfig)
+    assert cli.main(["config", "warm"]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "} == {
+        *("schedule.warm_up_steps", "schedule.warm_up_fraction", "schedule.name")
+    }
+    assert cli.main(["config", "--markdown"]) == 0
+    page = Path(__file__).parent.parent / "docs" / "settings.md"
+    assert capsys.readouterr().out == page.read_text("utf-8"), "megabatch config --markdown > docs/settings.md"
+    assert call("--steps", "1", "--output", "mine") == 0
+    capsys.readouterr()
+    assert cli.main(["config", "--of", "mine", "batch_size"]) == 0
+    assert "batch_size                   6  pairs" in capsys.readouterr().out
+    assert cli.main(["config", "nothing-like-it"]) == 1
+
+
+def test_output_into_a_closed_pipe_is_quiet():
+    program = "import sys; from megabatch import cli; sys.stdout.flush(); sys.exit(cli.main(['config']))"
+    command = [sys.executable, "-u", "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(PATIENCE) == 141
 
 
 def test_two_runs_do_not_write_to_one_folder(pairs, capsys, monkeypatch):

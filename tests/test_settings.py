@@ -167,3 +167,33 @@ def test_training_settings_that_make_no_sense(values, message):
 def test_every_setting_has_a_default_and_toml_can_hold_it():
     for field_ in dataclasses.fields(TrainConfig):
         assert field_.default is not dataclasses.MISSING or field_.default_factory is not dataclasses.MISSING
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("learning_rate", "optimizer.lr"),
+        ("lr", "optimizer.lr"),
+        ("weight-decay", "optimizer.weight_decay"),
+        ("warmup", "schedule.warm_up_steps"),
+        ("num_workers", "workers"),
+        ("max_grad_norm", "optimizer.clip_norm"),
+        ("batchsize", "batch_size"),
+    ],
+)
+def test_unknown_settings_get_a_suggestion_by_meaning(word, meant):
+    with pytest.raises(SettingsError, match=f'{word} is no setting; did you mean "{meant}"'):
+        configs.resolved({word: 1})
+
+
+def test_suggestions_are_settings():
+    assert set(configs.MEANINGS.values()) <= set(settings.keys(TrainConfig))
+
+
+def test_every_setting_is_described():
+    found = {setting.key: setting for setting in settings.described(TrainConfig)}
+    assert [key for key, setting in found.items() if not setting.text] == []
+    assert found["optimizer.lr"][1:3] == ("a number", "0.0005")
+    assert found["optimizer.betas"].default == "[0.9, 0.98]"
+    assert found["schedule.warm_up_steps"][1:3] == ("a whole number", "")
+    assert settings.assignment(f"checkpoint.keep={found['checkpoint.keep'].default}") == {"checkpoint": {"keep": 2}}

@@ -5,6 +5,7 @@ neither a command nor torch.
 """
 
 import argparse
+import difflib
 import importlib
 import logging
 import os
@@ -21,9 +22,24 @@ COMMANDS = {
     "eval": "recall and ranks of a model, and zero-shot classification",
     "search": "the best matches of a text or an image, with a contact sheet",
     "report": "a run on one HTML page: curves, search results, configuration",
+    "config": "all settings of a training run, with their defaults",
     "bench": "time and memory of losses and training steps",
     "plan": "largest batch, memory and time of a model on given GPUs",
     "info": "versions, devices, backends and installed extras",
+}
+OTHER_NAMES = {  # of options, for suggestions
+    **dict.fromkeys(("--learning-rate", "--max-lr", "--base-lr"), "--lr"),
+    **dict.fromkeys(("--wd", "--decay"), "--weight-decay"),
+    **dict.fromkeys(("--warmup", "--warmup-steps", "--warmup-ratio"), "--warm-up"),
+    **dict.fromkeys(("--grad-clip", "--grad-clip-norm", "--max-grad-norm"), "--clip-norm"),
+    **dict.fromkeys(("--eval-every", "--eval-steps", "--val-frequency"), "--evaluate-every"),
+    **dict.fromkeys(("--num-workers", "--readers"), "--workers"),
+    **dict.fromkeys(("--train-data", "--dataset"), "--data"),
+    **dict.fromkeys(("--val", "--val-data", "--eval-data"), "--validation"),
+    **dict.fromkeys(("--max-steps", "--iterations"), "--steps"),
+    **dict.fromkeys(("--num-epochs", "--max-epochs"), "--epochs"),
+    **dict.fromkeys(("--output-dir", "--save-dir", "--logs"), "--output"),
+    **dict.fromkeys(("--top-k", "--topk"), "-k"),
 }
 DESCRIPTION = """
 Contrastive training with batches of any size.
@@ -41,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = arguments[0] if arguments and arguments[0] in COMMANDS else None
     try:
         return _run(arguments, chosen)
+    except BrokenPipeError:  # the reader of our output has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError, ImportError, MemoryError, FloatingPointError) as error:
         if os.environ.get("MEGABATCH_TRACEBACK"):
             raise
@@ -74,10 +93,23 @@ def _run(arguments: list[str], chosen: str | None) -> int:
         parser.parse_args(arguments or ["--help"])
         return 0
     importlib.import_module(f"megabatch.commands.arguments.{chosen}").add_arguments(subparser)
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        subparser.error(_unknown(unknown, subparser))
     _log_to_terminal()
     status: int = importlib.import_module(f"megabatch.commands.{chosen}").run(args)
     return status
+
+
+def _unknown(words: list[str], parser: argparse.ArgumentParser) -> str:
+    """What is wrong, and the nearest option."""
+    told = f"unrecognized arguments: {' '.join(words)}"
+    known = {**{option: option for action in parser._actions for option in action.option_strings}, **OTHER_NAMES}
+    word = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
+    near = difflib.get_close_matches(word.replace("_", "-"), known, n=1, cutoff=0.75)
+    if near and known[near[0]] in parser._option_string_actions:
+        return f"{told}; did you mean {known[near[0]]}?"
+    return f"{told}; --set KEY=VALUE sets what has no option, and `megabatch config` lists it" if "--set" in known else told
 
 
 def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:

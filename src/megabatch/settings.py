@@ -6,8 +6,10 @@ writes it ("optimizer.lr") and, for a key or a choice that does not exist, the n
 
 import dataclasses
 import difflib
+import inspect
 import json
 import math
+import re
 import sys
 import types
 import typing
@@ -23,19 +25,61 @@ class SettingsError(ValueError):
     """A key that does not exist, or a value of the wrong kind."""
 
 
-def build(kind: type[T], values: Mapping[str, Any], name: str = "") -> T:
-    """The dataclass with these values, and defaults for the others."""
+def build(kind: type[T], values: Mapping[str, Any], name: str = "", meanings: Mapping[str, str] | None = None) -> T:
+    """The dataclass with these values, and defaults for the others. `meanings` suggests settings for words that are none."""
     hints = typing.get_type_hints(kind)
     fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     made = {}
     for key, value in values.items():
         if key not in fields:
-            raise SettingsError(f"{_joined(name, key)} is no setting{_nearest(key, fields)}")
-        made[key] = _checked(hints[key], value, _joined(name, key))
+            meant = (meanings or {}).get(key.lower().replace("-", "_"))
+            near = f'; did you mean "{meant}"?' if meant else _nearest(key, fields)
+            raise SettingsError(f"{_joined(name, key)} is no setting{near}")
+        made[key] = _checked(hints[key], value, _joined(name, key), meanings)
     try:
         return kind(**made)
     except ValueError as error:
         raise error if isinstance(error, SettingsError) else SettingsError(str(error)) from error
+
+
+class Setting(typing.NamedTuple):
+    """A setting as users see it."""
+
+    key: str  # "optimizer.lr"
+    kind: str  # what its value may be
+    default: str  # as TOML has it
+    text: str  # the comment beside it
+
+
+def described(kind: type[Any], name: str = "") -> list[Setting]:
+    """All settings of a dataclass and of those in it. Descriptions are the comments beside the fields."""
+    hints, comments = typing.get_type_hints(kind), _comments(kind)
+    found: list[Setting] = []
+    for field in dataclasses.fields(kind):
+        key, hint = _joined(name, field.name), hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            found += described(typing.cast(type[Any], hint), key)
+            continue
+        default = field.default if field.default is not dataclasses.MISSING else {}
+        options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+        told = " or ".join(_described(option) for option in options if option is not type(None))
+        shown = "" if default is None else "{}" if default == {} else written(default)
+        found.append(Setting(key, told, shown, comments.get(field.name, "")))
+    return found
+
+
+def keys(kind: type[Any]) -> list[str]:
+    """The names of all settings, as users write them."""
+    return [setting.key for setting in described(kind)]
+
+
+def _comments(kind: type[Any]) -> dict[str, str]:
+    try:
+        lines = inspect.getsource(kind).splitlines()
+    except OSError:  # installed without sources
+        return {}
+    found = (re.fullmatch(r"    (\w+): [^#]*[^ #]  # (.*)", line) for line in lines)
+    return {match[1]: match[2] for match in found if match is not None}
 
 
 def table(config: Any) -> Table:
@@ -70,10 +114,14 @@ def assignment(text: str) -> Table:
     key, equals, value = text.partition("=")
     if not equals or not all(key.strip().split(".")):
         raise SettingsError(f"--set takes key=value, as in --set optimizer.lr=3e-3, got {text!r}")
-    result: Any = _parsed(value.strip())
-    for part in reversed(key.strip().split(".")):
-        result = {part: result}
-    return dict(result)
+    return nested(key.strip(), _parsed(value.strip()))
+
+
+def nested(key: str, value: Any) -> Table:
+    """A table with one entry: `optimizer.lr` and a number as {"optimizer": {"lr": number}}."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
 
 
 def read(path: str | Path) -> Table:
@@ -95,7 +143,7 @@ def read(path: str | Path) -> Table:
 
 def to_toml(values: Mapping[str, Any], name: str = "") -> str:
     """The text of a TOML file; tables come after plain values, as TOML requires."""
-    lines = [f"{_key(key)} = {_written(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
+    lines = [f"{_key(key)} = {written(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
     parts = ["\n".join([f"[{name}]", *lines] if name else lines)] if lines else []
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -103,11 +151,11 @@ def to_toml(values: Mapping[str, Any], name: str = "") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _checked(hint: Any, value: Any, name: str) -> Any:
+def _checked(hint: Any, value: Any, name: str, meanings: Mapping[str, str] | None = None) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise SettingsError(f"{name} must be a table of settings ({name}.KEY), got {value!r}")
-        return build(typing.cast(type[Any], hint), value, name)
+        return build(typing.cast(type[Any], hint), value, name, meanings)
     options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     for option in options:
         found = _as(option, value)
@@ -172,7 +220,8 @@ def _key(key: str) -> str:
     return key if plain.isascii() and plain.isalnum() else _quoted(key)
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """A plain value as TOML has it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -183,7 +232,7 @@ def _written(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_written(entry) for entry in value) + "]"
+        return "[" + ", ".join(written(entry) for entry in value) + "]"
     return _quoted(str(value))
 
 

@@ -429,3 +429,45 @@ def test_another_number_of_ranks_continues(pool, tmp_path, caplog):
     about = json.loads((tmp_path / "checkpoints" / "step_00000007" / "checkpoint.json").read_text())
     assert about["world_size"] == 1
     assert "step_00000006 is now called abandoned_step_00000006" in caplog.text
+
+
+def test_checkpoints_by_time(tmp_path, monkeypatch):
+    clock = iter(range(0, 10_000, 400))  # seconds
+    monkeypatch.setattr("megabatch.trainer.loop.time.monotonic", lambda: next(clock))
+    memory = runs.Memory()
+    runs.trainer(tmp_path, {"steps": 8, "checkpoint": {"every": 100, "minutes": 15, "keep": 9}}, observers=[memory]).fit()
+    names = [path.name for path in memory.files if path.name.startswith("step")]
+    assert names == ["step_00000003", "step_00000006", "step_00000008"]
+
+
+def test_the_best_weights_are_kept(tmp_path, monkeypatch):
+    found = iter([0.2, 0.5, 0.4, 0.6, 0.1])
+    saved = []
+    made = runs.trainer(tmp_path, {"steps": 5, "evaluate_every": 1}, validation=runs.Numbers(samples=20))
+    monkeypatch.setattr("megabatch.trainer.loop.evaluate", lambda *a, **b: {"text_to_image_R@1": next(found), "mean_rank": 3.0})
+    keep = made._keep_best
+    made._keep_best = lambda result: (
+        keep(result),
+        saved.append(json.loads((tmp_path / "best" / "best.json").read_text())["step"]),
+    )
+    made.fit()
+    assert saved == [1, 2, 2, 4, 4]
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["value"] == 0.6
+    assert (tmp_path / "best" / "model.safetensors").exists()
+    # A run that goes back forgets what came later.
+    again = runs.trainer(tmp_path, {"steps": 5, "evaluate_every": 1}, validation=runs.Numbers(samples=20))
+    again.step = 2
+    again._keep_best({"text_to_image_R@1": 0.3})
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 2
+
+
+def test_a_rank_is_better_if_it_is_lower_and_none_keeps_nothing(tmp_path):
+    made = runs.trainer(tmp_path, {"checkpoint": {"best": "mean_rank"}}, validation=runs.Numbers(samples=20))
+    for made.step, value in ((1, 3.0), (2, 5.0), (3, 2.0)):
+        made._keep_best({"mean_rank": value})
+    assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": 3, "metric": "mean_rank", "value": 2.0}
+    with pytest.raises(ValueError, match=r"checkpoint.best must be one of R, got 'mean_rank'"):
+        made._keep_best({"R": 1.0})
+    changes = {"evaluate_every": 3, "checkpoint": {"best": "none"}}
+    runs.trainer(tmp_path / "none", changes, validation=runs.Numbers(samples=20)).fit()
+    assert not (tmp_path / "none" / "best").exists()

@@ -42,7 +42,7 @@ def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
         raise ValueError(f"No such run or model: {args.model}. Possible are the folder of a run; {'; '.join(names.MODELS)}")
     spec, split, options = _data(args, folder)
     if folder is not None:
-        pair = load_saved(folder, device) if checkpoint is None else _from_checkpoint(checkpoint, device)
+        pair = load_saved(args.model, device) if checkpoint is None else _from_checkpoint(checkpoint, device)
         dataset = data.load(spec, split, size=image_size(pair.name, pair.options), **options)
     else:
         dataset = data.load(spec, split, size=image_size(args.model, {}), **options)
@@ -58,6 +58,8 @@ def _places(path: Path) -> tuple[Path | None, Path | None]:
         return None, None
     if path.name.startswith("step_"):
         return path.resolve().parent.parent, path
+    if path.name == "best" and (path / WEIGHTS).is_file():
+        return path.resolve().parent, None
     return path, None if (path / WEIGHTS).is_file() else path
 
 

@@ -29,12 +29,16 @@ from megabatch.world import World, joined
 LOG = logging.getLogger("megabatch")
 RUNS = Path("runs")
 PROBLEMS_NAMED = 5
+FLAGS = (  # that are settings
+    *("data", "validation", "model", "batch_size", "chunk_size", "epochs", "steps", "precision", "seed", "workers", "compile"),
+    *("evaluate_every", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm"),
+)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains."""
     given = _given(args)
-    folder, checkpoint = _places(args, settings.build(TrainConfig, configs.merged(*given)).data)
+    folder, checkpoint = _places(args, configs.resolved(*given).data)
     config = configs.resolved(_before(folder, checkpoint), *given)
     with joined(config.device) as world, ExitStack() as held:
         if world.rank != 0:
@@ -62,15 +66,15 @@ def run(args: argparse.Namespace) -> int:
 def _given(args: argparse.Namespace) -> list[settings.Table]:
     """The given settings; later tables win."""
     flags: settings.Table = {}
-    for name in ("data", "validation", "model", "batch_size", "chunk_size", "epochs", "precision", "seed"):
-        if getattr(args, name) is not None:
-            flags[name] = getattr(args, name)
+    for name in FLAGS:
+        if (value := getattr(args, name.rpartition(".")[2])) is not None:
+            flags = settings.merged(flags, settings.nested(name, value))
+    if args.warm_up is not None:
+        flags["schedule"] = {"warm_up_steps" if isinstance(args.warm_up, int) else "warm_up_fraction": args.warm_up}
     if args.columns is not None:
         flags["data_options"] = {"columns": args.columns}
         if args.validation is not None and args.validation not in data.WITH_SPLITS:
             flags["validation_options"] = {"columns": args.columns}
-    if args.lr is not None:
-        flags["optimizer"] = {"lr": args.lr}
     read = settings.read(args.config) if args.config is not None else {}
     return [read, flags, *(settings.assignment(text) for text in args.set)]
 

@@ -12,6 +12,7 @@ from megabatch.primitives import Backend
 from megabatch.world import World
 
 RECALLS = (1, 5, 10)
+HEADLINES = ("text_to_image_R@1", "query_to_text_R@1")  # recall@1 of a search by text
 
 
 def retrieval(

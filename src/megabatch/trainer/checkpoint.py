@@ -12,6 +12,7 @@ the folder.
 import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -35,18 +36,26 @@ class CheckpointConfig:
     """When to save a checkpoint, and how many to keep."""
 
     every: int = 0  # steps between checkpoints; 0 for ten per run. The last step always has one
+    minutes: float = 15.0  # and at most this many minutes between checkpoints; 0 for no limit
     keep: int = 2  # number of checkpoints
+    best: str = "auto"  # metric by which the best weights are kept in best/; "auto" is recall@1 by text, "none" keeps none
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
         if self.every < 0:
             raise ValueError(f"checkpoint.every must be at least 0, got {self.every}")
+        if not 0 <= self.minutes < math.inf:
+            raise ValueError(f"checkpoint.minutes must be a finite number of at least 0, got {self.minutes}")
         if self.keep < 1:
             raise ValueError(f"checkpoint.keep must be at least 1, got {self.keep}")
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to save after `step` of `steps`."""
         return step == steps or step % (self.every or max(1, steps // 10)) == 0
+
+    def late(self, seconds: float) -> bool:
+        """Whether the last checkpoint is too many seconds ago."""
+        return self.minutes > 0 and seconds >= 60 * self.minutes
 
 
 class CheckpointError(RuntimeError):

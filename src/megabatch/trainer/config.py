@@ -25,27 +25,27 @@ from megabatch.world import World
 class TrainConfig:
     """A training run."""
 
-    data: str = "emoji"  # training data; see `megabatch.names.DATA`
+    data: str = "emoji"  # training data: a table, shards, emoji or wordnet
     validation: str = ""  # evaluation data; empty for the test split of `data`, if it has one
-    model: str = "small"  # see `megabatch.names.MODELS`
-    batch_size: int = 1024  # pairs in a step, over all ranks
+    model: str = "small"  # towers to train, such as open_clip:ViT-B-32 or hf:NAME
+    batch_size: int = 1024  # pairs in a step, over all processes; at least 2
     chunk_size: int | Literal["auto"] = "auto"  # samples a tower encodes at once
-    epochs: float = 32.0
+    epochs: float = 32.0  # passes over the data
     steps: int = 0  # 0 for as many as `epochs` has
-    seed: int = 0
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    seed: int = 0  # of initial weights, order and augmentation
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # "auto" is CUDA if there is a device
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # "auto" is bf16 on a GPU that has it, else fp32
     compile: Literal["auto", "on", "off"] = "auto"  # layers of the towers by torch.compile; "auto" is "on" for CUDA
     parallel: Literal["ddp", "fsdp"] = "ddp"  # how ranks share the towers, under torchrun
     ema: float = 0.0  # decay of averaged weights, such as 0.999, which are then evaluated and saved; 0 for none
     evaluate_every: int = 0  # steps between evaluations; 0 for one at the end
-    augment: bool = True
-    workers: int | Literal["auto"] = "auto"  # that read samples; 0 to read in the main thread; see `reader_count`
+    augment: bool = True  # random crops of images in training
+    workers: int | Literal["auto"] = "auto"  # readers of samples, or 0; "auto" is the cores less one on CUDA, else 0
     lock: Literal["none", "first", "second"] = "none"  # LiT: the side of the model that is frozen
     keep_locked: bool = True  # compute its embeddings once and keep them; its inputs are then not augmented
     data_options: dict[str, Any] = field(default_factory=dict)  # arguments of the dataset's class, such as a table's columns
-    validation_options: dict[str, Any] = field(default_factory=dict)
-    model_options: dict[str, Any] = field(default_factory=dict)  # sizes of "small"
+    validation_options: dict[str, Any] = field(default_factory=dict)  # the same for the evaluation data
+    model_options: dict[str, Any] = field(default_factory=dict)  # sizes of "small", such as width and image_size
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -135,13 +135,40 @@ FREE = (
 )
 
 
+# Other names for settings, for suggestions.
+MEANINGS = {
+    **{
+        key.rpartition(".")[2]: key
+        for key in settings.keys(TrainConfig)
+        if "." in key and not key.endswith((".name", ".every"))
+    },
+    **dict.fromkeys(("learning_rate", "rate", "max_lr", "base_lr"), "optimizer.lr"),
+    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
+    **dict.fromkeys(("grad_clip", "grad_clip_norm", "gradient_clip", "max_grad_norm", "clip"), "optimizer.clip_norm"),
+    **dict.fromkeys(("warmup", "warm_up", "warmup_steps"), "schedule.warm_up_steps"),
+    **dict.fromkeys(("warmup_ratio", "warmup_fraction"), "schedule.warm_up_fraction"),
+    **dict.fromkeys(("num_workers", "readers", "num_readers"), "workers"),
+    **dict.fromkeys(("max_steps", "iterations", "num_steps"), "steps"),
+    **dict.fromkeys(("num_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("val", "val_data", "eval_data", "test_data"), "validation"),
+    **dict.fromkeys(("train_data", "dataset"), "data"),
+    **dict.fromkeys(("eval_every", "eval_steps", "val_every"), "evaluate_every"),
+    **dict.fromkeys(("save_every", "save_steps", "checkpoint_every"), "checkpoint.every"),
+    **dict.fromkeys(("temperature", "logit_scale"), "loss.scale"),
+    **dict.fromkeys(("amp", "dtype", "mixed_precision"), "precision"),
+    **dict.fromkeys(("micro_batch_size", "minibatch", "accum_freq"), "chunk_size"),
+    **dict.fromkeys(("distributed", "strategy"), "parallel"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule.name"),
+    "freeze": "lock",
+}
+
 WARM_UPS = ("warm_up_steps", "warm_up_fraction")  # two ways to say one thing
 
 
 def resolved(*given: Mapping[str, Any]) -> TrainConfig:
     """The settings of a run: the recipe for its model and data, overridden by the given tables, the last one winning."""
     asked = merged(*given)
-    chosen = settings.build(TrainConfig, asked)
+    chosen = settings.build(TrainConfig, asked, meanings=MEANINGS)
     return settings.build(TrainConfig, merged(recipe(chosen.model, chosen.data), asked))
 
 

@@ -27,6 +27,7 @@ from megabatch.data import readers
 from megabatch.data.dataset import Dataset
 from megabatch.data.order import Order
 from megabatch.evaluation import evaluate
+from megabatch.evaluation.retrieval import HEADLINES
 from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
 from megabatch.trainer import compiling, locked, optim, parallel
@@ -38,7 +39,7 @@ from megabatch.trainer.fit import Fit, decoded_bytes, repeated, what_fits
 from megabatch.trainer.flops import Utilisation
 from megabatch.trainer.objective import Objective
 from megabatch.trainer.observers import Observer, Observers, Unreadable
-from megabatch.trainer.run import CHECKPOINTS, LOCKED, Run
+from megabatch.trainer.run import BEST, CHECKPOINTS, LOCKED, Run
 from megabatch.trainer.state import State
 from megabatch.trainer.step import Inputs, Outcome, Step, autocast, fast_products, grad_scaler
 from megabatch.trainer.stopping import Request, StoppedError, requests
@@ -191,6 +192,7 @@ class Trainer:
             CheckpointError: the last checkpoint or the model could not be written; `saved` tells what is on disk.
         """
         self._check_room()
+        self._saved_at = time.monotonic()
         self.run.first_step = self.run.step = self.step
         if self.world.rank == 0:
             self.run.write()
@@ -309,7 +311,8 @@ class Trainer:
             with phase("optimizer"):
                 self.average.update(self.step)
         self._unreadable.check(self.step, self.config.batch_size, outcome.pairs, self.world)
-        stop = int(self.world.max([request.number])[0])
+        late = self.config.checkpoint.late(time.monotonic() - self._saved_at)  # ranks have clocks of their own
+        stop, late = map(int, self.world.max([request.number, late]))
         self._record(outcome, batch.epoch, rate, began, clock)
         self._unreadable.name_new()
         with phase("checkpoint"):
@@ -317,7 +320,7 @@ class Trainer:
             if self.step == self.steps:  # the weights first: they take less room than a checkpoint
                 self._settle(wait=True)
                 self._save_model()
-            if self.config.checkpoint.due(self.step, self.steps) or stop:
+            if self.config.checkpoint.due(self.step, self.steps) or late or stop:
                 self._save(must=bool(stop) or self.step == self.steps)
         if stop:
             raise StoppedError(self._farewell(stop), stop)
@@ -355,7 +358,29 @@ class Trainer:
             chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)
             result = evaluate(self.pair, self.validation, chunk_size=chunk_size, workers=workers, group=self.world.group)
         self._observers.evaluated({"step": self.step, "evaluation": result})
+        if self.config.evaluate_every and self.config.checkpoint.best != "none":
+            self._keep_best(result)
         return result
+
+    def _keep_best(self, result: dict[str, float]) -> None:
+        """Saves the weights if no evaluation before was better."""
+        name = self.config.checkpoint.best
+        name = next(key for key in HEADLINES if key in result) if name == "auto" else name
+        if name not in result:
+            raise ValueError(f"checkpoint.best must be one of {', '.join(result)}, got {name!r}")
+        value, lower = result[name], "rank" in name or "loss" in name
+        before = self.world.from_first(runs.best(self.run.folder))
+        if before is not None and before["metric"] == name and before["step"] < self.step:
+            if (value >= before["value"]) if lower else (value <= before["value"]):
+                return
+        try:
+            self._save_model(BEST)
+        except CheckpointError as error:
+            if self.world.rank == 0:
+                LOG.warning("%s; the run goes on", error)
+            return
+        if self.world.rank == 0:
+            runs.write_best(self.run.folder, {"step": self.step, "metric": name, "value": value})
 
     # To disk
 
@@ -374,6 +399,7 @@ class Trainer:
             "graph_bytes": self._fit.graph_bytes,
             "config": settings.table(self.config),
         }
+        self._saved_at = time.monotonic()
         self._settle(wait=True)
         try:
             self._attempt(lambda: self.checkpoints.begin(self.step, about, self._state.copied), must=must)
@@ -431,7 +457,8 @@ class Trainer:
         if free < model + each * (self.config.checkpoint.keep + 1 - there) and self.world.rank == 0:
             LOG.warning("%s. %d of them, and the next, may not fit (checkpoint.keep)", told, self.config.checkpoint.keep)
 
-    def _save_model(self) -> None:
+    def _save_model(self, within: str = "") -> None:
+        """Writes the weights into the run's folder, or into a folder in it."""
         problem = None
         with nullcontext() if self.average is None else self.average.in_place():
             numbers = self.objective.numbers()
@@ -439,13 +466,13 @@ class Trainer:
                 self.pair, logit_scale=numbers["scale"], logit_bias=numbers.get("bias", self.pair.logit_bias)
             )
             try:
-                towers.save(trained, self.run.folder)
+                towers.save(trained, self.run.folder / within)
             except OSError as error:  # on the first rank, which writes
                 problem = reason(error)
         if problem := self.world.from_first(problem):
-            raise CheckpointError(f"the model could not be written in {self.run.folder}: {problem}")
-        self._model_saved = True
-        self._observers.saved(self.run.folder / towers.saved.WEIGHTS)
+            raise CheckpointError(f"the model could not be written in {self.run.folder / within}: {problem}")
+        self._model_saved = self._model_saved or not within
+        self._observers.saved(self.run.folder / within / towers.saved.WEIGHTS)
 
     def _farewell(self, number: int) -> str:
         import signal

@@ -18,11 +18,11 @@ SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # initial values of the SigLIP paper
 class LossConfig:
     """The loss and its initial values."""
 
-    name: Literal["clip", "siglip"] = "clip"
+    name: Literal["clip", "siglip"] = "clip"  # which loss
     ids: bool = True  # whether pairs with equal ids of the dataset are not each other's negatives
     scale: float | None = None  # initial value (default: the model's)
     bias: float | None = None  # initial value, of SigLIP (default: the model's)
-    largest_scale: float = 100.0
+    largest_scale: float = 100.0  # the learned scale is clamped to it
 
     def __post_init__(self) -> None:
         """Checks the numbers."""

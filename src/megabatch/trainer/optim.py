@@ -20,7 +20,7 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBas
 class OptimizerConfig:
     """The optimizer and its settings."""
 
-    name: Literal["adamw", "adafactor", "lion"] = "adamw"
+    name: Literal["adamw", "adafactor", "lion"] = "adamw"  # which optimizer; AdaFactor stores a quarter of the bytes
     lr: float = 5e-4  # highest learning rate, for a batch of `reference_batch` pairs
     scaling: Literal["none", "sqrt", "linear"] = "none"  # growth of `lr` with batch_size / reference_batch
     reference_batch: int = 1024  # pairs that `lr` is for; unused if `scaling` is "none"
@@ -86,7 +86,7 @@ def build(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.
 class ScheduleConfig:
     """The learning rate from step to step: linear warm-up, then a cosine or a constant."""
 
-    name: Literal["cosine", "constant"] = "cosine"
+    name: Literal["cosine", "constant"] = "cosine"  # after the warm-up
     warm_up_steps: int | None = None  # length of the warm-up in steps
     warm_up_fraction: float | None = None  # or as a fraction of the run; 0.1 where neither is given
     end: float = 0.0  # fraction of the highest rate that a cosine ends with

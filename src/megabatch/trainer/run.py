@@ -1,17 +1,20 @@
 """A run's folder: its name, its files, and whether it can be written to."""
 
+import json
 import os
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megabatch import settings
 from megabatch.data import cache
 from megabatch.trainer.config import TrainConfig
 
+BEST_ABOUT = "best.json"
 PROBE = 1 << 16  # bytes: more than settings and the first lines of metrics take
-CONFIG, COMMAND, CHECKPOINTS, LOCKED = "config.toml", "command.txt", "checkpoints", "locked"
+CONFIG, COMMAND, CHECKPOINTS, LOCKED, BEST = "config.toml", "command.txt", "checkpoints", "locked", "best"
 
 
 @dataclass
@@ -50,6 +53,17 @@ def unwritable(folder: Path) -> str | None:
         except OSError as error:
             return f"{place}: {error.strerror or error}"
     return None
+
+
+def best(folder: Path) -> dict[str, Any] | None:
+    """Step, metric and value of the best weights so far; None if there are none."""
+    place = folder / BEST / BEST_ABOUT
+    return json.loads(place.read_text("utf-8")) if place.is_file() else None
+
+
+def write_best(folder: Path, about: dict[str, Any]) -> None:
+    """Notes which weights are the best."""
+    cache.write(folder / BEST / BEST_ABOUT, lambda file: file.write(json.dumps(about).encode()))
 
 
 def free_bytes(folder: Path) -> int:

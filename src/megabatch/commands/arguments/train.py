@@ -26,19 +26,18 @@ data    {f"{chr(10)}        ".join(names.DATA)}
 model   {f"{chr(10)}        ".join(names.MODELS)}
 
 Settings are merged in this order: defaults for the model and the data, --config, flags, --set. Later ones
-win. The run's config.toml records all of them; pass it to --config to repeat a run. Some settings:
+win. The run's config.toml records all of them; pass it to --config to repeat a run. `megabatch config` lists
+all settings. Some of them:
 
   lock = "first"                 freeze the first tower and compute its embeddings once (LiT)
   precision = "auto"             bf16 on a GPU, fp32 on a CPU; or "bf16", "fp16", "fp32"
-  compile = "auto"               compile the towers on a GPU; or "on", "off"
-  workers = "auto"               readers for the cores of a GPU machine; or their number
   parallel = "fsdp"              shard the towers over ranks; "ddp" replicates them
   optimizer.name = "adafactor"   or "adamw", "lion"
   optimizer.scaling = "sqrt"     or "linear": the learning rate grows with the batch size
   loss.name = "siglip"           or "clip"
   ema = 0.999                    evaluate and save averaged weights
   memory.chunk = 0.25            fraction of free memory for the activations of a chunk
-  checkpoint.every = 500         steps between checkpoints; checkpoint.keep = 2 keeps the last two
+  checkpoint.every = 500         steps between checkpoints, at most checkpoint.minutes = 15; checkpoint.keep = 2
 
 Ctrl-C and SIGTERM save a checkpoint first. --resume auto resumes the last run, or starts a new one.
 """
@@ -55,13 +54,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 512 for emoji, else 1024)")
     add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
     add("--epochs", type=float, metavar="N", help="passes over the data (default: 28 for emoji, 4 for wordnet, else 32)")
+    add("--steps", type=int, metavar="N", help="steps, instead of --epochs")
     add("--lr", type=float, metavar="RATE", help="highest learning rate (default: 3e-3 for small, else 5e-4)")
+    add(
+        "--warm-up", type=_steps_or_fraction, metavar="N", help="steps of the warm-up, or a fraction such as 0.1 (default: 0.1)"
+    )
+    add("--weight-decay", type=float, metavar="X", help="of matrices (default: 0.1 for small, else 0.2)")
+    add("--clip-norm", type=float, metavar="X", help="largest gradient norm (default: 0, no clipping)")
+    add("--evaluate-every", type=int, metavar="N", help="steps between evaluations (default: 0, one at the end)")
+    add(
+        "--workers",
+        type=_number_or_auto,
+        metavar="N",
+        help='readers of samples, or "auto" (default): the cores of a GPU machine',
+    )
+    add("--compile", choices=(AUTO, "on", "off"), help="compile the towers (default: on for CUDA)")
     add("--precision", choices=(AUTO, "bf16", "fp16", "fp32"), help="dtype of the towers' products (default: bf16 on a GPU)")
     add("--seed", type=int, metavar="N", help="for initial weights, order and augmentation (default: 0)")
     add("--output", type=Path, metavar="FOLDER", help="folder of the run (default: runs/DATA-1, or the next number)")
     add("--config", type=Path, metavar="TOML", help="settings from a file, such as another run's config.toml")
     add("--resume", metavar="auto|PATH", help='resume a run, a checkpoint, or with "auto" the last run if there is one')
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, such as optimizer.weight_decay=0.05")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any setting, such as ema=0.999; `megabatch config` lists all",
+    )
     add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     add("--no-report", action="store_true", help="write no report.html at the end")
 
@@ -71,3 +90,10 @@ def _number_or_auto(text: str) -> int | str:
         return text if text == AUTO else int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f'must be a whole number or "{AUTO}", got {text!r}') from error
+
+
+def _steps_or_fraction(text: str) -> int | float:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a number of steps, or a fraction such as 0.1, got {text!r}") from error
