@@ -129,6 +129,16 @@ class _Terminal(logging.Handler):
         print(self.format(record), file=sys.stderr, flush=True)
 
 
+def _has_no_handler(record: logging.LogRecord) -> bool:
+    """Whether no logger below the root shows the record."""
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None and logger is not logging.getLogger():
+        if logger.handlers:
+            return False
+        logger = logger.parent
+    return True
+
+
 def _log_to_terminal() -> None:
     log = logging.getLogger("megabatch")
     if not log.handlers:
@@ -136,5 +146,5 @@ def _log_to_terminal() -> None:
         log.setLevel(logging.INFO)
         # open_clip logs by `logging.info`, which would give the root logger a second handler for our lines.
         others = _Terminal(logging.WARNING)
-        others.addFilter(lambda record: record.name.split(".")[0] != "megabatch")
+        others.addFilter(_has_no_handler)
         logging.getLogger().addHandler(others)

@@ -1,6 +1,7 @@
 """What a tower takes: by hand, and as published for a model that everybody knows."""
 
 import json
+import socket
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ def test_two_encoders_that_are_none(configs):
     with pytest.raises(ValueError, match=r'model must be one name, or two with "\+" between them'):
         models.model(f"hf:{images}+")
     # As `towers.load` says it, and without asking anybody.
-    with pytest.raises(ValueError, match=r"no-such-name is no folder, and cannot be fetched"):
+    with pytest.raises(ValueError, match=r"no-such-name is no folder with a config.json, and not in the local cache"):
         models.model(f"hf:{images}+no-such-folder/no-such-name")
 
 
@@ -229,3 +230,15 @@ def test_normalised_embeddings_are_float32_under_autocast():
     with nowhere():
         without_data(module)
     assert encoder.measure(Side("a", module, lambda n: {"x": torch.zeros(n, 8)}), 4, torch.bfloat16).embedding_bytes == 4
+
+
+@pytest.mark.parametrize("name", ["hf:no-such/model", "open_clip:roberta-ViT-B-32"])
+def test_a_plan_asks_nobody(name, monkeypatch, tmp_path):
+    constants = pytest.importorskip("huggingface_hub.constants", reason='pip install "megabatch[huggingface]"')
+    pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: pytest.fail("asked for an address"))
+    with pytest.raises(ValueError, match=r"not in the local cache of the Hugging Face hub.* a plan downloads nothing"):
+        models.model(name)
+    assert not constants.HF_HUB_OFFLINE

@@ -4,6 +4,7 @@ The names are the same as for `towers.load`. Nothing is allocated or downloaded:
 machine. If only the number of parameters is known, a transformer of that size stands in for the tower.
 """
 
+import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megabatch import extras
 from megabatch.names import MODELS
 from megabatch.planning.choices import STAND_IN, number
 from megabatch.planning.meter import nowhere, without_data
@@ -68,7 +70,7 @@ def model(spec: str, *, image_size: int | None = None, length: int | None = None
         length: tokens of a text; None for the model's own.
     """
     family, _, name = spec.partition(":")
-    with torch.device("meta"):
+    with torch.device("meta"), _offline():
         if spec == "small":
             made = _small(image_size, length)
         elif family == "open_clip" and name:
@@ -107,8 +109,14 @@ def _open_clip(architecture: str, image_size: int | None, length: int | None) ->
     options: dict[str, Any] = {"force_image_size": image_size}
     if length is not None:
         options["force_context_length"] = length
-    with _no_word_of_missing_weights():
-        whole = package.create_model(architecture, device="meta", pretrained_hf=False, **options)
+    try:
+        with _no_word_of_missing_weights():
+            whole = package.create_model(architecture, device="meta", pretrained_hf=False, **options)
+    except OSError as error:
+        raise ValueError(
+            f"the text tower of {architecture} is one of transformers; its config.json is not in the local cache of the "
+            "Hugging Face hub, and a plan downloads nothing"
+        ) from error
     for name in ("logit_scale", "logit_bias"):
         if getattr(whole, name, None) is not None:
             getattr(whole, name).requires_grad_(False)
@@ -120,6 +128,20 @@ def _open_clip(architecture: str, image_size: int | None, length: int | None) ->
         Side("image", module, lambda n: {"image": torch.zeros(n, 3, height, width)}),
         Side("text", module, lambda n: {"text": _ids(n, tokens)}),
     )
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """No requests to the Hugging Face hub, by any package."""
+    if not extras.installed("huggingface_hub"):
+        yield
+        return
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The towers of the model "small", which trains in minutes on a CPU: a convolutional network, and a bag of hashed n-grams.
 
-They use no batch statistics, so embeddings do not depend on the chunk size. docs/log.md, "Emoji", has the measurements behind
-the sizes.
+They use no batch statistics, so embeddings depend on the chunk size only through the random numbers of dropout. docs/log.md,
+"Emoji", has the measurements behind the sizes.
 """
 
 import hashlib

@@ -67,16 +67,21 @@ def load_config(folder: str) -> Pair:
 
 
 def read_configs(spec: str) -> list[Any]:
-    """The configs of the encoders that `load` ("hf:…") or `load_config` ("hf-config:…") would make.
-
-    A config.json that is not on this machine is fetched, as `load` would; weights are not.
-    """
+    """The configs of the encoders that `load` ("hf:…") or `load_config` ("hf-config:…") would make, from this machine alone."""
     family, _, name = spec.partition(":")
     if family == "hf-config":
         return [_config(Path(part)) for part in _parts(name)]
     transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
-    with _within_reach(name):
-        return [transformers.AutoConfig.from_pretrained(part) for part in _parts(name)]
+    found = []
+    for part in _parts(name):
+        try:
+            found.append(transformers.AutoConfig.from_pretrained(part, local_files_only=True))
+        except OSError as error:
+            raise ValueError(
+                f"{part} is no folder with a config.json, and not in the local cache of the Hugging Face hub; a plan downloads "
+                f"nothing. `hf download {part} config.json` fetches it"
+            ) from error
+    return found
 
 
 def random_encoders(configs: Sequence[Any], name: str) -> list[TextEncoder | ImageEncoder]:

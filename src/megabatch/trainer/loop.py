@@ -311,8 +311,8 @@ class Trainer:
             with phase("optimizer"):
                 self.average.update(self.step)
         self._unreadable.check(self.step, self.config.batch_size, outcome.pairs, self.world)
-        late = self.config.checkpoint.late(time.monotonic() - self._saved_at)  # ranks have clocks of their own
-        stop, late = map(int, self.world.max([request.number, late]))
+        waited = time.monotonic() - self._saved_at  # ranks have clocks of their own
+        stop, late = map(int, self.world.max([request.number, self.config.checkpoint.late(waited)]))
         self._record(outcome, batch.epoch, rate, began, clock)
         self._unreadable.name_new()
         with phase("checkpoint"):
