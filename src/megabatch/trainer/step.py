@@ -14,10 +14,8 @@ from torch import nn
 
 from megabatch.cached import HostSource, ReplaySource, Source, batchnorm, randomness
 from megabatch.cached.backward import cached_backward
-from megabatch.cached.decoding import Decoder
 from megabatch.cached.streaming import closed_at_the_end
 from megabatch.cached.timing import DATA, phase
-from megabatch.data import crops
 from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.data.order import Batch
 from megabatch.machine import ran_out_of_memory
@@ -68,7 +66,6 @@ class Step:
         world: the ranks.
         fit: chunk sizes and memory for graphs; halved if memory runs out.
         workers: readers of samples, as for `ReplaySource`.
-        decoder: of images, on a CUDA device.
     """
 
     config: TrainConfig
@@ -82,7 +79,6 @@ class Step:
     world: World
     fit: Fit
     workers: int | Executor = 0
-    decoder: Decoder | None = None
 
     def __post_init__(self) -> None:
         """Finds the running statistics, which are averaged over ranks."""
@@ -91,8 +87,6 @@ class Step:
         self._sides = [side for side in (0, 1) if side not in self.known]
         images = [side for side in self._sides if self.dataset.sides[side] == IMAGE]
         self._hold = input_bytes(self.config.memory, self.world) // max(1, len(images))
-        self._decodes = crops.decodes_on(self.world.device)
-        self._sample_bytes = dict.fromkeys(self._sides, 0)  # of the last batch
 
     def prepare(self, batch: Batch) -> Inputs:
         """The inputs of a batch. Readers begin to read them, so that they are there when the batch is due."""
@@ -107,10 +101,8 @@ class Step:
                 augment=self.config.augment,
                 workers=self.workers,
                 hold=self._hold,
-                decodes=self._decodes,
-                decoder=self.decoder,
             )
-            sources[side].start(self._sample_bytes[side])
+            sources[side].start()
         return Inputs(batch, sources)
 
     def __call__(self, inputs: Inputs, rate: float) -> Outcome:
@@ -120,7 +112,6 @@ class Step:
             group["lr"] = rate
         sources = [self._source(inputs, side) for side in self._sides]
         loss, pairs = self._retried(lambda: self._backward(batch, sources))
-        self._sample_bytes = {side: source.sample_bytes for side, source in inputs.sources.items()}
         if pairs == 0:
             LOG.warning("step %d changes nothing: none of its pairs could be read", batch.number + 1)
             self.optimizer.zero_grad()
