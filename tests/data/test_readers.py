@@ -84,9 +84,9 @@ def test_a_class_that_processes_cannot_load_is_used_by_threads(caplog, monkeypat
     ],
 )
 def test_tensors_travel(value):
-    from megabatch.data.readers import _dumped, _loaded
-
-    found = _loaded(_dumped({"a": value}, {}), [])["a"]
+    found, again, other = travelled([value, value, (value.clone(), "text")])
+    assert found is again
+    assert torch.equal(other[0], value)
     assert (found.dtype, found.shape) == (value.dtype, value.shape)
     assert torch.equal(found, value)
 
@@ -116,6 +116,13 @@ def test_the_memory_of_a_tensor_is_freed_without_that_of_its_neighbours():
     finally:
         tracemalloc.stop()
     assert torch.equal(small, torch.ones(8))
+
+
+def test_tensors_of_many_kinds_keep_their_places():
+    many = [torch.full((1 + i % 3, 2), i, dtype=(torch.int64, torch.bfloat16)[i % 2]) for i in range(40)]
+    for found, wanted in zip(travelled({"many": many})["many"], many, strict=True):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
 
 
 def test_the_programs_timeout_of_sockets_does_not_end_readers():

@@ -87,9 +87,9 @@ class TrainingImages:
     def inputs(self, crops: list[Tensor], device: torch.device | None) -> dict[str, Tensor]:  # (n, 3, *size) float32
         """The inputs of the tower, on `device` (None for the CPU): normalised crops. Bytes are copied, not floats."""
         device = device or torch.device("cpu")
-        whole = copied(stack(crops, pinned=device.type == "cuda"), device)
+        pixels = copied(stack(crops, pinned=device.type == "cuda"), device).float()
         factor, offset = _normalisation(self.mean, self.deviation, device)
-        return {self.key: torch.addcmul(offset, whole, factor)}
+        return {self.key: torch.addcmul(offset, pixels, factor, out=pixels)}
 
 
 @cache
