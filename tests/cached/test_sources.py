@@ -12,7 +12,7 @@ import torch
 
 import megabatch as mb
 from helpers import PATIENCE
-from megabatch.cached import ReplayMismatchError, replay
+from megabatch.cached import ReplayMismatchError
 from megabatch.cached.replay import PIECE, checksum, sample_seed, stack
 from steps import Loss, cached, data, plain, tower
 
@@ -392,12 +392,3 @@ def test_a_source_that_ends_early_is_named():
 def test_wrong_options(options, error, message):
     with pytest.raises(error, match=message):
         mb.ReplaySource(range(3), **{"read": augmented, **options})
-
-
-@pytest.mark.parametrize("neighbours", [True, False])
-def test_rows_are_copied_to_their_places(neighbours):
-    whole = torch.arange(60.0).view(10, 6)
-    tensors = [row for i, row in enumerate(whole) if i != 4] if neighbours else [row.clone() for row in whole][::-1]
-    room = torch.zeros(len(tensors), 6)
-    replay._copy(tensors, room)
-    assert torch.equal(room, torch.stack(tensors))

@@ -243,24 +243,7 @@ def stack(samples: list[Any], pinned: bool = False) -> Any:
     if not pinned:
         return torch.stack(tensors)
     room = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, pin_memory=True)
-    if any(t.shape != room.shape[1:] or t.dtype != room.dtype or not t.is_contiguous() or not t.is_cpu for t in tensors):
-        return torch.stack(tensors, out=room)
-    _copy(tensors, room)
-    return room
-
-
-def _copy(tensors: Sequence[Tensor], room: Tensor) -> None:
-    """Copies tensors of one size into the rows of `room`; neighbours in memory together.
-
-    In one thread: PyTorch would divide each row between all cores, and wait for those that are busy reading.
-    """
-    size = room[0].numel() * room.element_size()
-    starts = [tensor.data_ptr() for tensor in tensors]
-    first = 0
-    for i in range(1, len(starts) + 1):
-        if i == len(starts) or starts[i] != starts[i - 1] + size:
-            ctypes.memmove(room.data_ptr() + first * size, starts[first], (i - first) * size)
-            first = i
+    return torch.stack(tensors, out=room)
 
 
 def checksum(inputs: Any) -> int:

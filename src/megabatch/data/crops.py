@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.cached.replay import stack
-from megabatch.cached.streaming import copied
+from megabatch.cached.streaming import joined
 from megabatch.data import images
 from megabatch.data.images import Encoded
 
@@ -87,7 +86,7 @@ class TrainingImages:
     def inputs(self, crops: list[Tensor], device: torch.device | None) -> dict[str, Tensor]:  # (n, 3, *size) float32
         """The inputs of the tower, on `device` (None for the CPU): normalised crops. Bytes are copied, not floats."""
         device = device or torch.device("cpu")
-        pixels = copied(stack(crops, pinned=device.type == "cuda"), device).float()
+        pixels = joined(crops, device).float()
         factor, offset = _normalisation(self.mean, self.deviation, device)
         return {self.key: torch.addcmul(offset, pixels, factor, out=pixels)}
 

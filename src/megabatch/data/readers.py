@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 
 LOG = logging.getLogger("megabatch")
+SLAB = 1 << 28  # bytes of pinned memory allocated at once
+ALIGNED = 64  # bytes: tensors of any dtype begin at a multiple
 _LENGTHS = struct.Struct("<QQ")  # of the pickled value, and of the kinds of its tensors
 
 
@@ -70,7 +72,8 @@ class ReaderProcesses(ThreadPoolExecutor):
         self._numbers = {id(value): number for number, value in enumerate(shared)}
         self._shared = list(shared)  # alive, so that their ids stay theirs
         first = _dumped(list(shared), {})
-        self._processes = [_Process(first) for _ in range(count)]
+        memory = _Memory(pinned=torch.cuda.is_available())
+        self._processes = [_Process(first, memory) for _ in range(count)]
         self._free = list(self._processes)
         self._lock = threading.Lock()
         self._warned = False
@@ -112,13 +115,15 @@ class _Process:
 
     Args:
         first: the shared objects, which the process gets before its first task.
+        memory: for results.
     """
 
-    def __init__(self, first: "Message") -> None:
+    def __init__(self, first: "Message", memory: "_Memory") -> None:
         self.connection, theirs = socket.socketpair()
         for end in (self.connection, theirs):
             end.settimeout(None)  # the program may have set a default
         self._first: Message | None = first
+        self._memory = memory
         self._problem: str | None = None
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
         environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -142,7 +147,7 @@ class _Process:
         """Sends a task and waits for its result."""
         try:
             _send(self.connection, task)
-            result, error = _loaded(_received(self.connection), [])
+            result, error = _loaded(_received(self.connection, self._memory), [])
         except (EOFError, OSError) as broken:
             try:
                 code: int | None = self._process.wait(1)
@@ -170,7 +175,7 @@ def serve(number: int) -> None:
     """The main function of a reader: answers tasks from the socket with this file number until it is closed."""
     torch.set_num_threads(1)
     connection = socket.socket(fileno=number)
-    shared: list[Any] = []
+    memory, shared = _Memory(pinned=False), list[Any]()
 
     def introduce(objects: list[Any]) -> None:
         shared[:] = objects
@@ -184,9 +189,9 @@ def serve(number: int) -> None:
             return _failed(error)
 
     with suppress(EOFError, OSError, KeyboardInterrupt):  # the program has ended
-        _send(connection, answered(_received(connection), first=True))
+        _send(connection, answered(_received(connection, memory), first=True))
         while True:
-            _send(connection, answered(_received(connection), first=False))
+            _send(connection, answered(_received(connection, memory), first=False))
 
 
 class Message(NamedTuple):
@@ -207,21 +212,20 @@ def _send(connection: socket.socket, message: Message) -> None:
             connection.sendall(memory)
 
 
-def _received(connection: socket.socket) -> Message:
+def _received(connection: socket.socket, memory: "_Memory") -> Message:
     """Waits for a message. Raises an EOFError if the other side has closed the socket."""
-    lengths = _LENGTHS.unpack(_filled(connection, _LENGTHS.size))
-    pickled, kinds = (_filled(connection, length) for length in lengths)
+    lengths = _LENGTHS.unpack(_filled(connection, bytearray(_LENGTHS.size)))
+    pickled, kinds = (_filled(connection, bytearray(length)) for length in lengths)
     groups = []
     for dtype, shape, count in pickle.loads(kinds):
-        size = count * math.prod(shape) * dtype.itemsize
-        memory = torch.frombuffer(_filled(connection, size), dtype=dtype) if size else torch.empty(0, dtype=dtype)
-        groups.append(list(memory.view(count, *shape).unbind(0)))
+        part = memory.take(count * math.prod(shape) * dtype.itemsize)
+        _filled(connection, part.numpy())
+        groups.append(list(part.view(dtype).view(count, *shape).unbind(0)))
     return Message(pickled, groups)
 
 
-def _filled(connection: socket.socket, size: int) -> bytearray:
-    """Waits for so many bytes."""
-    room = bytearray(size)
+def _filled(connection: socket.socket, room: Any) -> Any:
+    """Waits until `room` is full, and returns it."""
     rest = memoryview(room)
     while rest:
         got = connection.recv_into(rest, len(rest), socket.MSG_WAITALL)
@@ -229,6 +233,29 @@ def _filled(connection: socket.socket, size: int) -> bytearray:
             raise EOFError
         rest = rest[got:]
     return room
+
+
+class _Memory:
+    """Memory for tensors that are received; never cleared, which would take the interpreter lock.
+
+    Pinned memory is allocated in slabs that many tensors share, since PyTorch rounds its size up to a power of two. PyTorch
+    keeps a slab when its last tensor is gone, so the next batch is received into memory that is pinned already.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> Tensor:  # (size,) uint8
+        if not self._pinned:
+            return torch.empty(size, dtype=torch.uint8)
+        with self._lock:
+            start = -(-self._used // ALIGNED) * ALIGNED
+            if start + size > len(self._slab):
+                self._slab, start = torch.empty(max(size, SLAB), dtype=torch.uint8, pin_memory=True), 0
+            self._used = start + size
+            return self._slab[start : start + size]
 
 
 def _failed(error: Exception) -> Message:
