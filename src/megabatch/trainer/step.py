@@ -4,9 +4,10 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ class Inputs(NamedTuple):
 
     batch: Batch
     sources: dict[int, ReplaySource]  # by the index of the side
+    tokens: dict[int, Callable[[], Source]]  # of the sides with texts; waits for them
 
     def stop(self) -> None:
         """Ends the reading of the batch, after its step or without one, and frees what was read."""
@@ -90,9 +92,9 @@ class Step:
 
     def prepare(self, batch: Batch) -> Inputs:
         """The inputs of a batch. Readers begin to read them, so that they are there when the batch is due."""
-        sources = {}
+        sources, tokens = {}, {}
         for side in self._sides:
-            sources[side] = self.dataset.source(
+            source = self.dataset.source(
                 batch.indices.tolist(),
                 side,
                 self.pair.towers[side],
@@ -102,8 +104,13 @@ class Step:
                 workers=self.workers,
                 hold=self._hold,
             )
-            sources[side].start()
-        return Inputs(batch, sources)
+            sources[side] = source
+            if self.dataset.sides[side] == IMAGE:
+                source.start()
+            else:
+                work = partial(self._tokens, source, side)
+                tokens[side] = _begun(work) if isinstance(self.workers, Executor) else work
+        return Inputs(batch, sources, tokens)
 
     def __call__(self, inputs: Inputs, rate: float) -> Outcome:
         """One step with this rank's part of a batch."""
@@ -121,12 +128,15 @@ class Step:
         return Outcome(loss, norm, pairs)
 
     def _source(self, inputs: Inputs, side: int) -> Source:
-        """The source of a tower's inputs. Texts are small: all of a batch are read first, and kept as tokens."""
-        source = inputs.sources[side]
         if self.dataset.sides[side] == IMAGE:
-            return source
+            return inputs.sources[side]
+        with phase(DATA):
+            return inputs.tokens[side]()
+
+    def _tokens(self, source: ReplaySource, side: int) -> Source:
+        """The texts of a batch as tokens. They are small, and all are needed first, to put those of one length together."""
         whole = source.chunks([(0, len(source))], None)
-        with closed_at_the_end(whole), phase(DATA):
+        with closed_at_the_end(whole):
             tokens = next(whole)
         lengths = self.pair.towers[side].lengths
         return HostSource(tokens, lengths=None if lengths is None else lengths(tokens))
@@ -192,6 +202,14 @@ class Step:
         self.optimizer.zero_grad()
         self.objective.clamp()
         return norm
+
+
+def _begun(work: Callable[[], Source]) -> Callable[[], Source]:
+    """Begins to work in a thread of its own. Returns a function that waits for the result."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="megabatch-texts")
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
+    return future.result
 
 
 def _check_finite(step: int, numbers: dict[str, float]) -> None:
