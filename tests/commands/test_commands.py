@@ -123,7 +123,7 @@ def test_zero_shot_counts_captions_that_cannot_be_read(place):
     assert found["num_failed"] == 2
 
 
-def test_search_by_text_draws_and_prints(place, tmp_path, capsys):
+def test_search_by_text_draws_and_prints(place, tmp_path, capsys, monkeypatch):
     pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
     sheet = tmp_path / "sheet.png"
     assert call(search_command, place / "run", "red", "a blue one", "-k", 3, "--sheet", sheet) == 0
@@ -139,8 +139,12 @@ def test_search_by_text_draws_and_prints(place, tmp_path, capsys):
     found = {line.split()[1] for line in (*printed[2:5], *printed[7:10])}
     assert found <= set(named)
     assert {named[name] for name in found} <= pixels  # what is printed is drawn
+    monkeypatch.setattr("megabatch.evaluation.sheet.MOST_MATCHES", 5)
     call(search_command, place / "run", "red", "-k", 99, "--sheet", sheet)
     printed = capsys.readouterr().out
+    with pillow.open(sheet) as image:
+        assert image.width == 14 + 190 + 5 * (96 + 14) + 14  # bounded, whatever k
+    assert "(the first 5 of the first 1 queries)" in printed
     assert "  9  " in printed
     assert " 10  " not in printed  # the tenth is damaged
     assert "1 samples could not be read, first: " in printed

@@ -61,7 +61,7 @@ def test_lines_come_at_intervals_and_at_the_end(tmp_path):
     assert lines[1] == "step  41/100  loss 7.654  12.3k pairs/s  3.0 GiB  2:57 left"
     steps = [int(line.split()[1].split("/")[0]) for line in lines if "/100" in line]
     assert steps == [*range(41, 100, 4), 100]  # 4 steps are the first 12 s of 10 or more
-    assert "step 60: image → text R@1 25.0%  text → image R@1 34.5%  text → image R@10 60.0%" in lines
+    assert "step 60: image → text R@1 25.0 %, text → image R@1/10 34.5 60.0 %" in lines
     assert "R@1 34.5%" in lines[-3]
     assert lines[-2] == f"saved {tmp_path / 'step-100'}"
     assert lines[-1].startswith("60 steps in 3:00")
@@ -101,8 +101,7 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     shown = out.getvalue()
     stays = shown.rpartition("100/100")[2]  # in the terminal, when all is done
     assert "loss 7.654 · 12.3k pairs/s · 3.0 GiB · R@1 50.0% · 0 s left" in stays
-    assert "text → image R@1 34.5%" in shown
-    assert "text → image R@10 60.0%" in shown
+    assert "text → image R@1/10 34.5 60.0 %" in shown
     assert "\x1b[?25h" in shown  # the cursor is back
 
 
@@ -281,9 +280,22 @@ def test_metrics_for_people():
     made = metrics.table(EVALUATION, "title")
     assert made.text().splitlines() == [
         "title",
-        "                  R@1   R@10",
-        "  image → text  25.0%      –",
-        "  text → image  34.5%  60.0%",
+        "                  R@1    R@10",
+        "  image → text  25.0%       –",
+        "  text → image  34.5%   60.0%",
+        "  by chance     11.1%  100.0%",
         "samples: 9",
     ]
+    assert metrics.chance("R@5", 1000) == 0.005
+    assert metrics.chance("mean_rank", 9) == 5.0
+
+
+def test_an_evaluation_is_a_line_of_a_hundred_columns():
+    names = [f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
+    line = metrics.line({**dict.fromkeys(names, 1.0), "text_to_image_mean_rank": 3.0})
+    assert line == "image → text R@1/5/10 100.0 100.0 100.0 %, text → image R@1/5/10 100.0 100.0 100.0 %"
+    assert len(f"step 1,000,000: {line}") <= 100
+    assert metrics.line({"imagenet-zeroshot-val-top1": 0.5, "imagenet-zeroshot-val-top5": 0.75}) == (
+        "imagenet-zeroshot-val-top1/5 50.0 75.0 %"
+    )
     assert metrics.table({"loss": 1.5, "num_classes": 3}).text().splitlines() == ["  loss  1.5", "classes: 3"]

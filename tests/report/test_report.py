@@ -10,10 +10,13 @@ import sys
 import pytest
 import torch
 
+import runs
 from megabatch import towers
+from megabatch.data.tables import Table
 from megabatch.evaluation import results
 from megabatch.report import curves, saved_run, write_report
 from megabatch.report.gallery import gallery
+from megabatch.trainer.observers import MetricsFile
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 EVALUATION = {
@@ -242,3 +245,35 @@ def test_without_matplotlib_the_page_has_its_tables_and_names_the_extra(tmp_path
     assert "plot" not in page.classes
     assert "text → image" in told
     assert "50.0%" in told
+
+
+def test_a_report_can_be_cited(tmp_path):
+    made = runs.trainer(tmp_path, observers=[MetricsFile()], validation=runs.Numbers(samples=20))
+    made.fit()
+    again = runs.trainer(tmp_path, {"steps": 8}, observers=[MetricsFile()])
+    assert again.resume()
+    again.fit()
+    about = json.loads((tmp_path / "environment.json").read_text())
+    assert about["started"] <= about["last_start"]
+    told = "".join(Page(write_report(tmp_path).read_text("utf-8")).text)
+    assert about["started"] in told
+    parameters = sum(p.numel() for tower in made.pair.towers for p in tower.module.parameters())
+    assert about["parameters"] == about["trained_parameters"] == parameters
+    for words in (
+        f"torch {about['machine']['torch']}",
+        "time by phase",
+        "by chance",
+        about["machine"]["cpu"],
+        f"{parameters:,}",
+    ):
+        assert words in told, words
+
+
+def test_the_rank_of_the_true_match(tmp_path, pair):
+    data = Table(table(tmp_path))
+    shown = gallery(pair, data, data, ["anything"])
+    assert shown.ranks[0] is None
+    for query, row, rank in zip(shown.queries[1:], shown.found[1:], shown.ranks[1:], strict=True):
+        places = [place for place, match in enumerate(row, 1) if match.right]
+        assert not places or min(places) == rank, query
+        assert 1 <= rank <= shown.searched

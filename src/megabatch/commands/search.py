@@ -32,7 +32,9 @@ def run(args: argparse.Namespace) -> int:
         rows = [[str(place), _told(match, chosen.dataset), f"{match.score:.3f}"] for place, match in enumerate(row, 1)]
         Table(["", "found", "similarity"], rows, text, names=(1,)).print()
     sheet.draw(args.sheet, queries, found, title=f"{chosen.data}, searched with {args.model}", credits=chosen.dataset.credits)
-    print(f"drawn in {args.sheet}")
+    cut = args.k > sheet.MOST_MATCHES or len(queries) > sheet.MOST_QUERIES
+    first = f" (the first {sheet.MOST_MATCHES} of the first {min(len(queries), sheet.MOST_QUERIES)} queries)" if cut else ""
+    print(f"drawn in {args.sheet}{first}")
     if chosen.dataset.failures:
         print(
             f"{len(chosen.dataset.failures):,} samples could not be read, first: {next(iter(chosen.dataset.failures.values()))}"

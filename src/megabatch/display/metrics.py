@@ -39,7 +39,30 @@ def table(evaluation: Mapping[str, Any], title: str = "") -> Table:
     )
     columns.sort(key=lambda name: "R@" not in name)
     rows = [[words(way), *(_cell(name, evaluation.get(f"{way}_{name}")) for name in columns)] for way in ways]
+    if samples := evaluation.get("num_samples"):
+        rows.append(["by chance", *(_cell(name, chance(name, samples)) for name in columns)])
     return Table(["", *map(words, columns)], rows, title, notes)
+
+
+def chance(metric: str, samples: int) -> float | None:
+    """The value of a recall or rank if one of `samples` were drawn blindly; None for other metrics."""
+    if "R@" in metric:
+        return min(1.0, int(metric.rpartition("@")[2]) / samples)
+    return (samples + 1) / 2 if metric in ("mean_rank", "median_rank") else None
+
+
+def line(evaluation: Mapping[str, Any]) -> str:
+    """Recalls and accuracies in one line of at most 90 columns: "text → image R@1/5/10 12.0 31.5 40.2 %"."""
+    ways: dict[str, list[tuple[str, float]]] = {}
+    for name, value in evaluation.items():
+        if is_share(name):
+            way, mark, k = name.rpartition("R@" if "R@" in name else "top")
+            ways.setdefault(words(f"{way}{mark}"), []).append((k, value))
+    parts = []
+    for way, found in ways.items():
+        values = " ".join(numbers.percent(value).removesuffix("%") for _, value in found)
+        parts.append(f"{way}{'/'.join(k for k, _ in found)} {values} %")
+    return ", ".join(parts)
 
 
 def _cell(name: str, value: Any) -> str:

@@ -66,9 +66,7 @@ class ProgressDisplay:
         if found is None:
             return
         self._recall = f"R@1 {numbers.percent(found[1])}" if found[0].endswith("R@1") else f"top {numbers.percent(found[1])}"
-        shares = {name: value for name, value in record["evaluation"].items() if metrics.is_share(name)}
-        shown = "  ".join(f"{metrics.words(name)} {numbers.percent(value)}" for name, value in shares.items())
-        self._print(f"step {record['step']:,}: {shown}")
+        self._print(f"step {record['step']:,}: {metrics.line(record['evaluation'])}")
         if self._bar is not None and self._record:
             self._update_bar()  # with the new recall: after the last step there is no other update
 

@@ -14,6 +14,7 @@ from megabatch.data.images import to_pillow
 PICTURE, GAP, QUERY_WIDTH, TEXT_SIZE, SMALL_SIZE = 96, 14, 190, 14, 11  # pixels
 LINE_HEIGHT = round(SMALL_SIZE * 1.3)
 ROW_HEIGHT = PICTURE + 3 * LINE_HEIGHT + GAP
+MOST_MATCHES, MOST_QUERIES = 12, 100  # drawn: 1,538 by at most 15,100 pixels
 INK, FAINT, LINE = "#1c2733", "#6b7a89", "#e3e8ed"
 
 Shown = str | Tensor  # a text, or an image as (3, H, W) uint8
@@ -37,9 +38,10 @@ def draw(
     title: str = "",
     credits: Sequence[str] = (),
 ) -> None:
-    """Writes the sheet as PNG, one row per query."""
+    """Writes the sheet as PNG, one row per query; of many queries and matches the first, so that it can be opened."""
     if len(queries) != len(found) or not queries:
         raise ValueError(f"queries and found must be of the same length, at least 1, got {len(queries)} and {len(found)}")
+    queries, found = queries[:MOST_QUERIES], [row[:MOST_MATCHES] for row in found[:MOST_QUERIES]]
     sheet = _Sheet(max(len(row) for row in found), len(queries), title, credits)
     for number, (query, row) in enumerate(zip(queries, found, strict=True)):
         sheet.row(number, query, row)

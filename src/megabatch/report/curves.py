@@ -68,16 +68,21 @@ def _metric(
     return f"{title}: from {numbers.short(found[0])} to {numbers.short(found[-1])}", figure
 
 
-def _phases(run: SavedRun) -> tuple[str, Any] | None:
-    """A bar for each phase of a step: its share of the time."""
+def phase_shares(run: SavedRun) -> list[tuple[str, float]]:
+    """The share of each phase of a step of the time, in per cent, largest first."""
     total: dict[str, float] = {}
     for record in run.training:
         for name, seconds in record.get("phases", {}).items():
             total[name] = total.get(name, 0.0) + seconds
     whole = sum(total.values())
-    if not whole:
+    return sorted(((name, 100 * seconds / whole) for name, seconds in total.items() if whole), key=lambda pair: -pair[1])
+
+
+def _phases(run: SavedRun) -> tuple[str, Any] | None:
+    """A bar for each phase of a step."""
+    shares = phase_shares(run)
+    if not shares:
         return None
-    shares = sorted(((name, 100 * seconds / whole) for name, seconds in total.items()), key=lambda pair: -pair[1])
     figure, ((axes,),) = plots.figure("Time by phase, %", size=SIZE)
     plots.bars(axes, shares, "%.1f")
     return "Time by phase: " + ", ".join(f"{name} {share:.1f} %" for name, share in shares), figure

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.evaluation import embed, encode, search
@@ -24,6 +25,7 @@ class Gallery:
 
     queries: list[Shown]
     found: list[list[Found]]
+    ranks: list[int | None]  # of each query's own sample, from 1; None for a query without one
     searched: int
     of: int
 
@@ -46,13 +48,23 @@ def gallery(pair: Pair, dataset: Dataset, drawn: Dataset, queries: Sequence[str]
     texts = [*queries, *captions]
     if not texts or not usable:
         raise ValueError("dataset must have a sample that can be read, got none")
-    matches = search(encode(pair.second, texts), embeddings[torch.tensor(usable)], k=MATCHES)
-    found = []
+    encoded, embeddings = encode(pair.second, texts), embeddings[torch.tensor(usable)]
+    matches, similarities = search(encoded, embeddings, k=MATCHES), encoded @ embeddings.T
+    right: dict[str, list[int]] = {}  # caption → positions of the samples that it belongs to
+    for position, i in enumerate(usable):
+        right.setdefault(str(read_or_none(dataset, chosen[i], 1)), []).append(position)
+    found, ranks = [], []
     for number, (scores, indices) in enumerate(zip(matches.scores.tolist(), matches.indices.tolist(), strict=True)):
         own = None if number < len(queries) else captions[number - len(queries)]
         row = [_match(drawn, chosen[usable[i]], score, own) for score, i in zip(scores, indices, strict=True)]
         found.append([match for match in row if match is not None])
-    return Gallery(list(texts), found, len(usable), len(items))
+        ranks.append(None if own is None else _rank(similarities[number], right[own]))
+    return Gallery(list(texts), found, ranks, len(usable), len(items))
+
+
+def _rank(similarities: Tensor, right: list[int]) -> int:  # (M,)
+    """The rank of the best of the right samples, from 1."""
+    return int((similarities > similarities[right].max()).sum()) + 1
 
 
 def _one_of_each(dataset: Dataset) -> list[int]:

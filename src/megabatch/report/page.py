@@ -12,8 +12,9 @@ from megabatch.data import cache
 from megabatch.data import load as data
 from megabatch.data.images import to_pillow
 from megabatch.display import metrics, numbers, pages
+from megabatch.display.tables import Table
 from megabatch.evaluation.sheet import Found, Shown
-from megabatch.report.curves import curves, known
+from megabatch.report.curves import curves, known, phase_shares
 from megabatch.report.gallery import PICTURE, Gallery, gallery
 from megabatch.report.saved_run import CONFIG, METRICS, SavedRun, read
 from megabatch.towers.load import image_size
@@ -37,7 +38,16 @@ def write_report(folder: str | Path, queries: Sequence[str] = ()) -> Path:
     run = read(folder)
     if not any((run.folder / name).is_file() for name in (CONFIG, METRICS, WEIGHTS)):
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has no {CONFIG}, no {METRICS} and no {WEIGHTS}")
-    sections = [_tiles(run), _warnings(run), curves(run), _evaluation(run), _gallery(run, queries), _again(run), _credits(run)]
+    sections = [
+        _tiles(run),
+        _warnings(run),
+        curves(run),
+        _evaluation(run),
+        _gallery(run, queries),
+        _setting(run),
+        _again(run),
+        _credits(run),
+    ]
     text = pages.page(run.folder.resolve().name, sections, subtitle=_subtitle(run))
     path = run.folder / NAME
     cache.write(path, lambda file: file.write(text.encode()))
@@ -91,6 +101,39 @@ def _evaluation(run: SavedRun) -> str:
     return pages.section(f"Evaluation after step {numbers.count(last['step'])}", pages.table(metrics.table(last["evaluation"])))
 
 
+def _setting(run: SavedRun) -> str:
+    """Date, hardware, versions, sizes and time: what a citation of the numbers needs."""
+    about, machine = run.environment, run.environment.get("machine", {})
+    if not about:
+        return ""
+    resumed = f", last resumed {about['last_start']}" if about["last_start"] != about["started"] else ""
+    gpu = f"{about['processes']} × {machine['gpu']}" if about["device"] == "cuda" else ""
+    towers = ", ".join(f"{side} tower {numbers.count(count)}" for side, count in about["parameters_of"].items())
+    phases = phase_shares(run)
+    seconds = run.training[-1].get("seconds") if run.training else None
+    versions = [
+        f"{name} {machine[name]}"
+        for name in ("megabatch", "torch", "triton", "open_clip_torch", "python", "cuda")
+        if machine.get(name)
+    ]
+    rows = [
+        ("date", f"{about['started']}{resumed}"),
+        ("hardware", gpu or f"{machine.get('cpu')}, {machine.get('threads')} threads"),
+        ("processes", str(about["processes"])),
+        ("versions", ", ".join(versions)),
+        (
+            "parameters",
+            f"{numbers.count(about['parameters'])}, of which {numbers.count(about['trained_parameters'])} trained ({towers})",
+        ),
+        ("precision", about["precision"]),
+        ("data", f"{about['samples']:,} pairs"),
+        ("steps", f"{about['steps']:,} of {about['pairs_per_step']:,} pairs"),
+        ("time", "" if seconds is None else numbers.duration(seconds)),
+        ("time by phase", ", ".join(f"{name} {share:.1f} %" for name, share in phases)),
+    ]
+    return pages.section("Setting", pages.table(Table(["", ""], [[name, told] for name, told in rows if told], names=(1,))))
+
+
 def _gallery(run: SavedRun, queries: Sequence[str]) -> str:
     title = "Search results"
     if not (run.folder / WEIGHTS).is_file() or run.test_data is None:
@@ -109,17 +152,21 @@ def _gallery(run: SavedRun, queries: Sequence[str]) -> str:
         + (f", {run.test_data[1]} split" if run.test_data[1] else ", the training data" if run.tests_on_training_data else "")
         + ", with their similarity. "
         + ("After the given queries, queries are" if queries else "Queries are")
-        + " captions drawn at random; a green frame marks the sample that a caption belongs to."
+        + " captions drawn at random; a green frame marks the sample that a caption belongs to. By chance its rank would "
+        + f"be {(found.searched + 1) // 2:,}."
     )
     return pages.section(title, pages.faint(told), _rows(found))
 
 
 def _rows(found: Gallery) -> str:
     rows = []
-    for query, matches in zip(found.queries, found.found, strict=True):
+    for query, matches, rank in zip(found.queries, found.found, found.ranks, strict=True):
+        told = "" if rank is None else f' <span class="score">own sample at rank {rank:,} of {found.searched:,}</span>'
         texts = " texts" if matches and isinstance(matches[0].shown, str) else ""
         cells = "".join(_match(match) for match in matches)
-        rows.append(f'<section class="card query"><h3>{_query(query)}</h3><div class="found{texts}">{cells}</div></section>')
+        rows.append(
+            f'<section class="card query"><h3>{_query(query)}{told}</h3><div class="found{texts}">{cells}</div></section>'
+        )
     return "".join(rows)
 
 

@@ -1,6 +1,7 @@
 """The files in a run's folder: configuration, command, and metrics of each step and each evaluation."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from megabatch.data import load as data
 from megabatch.data.dataset import Dataset
 from megabatch.evaluation import results
 
-CONFIG, COMMAND, METRICS = "config.toml", "command.txt", "metrics.jsonl"
+CONFIG, COMMAND, METRICS, ENVIRONMENT = "config.toml", "command.txt", "metrics.jsonl", "environment.json"
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class SavedRun:
     command: str
     training: list[dict[str, Any]]  # by step, each once
     evaluations: list[dict[str, Any]]  # by step, each once: {"step", "evaluation"}
+    environment: dict[str, Any] = field(default_factory=dict)  # date, hardware, versions, sizes
 
     @property
     def training_data(self) -> str:
@@ -67,6 +69,7 @@ def read(folder: str | Path) -> SavedRun:
         _text(place / COMMAND).strip(),
         _by_step([record for record in records if "loss" in record]),
         _by_step([record for record in records if "evaluation" in record]),
+        json.loads(_text(place / ENVIRONMENT) or "{}"),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megabatch import settings, towers
+from megabatch import machine, settings, towers
 from megabatch.cached import randomness
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.timing import Clock, phase
@@ -194,7 +194,7 @@ class Trainer:
         self._saved_at = time.monotonic()
         self.run.first_step = self.run.step = self.step
         if self.world.rank == 0:
-            self.run.write()
+            self.run.write(self._environment())
         self._observers.start(self.run)
         try:
             products = fast_products(self.config.precision, self.world.device)
@@ -445,6 +445,25 @@ class Trainer:
             raise ValueError(f"{told}. Make room, or choose another folder (--output)")
         if free < model + each * (self.config.checkpoint.keep + 1 - there) and self.world.rank == 0:
             LOG.warning("%s. %d of them, and the next, may not fit (checkpoint.keep)", told, self.config.checkpoint.keep)
+
+    def _environment(self) -> dict[str, Any]:
+        """Hardware, versions and sizes, for a report that can be cited."""
+        parameters = {id(p): p for module in self._modules for p in module.parameters()}.values()
+        towers_of = {
+            side: sum(p.numel() for p in t.module.parameters()) for side, t in zip(locked.SIDES, self.pair.towers, strict=True)
+        }
+        return {
+            "machine": machine.describe(),
+            "device": self.world.device.type,
+            "processes": self.world.size,
+            "parameters": sum(p.numel() for p in parameters),
+            "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "parameters_of": towers_of,
+            "samples": len(self.dataset),
+            "pairs_per_step": self.config.batch_size,
+            "steps": self.steps,
+            "precision": self.config.precision,
+        }
 
     def _save_model(self, within: str = "") -> None:
         """Writes the weights into the run's folder, or into a folder in it."""

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from megabatch import settings
 from megabatch.data import cache
 from megabatch.trainer.config import TrainConfig
 
-BEST_ABOUT = "best.json"
+BEST_ABOUT, ENVIRONMENT = "best.json", "environment.json"
 PROBE = 1 << 16  # bytes: more than settings and the first lines of metrics take
 CONFIG, COMMAND, CHECKPOINTS, LOCKED, BEST = "config.toml", "command.txt", "checkpoints", "locked", "best"
 
@@ -33,10 +35,14 @@ class Run:
         """Pairs in a step."""
         return self.config.batch_size
 
-    def write(self) -> None:
-        """Writes the settings and the command line into the folder."""
+    def write(self, about: Mapping[str, Any]) -> None:
+        """Writes settings, command line, and `about` the environment with the date into the folder."""
         text = settings.to_toml(settings.table(self.config))
         cache.write(self.folder / CONFIG, lambda file: file.write(text.encode()))
+        place, now = self.folder / ENVIRONMENT, time.strftime("%Y-%m-%d %H:%M:%S %z")
+        started = json.loads(place.read_text("utf-8")).get("started", now) if self.first_step and place.is_file() else now
+        environment = json.dumps({"started": started, "last_start": now, **about}, indent=1)
+        cache.write(place, lambda file: file.write(environment.encode()))
         if self.command:
             cache.write(self.folder / COMMAND, lambda file: file.write(f"{self.command}\n".encode()))
 
