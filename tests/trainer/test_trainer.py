@@ -245,10 +245,6 @@ def test_ranks_stop_together_if_they_can_hardly_read(pool, tmp_path):
 def test_settings_that_would_have_no_effect_are_refused(tmp_path):
     with pytest.raises(ValueError, match="evaluate_every must be 0 without data to evaluate on"):
         runs.trainer(tmp_path, {"evaluate_every": 3})
-    data = runs.Numbers()
-    data.negative_columns = ("negative",)
-    with pytest.raises(ValueError, match="uses no hard negatives, and the data has the column negative"):
-        runs.trainer(tmp_path, data=data)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

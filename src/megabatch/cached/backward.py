@@ -70,9 +70,10 @@ def cached_backward(
         towers: pairs (tower, inputs). A tower is a module or another callable that returns (n, D) embeddings of n samples, or
             `megabatch.Encoded(embeddings, auxiliary_loss)`. One module may occur several times. Inputs are a tensor, a mapping
             of tensors (keyword arguments), a tuple or list of tensors (positional arguments), or a `Source`. All towers have
-            the same number of samples. Padded texts with an `attention_mask` are sorted by length and cut for the tower; their
-            embeddings return in order (`HostSource` has an argument for it). An auxiliary loss is the mean over its chunk, or
-            one number per sample; its mean over all samples is added to the loss.
+            the same number of samples, unless `loss_fn.further_rows` is true, as for hard negatives. Padded texts with an
+            `attention_mask` are sorted by length and cut for the tower; their embeddings return in order (`HostSource` has an
+            argument for it). An auxiliary loss is the mean over its chunk, or one number per sample; its mean over all samples is
+            added to the loss.
         chunk_size: samples a tower encodes at once; one number, or one per tower. More of them where texts are cut.
         budget: bytes for graphs that are kept from the first pass, so that their chunks are not encoded again; "auto" for most
             of the free memory, "all" to keep every graph, None to keep none.
@@ -88,7 +89,7 @@ def cached_backward(
     """
     checks.gradients_possible()
     checks.options(loss_fn, budget, budget_fraction, scaler, embeddings, on_chunk)
-    roles = checks.roles(towers, chunk_size)
+    roles = checks.roles(towers, chunk_size, further_rows=bool(getattr(loss_fn, "further_rows", False)))
     step = _Step(roles, scaler, sync, embeddings, on_chunk)
     step.equalise_passes()
     for role in roles:

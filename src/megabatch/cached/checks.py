@@ -19,7 +19,7 @@ def gradients_possible() -> None:
         raise RuntimeError("cached_backward must be called with gradients enabled, got a call under torch.no_grad()")
 
 
-def roles(towers: Any, chunk_size: Any) -> list[Role]:
+def roles(towers: Any, chunk_size: Any, *, further_rows: bool = False) -> list[Role]:
     """One role for each pair (tower, inputs)."""
     if not isinstance(towers, Sequence) or isinstance(towers, str):
         raise TypeError(f"towers must be a list of pairs (tower, inputs), got {_kind(towers)}")
@@ -40,7 +40,7 @@ def roles(towers: Any, chunk_size: Any) -> list[Role]:
                 "cannot skip a reduction; a cached step has a backward pass for every chunk and one reduction"
             )
     counts = [len(role.source) for role in made]
-    if len(set(counts)) > 1:
+    if len(set(counts)) > 1 and not further_rows:
         raise ValueError(
             f"towers must all have the same number of samples, got {', '.join(map(str, counts))} (rows of their inputs)"
         )

@@ -69,6 +69,8 @@ def _given(args: argparse.Namespace) -> list[settings.Table]:
     for name in FLAGS:
         if (value := getattr(args, name.rpartition(".")[2])) is not None:
             flags = settings.merged(flags, settings.nested(name, value))
+    if args.loss is not None:
+        flags["loss"] = {"name": args.loss}
     if args.warm_up is not None:
         flags["schedule"] = {"warm_up_steps" if isinstance(args.warm_up, int) else "warm_up_fraction": args.warm_up}
     if args.columns is not None:

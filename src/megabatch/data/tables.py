@@ -26,6 +26,7 @@ from megabatch.names import TABLES
 
 IMAGE_COLUMNS = ("image", "image_path", "filepath", "file_name", "filename", "path")
 TEXT_COLUMNS = ("caption", "text", "title", "sentence", "raw_caption")
+LABEL_COLUMNS = ("label", "class", "category")
 PAIR_COLUMNS = (
     ("anchor", "positive"),
     ("query", "document"),
@@ -34,7 +35,7 @@ PAIR_COLUMNS = (
     ("text1", "text2"),
 )
 
-FIRST_ROLES, SECOND_ROLES, NEGATIVE = ("image", "query"), ("text", "document"), "negative"
+FIRST_ROLES, SECOND_ROLES, NEGATIVE, LABEL = ("image", "query"), ("text", "document"), "negative", "label"
 _NEGATIVES = re.compile(r"(hard_)?negatives?(_?\d+)?")  # usual names
 
 Row = tuple[int, dict[str, Any] | None, str]  # row number, values or None, and the problem if there is one
@@ -69,16 +70,20 @@ class Table(Dataset):
         beginning, names = _up_to_the_first_whole(rows)
         if names is None and beginning:
             raise self._without_pairs([_told(self.path, number, problem) for number, _, problem in beginning])
-        columns, found, self.negative_columns = _chosen(columns, names or [], self.path)
+        columns, found, self.negative_columns, self.label_column = _chosen(columns, names or [], self.path)
         texts = found if texts is None else texts
         self.sides = (TEXT if texts else IMAGE, TEXT)
         self._first: list[str] = []
         self._second: list[str] = []
+        self._negatives: list[str] = []  # of all rows, in order
+        self._negative_ends: list[int] = []  # of each row
+        self._labels: list[str] = []
         for number, values, problem in itertools.chain(beginning, rows):
             self._add(number, values, problem, columns)
         if not self._first:
             raise self._without_pairs(self.problems)
-        self._items = _numbered(self._first)
+        self._items, self._label_numbers = _numbered(self._first), _numbered(self._labels)
+        self._row_of: dict[str, int] | None = None  # made when it is needed
         self._ids = connected(self._items, _numbered(self._second))
 
     def __len__(self) -> int:
@@ -92,6 +97,8 @@ class Table(Dataset):
 
     def stored(self, index: int, side: int) -> Any:
         """The file of the image, or the text."""
+        if index >= len(self) and side == 1:
+            return self._negatives[index - len(self)]
         value = (self._first, self._second)[side][self.check(index)]
         if self.sides[side] == TEXT:
             return value
@@ -110,6 +117,26 @@ class Table(Dataset):
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """Ids of the connected components of rows that share an image or a text."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
+
+    def negative_count(self, index: int) -> int:
+        """The number of hard negatives of a sample."""
+        return self._negative_ends[index] - (self._negative_ends[index - 1] if index else 0)
+
+    def negatives_of(self, indices: Sequence[int]) -> Tensor:  # (m,) int64
+        """The hard negatives of samples, as indices beyond the samples, which `read` takes for the second side."""
+        ends = [(self._negative_ends[index], self.negative_count(index)) for index in indices]
+        return torch.tensor([len(self) + end - count + i for end, count in ends for i in range(count)], dtype=torch.int64)
+
+    def negative_ids(self, negatives: Tensor) -> Tensor:  # (m,) int64 -> (m,) int64
+        """The id of the samples with the same second text as a negative; else a negative number of its own."""
+        if self._row_of is None:
+            self._row_of = {text: row for row, text in enumerate(self._second)}
+        rows = [self._row_of.get(self._negatives[number - len(self)]) for number in negatives.tolist()]
+        return torch.tensor([-1 - i if row is None else int(self._ids[row]) for i, row in enumerate(rows)], dtype=torch.int64)
+
+    def labels(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
+        """The class of each sample, by the column of labels."""
+        return self._label_numbers[torch.as_tensor(indices, dtype=torch.int64)]
 
     def items(self) -> Tensor:  # (samples,) int64
         """Rows with the same image, or the same first text, are one item with several captions."""
@@ -130,6 +157,11 @@ class Table(Dataset):
                 self.problems.append(_told(self.path, number, f"{column} must be a text, got {came}"))
                 return
             pair.append(value.strip())
+        negatives = [entry for column in self.negative_columns for entry in _texts(values.get(column))]
+        if self.label_column is not None:
+            self._labels.append(str(values.get(self.label_column)))
+        self._negatives += negatives
+        self._negative_ends.append(len(self._negatives))
         self._first.append(pair[0])
         self._second.append(pair[1])
 
@@ -173,12 +205,13 @@ def _table(path: Path) -> Path:
 
 def _chosen(
     columns: Mapping[str, str] | Sequence[str] | None, names: list[str], path: Path
-) -> tuple[tuple[str, str], bool, tuple[str, ...]]:
-    """The two columns, whether both are texts, and the columns of hard negatives. Of named columns no others are used."""
+) -> tuple[tuple[str, str], bool, tuple[str, ...], str | None]:
+    """The two columns, whether both are texts, columns of hard negatives and of labels. Of named columns no others are used."""
     if columns is None:
-        return *_usual_columns(names, path), tuple(name for name in names if _NEGATIVES.fullmatch(name.lower()))
+        label = next((name for name in LABEL_COLUMNS if name in names), None)
+        return *_usual_columns(names, path), tuple(name for name in names if _NEGATIVES.fullmatch(name.lower())), label
     by_role = columns if isinstance(columns, Mapping) else dict(zip(("image", "text"), columns, strict=True))
-    unknown = [role for role in by_role if role not in (*FIRST_ROLES, *SECOND_ROLES, NEGATIVE)]
+    unknown = [role for role in by_role if role not in (*FIRST_ROLES, *SECOND_ROLES, NEGATIVE, LABEL)]
     sides = [[role for role in roles if role in by_role] for roles in (FIRST_ROLES, SECOND_ROLES)]
     if unknown or any(len(found) != 1 for found in sides):
         raise ValueError(f"columns must be image=NAME text=NAME or query=NAME document=NAME, got {_told_columns(by_role)}")
@@ -186,7 +219,13 @@ def _chosen(
     if missing:
         raise ValueError(f"{path.name} has no column {' and no column '.join(missing)}; it has {', '.join(names) or 'none'}")
     chosen = by_role[sides[0][0]], by_role[sides[1][0]]
-    return chosen, sides[0][0] == "query", tuple(name for role, name in by_role.items() if role == NEGATIVE)
+    return chosen, sides[0][0] == "query", (by_role[NEGATIVE],) if NEGATIVE in by_role else (), by_role.get(LABEL)
+
+
+def _texts(value: Any) -> list[str]:
+    """A text, or a list of texts, without empty ones."""
+    found = value if isinstance(value, list | tuple) else [value]
+    return [entry.strip() for entry in found if isinstance(entry, str) and entry.strip()]
 
 
 def _told_columns(by_role: Mapping[str, str]) -> str:

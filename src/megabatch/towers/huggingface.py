@@ -84,6 +84,20 @@ def read_configs(spec: str) -> list[Any]:
     return found
 
 
+def cut(pair: Pair, length: int) -> None:
+    """Texts of at most this many tokens, for the towers of `load` and `load_config`."""
+    for tower in pair.towers:
+        texts: Any = getattr(tower.prepare, "__self__", None)
+        if tower.kind == "text":
+            if not isinstance(texts, Tokens | HashedWords):
+                raise ValueError(f'model_options.max_length is for models "hf:" and "hf-config:", got {pair.name!r}')
+            module: Any = tower.module
+            most = getattr(module.model.config, "max_position_embeddings", None)
+            if not isinstance(length, int) or length < 1 or (isinstance(most, int) and length > most):
+                raise ValueError(f"model_options.max_length must be from 1 to {most or 'any number of'} tokens, got {length!r}")
+            texts.longest = length
+
+
 def random_encoders(configs: Sequence[Any], name: str) -> list[TextEncoder | ImageEncoder]:
     """An encoder of texts, or one of images and one of texts, with random weights; all parameters are trained."""
     transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)

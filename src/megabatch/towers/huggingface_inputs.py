@@ -54,7 +54,7 @@ class Tokens:
     """A tokenizer of transformers, a chunk at a time."""
 
     def __init__(self, tokenizer: Any, longest: int) -> None:
-        self._tokenizer, self._longest = tokenizer, longest
+        self._tokenizer, self.longest = tokenizer, longest
 
     def prepare(self, text: str, generator: torch.Generator | None) -> str:
         """As it is."""
@@ -62,7 +62,7 @@ class Tokens:
 
     def collate(self, samples: list[str]) -> dict[str, Tensor]:
         """A chunk, padded to its longest."""
-        tokens = self._tokenizer(samples, padding=True, truncation=True, max_length=self._longest, return_tensors="pt")
+        tokens = self._tokenizer(samples, padding=True, truncation=True, max_length=self.longest, return_tensors="pt")
         return {key: tokens[key] for key in ("input_ids", "attention_mask")}
 
     def write(self, folder: Path) -> None:
@@ -74,12 +74,12 @@ class HashedWords:
     """Words as hashed ids, without a vocabulary."""
 
     def __init__(self, vocabulary: int, longest: int) -> None:
-        self._vocabulary, self._longest = vocabulary, longest
+        self._vocabulary, self.longest = vocabulary, longest
 
     def prepare(self, text: str, generator: torch.Generator | None) -> Tensor:  # (k,)
         """One text."""
         words = n_grams(text, self._vocabulary - _FIRST_WORD, ()) + _FIRST_WORD
-        return words[: self._longest]
+        return words[: self.longest]
 
     def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
         """A chunk, padded to its longest; an empty text has one token, of number 0."""

@@ -1,12 +1,17 @@
 """Towers by name: "small", "open_clip:…", "hf:…"."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from megabatch.data.dataset import IMAGE, TEXT
 from megabatch.names import MODELS
 from megabatch.towers import demo, huggingface, open_clip
 from megabatch.towers.tower import Pair
+
+TEXT_OPTIONS = ("query_prompt", "document_prompt", "max_length")
 
 
 def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> Pair:
@@ -15,9 +20,11 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
     Args:
         spec: see `megabatch.names.MODELS`.
         kinds: a dataset's `sides`.
-        options: fields of `demo.SmallConfig`, for "small".
+        options: fields of `demo.SmallConfig`, for "small"; `query_prompt` and `document_prompt`, which texts of the first and
+            second side begin with, for all models; `max_length` in tokens, for "hf:".
     """
     family, _, name = spec.partition(":")
+    texts = {key: options.pop(key) for key in TEXT_OPTIONS if key in options}
     if options and spec != "small":
         raise ValueError(f'model_options must be left out for models other than "small", got {", ".join(options)} for {spec!r}')
     if spec == "small":
@@ -38,9 +45,37 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
             f"model must have towers for {kinds[0]} and {kinds[1]}, got {spec!r}, which is for {pair.first.kind} and "
             f"{pair.second.kind}; possible are: {'; '.join(MODELS)}"
         )
-    return pair
+    return adapted(pair, texts)
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """Preprocessing of texts that begin with a prompt."""
+
+    prompt: str
+    inner: Callable[[Any, torch.Generator | None], Any]
+
+    def __call__(self, text: str, generator: torch.Generator | None) -> Any:
+        """One text."""
+        return self.inner(self.prompt + text, generator)
+
+
+def adapted(pair: Pair, options: Mapping[str, Any]) -> Pair:
+    """The pair with prompts and a longest text, where `TEXT_OPTIONS` are among the options."""
+    found = {key: options[key] for key in TEXT_OPTIONS if key in options}
+    if "max_length" in found:
+        huggingface.cut(pair, found["max_length"])
+    towers = []
+    for tower, key in zip(pair.towers, TEXT_OPTIONS, strict=False):
+        prompt = found.get(key, "")
+        if not isinstance(prompt, str):
+            raise ValueError(f"model_options.{key} must be a text, got {prompt!r}")
+        prompted = prompt and tower.kind == TEXT
+        towers.append(replace(tower, prepare=Prompted(prompt, tower.prepare)) if prompted else tower)
+    return replace(pair, first=towers[0], second=towers[1], options={**pair.options, **found}) if found else pair
 
 
 def image_size(spec: str, options: Mapping[str, Any]) -> int | None:
     """Pixels of a side of the model's images, for emoji, which are drawn in this size; None for any size."""
-    return demo.configured(options).image_size if spec == "small" else None
+    sizes = {key: value for key, value in options.items() if key not in TEXT_OPTIONS}
+    return demo.configured(sizes).image_size if spec == "small" else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megabatch import extras
 from megabatch.data import cache
 from megabatch.towers import huggingface, open_clip
-from megabatch.towers.load import load
+from megabatch.towers.load import adapted, load
 from megabatch.towers.tower import Pair
 from megabatch.world import World, default_group
 
@@ -77,10 +77,10 @@ def _built(description: dict[str, Any], place: Path) -> Pair:
     """The towers, before their weights are loaded."""
     family, _, name = description["name"].partition(":")
     if family == "open_clip":
-        return open_clip.load_folder(name, place)
+        return adapted(open_clip.load_folder(name, place), description["options"])
     if family in ("hf", "hf-config"):
         folders = [place / side for side in SIDES if (place / side).is_dir()]
-        return huggingface.load_folders(description["name"], folders)
+        return adapted(huggingface.load_folders(description["name"], folders), description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
 
 
@@ -115,7 +115,8 @@ def _keep(pair: Pair, place: Path) -> None:
     place.mkdir(parents=True, exist_ok=True)
     together = pair.name.startswith("open_clip:")
     for side, tower in zip(SIDES, pair.towers, strict=True):
-        if tower.keep is not None and not (tower is pair.first and side == SIDES[1]):
+        shared = side == SIDES[1] and tower.module is pair.first.module and not together
+        if tower.keep is not None and not shared:
             tower.keep(place if together else place / side)
 
 

@@ -103,7 +103,7 @@ class KeptEmbeddings:
         for number, place in enumerate(self._places):
             if number % world.size == world.rank and not _whole(place):
                 rows = range(number * ROWS, min((number + 1) * ROWS, len(dataset)))
-                report(f"encoding samples {rows.start} to {rows.stop - 1} of {len(dataset)} with the locked tower, once")
+                report(f"encoding samples {rows.start} to {rows.stop - 1} of {len(dataset)} once, with a frozen tower")
                 found = embed(tower, dataset, side, rows, chunk_size=chunk_size, workers=workers).cpu()
                 failures = {index: dataset.failures[index] for index in rows if index in dataset.failures}
                 cache.write(place, partial(torch.save, {"embeddings": found, "failures": failures}))

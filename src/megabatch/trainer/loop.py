@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megabatch import machine, settings, towers
 from megabatch.cached import randomness
@@ -24,7 +25,9 @@ from megabatch.cached.replay import sample_seed
 from megabatch.cached.timing import Clock, phase
 from megabatch.data import readers
 from megabatch.data.dataset import Dataset
+from megabatch.data.negatives import WithNegatives
 from megabatch.data.order import Order
+from megabatch.data.tables import Table
 from megabatch.evaluation import evaluate
 from megabatch.evaluation.retrieval import HEADLINES
 from megabatch.machine import peak_bytes
@@ -36,9 +39,9 @@ from megabatch.trainer.config import FREE, TrainConfig, differences, reader_coun
 from megabatch.trainer.ema import Average
 from megabatch.trainer.fit import Fit, repeated, what_fits
 from megabatch.trainer.flops import Utilisation
-from megabatch.trainer.objective import Objective
+from megabatch.trainer.objective import CONTRASTS, Beside, LossConfig, Objective
 from megabatch.trainer.observers import Observer, Observers, Unreadable
-from megabatch.trainer.run import BEST, CHECKPOINTS, LOCKED, Run
+from megabatch.trainer.run import BEST, CHECKPOINTS, LOCKED, TEACHER, Run
 from megabatch.trainer.state import State
 from megabatch.trainer.step import Inputs, Outcome, Step, autocast, fast_products, grad_scaler
 from megabatch.trainer.stopping import Request, StoppedError, requests
@@ -89,10 +92,7 @@ class Trainer:
             raise ValueError(
                 f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
             )
-        if found := getattr(dataset, "negative_columns", ()):
-            raise ValueError(
-                f"the loss uses no hard negatives, and the data has the column {found[0]}; name the columns to use (--columns)"
-            )
+        self._negatives = _negatives(config.loss, dataset)
         groups: Any = getattr(dataset, "groups", len(dataset))
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
         self.steps = config.total_steps(self.order.batches_per_epoch)
@@ -225,6 +225,7 @@ class Trainer:
             share = -(-self.config.batch_size // self.world.size)
             with compiling.plain(modules), autocast(self.config.precision, self.world.device):
                 self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
+        self.objective.beside = self._beside(workers, self._fit)
         return Step(
             self.config,
             self.pair,
@@ -232,7 +233,7 @@ class Trainer:
             self.objective,
             self.optimizer,
             self._scaler,
-            self.dataset,
+            self._negatives or self.dataset,
             self._known(workers, self._fit),
             self.world,
             self._fit,
@@ -264,6 +265,47 @@ class Trainer:
                 report=LOG.info,
             )
         return {side: kept}
+
+    def _beside(self, workers: int | Executor, fit: Fit) -> Callable[[Tensor], Beside]:
+        """What the loss takes beside the embeddings of a batch: labels, a teacher's embeddings, hard negatives."""
+        taught, negatives, dataset = self._teacher(workers, fit), self._negatives, self.dataset
+        labelled = dataset if self.config.loss.name == "sup_con" and isinstance(dataset, Table) else None
+
+        def beside(indices: Tensor) -> Beside:
+            samples = indices.tolist()
+            return Beside(
+                None if labelled is None else labelled.labels(samples),
+                None if taught is None else (taught[0].rows(indices), taught[1].rows(indices)),
+                None if negatives is None else negatives.owners(samples),
+                None if negatives is None else negatives.negative_ids(samples),
+            )
+
+        return beside
+
+    def _teacher(self, workers: int | Executor, fit: Fit) -> list[locked.KeptEmbeddings] | None:
+        """The embeddings of both sides of all samples by the teacher or the guide, computed once, without augmentation."""
+        spec = self.config.loss.teacher or self.config.loss.guide
+        if not spec:
+            return None
+        device = self.world.device
+        pair = towers.load_saved(spec, device) if Path(spec).is_dir() else towers.load(spec, self.dataset.sides)
+        self.objective.teacher_scale = pair.logit_scale
+        for tower in pair.towers:
+            tower.module.to(device).requires_grad_(False).eval()
+        with autocast(self.config.precision, device):
+            return [
+                locked.KeptEmbeddings(
+                    self.run.folder / TEACHER / name,
+                    self.dataset,
+                    side,
+                    pair,
+                    chunk_size=fit.chunk_sizes[side],
+                    workers=workers,
+                    world=self.world,
+                    report=LOG.info,
+                )
+                for side, name in enumerate(locked.SIDES)
+            ]
 
     def _train(self, step: Step, request: Request) -> None:
         coming = map(step.prepare, self.order.batches(self.step, self.steps))
@@ -502,3 +544,19 @@ class Trainer:
         preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
         count = reader_count(self.config, self.world)
         return readers.opened(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")
+
+
+def _negatives(config: LossConfig, dataset: Dataset) -> WithNegatives | None:
+    """The data with its hard negatives, if it has columns of them; checks that the loss uses what the data has."""
+    if config.name == "sup_con" and getattr(dataset, "label_column", None) is None:
+        raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
+    columns = getattr(dataset, "negative_columns", ())
+    if not columns or not isinstance(dataset, Table):
+        return None
+    if config.name not in CONTRASTS or config.guide:
+        why = f"the loss {config.name} uses none" if config.name not in CONTRASTS else "a guide is for pairs alone"
+        raise ValueError(
+            f"the data has hard negatives in the column {columns[0]}, and {why}. --loss info_nce uses them; --columns without "
+            "negative=… leaves them out"
+        )
+    return WithNegatives(dataset)

@@ -1,35 +1,103 @@
-"""The training loss: CLIP or SigLIP over all ranks, with a learned scale and bias, over the pairs that could be read."""
+"""The training loss over all ranks, with a learned scale and bias, over the pairs that could be read."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megabatch.losses import clip_loss, siglip_loss
+from megabatch.losses import (
+    Negatives,
+    clip_loss,
+    dcl_loss,
+    hcl_loss,
+    info_nce_loss,
+    matryoshka_clip_loss,
+    nt_xent_loss,
+    siglip_loss,
+    soft_clip_loss,
+    sup_con_loss,
+)
 from megabatch.world import World
 
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # initial values of the SigLIP paper
+
+
+NAMES = ("clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill")
+CONTRASTS = ("info_nce", "dcl", "hcl")  # take hard negatives, a margin, a guide and a direction
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """The loss and its initial values."""
 
-    name: Literal["clip", "siglip"] = "clip"  # which loss
+    name: Literal["clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill"] = (
+        "clip"  # which loss
+    )
     ids: bool = True  # whether pairs with equal ids of the dataset are not each other's negatives
     scale: float | None = None  # initial value (default: the model's)
     bias: float | None = None  # initial value, of SigLIP (default: the model's)
     largest_scale: float = 100.0  # the learned scale is clamped to it
+    symmetric: bool = False  # of info_nce, dcl and hcl: the mean of both directions
+    margin: float | None = None  # of info_nce, dcl and hcl: negatives that exceed the match by more are left out
+    guide: str = ""  # of info_nce, dcl and hcl: a run's folder or a model whose similarities find false negatives (GIST)
+    beta: float = 1.0  # of hcl: weight of hard negatives
+    tau_plus: float = 0.1  # of hcl: expected share of false negatives
+    widths: tuple[int, ...] = ()  # of matryoshka: widths of the embeddings' prefixes
+    teacher: str = ""  # of distill: a run's folder or a model whose similarities are the targets
+    teacher_weight: float = 1.0  # of distill: weight of the teacher's targets beside CLIP's loss
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
-        for name in ("scale", "largest_scale"):
+        """Checks the numbers, and that each setting is one of the loss."""
+        for name in ("scale", "largest_scale", "beta", "teacher_weight"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"loss.{name} must be a finite number above 0, got {value}")
+        if not 0 <= self.tau_plus < 1:
+            raise ValueError(f"loss.tau_plus must be at least 0 and less than 1, got {self.tau_plus}")
+        of = {
+            "symmetric": CONTRASTS,
+            "margin": CONTRASTS,
+            "guide": CONTRASTS,
+            "widths": ("matryoshka",),
+            "teacher": ("distill",),
+        }
+        for name, losses in of.items():
+            if getattr(self, name) not in (False, None, "", ()) and self.name not in losses:
+                raise ValueError(f"loss.{name} is for the losses {', '.join(losses)}, got loss.name = {self.name!r}")
+        for name in ("widths", "teacher"):
+            if self.name in of[name] and not getattr(self, name):
+                raise ValueError(f"loss.{name} must be given for the loss {self.name!r}")
+
+
+class Beside(NamedTuple):
+    """What a loss takes beside the embeddings of a batch's pairs, on this rank."""
+
+    labels: Tensor | None = None  # (n,) int64 classes
+    teacher: tuple[Tensor, Tensor] | None = None  # (n, E), (n, E) embeddings of a teacher or a guide
+    owners: Tensor | None = None  # (m,) int64: the pair that each hard negative belongs to
+    negative_ids: Tensor | None = None  # (m,) int64
+
+    def of(self, usable: Tensor) -> "Beside":  # (n,) bool
+        """The same for the pairs that could be read; their negatives alone."""
+        kept = None if self.owners is None else usable[self.owners]
+        return Beside(
+            None if self.labels is None else self.labels[usable],
+            None if self.teacher is None else (self.teacher[0][usable], self.teacher[1][usable]),
+            None if self.owners is None else (usable.cumsum(0) - 1)[self.owners[kept]],
+            None if self.negative_ids is None else self.negative_ids[kept],
+        )
+
+    def to(self, device: torch.device) -> "Beside":
+        """The same on a device."""
+        moved = [value if value is None else value.to(device) for value in (self.labels, self.owners, self.negative_ids)]
+        teacher = None if self.teacher is None else (self.teacher[0].to(device), self.teacher[1].to(device))
+        return Beside(moved[0], teacher, *moved[1:])
+
+
+NOTHING = Beside()
 
 
 class Objective(nn.Module):
@@ -52,13 +120,61 @@ class Objective(nn.Module):
             self.bias = nn.Parameter(torch.tensor(bias if config.bias is None else config.bias, dtype=dtype))
         beginning = min(scale if config.scale is None else config.scale, config.largest_scale)
         self.log_scale = nn.Parameter(torch.tensor(math.log(beginning), dtype=dtype))
+        self.beside: Callable[[Tensor], Beside] = lambda indices: NOTHING  # of the samples of a batch
+        self.teacher_scale = 1.0
 
-    def forward(self, first: Tensor, second: Tensor, ids: Tensor | None, world: World) -> Tensor:  # ()
-        """This rank's share of the loss over all ranks."""
-        scale = self.log_scale.exp()
-        if self.bias is None:
-            return clip_loss(first, second, scale, ids=ids, group=world.group)
-        return siglip_loss(first, second, scale, self.bias, ids=ids, group=world.group)
+    def forward(
+        self,
+        first: Tensor,
+        second: Tensor,
+        ids: Tensor | None,
+        world: World,
+        beside: Beside = NOTHING,
+        further: Tensor | None = None,
+    ) -> Tensor:  # ()
+        """This rank's share of the loss over all ranks. `further` are the embeddings of hard negatives, (m, D)."""
+        scale, group, config = self.log_scale.exp(), world.group, self.config
+        if config.name in CONTRASTS:
+            return self._contrast(first, second, ids, world, beside, further)
+        if config.name == "siglip":
+            assert self.bias is not None
+            return siglip_loss(first, second, scale, self.bias, ids=ids, group=group)
+        if config.name == "nt_xent":
+            return nt_xent_loss(first, second, scale, group=group)
+        if config.name == "sup_con":
+            assert beside.labels is not None
+            return sup_con_loss(torch.cat([first, second]), beside.labels.repeat(2), scale, group=group)
+        if config.name == "matryoshka":
+            return matryoshka_clip_loss(first, second, scale, widths=config.widths, ids=ids, group=group)
+        loss = clip_loss(first, second, scale, ids=ids, group=group)
+        if config.name == "distill":
+            assert beside.teacher is not None
+            targets = soft_clip_loss(first, second, scale, *beside.teacher, self.teacher_scale, group=group)
+            loss = loss + config.teacher_weight * targets
+        return loss
+
+    def _contrast(
+        self, first: Tensor, second: Tensor, ids: Tensor | None, world: World, beside: Beside, further: Tensor | None
+    ) -> Tensor:  # ()
+        config = self.config
+        negatives = None
+        if further is not None and beside.owners is not None:
+            negatives = Negatives(further, ids=None if ids is None else beside.negative_ids, owner=beside.owners)
+        options: dict[str, Any] = {"beta": config.beta, "tau_plus": config.tau_plus} if config.name == "hcl" else {}
+        loss: Any = {"info_nce": info_nce_loss, "dcl": dcl_loss, "hcl": hcl_loss}[config.name]
+        share: Tensor = loss(
+            first,
+            second,
+            scale=self.log_scale.exp(),
+            negatives=negatives,
+            symmetric=config.symmetric,
+            ids=ids,
+            margin=config.margin,
+            guide=beside.teacher,
+            group=world.group,
+            **options,
+        )
+        return share
 
     @torch.no_grad()
     def clamp(self) -> None:
@@ -80,13 +196,26 @@ class ReadablePairs:
         usable: returns a mask of this rank's readable pairs; called after both sides have been read.
         ids: of this rank's pairs, or None.
         known: embeddings of a locked side, by the index of the side.
+        indices: of this rank's samples.
     """
 
     def __init__(
-        self, objective: Objective, world: World, usable: Callable[[], Tensor], ids: Tensor | None, known: dict[int, Tensor]
+        self,
+        objective: Objective,
+        world: World,
+        usable: Callable[[], Tensor],
+        ids: Tensor | None,
+        known: dict[int, Tensor],
+        indices: Tensor | None = None,  # (n,) int64
     ) -> None:
         self._objective, self._world, self._usable, self._ids, self._known = objective, world, usable, ids, known
+        self._beside = NOTHING if indices is None else objective.beside(indices)
         self.pairs = 0  # readable pairs on all ranks; set by the call
+
+    @property
+    def further_rows(self) -> bool:
+        """Whether the second side has hard negatives after the pairs, for `cached_backward`."""
+        return self._beside.owners is not None
 
     def __call__(self, *encoded: Tensor) -> Tensor:  # ()
         """This rank's share of the loss; zero, with zero gradients, if no rank has a readable pair."""
@@ -96,9 +225,14 @@ class ReadablePairs:
         if self.pairs == 0:
             return sum((part.sum() for part in encoded), self._objective.log_scale.sum()) * 0
         ids = None if self._ids is None else self._ids.to(first.device)
+        beside, further = self._beside.to(first.device), None
+        if beside.owners is not None:  # hard negatives come after the pairs
+            second, further = second[: len(usable)], second[len(usable) :]
         if not bool(usable.all()):
+            further = None if further is None or beside.owners is None else further[usable[beside.owners]]
             first, second, ids = first[usable], second[usable], None if ids is None else ids[usable]
-        loss: Tensor = self._objective(first, second, ids, self._world)
+            beside = beside.of(usable)
+        loss: Tensor = self._objective(first, second, ids, self._world, beside, further)
         return loss
 
     def _both(self, encoded: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from megabatch.trainer.config import TrainConfig
 BEST_ABOUT, ENVIRONMENT = "best.json", "environment.json"
 PROBE = 1 << 16  # bytes: more than settings and the first lines of metrics take
 CONFIG, COMMAND, CHECKPOINTS, LOCKED, BEST = "config.toml", "command.txt", "checkpoints", "locked", "best"
+TEACHER = "teacher"
 
 
 @dataclass

@@ -145,7 +145,7 @@ class Step:
         indices = batch.indices.tolist()
         known = {side: kept.rows(batch.indices).to(self.world.device) for side, kept in self.known.items()}
         ids = self.dataset.ids(indices) if self.config.loss.ids else None
-        loss_fn = ReadablePairs(self.objective, self.world, lambda: self.dataset.usable(indices), ids, known)
+        loss_fn = ReadablePairs(self.objective, self.world, lambda: self.dataset.usable(indices), ids, known, batch.indices)
         with autocast(self.config.precision, self.world.device):
             share = cached_backward(
                 loss_fn,

@@ -19,7 +19,8 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action=_Columns,
         metavar="ROLE=NAME",
-        help="columns of a table: image=NAME text=NAME, or query=NAME document=NAME (default: found by common names)",
+        help="columns of a table: image=NAME text=NAME, or query=NAME document=NAME; in training also negative=NAME and "
+        "label=NAME (default: found by common names)",
     )
 
 

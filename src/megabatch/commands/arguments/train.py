@@ -7,6 +7,7 @@ from megabatch import names
 from megabatch.commands.arguments.options import add_columns
 
 AUTO = "auto"
+LOSSES = ("clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill")
 DESCRIPTION = f"""
 Trains two encoders (towers) with a contrastive loss: each sample becomes most similar to its own match.
 
@@ -34,7 +35,7 @@ all settings. Some of them:
   parallel = "fsdp"              shard the towers over ranks; "ddp" replicates them
   optimizer.name = "adafactor"   or "adamw", "lion"
   optimizer.scaling = "sqrt"     or "linear": the learning rate grows with the batch size
-  loss.name = "siglip"           or "clip"
+  loss.name = "siglip"           the same as --loss siglip
   ema = 0.999                    evaluate and save averaged weights
   memory.chunk = 0.25            fraction of free memory for the activations of a chunk
   checkpoint.every = 500         steps between checkpoints, at most checkpoint.minutes = 15; checkpoint.keep = 2
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='readers of samples, or "auto" (default): the cores of a GPU machine',
     )
     add("--compile", choices=(AUTO, "on", "off"), help="compile the towers (default: on for CUDA)")
+    add("--loss", choices=LOSSES, help="the loss (default: clip); `megabatch config loss` lists its settings")
     add("--precision", choices=(AUTO, "bf16", "fp16", "fp32"), help="dtype of the towers' products (default: bf16 on a GPU)")
     add("--seed", type=int, metavar="N", help="for initial weights, order and augmentation (default: 0)")
     add("--output", type=Path, metavar="FOLDER", help="folder of the run (default: runs/DATA-1, or the next number)")
