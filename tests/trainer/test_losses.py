@@ -1,6 +1,7 @@
 """Every loss from the command line, with what it takes beside the pairs: hard negatives, labels, a teacher, a guide."""
 
 import json
+import typing
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch
 import megabatch as mb
 from megabatch import cli, settings, towers
 from megabatch.commands import train
+from megabatch.commands.arguments import train as arguments
 from megabatch.data.negatives import WithNegatives
 from megabatch.data.tables import Table
 from megabatch.evaluation import encode, results
-from megabatch.trainer.objective import NAMES, Beside, LossConfig, Objective, ReadablePairs
+from megabatch.trainer.objective import Beside, LossConfig, Name, Objective, ReadablePairs
 from megabatch.trainer.observers import MetricsFile
 from megabatch.world import World
 
@@ -83,7 +85,7 @@ def test_each_loss_is_the_loss_of_its_name():
             mb.clip_loss(x, y, scale, ids=ids) + 0.5 * mb.soft_clip_loss(x, y, scale, t, u, 1.0),
         ),
     }
-    assert set(cases) == set(NAMES)
+    assert set(cases) == set(typing.get_args(Name)) == set(arguments.LOSSES)
     for name, (found, wanted) in cases.items():
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0, msg=name)
 

@@ -72,8 +72,8 @@ def cached_backward(
             of tensors (keyword arguments), a tuple or list of tensors (positional arguments), or a `Source`. All towers have
             the same number of samples, unless `loss_fn.further_rows` is true, as for hard negatives. Padded texts with an
             `attention_mask` are sorted by length and cut for the tower; their embeddings return in order (`HostSource` has an
-            argument for it). An auxiliary loss is the mean over its chunk, or one number per sample; its mean over all samples is
-            added to the loss.
+            argument for it). An auxiliary loss is the mean over its chunk, or one number per sample; its mean over all samples
+            is added to the loss.
         chunk_size: samples a tower encodes at once; one number, or one per tower. More of them where texts are cut.
         budget: bytes for graphs that are kept from the first pass, so that their chunks are not encoded again; "auto" for most
             of the free memory, "all" to keep every graph, None to keep none.

@@ -25,7 +25,7 @@ from megabatch.world import World
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # initial values of the SigLIP paper
 
 
-NAMES = ("clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill")
+Name = Literal["clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill"]
 CONTRASTS = ("info_nce", "dcl", "hcl")  # take hard negatives, a margin, a guide and a direction
 
 
@@ -33,9 +33,7 @@ CONTRASTS = ("info_nce", "dcl", "hcl")  # take hard negatives, a margin, a guide
 class LossConfig:
     """The loss and its initial values."""
 
-    name: Literal["clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill"] = (
-        "clip"  # which loss
-    )
+    name: Name = "clip"  # which loss
     ids: bool = True  # whether pairs with equal ids of the dataset are not each other's negatives
     scale: float | None = None  # initial value (default: the model's)
     bias: float | None = None  # initial value, of SigLIP (default: the model's)
