@@ -28,7 +28,7 @@ RULES: dict[str, set[str]] = {
     # The application
     "data": {"cached"},
     "towers": {"data", "cached"},
-    "evaluation": {"data", "towers", "cached", "pairwise", "primitives", "tiles"},
+    "evaluation": {"data", "towers", "cached", "losses", "pairwise", "primitives", "tiles"},
     "trainer": {"data", "towers", "evaluation", "cached", "losses"},
     "display": {"__init__"},  # its version
     "report": {"__init__", "data", "towers", "evaluation", "display"},

@@ -268,6 +268,30 @@ def test_output_into_a_closed_pipe_is_quiet():
         assert process.wait(PATIENCE) == 141
 
 
+def test_a_part_is_held_out_by_itself(pairs, capsys):
+    assert call("--holdout", "0.4", "--batch-size", "4", "--steps", "2", "--evaluate-every", "1", "--output", "mine") == 0
+    lines = results.read("mine/metrics.jsonl")
+    held = lines[-1]["evaluation"]["num_samples"]
+    assert 1 < held < 8
+    assert cli.main(["eval", "mine"]) == 0
+    assert f"samples: {held}, failed: 0" in capsys.readouterr().out
+    assert cli.main(["eval", "mine", "--split", "train"]) == 0
+    assert f"samples: {12 - held}, failed: 0" in capsys.readouterr().out
+    assert cli.main(["train", "--resume", "mine", "--holdout", "0.3", "--no-report"]) == 1
+    assert "holdout was 0.4 and is 0.3" in capsys.readouterr().err
+
+
+def test_several_validation_sets(pairs):
+    text = (pairs / "pairs.jsonl").read_text()
+    (pairs / "less.jsonl").write_text("\n".join(text.splitlines()[:5]))
+    assert call("--validation", "pairs.jsonl", "less.jsonl", "--steps", "1", "--output", "mine") == 0
+    found = results.read("mine/metrics.jsonl")[-1]["evaluation"]
+    assert (found["num_samples"], found["less/num_samples"]) == (12, 5)
+    assert found["clip_val_loss"] > found["less/clip_val_loss"] > 0
+    assert settings.read("mine/config.toml")["validation"] == ["pairs.jsonl", "less.jsonl"]
+    assert cli.main(["train", "--resume", "mine", "--steps", "2", "--no-report"]) == 0
+
+
 def test_two_runs_do_not_write_to_one_folder(pairs, capsys, monkeypatch):
     assert call("--set", "steps=2", "--output", "mine") == 0
     program = "import sys, time; from pathlib import Path; from megabatch.trainer.lock import locked\n"

@@ -5,6 +5,7 @@ DATA = (
     "emoji (drawings by two artists and their names)",
     "wordnet (words and definitions)",
     f"a table of pairs, or a folder with one ({', '.join(TABLES)})",
+    "a folder of images for each class, whose name is the caption",
     'webdataset shards, as in "data/{00000..00099}.tar" or "data/*.tar", or a folder of them',
 )
 MODELS = (

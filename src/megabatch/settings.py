@@ -191,7 +191,7 @@ def _described(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " or ".join(f'"{choice}"' for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return "a list of numbers"
+        return f"a list of {'strings' if typing.get_args(hint)[0] is str else 'numbers'}"
     if typing.get_origin(hint) is dict:
         return "a table"
     return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(hint, "left out")

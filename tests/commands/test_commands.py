@@ -221,6 +221,28 @@ def test_columns_are_named_in_eval_and_search(place, tmp_path, capsys):
         other.unlink()
 
 
+def test_zero_shot_with_a_folder_for_each_class(place, tmp_path):
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    for colour in ("red", "blue"):
+        (tmp_path / "data" / colour).mkdir(parents=True)
+        for number in range(3):
+            pillow.new("RGB", (24 + number, 30), colour).save(tmp_path / "data" / colour / f"{number}.png")
+    call(eval_command, place / "run", "--zero-shot", "--data", tmp_path / "data", "--output", tmp_path / "a.jsonl")
+    (line,) = results.read(tmp_path / "a.jsonl")
+    assert (line["num_classes"], line["num_failed"], line["data-zeroshot-val-top5"]) == (2, 0, 1.0)
+
+
+def test_scored_pairs_have_a_correlation(tmp_path, capsys):
+    torch.manual_seed(0)
+    towers.save(towers.load("small", ("text", "text"), **TINY), tmp_path / "run")
+    rows = [("a red cat", "a red cat", 5), ("a red cat", "a red dog", 3), ("a red cat", "the sea", 0), ("x", "y", "none")]
+    (tmp_path / "sts.csv").write_text("sentence1,sentence2,score\n" + "\n".join(f"{a},{b},{c}" for a, b, c in rows))
+    call(eval_command, tmp_path / "run", "--data", tmp_path / "sts.csv")
+    (line,) = results.read(tmp_path / "run" / "evaluation.jsonl")
+    assert (line["sts_spearman"], line["num_samples"], line["num_failed"]) == (pytest.approx(1.0), 3, 1)
+    assert "sts_spearman" in capsys.readouterr().out
+
+
 def test_queries_that_cannot_be(place, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"an image that exists, got 'nowhere.png'"):
         call(search_command, place / "run", "nowhere.png")

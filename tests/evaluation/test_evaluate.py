@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megabatch.data.dataset import Dataset, UnreadableSampleError
-from megabatch.evaluation import embed, embedded, evaluate, retrieval
+from megabatch.evaluation import embed, embedded, evaluate, retrieval, spearman
 from megabatch.towers import Pair, Tower
 
 D = 6
@@ -68,6 +68,7 @@ def test_captions_are_grouped_by_image_and_damaged_images_left_out(damaged):
     found = evaluate(model(), data, chunk_size=3)
     # One sample of each image is read; the others' captions go with it.
     assert found.pop("num_failed") == len(damaged)
+    assert found.pop("clip_val_loss") > 0
     assert found == by_hand(data)
     assert found["num_samples"] == 7 - len(damaged)
 
@@ -96,7 +97,20 @@ def test_fewer_images_than_ranks_are_refused_on_all_of_them(pool):
 
 def test_one_caption_each_and_side_names():
     data = Vectors(captions=(1,) * 9)
-    assert evaluate(model(), data) == {**by_hand(data), "num_failed": 0}
+    found = evaluate(model(), data)
+    assert found.pop("clip_val_loss") > 0
+    assert found == {**by_hand(data), "num_failed": 0}
+
+
+def test_the_validation_loss_leaves_out_other_captions_of_an_image():
+    pair, data = model(), Vectors()
+    items = data.items()
+    first, second = (embed(pair.towers[side], data, side) for side in (0, 1))
+    logits = 7.0 * first @ second.T
+    other = (items[:, None] == items) & ~torch.eye(len(items), dtype=torch.bool)
+    logits, own = logits.masked_fill(other, -torch.inf), torch.arange(len(items))
+    wanted = (nn.functional.cross_entropy(logits, own) + nn.functional.cross_entropy(logits.T, own)) / 2
+    assert evaluate(pair, data, scale=7.0)["clip_val_loss"] == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def test_messages():
@@ -118,3 +132,12 @@ def test_between_chunks_a_tower_is_as_it_was():
         assert not chunk.requires_grad
         assert tower.module.training
         assert torch.is_grad_enabled()
+
+
+def test_spearman_is_what_scipy_says():
+    stats = pytest.importorskip("scipy.stats", reason="scipy comes with the developers' packages")
+    x, y = torch.randint(0, 9, (40,)).double(), torch.randn(40).double()
+    assert spearman(x, y) == pytest.approx(stats.spearmanr(x.numpy(), y.numpy()).statistic, rel=1e-12)
+    assert spearman(x, x) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="needs at least two scored pairs, got 1"):
+        spearman(x[:1], y[:1])

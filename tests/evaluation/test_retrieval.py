@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers import aligned_pairs, tile_size, unit
+from megabatch import pairwise_rank
 from megabatch.evaluation import classifier, ranks_of_best, results, retrieval, zero_shot
 
 
@@ -39,6 +40,8 @@ def as_open_clip(image, text):
         ranks = (torch.argsort(logits, descending=True) == wanted).nonzero()[:, 1].double()
         found[f"{name}_mean_rank"] = ranks.mean().item() + 1
         found[f"{name}_median_rank"] = math.floor(ranks.quantile(0.5).item()) + 1
+        found[f"{name}_MRR"] = (1 / (ranks + 1)).mean().item()
+        found[f"{name}_nDCG@10"] = torch.where(ranks < 10, 1 / torch.log2(ranks + 2), 0.0).mean().item()
         for k in (1, 5, 10):
             found[f"{name}_R@{k}"] = (ranks < k).double().mean().item()
     return found
@@ -235,3 +238,14 @@ def test_a_full_disk_leaves_no_half_line(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     results.append(path, {"step": 3})
     assert results.read(path) == [{"step": 1}, {"step": 3}]
+
+
+def test_reciprocal_ranks_and_gains():
+    image, text = torch.eye(12), torch.eye(12).roll(1, 0)
+    text[0] = torch.eye(12)[0]
+    found = retrieval(image, text)
+    ranks = pairwise_rank(image, text).row.double()
+    assert found["image_to_text_MRR"] == pytest.approx((1 / (ranks + 1)).mean().item())
+    gains = [1 / math.log2(rank + 2) if rank < 10 else 0.0 for rank in ranks.tolist()]
+    assert found["image_to_text_nDCG@10"] == pytest.approx(sum(gains) / 12)
+    assert 0 in gains

@@ -11,8 +11,9 @@ import torch
 from megabatch.commands import model
 from megabatch.commands.arguments.eval import FILE
 from megabatch.data.dataset import IMAGE, Dataset
+from megabatch.data.tables import Table
 from megabatch.display import metrics
-from megabatch.evaluation import classifier, embed, encode, evaluate, results, zero_shot
+from megabatch.evaluation import classifier, embed, encode, evaluate, results, sts, zero_shot
 from megabatch.evaluation.embedding import read_or_none
 from megabatch.evaluation.zero_shot import TEMPLATES
 from megabatch.towers import Pair
@@ -26,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
         chosen = model.choose(args, world.device)
         if args.zero_shot:
             found = classified(chosen.pair, chosen.dataset, world, args, name=Path(chosen.data).stem, workers=workers)
+        elif (scores := scores_of(chosen.dataset)) is not None:
+            found = sts(chosen.pair, chosen.dataset, scores, chunk_size=args.chunk_size, workers=workers, group=world.group)
         else:
             found = evaluate(chosen.pair, chosen.dataset, chunk_size=args.chunk_size, workers=workers, group=world.group)
         if world.rank == 0:
@@ -36,6 +39,11 @@ def run(args: argparse.Namespace) -> int:
                 results.append(path, {"model": args.model, "data": chosen.data, "split": chosen.split, **found})
                 print(f"added to {path}")
     return 0
+
+
+def scores_of(dataset: Dataset) -> torch.Tensor | None:
+    """The scores of a table of scored pairs of texts; None for other data."""
+    return dataset.scores() if isinstance(dataset, Table) else None
 
 
 def classified(

@@ -73,6 +73,7 @@ def _from_checkpoint(place: Path, device: torch.device) -> Pair:
 
 def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | None, dict[str, Any]]:
     options: dict[str, Any] = {}
+    chosen_split = None
     if args.data is not None:
         spec = str(args.data)
     else:
@@ -83,11 +84,12 @@ def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | Non
                 f"--data must be given, because {args.model!r} does not name any; possible are: {'; '.join(names.DATA)}"
             )
         spec, options = found[0], run.test_options
+        chosen_split = found[1]
         if run.tests_on_training_data:
             LOG.info("%s is the data the run was trained on; --data names other data", spec)
     if args.columns is not None:
         options = {**options, "columns": args.columns}
-    split = args.split or ("test" if spec in data.WITH_SPLITS else None)
+    split = args.split or chosen_split or ("test" if spec in data.WITH_SPLITS else None)
     return spec, split, options
 
 

@@ -31,7 +31,7 @@ RUNS = Path("runs")
 PROBLEMS_NAMED = 5
 FLAGS = (  # that are settings
     *("data", "validation", "model", "batch_size", "chunk_size", "epochs", "steps", "precision", "seed", "workers", "compile"),
-    *("evaluate_every", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm"),
+    *("holdout", "evaluate_every", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm"),
 )
 
 
@@ -68,6 +68,7 @@ def _given(args: argparse.Namespace) -> list[settings.Table]:
     flags: settings.Table = {}
     for name in FLAGS:
         if (value := getattr(args, name.rpartition(".")[2])) is not None:
+            value = value[0] if isinstance(value, list) and len(value) == 1 else value
             flags = settings.merged(flags, settings.nested(name, value))
     if args.loss is not None:
         flags["loss"] = {"name": args.loss}
@@ -75,7 +76,7 @@ def _given(args: argparse.Namespace) -> list[settings.Table]:
         flags["schedule"] = {"warm_up_steps" if isinstance(args.warm_up, int) else "warm_up_fraction": args.warm_up}
     if args.columns is not None:
         flags["data_options"] = {"columns": args.columns}
-        if args.validation is not None and args.validation not in data.WITH_SPLITS:
+        if args.validation is not None and not set(args.validation) & set(data.WITH_SPLITS):
             flags["validation_options"] = {"columns": args.columns}
     read = settings.read(args.config) if args.config is not None else {}
     return [read, flags, *(settings.assignment(text) for text in args.set)]
@@ -157,11 +158,12 @@ def _locked(folder: Path, world: World, args: argparse.Namespace, held: ExitStac
 def _trainer(config: TrainConfig, folder: Path, world: World, args: argparse.Namespace) -> Trainer:
     randomness.seed_host(config.seed)
     size = image_size(config.model, config.model_options)
-    dataset = data.load(config.data, size=size, **config.data_options)
+    split = "train" if config.holdout else None
+    dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)
     validation = _validation(config, size)
     pair = towers.load(config.model, dataset.sides, **config.model_options)
     if world.rank == 0:
-        both = (problem for read in (dataset, validation) for problem in getattr(read, "problems", ()))
+        both = (problem for read in (dataset, *validation.values()) for problem in getattr(read, "problems", ()))
         _name_problems(list(dict.fromkeys(both)))  # one file may be both
     return Trainer(
         config,
@@ -183,11 +185,18 @@ def _name_problems(problems: Sequence[str]) -> None:
         LOG.warning("and %d more like these", len(problems) - PROBLEMS_NAMED)
 
 
-def _validation(config: TrainConfig, size: int | None) -> Dataset | None:
-    name = config.validation or (config.data if config.data in data.WITH_SPLITS else "")
-    if not name:
-        return None
-    return data.load(name, "test" if name in data.WITH_SPLITS else None, size=size, **config.validation_options)
+def _validation(config: TrainConfig, size: int | None) -> dict[str, Dataset]:
+    """The datasets to evaluate on, by the names of their files."""
+    if config.holdout:
+        return {"": data.load(config.data, "test", size=size, holdout=config.holdout, **config.data_options)}
+    given = (config.validation,) if isinstance(config.validation, str) else config.validation
+    names = [name for name in given if name] or [config.data] * (config.data in data.WITH_SPLITS)
+    found: dict[str, Dataset] = {}
+    for name in dict.fromkeys(names):
+        short = _run_name(name)
+        short = short if short not in found else f"{short}-{len(found) + 1}"
+        found[short] = data.load(name, "test" if name in data.WITH_SPLITS else None, size=size, **config.validation_options)
+    return found
 
 
 def _continue(trainer: Trainer, resume: str | None, checkpoint: Path | None) -> None:

@@ -7,18 +7,21 @@ from typing import Any
 from megabatch import extras, names
 from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.data.demo import emoji, wordnet
+from megabatch.data.folders import Folders, class_folders
 from megabatch.data.shards import Shards
+from megabatch.data.split import parts
 from megabatch.data.tables import Table
 
 WITH_SPLITS = ("emoji", "wordnet")
 
 
-def load(spec: str, split: str | None = None, *, size: int | None = None, **options: Any) -> Dataset:
+def load(spec: str, split: str | None = None, *, size: int | None = None, holdout: float = 0.0, **options: Any) -> Dataset:
     """Loads a dataset by name.
 
     Args:
         spec: see `megabatch.names.DATA`.
-        split: "train" (default), "test" or "all" of a dataset with splits; files have none.
+        split: "train" (default), "test" or "all" of a dataset with splits; files have none without `holdout`.
+        holdout: fraction of files that is held out: split "test" is this part, "train" the rest.
         size: pixels of a side of emoji; photographs keep their size.
         options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
             `Shards`.
@@ -28,7 +31,9 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, **opti
         return emoji.Emoji(split or "train", **_known(emoji.Emoji, given))
     if spec == "wordnet":
         return wordnet.WordNet(split or "train", **_known(wordnet.WordNet, options))
-    if split is not None:
+    if holdout and split in ("train", "test"):
+        return parts(load(spec, **options), holdout)[split == "test"]
+    if split is not None and not (holdout and split == "all"):
         raise ValueError(
             f"split must be left out for files, got {split!r} for {spec!r}; {' and '.join(WITH_SPLITS)} have splits"
         )
@@ -46,6 +51,9 @@ def _from_place(path: Path, options: dict[str, Any]) -> Dataset:
     if shards:
         extras.load("PIL.Image", extra="data", purpose="Reading images")
         return Shards(shards, **_known(Shards, options))
+    if path.is_dir() and not any(entry.suffix in names.TABLES for entry in path.iterdir()) and class_folders(path):
+        extras.load("PIL.Image", extra="data", purpose="Reading images")
+        return Folders(path, **_known(Folders, options))
     table = Table(path, **_known(Table, options))
     if IMAGE in table.sides:
         extras.load("PIL.Image", extra="data", purpose="Reading images")

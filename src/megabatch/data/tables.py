@@ -8,9 +8,11 @@ A column is found by its usual name, or named for its role: `columns={"image": "
 """
 
 import codecs
+import copy
 import csv
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,9 +35,12 @@ PAIR_COLUMNS = (
     ("query", "positive"),
     ("question", "answer"),
     ("text1", "text2"),
+    ("sentence1", "sentence2"),
 )
 
-FIRST_ROLES, SECOND_ROLES, NEGATIVE, LABEL = ("image", "query"), ("text", "document"), "negative", "label"
+FIRST_ROLES, SECOND_ROLES = ("image", "query"), ("text", "document")
+NEGATIVE, LABEL, SCORE = "negative", "label", "score"
+SCORE_COLUMNS = ("score", "similarity_score", "similarity")
 _NEGATIVES = re.compile(r"(hard_)?negatives?(_?\d+)?")  # usual names
 
 Row = tuple[int, dict[str, Any] | None, str]  # row number, values or None, and the problem if there is one
@@ -70,7 +75,7 @@ class Table(Dataset):
         beginning, names = _up_to_the_first_whole(rows)
         if names is None and beginning:
             raise self._without_pairs([_told(self.path, number, problem) for number, _, problem in beginning])
-        columns, found, self.negative_columns, self.label_column = _chosen(columns, names or [], self.path)
+        columns, found, self.negative_columns, self.label_column, self.score_column = _chosen(columns, names or [], self.path)
         texts = found if texts is None else texts
         self.sides = (TEXT if texts else IMAGE, TEXT)
         self._first: list[str] = []
@@ -78,12 +83,14 @@ class Table(Dataset):
         self._negatives: list[str] = []  # of all rows, in order
         self._negative_ends: list[int] = []  # of each row
         self._labels: list[str] = []
+        self._score_list: list[float] = []
         for number, values, problem in itertools.chain(beginning, rows):
             self._add(number, values, problem, columns)
         if not self._first:
             raise self._without_pairs(self.problems)
         self._items, self._label_numbers = _numbered(self._first), _numbered(self._labels)
         self._row_of: dict[str, int] | None = None  # made when it is needed
+        self._scores = torch.tensor(self._score_list, dtype=torch.float64)
         self._ids = connected(self._items, _numbered(self._second))
 
     def __len__(self) -> int:
@@ -117,6 +124,25 @@ class Table(Dataset):
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """Ids of the connected components of rows that share an image or a text."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
+
+    def part(self, indices: Sequence[int]) -> "Table":
+        """A table with some of the rows, in this order. Ids stay the same."""
+        made, chosen = copy.copy(self), torch.as_tensor(indices, dtype=torch.int64)
+        made.failures, made.problems = {}, list(self.problems)
+        rows = chosen.tolist()
+        made._first, made._second = [self._first[row] for row in rows], [self._second[row] for row in rows]
+        made._items, made._ids = self._items[chosen], self._ids[chosen]
+        for name in ("_label_numbers", "_scores"):
+            values = getattr(self, name)
+            setattr(made, name, values[chosen] if len(values) else values)
+        texts = [self._negatives[end - self.negative_count(row) : end] for row in rows for end in [self._negative_ends[row]]]
+        made._negatives, made._row_of = [text for found in texts for text in found], None
+        made._negative_ends = list(itertools.accumulate(map(len, texts)))
+        return made
+
+    def scores(self) -> Tensor | None:  # (samples,) float64
+        """How similar the two texts of each row are, by the column of scores, NaN if it has no number; None without one."""
+        return None if self.score_column is None or self.sides[0] == IMAGE else self._scores
 
     def negative_count(self, index: int) -> int:
         """The number of hard negatives of a sample."""
@@ -160,6 +186,11 @@ class Table(Dataset):
         negatives = [entry for column in self.negative_columns for entry in _texts(values.get(column))]
         if self.label_column is not None:
             self._labels.append(str(values.get(self.label_column)))
+        if self.score_column is not None:
+            try:
+                self._score_list.append(float(values.get(self.score_column, "")))
+            except (TypeError, ValueError):
+                self._score_list.append(math.nan)
         self._negatives += negatives
         self._negative_ends.append(len(self._negatives))
         self._first.append(pair[0])
@@ -205,13 +236,13 @@ def _table(path: Path) -> Path:
 
 def _chosen(
     columns: Mapping[str, str] | Sequence[str] | None, names: list[str], path: Path
-) -> tuple[tuple[str, str], bool, tuple[str, ...], str | None]:
-    """The two columns, whether both are texts, columns of hard negatives and of labels. Of named columns no others are used."""
+) -> tuple[tuple[str, str], bool, tuple[str, ...], str | None, str | None]:
+    """The two columns, whether both are texts, columns of negatives, labels, scores. Of named columns no others are used."""
     if columns is None:
-        label = next((name for name in LABEL_COLUMNS if name in names), None)
-        return *_usual_columns(names, path), tuple(name for name in names if _NEGATIVES.fullmatch(name.lower())), label
+        label, score = (next((name for name in usual if name in names), None) for usual in (LABEL_COLUMNS, SCORE_COLUMNS))
+        return *_usual_columns(names, path), tuple(name for name in names if _NEGATIVES.fullmatch(name.lower())), label, score
     by_role = columns if isinstance(columns, Mapping) else dict(zip(("image", "text"), columns, strict=True))
-    unknown = [role for role in by_role if role not in (*FIRST_ROLES, *SECOND_ROLES, NEGATIVE, LABEL)]
+    unknown = [role for role in by_role if role not in (*FIRST_ROLES, *SECOND_ROLES, NEGATIVE, LABEL, SCORE)]
     sides = [[role for role in roles if role in by_role] for roles in (FIRST_ROLES, SECOND_ROLES)]
     if unknown or any(len(found) != 1 for found in sides):
         raise ValueError(f"columns must be image=NAME text=NAME or query=NAME document=NAME, got {_told_columns(by_role)}")
@@ -219,7 +250,8 @@ def _chosen(
     if missing:
         raise ValueError(f"{path.name} has no column {' and no column '.join(missing)}; it has {', '.join(names) or 'none'}")
     chosen = by_role[sides[0][0]], by_role[sides[1][0]]
-    return chosen, sides[0][0] == "query", (by_role[NEGATIVE],) if NEGATIVE in by_role else (), by_role.get(LABEL)
+    negatives = (by_role[NEGATIVE],) if NEGATIVE in by_role else ()
+    return chosen, sides[0][0] == "query", negatives, by_role.get(LABEL), by_role.get(SCORE)
 
 
 def _texts(value: Any) -> list[str]:

@@ -28,8 +28,10 @@ def words(metric: str) -> str:
 
 def table(evaluation: Mapping[str, Any], title: str = "") -> Table:
     """Directions as rows, recalls and ranks as columns; sample counts as notes. Without recalls: one row a metric."""
-    counts = [name for name in evaluation if name.startswith("num_")]
-    notes = ", ".join(f"{words(name.removeprefix('num_'))}: {evaluation[name]:,}" for name in counts)
+    counts = [name for name in evaluation if name.rpartition("/")[2].startswith("num_")]
+    notes = ", ".join(f"{words(name.replace('num_', ''))}: {evaluation[name]:,}" for name in counts)
+    if (loss := evaluation.get("clip_val_loss")) is not None:
+        notes += f", loss: {numbers.short(loss)}"
     ways = list(dict.fromkeys(name.rsplit("_R@", 1)[0] for name in evaluation if "_R@" in name))
     if not ways:
         rows = [[name, _cell(name, value)] for name, value in evaluation.items() if name not in counts]
@@ -51,11 +53,20 @@ def chance(metric: str, samples: int) -> float | None:
     return (samples + 1) / 2 if metric in ("mean_rank", "median_rank") else None
 
 
+def by_dataset(evaluation: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The metrics of each dataset by its name; the first has none."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in evaluation.items():
+        name, _, metric = key.rpartition("/")
+        found.setdefault(name, {})[metric] = value
+    return found
+
+
 def line(evaluation: Mapping[str, Any]) -> str:
-    """Recalls and accuracies in one line of at most 90 columns: "text → image R@1/5/10 12.0 31.5 40.2 %"."""
+    """Recalls and accuracies of one dataset in at most 90 columns: "text → image R@1/5/10 12.0 31.5 40.2 %"."""
     ways: dict[str, list[tuple[str, float]]] = {}
     for name, value in evaluation.items():
-        if is_share(name):
+        if is_share(name) and "/" not in name:
             way, mark, k = name.rpartition("R@" if "R@" in name else "top")
             ways.setdefault(words(f"{way}{mark}"), []).append((k, value))
     parts = []

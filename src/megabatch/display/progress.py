@@ -66,7 +66,8 @@ class ProgressDisplay:
         if found is None:
             return
         self._recall = f"R@1 {numbers.percent(found[1])}" if found[0].endswith("R@1") else f"top {numbers.percent(found[1])}"
-        self._print(f"step {record['step']:,}: {metrics.line(record['evaluation'])}")
+        for name, evaluation in metrics.by_dataset(record["evaluation"]).items():
+            self._print(f"step {record['step']:,}: {f'{name}: ' if name else ''}{metrics.line(evaluation)}")
         if self._bar is not None and self._record:
             self._update_bar()  # with the new recall: after the last step there is no other update
 

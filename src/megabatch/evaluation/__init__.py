@@ -5,6 +5,7 @@ from megabatch.evaluation.evaluate import evaluate
 from megabatch.evaluation.ranks import ranks_of_best
 from megabatch.evaluation.retrieval import retrieval
 from megabatch.evaluation.search import Matches, search
+from megabatch.evaluation.similarity import spearman, sts
 from megabatch.evaluation.zero_shot import classifier, zero_shot
 
 __all__ = [
@@ -17,5 +18,7 @@ __all__ = [
     "ranks_of_best",
     "retrieval",
     "search",
+    "spearman",
+    "sts",
     "zero_shot",
 ]

@@ -9,17 +9,25 @@ from torch import Tensor
 from megabatch.data.dataset import Dataset
 from megabatch.evaluation.embedding import device_of, embed
 from megabatch.evaluation.retrieval import retrieval
+from megabatch.losses import clip_loss
 from megabatch.towers.tower import Pair
 from megabatch.world import World
 
 
+@torch.no_grad()
 def evaluate(
-    pair: Pair, dataset: Dataset, *, chunk_size: int = 256, workers: int | Executor = 0, group: Any = None
+    pair: Pair,
+    dataset: Dataset,
+    *,
+    scale: float | None = None,
+    chunk_size: int = 256,
+    workers: int | Executor = 0,
+    group: Any = None,
 ) -> dict[str, float]:
     """Retrieval in both directions over all pairs of a dataset; `retrieval` describes the metrics.
 
     Samples with the same first side (`dataset.items`) are one image with several captions. `num_failed` is the number of
-    unreadable samples on all ranks.
+    unreadable samples on all ranks. `clip_val_loss` is CLIP's loss over all pairs at `scale` (default: the model's).
     """
     world = World.of(group, device_of(pair.second.module))
     indices, first, owners = _share(dataset, world.rank, world.size)
@@ -37,7 +45,16 @@ def evaluate(
     several = bool(world.max([len(texts) != len(images)])[0])
     names = ("image", "text") if dataset.sides[0] != dataset.sides[1] else ("query", "text")
     result = retrieval(images, texts, owners.to(texts.device) if several else None, names=names, group=group)
-    return {**result, "num_failed": failed}
+    offset = world.row_offset(len(images))
+    paired, ids = (images[owners.to(texts.device)], owners + offset) if several else (images, None)
+    share = clip_loss(
+        paired,
+        texts,
+        pair.logit_scale if scale is None else scale,
+        ids=None if ids is None else ids.to(texts.device),
+        group=group,
+    )
+    return {**result, "clip_val_loss": world.sum([share.item()])[0] / world.size, "num_failed": failed}
 
 
 def _share(dataset: Dataset, rank: int, size: int) -> tuple[list[int], list[int], Tensor]:

@@ -24,7 +24,7 @@ def retrieval(
     group: Any = None,
     backend: Backend = "auto",
 ) -> dict[str, float]:
-    """Recall@1, 5 and 10, mean and median rank in both directions; mean and median ranks count from 1.
+    """Recall@1, 5 and 10, mean reciprocal rank, nDCG@10, mean and median rank in both directions; ranks count from 1.
 
     Args:
         image: (N, D) embeddings of the first side.
@@ -54,4 +54,7 @@ def _summary(name: str, ranks: Tensor) -> dict[str, float]:
     values = ranks.double()
     middle = values.quantile(0.5, interpolation="midpoint") if len(values) < 2**24 else values.median()  # quantile's limit
     result = {f"{name}_mean_rank": values.mean().item() + 1, f"{name}_median_rank": math.floor(middle.item()) + 1.0}
+    found = ranks.double()
+    result |= {f"{name}_MRR": (1 / (found + 1)).mean().item()}
+    result |= {f"{name}_nDCG@10": torch.where(ranks < 10, 1 / (found + 2).log2(), 0.0).mean().item()}  # one match counts
     return result | {f"{name}_R@{k}": (ranks < k).double().mean().item() for k in RECALLS}

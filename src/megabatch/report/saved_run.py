@@ -33,13 +33,17 @@ class SavedRun:
     @property
     def test_data(self) -> tuple[str, str | None] | None:
         """(name, split) of the data to evaluate on, which is the training data if there is no other; None if none is named."""
-        spec = str(self.config.get("validation") or self.training_data)
+        if self.config.get("holdout"):
+            return self.training_data, "test"
+        named = self.config.get("validation") or self.training_data
+        spec = str(named[0] if isinstance(named, list) else named)
         return (spec, "test" if spec in data.WITH_SPLITS else None) if spec else None
 
     @property
     def tests_on_training_data(self) -> bool:
         """Whether the run names no other data to evaluate on than what it learned."""
-        return not self.config.get("validation") and self.training_data not in data.WITH_SPLITS
+        known = self.config.get("validation") or self.config.get("holdout")
+        return not known and self.training_data not in data.WITH_SPLITS
 
     def test_set(self, *, size: int | None = None) -> Dataset:
         """The data to evaluate on. `size` is the side length of emoji, in pixels."""
@@ -51,6 +55,8 @@ class SavedRun:
     @property
     def test_options(self) -> dict[str, Any]:
         """Options of that data, such as a table's columns."""
+        if holdout := self.config.get("holdout"):
+            return {**self.config.get("data_options", {}), "holdout": holdout}
         options: dict[str, Any] = self.config.get("data_options" if self.tests_on_training_data else "validation_options", {})
         return options
 

@@ -26,7 +26,8 @@ class TrainConfig:
     """A training run."""
 
     data: str = "emoji"  # training data: a table, shards, emoji or wordnet
-    validation: str = ""  # evaluation data; empty for the test split of `data`, if it has one
+    validation: str | tuple[str, ...] = ""  # evaluation data, or a list; empty for the test split of `data`, if it has one
+    holdout: float = 0.0  # fraction of `data` that is held out for evaluation, such as 0.01
     model: str = "small"  # towers to train, such as open_clip:ViT-B-32 or hf:NAME
     batch_size: int = 1024  # pairs in a step, over all processes; at least 2
     chunk_size: int | Literal["auto"] = "auto"  # samples a tower encodes at once
@@ -65,6 +66,10 @@ class TrainConfig:
                 raise ValueError(f'{name} must be at least {least}, or "auto", got {value}')
         if not self.epochs > 0 or not math.isfinite(self.epochs):
             raise ValueError(f"epochs must be more than 0, got {self.epochs}")
+        if not 0 <= self.holdout < 1:
+            raise ValueError(f"holdout must be at least 0 and less than 1, got {self.holdout}")
+        if self.holdout and self.validation:
+            raise ValueError(f"holdout must be 0 with validation data, got {self.holdout}")
         if not 0 <= self.ema < 1:
             raise ValueError(f"ema must be at least 0 and less than 1, got {self.ema}")
         if self.precision == "fp16" and self.parallel == "fsdp":
@@ -106,6 +111,7 @@ FIXED = (
     "seed",
     "data",
     "data_options",
+    "holdout",
     "augment",
     "model",
     "model_options",

@@ -9,7 +9,7 @@ All ranks create a `Trainer` with the same arguments. One step is in step.py, th
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -61,7 +61,7 @@ class Trainer:
         pair: the towers with their initial weights, the same on all ranks. Moved to the device and trained in place.
         dataset: pairs to train on.
         folder: of the run; shared by all ranks.
-        validation: pairs to evaluate on, or None.
+        validation: pairs to evaluate on, or None; several datasets by name. Metrics of all but the first have "NAME/" before.
         observers: called on the first rank.
         world: the ranks (default: this process alone, on the CPU).
         command: the command line, recorded in the folder.
@@ -74,21 +74,24 @@ class Trainer:
         dataset: Dataset,
         folder: Path,
         *,
-        validation: Dataset | None = None,
+        validation: Dataset | Mapping[str, Dataset] | None = None,
         observers: Sequence[Observer] = (),
         world: World | None = None,
         command: str = "",
     ) -> None:
         self.world = world or World(torch.device("cpu"))
-        self.config, self.pair, self.dataset, self.validation = config.on(self.world.device), pair, dataset, validation
+        self.config, self.pair, self.dataset = config.on(self.world.device), pair, dataset
+        named = validation if isinstance(validation, Mapping) else {} if validation is None else {"": validation}
+        self.validation = {name if number else "": found for number, (name, found) in enumerate(named.items())}
         if config.batch_size < self.world.size:
             raise ValueError(f"batch_size must be at least 1 for each of {self.world.size} ranks, got {config.batch_size}")
-        if validation is not None and tuple(validation.sides) != tuple(dataset.sides):
-            raise ValueError(
-                f"validation must have the sides of the training data, {' and '.join(dataset.sides)}, "
-                f"got {' and '.join(validation.sides)}"
-            )
-        if config.evaluate_every and validation is None:
+        for found in self.validation.values():
+            if tuple(found.sides) != tuple(dataset.sides):
+                raise ValueError(
+                    f"validation must have the sides of the training data, {' and '.join(dataset.sides)}, "
+                    f"got {' and '.join(found.sides)}"
+                )
+        if config.evaluate_every and not self.validation:
             raise ValueError(
                 f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
             )
@@ -209,7 +212,7 @@ class Trainer:
                     failed = error  # the last checkpoint: the weights are there to be evaluated
                 if not self._model_saved:  # a run that had come to its end
                     self._save_model()
-                result = self._evaluate(workers) if self.validation is not None else None
+                result = self._evaluate(workers) if self.validation else None
                 if failed is not None:
                     raise failed
         finally:
@@ -356,7 +359,7 @@ class Trainer:
         if stop:
             raise StoppedError(self._farewell(stop), stop)
         every = self.config.evaluate_every
-        if self.validation is not None and every and self.step % every == 0 and self.step < self.steps:
+        if self.validation and every and self.step % every == 0 and self.step < self.steps:
             with phase("evaluation"):  # the last one comes after the loop
                 self._evaluate(step.workers)
 
@@ -382,12 +385,17 @@ class Trainer:
         self._observers.step(record)
 
     def _evaluate(self, workers: int | Executor) -> dict[str, float]:
-        assert self.validation is not None
+        result: dict[str, float] = {}
         averaged = nullcontext() if self.average is None else self.average.in_place()
         with averaged, parallel.whole(self._modules), autocast(self.config.precision, self.world.device):
             # A chunk that fits with a graph fits without one.
             chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)
-            result = evaluate(self.pair, self.validation, chunk_size=chunk_size, workers=workers, group=self.world.group)
+            scale = self.objective.numbers()["scale"]
+            for name, dataset in self.validation.items():
+                found = evaluate(
+                    self.pair, dataset, scale=scale, chunk_size=chunk_size, workers=workers, group=self.world.group
+                )
+                result |= {f"{name}/{key}" if name else key: value for key, value in found.items()}
         self._observers.evaluated({"step": self.step, "evaluation": result})
         if self.config.evaluate_every and self.config.checkpoint.best != "none":
             self._keep_best(result)
@@ -540,7 +548,7 @@ class Trainer:
             torch.cuda.manual_seed(seed)
 
     def _workers(self) -> AbstractContextManager[int | Executor]:
-        datasets = [data for data in (self.dataset, self.validation) if data is not None]
+        datasets = [self.dataset, *self.validation.values()]
         preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
         count = reader_count(self.config, self.world)
         return readers.opened(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")

@@ -12,6 +12,9 @@ Evaluates retrieval: the rank of each text's own image among all images, and vic
   megabatch eval runs/flickr --data my.csv --columns image=file text=description
   megabatch eval open_clip:ViT-B-32@laion2b_s34b_b79k --data "coco/{00000..00004}.tar"
   megabatch eval runs/emoji --zero-shot                     captions are class names
+  megabatch eval runs/photos --zero-shot --data flowers/    a folder of images for each class
+  megabatch eval runs/photos --zero-shot --data pets.csv --columns image=file text=breed
+  megabatch eval runs/texts --data sts.csv                  scored pairs: Spearman's correlation
   torchrun --nproc-per-node 8 -m megabatch eval runs/flickr   on eight devices
 
 Recall@k (R@k) is the fraction of queries whose match is among the first k; ranks count from 1. For

@@ -15,6 +15,7 @@ Trains two encoders (towers) with a contrastive loss: each sample becomes most s
   megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384 --epochs 10 --lr 5e-4
   megabatch train --data "cc12m/{{00000..01242}}.tar" --validation coco.csv --model open_clip:ViT-B-16 --batch-size 65536
   megabatch train --data photos.csv --columns image=file text=description --batch-size 4096
+  megabatch train --data triples.jsonl --loss info_nce --model hf:BAAI/bge-small-en --holdout 0.01
   megabatch train --data wordnet --batch-size 8192 --set optimizer.scaling=sqrt
   torchrun --nproc-per-node 8 -m megabatch train --config run.toml
   megabatch train --resume runs/emoji-1            from its last checkpoint, with its settings
@@ -49,7 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--data", metavar="DATA", help="training data (default: emoji)")
-    add("--validation", metavar="DATA", help="evaluation data (default: the test split of emoji and wordnet)")
+    add(
+        "--validation",
+        nargs="+",
+        metavar="DATA",
+        help="evaluation data, one or more (default: the test split of emoji, wordnet)",
+    )
+    add("--holdout", type=float, metavar="X", help="fraction of the data to hold out for evaluation, such as 0.01")
     add_columns(parser)
     add("--model", metavar="MODEL", help="towers to train (default: small)")
     add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 512 for emoji, else 1024)")

@@ -1,0 +1,80 @@
+"""Holds out a part of a dataset for evaluation. Which samples it is follows from their ids, so it is the same in every run.
+
+Samples with one id, such as the captions of one image, are on the same side of the split.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.cached.replay import sample_seed
+from megabatch.data.dataset import Dataset
+from megabatch.data.tables import Table
+
+STEPS = 10**9  # of the fraction
+
+
+def parts(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+    """The training part, and about `fraction` of the samples held out; each has at least one sample."""
+    everything = range(len(dataset))
+    ids = dataset.items() if dataset.ids(everything[:1]) is None else dataset.ids(everything)
+    numbers = list(everything) if ids is None else ids.tolist()
+    held = [sample_seed(0, number) % STEPS < fraction * STEPS for number in numbers]
+    train, test = ([index for index, out in enumerate(held) if out is wanted] for wanted in (False, True))
+    if not train or not test:
+        raise ValueError(
+            f"holdout must leave samples for training and for evaluation, got {fraction} of {len(dataset):,} samples"
+        )
+    return _part(dataset, train), _part(dataset, test)
+
+
+def _part(dataset: Dataset, indices: list[int]) -> Dataset:
+    return dataset.part(indices) if isinstance(dataset, Table) else Part(dataset, indices)
+
+
+class Part(Dataset):
+    """Some samples of a dataset.
+
+    Args:
+        dataset: the whole.
+        indices: of the samples, in ascending order.
+    """
+
+    def __init__(self, dataset: Dataset, indices: Sequence[int]) -> None:
+        super().__init__()
+        self.whole, self.indices = dataset, torch.as_tensor(indices, dtype=torch.int64)
+        self.sides, self.credits = dataset.sides, dataset.credits
+        self.problems = list(getattr(dataset, "problems", ()))
+        sizes = getattr(dataset, "groups", None)
+        if sizes is not None:  # shards, whose samples are read together
+            ends = torch.tensor(list(itertools.accumulate(sizes)))
+            counts = torch.bincount(torch.bucketize(self.indices, ends, right=True), minlength=len(sizes))
+            self.groups = tuple(count for count in counts.tolist() if count)
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.indices)
+
+    def read(self, index: int, side: int) -> Any:
+        """As in the whole."""
+        return self.whole.read(int(self.indices[self.check(index)]), side)
+
+    def stored(self, index: int, side: int) -> Any:
+        """As in the whole."""
+        return self.whole.stored(int(self.indices[self.check(index)]), side)
+
+    def name(self, index: int) -> str:
+        """As in the whole."""
+        return self.whole.name(int(self.indices[self.check(index)]))
+
+    def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
+        """As in the whole."""
+        return self.whole.ids(self.indices[torch.as_tensor(indices, dtype=torch.int64)].tolist())
+
+    def items(self) -> Tensor | None:  # (samples,) int64
+        """As in the whole."""
+        found = self.whole.items()
+        return None if found is None else found[self.indices]

@@ -1,0 +1,87 @@
+"""A part of the data is held out: the same in every run, about as large as asked for, no image on both sides."""
+
+import json
+
+import pytest
+import torch
+
+from megabatch.data import load as data
+from megabatch.data.dataset import Dataset
+from megabatch.data.folders import Folders
+from megabatch.data.split import Part, parts
+from megabatch.data.tables import Table
+
+
+@pytest.fixture
+def table(tmp_path):
+    rows = [
+        {"image": f"{i // 5}.png", "caption": f"text {i}", "negative": [f"n{i}"] * (i % 3), "label": i % 7} for i in range(4000)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path / "pairs.jsonl"
+
+
+def test_rows_of_one_image_stay_together(table):
+    whole = Table(table)
+    train, test = parts(whole, 0.1)
+    assert len(train) + len(test) == 4000
+    assert 280 < len(test) < 520
+    images = [{part.name(index) for index in range(len(part))} for part in (train, test)]
+    assert not images[0] & images[1]
+    again = parts(Table(table), 0.1)[1]
+    assert [again.read(index, 1) for index in range(len(again))] == [test.read(index, 1) for index in range(len(test))]
+    number = {whole.read(index, 1): index for index in range(len(whole))}
+    for index in (0, 3, len(test) - 1):
+        before = number[test.read(index, 1)]
+        assert [test.read(i, 1) for i in test.negatives_of([index]).tolist()] == [f"n{before}"] * (before % 3)
+        assert test.labels([index]) == whole.labels([before])
+        assert test.ids([index]) == whole.ids([before])
+
+
+class Shelved(Dataset):
+    """Forty samples in four groups."""
+
+    groups = (10, 10, 5, 15)
+
+    def __len__(self):
+        return 40
+
+    def read(self, index, side):
+        return f"{index}.{side}"
+
+    def name(self, index):
+        return str(index)
+
+
+def test_a_part_of_shards_knows_its_groups():
+    part = Part(Shelved(), [0, 9, 10, 24, 39])
+    assert part.groups == (2, 1, 1, 1)
+    assert [part.read(index, 1) for index in range(len(part))] == ["0.1", "9.1", "10.1", "24.1", "39.1"]
+    assert part.ids([0, 1]) is None
+    with pytest.raises(IndexError):
+        part.read(5, 0)
+    train, test = parts(Shelved(), 0.2)
+    assert sorted([*train.indices.tolist(), *test.indices.tolist()]) == list(range(40))
+    with pytest.raises(ValueError, match=r"must leave samples for training and for evaluation, got 1e-09 of 40"):
+        parts(Shelved(), 1e-9)
+
+
+def test_files_are_split_by_name(table):
+    train, test = (data.load(str(table), split, holdout=0.1) for split in ("train", "test"))
+    assert len(train) + len(test) == len(data.load(str(table), "all", holdout=0.1)) == 4000
+    with pytest.raises(ValueError, match="split must be left out for files"):
+        data.load(str(table), "test")
+
+
+def test_a_folder_for_each_class(tmp_path):
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    for name in ("red_fox", "cat"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            pillow.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / name / f"{number}.png")
+    found = data.load(str(tmp_path))
+    assert isinstance(found, Folders)
+    assert [found.read(index, 1) for index in range(4)] == ["cat", "cat", "red fox", "red fox"]
+    assert found.read(1, 0)[:, 0, 0].tolist() == [1, 0, 0]
+    assert torch.equal(found.ids(range(4)), torch.tensor([0, 0, 1, 1]))
+    assert found.name(2) == "red_fox/0.png"
