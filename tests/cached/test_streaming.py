@@ -19,6 +19,9 @@ class Event:
 
     finished = threading.Semaphore(0)
 
+    def __init__(self, blocking=False):
+        pass
+
     def record(self, stream):
         self.recorded = stream
 

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 
+from megabatch.cached import ReplayMismatchError
 from megabatch.data import images
 from megabatch.data.crops import RandomCrop, TrainingImages
 from megabatch.data.dataset import UnreadableSampleError
@@ -179,3 +180,13 @@ def test_the_same_pictures_whatever_reads_them():
     (other,) = data.source([7, 1, 4], 0, Preparation(), seed=3, epoch=1).chunks([(0, 3)], None)
     for position, (chunk, row) in enumerate(((1, 2), (0, 1), (0, 4))):
         assert torch.equal(other["pixels"][position], wanted[chunk][row])
+
+
+def test_a_file_that_changes_between_the_passes_is_noticed():
+    for later in (stored(picture(1, 20, 30), quality=50), b"nothing"):
+        data = Files([stored(picture(0, 20, 30)), stored(picture(1, 20, 30))])
+        source = data.source(range(2), 0, Preparation())
+        list(source.chunks([(0, 2)], None))
+        data.files[1] = later
+        with pytest.raises(ReplayMismatchError, match=r"1 of samples 0 to 1 .* sample 1 \(1\)"):
+            list(source.chunks([(0, 2)], None))

@@ -149,8 +149,9 @@ def test_tensors_share_slabs_and_never_memory(monkeypatch):
     monkeypatch.setattr(readers, "SLAB", 1000)
     memory = readers._Memory(pinned=True)
     sizes = [10, 100, 600, 200, 200, 5000, 0, 1, 300]
-    taken = [memory.take(size).fill_(i) for i, size in enumerate(sizes)]
-    assert [len(part) for part in taken] == sizes
+    types = [torch.uint8, torch.int64, torch.bfloat16]
+    taken = [memory.take(types[i % 3], (size // 10, 2)).fill_(i) for i, size in enumerate(sizes)]
+    assert [part.shape for part in taken] == [(size // 10, 2) for size in sizes]
     assert all((part == i).all() for i, part in enumerate(taken))
     assert len({part.untyped_storage().data_ptr() for part in taken[:3]}) == 1
-    assert all(part.storage_offset() % readers.ALIGNED == 0 for part in taken)
+    assert all(part.data_ptr() % part.element_size() == 0 for part in taken)

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,18 @@ from megabatch.cached import randomness
 from megabatch.cached.sources import Source, Span
 from megabatch.cached.streaming import copied, produced
 
-PIECE = 32  # samples per task: enough to hide the overhead of a task, few enough to spread a chunk over workers
+PIECE = 64  # samples per task: enough to hide the overhead of a task, few enough to spread a chunk over workers
 NAMED = 5  # samples that an error lists
 _UNREAD = 2**32  # no checksum
 
 Read = Callable[[Any, torch.Generator], Any]
+
+
+class Checked(NamedTuple):
+    """What `read` may return: a sample, and the checksum of what it was made of, which may be much smaller."""
+
+    sample: Any
+    checksum: int
 
 
 class ReplayMismatchError(RuntimeError):
@@ -317,7 +324,9 @@ def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any,
                 raise RuntimeError(
                     f"read failed for sample {position} ({reference!r}): {type(error).__name__}: {error}"
                 ) from error
-            results.append((sample, checksum(sample), size_of(sample)))
+            if not isinstance(sample, Checked):
+                sample = Checked(sample, checksum(sample))
+            results.append((*sample, size_of(sample.sample)))
         return results
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from megabatch.cached.replay import ReplaySource, sample_seed
+from megabatch.cached.replay import Checked, ReplaySource, checksum, sample_seed
 
 if TYPE_CHECKING:
     from megabatch.data.crops import TrainingImages
@@ -162,21 +162,22 @@ class _Read:
 
 @dataclass
 class _ReadImage:
-    """The same for images in training, which are cropped as they are stored."""
+    """The same for images in training. Checksums are those of the stored images."""
 
     dataset: Dataset
     side: int
     images: "TrainingImages"
     seed: int
 
-    def __call__(self, index: int, generator: torch.Generator) -> tuple[int, Any, _Failure | None]:
+    def __call__(self, index: int, generator: torch.Generator) -> Checked:
         own = sample_seed(self.seed, int(index))
         try:
-            stored = self.dataset.stored(int(index), self.side)
-            return index, self.images.read(stored, generator.manual_seed(own)), None
+            stored, failure = self.dataset.stored(int(index), self.side), None
+            crop = self.images.read(stored, generator.manual_seed(own))
         except UnreadableSampleError as error:
-            grey = blank(self.dataset.sides[self.side])
-            return index, self.images.read(grey, generator.manual_seed(own)), _Failure(error)
+            stored, failure = blank(self.dataset.sides[self.side]), _Failure(error)
+            crop = self.images.read(stored, generator.manual_seed(own))
+        return Checked((index, crop, failure), checksum(stored))
 
 
 @dataclass

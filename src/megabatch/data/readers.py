@@ -9,6 +9,7 @@ The memory of tensors is sent as it is, beside the pickled rest, and received in
 one shape are received together: each operation on a tensor may wait for the interpreter lock, and there are many samples.
 """
 
+import ctypes
 import io
 import logging
 import math
@@ -30,8 +31,9 @@ from torch import Tensor
 
 LOG = logging.getLogger("megabatch")
 SLAB = 1 << 28  # bytes of pinned memory allocated at once
+NICENESS = 10  # of readers: the thread that queues kernels comes first
 ALIGNED = 64  # bytes: tensors of any dtype begin at a multiple
-_LENGTHS = struct.Struct("<QQ")  # of the pickled value, and of the kinds of its tensors
+_LENGTH = struct.Struct("<Q")  # of the part of a message that is pickled
 
 
 @contextmanager
@@ -174,6 +176,7 @@ def _nothing() -> None:
 def serve(number: int) -> None:
     """The main function of a reader: answers tasks from the socket with this file number until it is closed."""
     torch.set_num_threads(1)
+    os.nice(NICENESS)
     connection = socket.socket(fileno=number)
     memory, shared = _Memory(pinned=False), list[Any]()
 
@@ -197,42 +200,45 @@ def serve(number: int) -> None:
 class Message(NamedTuple):
     """A value that is sent: pickled, but for its tensors."""
 
-    pickled: Any  # bytes
+    pickled: bytes
     groups: list[list[Tensor]]  # tensors of one dtype and shape each
 
 
 def _send(connection: socket.socket, message: Message) -> None:
-    kinds = pickle.dumps([(group[0].dtype, tuple(group[0].shape), len(group)) for group in message.groups])
-    connection.sendall(_LENGTHS.pack(len(message.pickled), len(kinds)))
-    for part in (message.pickled, kinds):
-        connection.sendall(part)
+    kinds = [(group[0].dtype, tuple(group[0].shape), len(group)) for group in message.groups]
+    body = pickle.dumps((message.pickled, kinds))
+    connection.sendall(_LENGTH.pack(len(body)) + body)
     for tensor in chain.from_iterable(message.groups):
-        if tensor.numel():
-            memory: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-            connection.sendall(memory)
+        together = tensor.contiguous()
+        connection.sendall(_bytes_of(together))
 
 
 def _received(connection: socket.socket, memory: "_Memory") -> Message:
     """Waits for a message. Raises an EOFError if the other side has closed the socket."""
-    lengths = _LENGTHS.unpack(_filled(connection, bytearray(_LENGTHS.size)))
-    pickled, kinds = (_filled(connection, bytearray(length)) for length in lengths)
+    (length,) = _LENGTH.unpack(_filled(connection, bytearray(_LENGTH.size)))
+    pickled, kinds = pickle.loads(_filled(connection, bytearray(length)))
     groups = []
-    for dtype, shape, count in pickle.loads(kinds):
-        part = memory.take(count * math.prod(shape) * dtype.itemsize)
-        _filled(connection, part.numpy())
-        groups.append(list(part.view(dtype).view(count, *shape).unbind(0)))
+    for dtype, shape, count in kinds:
+        rows = memory.take(dtype, (count, *shape))
+        _filled(connection, _bytes_of(rows))
+        groups.append(list(rows.unbind(0)))
     return Message(pickled, groups)
 
 
 def _filled(connection: socket.socket, room: Any) -> Any:
     """Waits until `room` is full, and returns it."""
-    rest = memoryview(room)
+    rest = memoryview(room).cast("B")
     while rest:
         got = connection.recv_into(rest, len(rest), socket.MSG_WAITALL)
         if got == 0:
             raise EOFError
         rest = rest[got:]
     return room
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """The memory of a contiguous tensor. The tensor must stay alive."""
+    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 class _Memory:
@@ -247,15 +253,17 @@ class _Memory:
         self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> Tensor:  # (size,) uint8
+    def take(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """A tensor whose values nobody has set."""
         if not self._pinned:
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(shape, dtype=dtype)
+        size = math.prod(shape) * dtype.itemsize
         with self._lock:
             start = -(-self._used // ALIGNED) * ALIGNED
             if start + size > len(self._slab):
                 self._slab, start = torch.empty(max(size, SLAB), dtype=torch.uint8, pin_memory=True), 0
             self._used = start + size
-            return self._slab[start : start + size]
+            return self._slab[start : self._used].view(dtype).view(shape)
 
 
 def _failed(error: Exception) -> Message:
@@ -271,7 +279,7 @@ def _dumped(value: Any, numbers: dict[int, int]) -> Message:
     stream = io.BytesIO()
     pickler = _Pickler(stream, numbers)
     pickler.dump(value)
-    return Message(stream.getbuffer(), list(pickler.groups.values()))
+    return Message(stream.getvalue(), list(pickler.groups.values()))
 
 
 def _loaded(message: Message, shared: list[Any]) -> Any:
