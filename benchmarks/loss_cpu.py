@@ -19,7 +19,7 @@ from megabatch.bench.loss_systems import CHUNKS, DENSE, MEGABATCH
 from megabatch.bench.losses import LossResult, measure_one
 from megabatch.bench.measure import FAILED, MEMORY, OK
 from megabatch.bench.processes import ProcessError, fresh_process
-from megabatch.commands.options import whole
+from megabatch.commands.arguments.options import whole
 from megabatch.machine import available_memory
 
 SYSTEMS = (MEGABATCH, DENSE, CHUNKS)

@@ -17,7 +17,7 @@ from megabatch.bench import levels
 from megabatch.bench.accuracy import ClipTruth, pairs, truth_of
 from megabatch.bench.measure import OK
 from megabatch.bench.processes import fresh_process
-from megabatch.commands.options import whole
+from megabatch.commands.arguments.options import whole
 
 BATCH, WIDTH, WORLDS = 8192, 256, [1, 2, 4, 8]
 
