@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import runs
 from helpers import PATIENCE
 from megabatch import settings
+from ranks import free_port
 
 pytestmark = pytest.mark.thorough
 
@@ -66,3 +68,44 @@ def test_the_command_line_trains_as_one_and_continues(folder):
     told = started(folder, TORCHRUN, "--resume", "two", "--set", "steps=8")
     assert "continues after step 6" in told
     assert settings.read(folder / "two" / "config.toml")["steps"] == 8
+
+
+def test_hard_negatives_of_two_processes_are_those_of_one(folder):
+    rows = [
+        {"query": word, "document": f"a {word}", "negative": [f"no {word}", "a redcat"][: 1 + i % 2]}
+        for i, word in enumerate(WORDS)
+    ]
+    (folder / "hard.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for launcher, name in ([], "one"), (TORCHRUN, "two"):
+        started(folder, launcher, "--data", "hard.jsonl", "--loss", "info_nce", "--output", name)
+    one, two = learned(folder / "one", 6), learned(folder / "two", 6)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_a_killed_rank_is_told_with_the_step(folder):
+    """The survivor's message names the step; nothing promises a checkpoint that is not there."""
+    paths = os.pathsep.join([os.path.abspath("src"), *sys.path])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    call = [sys.executable, "-m", "megabatch", "train", "--config", "small.toml", "--no-report", "--output", "run"]
+    call += ["--steps", "100000", "--set", "checkpoint.every=100000"]
+    ranks = [
+        subprocess.Popen(
+            call, cwd=folder, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    metrics = folder / "run" / "metrics.jsonl"
+    began = time.monotonic()
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert time.monotonic() - began < PATIENCE
+        time.sleep(0.1)
+    ranks[1].kill()
+    told = ranks[0].communicate(timeout=PATIENCE)[1]
+    ranks[1].communicate(timeout=PATIENCE)
+    assert ranks[0].returncode == 1
+    line = told.splitlines()[-1]
+    assert line.startswith("megabatch train: rank 0 of 2 lost another rank in step ")
+    assert "of 100000; there is no checkpoint to resume from" in line
+    assert "Traceback" not in told

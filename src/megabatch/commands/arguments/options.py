@@ -20,7 +20,7 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
         action=_Columns,
         metavar="ROLE=NAME",
         help="columns of a table: image=NAME text=NAME, or query=NAME document=NAME; in training also negative=NAME and "
-        "label=NAME (default: found by common names)",
+        "label=NAME, in evaluation score=NAME (default: found by common names)",
     )
 
 
