@@ -17,29 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megabatch import machine, settings, towers
+from megabatch import settings, towers
 from megabatch.cached import randomness
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.timing import Clock, phase
 from megabatch.data import readers
 from megabatch.data.dataset import Dataset
-from megabatch.data.negatives import WithNegatives
 from megabatch.data.order import Order
-from megabatch.data.tables import Table
 from megabatch.evaluation import evaluate
 from megabatch.evaluation.retrieval import HEADLINES
 from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
-from megabatch.trainer import compiling, locked, optim, parallel
+from megabatch.trainer import beside, compiling, locked, optim, parallel, room
 from megabatch.trainer import run as runs
 from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents, reason
 from megabatch.trainer.config import FREE, TrainConfig, differences, reader_count
 from megabatch.trainer.ema import Average
 from megabatch.trainer.fit import Fit, repeated, what_fits
 from megabatch.trainer.flops import Utilisation
-from megabatch.trainer.objective import CONTRASTS, Beside, LossConfig, Objective
+from megabatch.trainer.objective import Objective
 from megabatch.trainer.observers import Observer, Observers, Unreadable
 from megabatch.trainer.run import BEST, CHECKPOINTS, LOCKED, TEACHER, Run
 from megabatch.trainer.state import State
@@ -95,7 +92,7 @@ class Trainer:
             raise ValueError(
                 f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
             )
-        self._negatives = _negatives(config.loss, dataset)
+        self._negatives = beside.with_negatives(config.loss, dataset)
         groups: Any = getattr(dataset, "groups", len(dataset))
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
         self.steps = config.total_steps(self.order.batches_per_epoch)
@@ -193,11 +190,12 @@ class Trainer:
             StoppedError: after Ctrl-C or SIGTERM, once a checkpoint is saved.
             CheckpointError: the last checkpoint or the model could not be written; `saved` tells what is on disk.
         """
-        self._check_room()
+        moments = optim.MOMENTS[self.config.optimizer.name] + (self.average is not None)
+        room.check(self.run.folder, self._modules, moments, self.checkpoints, self.config.checkpoint.keep, self.world)
         self._saved_at = time.monotonic()
         self.run.first_step = self.run.step = self.step
         if self.world.rank == 0:
-            self.run.write(self._environment())
+            self.run.write(room.environment(self.config, self.pair, self.world, len(self.dataset), self.steps))
         self._observers.start(self.run)
         try:
             products = fast_products(self.config.precision, self.world.device)
@@ -228,7 +226,14 @@ class Trainer:
             share = -(-self.config.batch_size // self.world.size)
             with compiling.plain(modules), autocast(self.config.precision, self.world.device):
                 self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
-        self.objective.beside = self._beside(workers, self._fit)
+        loss, taught = self.config.loss, None
+        if spec := loss.teacher or loss.guide:
+            place, chunk_size = self.run.folder / TEACHER, min(self._fit.chunk_sizes)
+            with autocast(self.config.precision, self.world.device):
+                taught, self.objective.teacher_scale = beside.teacher(
+                    spec, self.dataset, place, self.world, chunk_size=chunk_size, workers=workers
+                )
+        self.objective.beside = beside.of_batches(loss, self.dataset, self._negatives, taught)
         return Step(
             self.config,
             self.pair,
@@ -268,47 +273,6 @@ class Trainer:
                 report=LOG.info,
             )
         return {side: kept}
-
-    def _beside(self, workers: int | Executor, fit: Fit) -> Callable[[Tensor], Beside]:
-        """What the loss takes beside the embeddings of a batch: labels, a teacher's embeddings, hard negatives."""
-        taught, negatives, dataset = self._teacher(workers, fit), self._negatives, self.dataset
-        labelled = dataset if self.config.loss.name == "sup_con" and isinstance(dataset, Table) else None
-
-        def beside(indices: Tensor) -> Beside:
-            samples = indices.tolist()
-            return Beside(
-                None if labelled is None else labelled.labels(samples),
-                None if taught is None else (taught[0].rows(indices), taught[1].rows(indices)),
-                None if negatives is None else negatives.owners(samples),
-                None if negatives is None else negatives.negative_ids(samples),
-            )
-
-        return beside
-
-    def _teacher(self, workers: int | Executor, fit: Fit) -> list[locked.KeptEmbeddings] | None:
-        """The embeddings of both sides of all samples by the teacher or the guide, computed once, without augmentation."""
-        spec = self.config.loss.teacher or self.config.loss.guide
-        if not spec:
-            return None
-        device = self.world.device
-        pair = towers.load_saved(spec, device) if Path(spec).is_dir() else towers.load(spec, self.dataset.sides)
-        self.objective.teacher_scale = pair.logit_scale
-        for tower in pair.towers:
-            tower.module.to(device).requires_grad_(False).eval()
-        with autocast(self.config.precision, device):
-            return [
-                locked.KeptEmbeddings(
-                    self.run.folder / TEACHER / name,
-                    self.dataset,
-                    side,
-                    pair,
-                    chunk_size=fit.chunk_sizes[side],
-                    workers=workers,
-                    world=self.world,
-                    report=LOG.info,
-                )
-                for side, name in enumerate(locked.SIDES)
-            ]
 
     def _train(self, step: Step, request: Request) -> None:
         coming = map(step.prepare, self.order.batches(self.step, self.steps))
@@ -480,41 +444,6 @@ class Trainer:
         told = resumable if newest is not None else "there is no checkpoint to resume from"
         return (weights if self._model_saved else "") + told
 
-    def _check_room(self) -> None:
-        """Raises an error if the disk has no room for the model and a checkpoint, and warns if it has none for all of them."""
-        state = {id(value): value for module in self._modules for value in module.state_dict().values()}
-        model = sum(value.numel() * value.element_size() for value in state.values())
-        moments = {"adamw": 2.0, "lion": 1.0, "adafactor": 0.5}[self.config.optimizer.name]
-        each = int(model * (1 + moments + bool(self.average)))
-        free, there = self.world.from_first((runs.free_bytes(self.run.folder), self.checkpoints.count()))
-        told = (
-            f"the disk of {self.run.folder} has {free / 1e6:,.1f} MB free; the model takes {model / 1e6:,.1f} MB and each "
-            f"checkpoint {each / 1e6:,.1f} MB"
-        )
-        if free < model + each:
-            raise ValueError(f"{told}. Make room, or choose another folder (--output)")
-        if free < model + each * (self.config.checkpoint.keep + 1 - there) and self.world.rank == 0:
-            LOG.warning("%s. %d of them, and the next, may not fit (checkpoint.keep)", told, self.config.checkpoint.keep)
-
-    def _environment(self) -> dict[str, Any]:
-        """Hardware, versions and sizes, for a report that can be cited."""
-        parameters = {id(p): p for module in self._modules for p in module.parameters()}.values()
-        towers_of = {
-            side: sum(p.numel() for p in t.module.parameters()) for side, t in zip(locked.SIDES, self.pair.towers, strict=True)
-        }
-        return {
-            "machine": machine.describe(),
-            "device": self.world.device.type,
-            "processes": self.world.size,
-            "parameters": sum(p.numel() for p in parameters),
-            "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-            "parameters_of": towers_of,
-            "samples": len(self.dataset),
-            "pairs_per_step": self.config.batch_size,
-            "steps": self.steps,
-            "precision": self.config.precision,
-        }
-
     def _save_model(self, within: str = "") -> None:
         """Writes the weights into the run's folder, or into a folder in it."""
         problem = None
@@ -552,19 +481,3 @@ class Trainer:
         preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
         count = reader_count(self.config, self.world)
         return readers.opened(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")
-
-
-def _negatives(config: LossConfig, dataset: Dataset) -> WithNegatives | None:
-    """The data with its hard negatives, if it has columns of them; checks that the loss uses what the data has."""
-    if config.name == "sup_con" and getattr(dataset, "label_column", None) is None:
-        raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
-    columns = getattr(dataset, "negative_columns", ())
-    if not columns or not isinstance(dataset, Table):
-        return None
-    if config.name not in CONTRASTS or config.guide:
-        why = f"the loss {config.name} uses none" if config.name not in CONTRASTS else "a guide is for pairs alone"
-        raise ValueError(
-            f"the data has hard negatives in the column {columns[0]}, and {why}. --loss info_nce uses them; --columns without "
-            "negative=… leaves them out"
-        )
-    return WithNegatives(dataset)

@@ -13,6 +13,7 @@ from megabatch import extras
 from megabatch.trainer.adafactor import AdaFactor
 
 WARM_UP_FRACTION = 0.1
+MOMENTS = {"adamw": 2.0, "lion": 1.0, "adafactor": 0.5}  # bytes of an optimizer's state for each byte of a parameter, about
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBase)
 
 

@@ -1,0 +1,80 @@
+"""What a loss takes beside the embeddings of a batch: hard negatives, labels, and the embeddings of a teacher or a guide."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from megabatch import towers
+from megabatch.data.dataset import Dataset
+from megabatch.data.negatives import WithNegatives
+from megabatch.data.tables import Table
+from megabatch.trainer.locked import SIDES, KeptEmbeddings
+from megabatch.trainer.objective import CONTRASTS, Beside, LossConfig
+from megabatch.world import World
+
+LOG = logging.getLogger("megabatch")
+
+
+def with_negatives(config: LossConfig, dataset: Dataset) -> WithNegatives | None:
+    """The data with its hard negatives, if it has columns of them; checks that the loss uses what the data has."""
+    if config.name == "sup_con" and getattr(dataset, "label_column", None) is None:
+        raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
+    columns = getattr(dataset, "negative_columns", ())
+    if not columns or not isinstance(dataset, Table):
+        return None
+    if config.name not in CONTRASTS or config.guide:
+        why = f"the loss {config.name} uses none" if config.name not in CONTRASTS else "a guide is for pairs alone"
+        raise ValueError(
+            f"the data has hard negatives in the column {columns[0]}, and {why}. --loss info_nce uses them; --columns without "
+            "negative=… leaves them out"
+        )
+    return WithNegatives(dataset)
+
+
+def of_batches(
+    config: LossConfig, dataset: Dataset, negatives: WithNegatives | None, taught: list[KeptEmbeddings] | None
+) -> Callable[[Tensor], Beside]:
+    """A function from the indices of a batch on this rank, (n,), to what the loss takes.
+
+    Args:
+        config: of the loss.
+        dataset: of the pairs.
+        negatives: from `with_negatives`.
+        taught: embeddings of both sides, from `teacher`.
+    """
+    labelled = dataset if config.name == "sup_con" and isinstance(dataset, Table) else None
+
+    def beside(indices: Tensor) -> Beside:
+        samples = indices.tolist()
+        return Beside(
+            None if labelled is None else labelled.labels(samples),
+            None if taught is None else (taught[0].rows(indices), taught[1].rows(indices)),
+            None if negatives is None else negatives.owners(samples),
+            None if negatives is None else negatives.negative_ids(samples),
+        )
+
+    return beside
+
+
+def teacher(
+    spec: str, dataset: Dataset, folder: Path, world: World, *, chunk_size: int, workers: int | Executor
+) -> tuple[list[KeptEmbeddings], float]:
+    """The embeddings of both sides of all samples by a teacher or guide, computed once without augmentation, and its scale.
+
+    Args:
+        spec: the folder of a run, or a model by name.
+        dataset: of the pairs.
+        folder: for the embeddings, shared by all ranks.
+        world: the ranks.
+        chunk_size: samples encoded at once.
+        workers: as for `Dataset.source`.
+    """
+    pair = towers.load_saved(spec, world.device) if Path(spec).is_dir() else towers.load(spec, dataset.sides)
+    for tower in pair.towers:
+        tower.module.to(world.device).requires_grad_(False).eval()
+    kept = partial(KeptEmbeddings, chunk_size=chunk_size, workers=workers, world=world, report=LOG.info)
+    return [kept(folder / name, dataset, side, pair) for side, name in enumerate(SIDES)], pair.logit_scale

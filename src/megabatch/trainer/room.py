@@ -1,0 +1,60 @@
+"""Where a run takes place: the room on its disk, and hardware, versions and sizes, for a report that can be cited."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megabatch import machine
+from megabatch.towers.tower import Pair
+from megabatch.trainer import locked, run
+from megabatch.trainer.checkpoint import Checkpoints
+from megabatch.trainer.config import TrainConfig
+from megabatch.world import World
+
+LOG = logging.getLogger("megabatch")
+
+
+def check(
+    folder: Path, modules: Sequence[nn.Module], moments: float, checkpoints: Checkpoints, keep: int, world: World
+) -> None:
+    """Raises an error if the disk has no room for the model and a checkpoint, and warns if it has none for all of them.
+
+    Args:
+        folder: of the run.
+        modules: of the towers, each once.
+        moments: bytes of a checkpoint for each byte of a module, besides the module's own.
+        checkpoints: of the run.
+        keep: number of checkpoints.
+        world: the ranks.
+    """
+    model = sum(value.numel() * value.element_size() for module in modules for value in module.state_dict().values())
+    each = int(model * (1 + moments))
+    free, there = world.from_first((run.free_bytes(folder), checkpoints.count()))
+    told = (
+        f"the disk of {folder} has {free / 1e6:,.1f} MB free; the model takes {model / 1e6:,.1f} MB and each checkpoint "
+        f"{each / 1e6:,.1f} MB"
+    )
+    if free < model + each:
+        raise ValueError(f"{told}. Make room, or choose another folder (--output)")
+    if free < model + each * (keep + 1 - there) and world.rank == 0:
+        LOG.warning("%s. %d of them, and the next, may not fit (checkpoint.keep)", told, keep)
+
+
+def environment(config: TrainConfig, pair: Pair, world: World, samples: int, steps: int) -> dict[str, Any]:
+    """Hardware, versions and sizes."""
+    of_sides = zip(locked.SIDES, pair.towers, strict=True)
+    return {
+        "machine": machine.describe(),
+        "device": world.device.type,
+        "processes": world.size,
+        "parameters": sum(p.numel() for p in pair.parameters()),
+        "trained_parameters": sum(p.numel() for p in pair.parameters() if p.requires_grad),
+        "parameters_of": {side: sum(p.numel() for p in tower.module.parameters()) for side, tower in of_sides},
+        "samples": samples,
+        "pairs_per_step": config.batch_size,
+        "steps": steps,
+        "precision": config.precision,
+    }
