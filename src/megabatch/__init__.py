@@ -16,7 +16,13 @@ from megabatch.losses import (
     soft_clip_loss,
     sup_con_loss,
 )
-from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus, pairwise_symmetric_logsumexp
+from megabatch.pairwise import (
+    pairwise_logsumexp,
+    pairwise_rank,
+    pairwise_softplus,
+    pairwise_symmetric_logsumexp,
+    pairwise_topk,
+)
 from megabatch.ring import RingError
 
 __version__ = "0.1.0"
@@ -43,6 +49,7 @@ __all__ = [
     "pairwise_rank",
     "pairwise_softplus",
     "pairwise_symmetric_logsumexp",
+    "pairwise_topk",
     "siglip_loss",
     "soft_clip_loss",
     "sup_con_loss",

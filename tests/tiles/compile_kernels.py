@@ -32,6 +32,7 @@ from megabatch.tiles import (
     triton_online_logsumexp,
     triton_partial_sums,
     triton_rank,
+    triton_topk,
 )
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
@@ -104,6 +105,8 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_online_logsumexp, "_online_logsumexp_kernel"),
         (triton_gradient, "_gradient_strip_kernel"),
         (triton_rank, "_rank_kernel"),
+        (triton_topk, "_group_maxima_kernel"),
+        (triton_topk, "_group_products_kernel"),
         (triton_exponent_scale, "_largest_norm_kernel"),
         (triton_exponent_scale, "_exponent_scale_kernel"),
         (triton_embeddings, "_matching_products_kernel"),
@@ -184,6 +187,7 @@ def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:
                 pass
     if not features:
         triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))
+    triton_topk.topk(replace(alone, row_bias=None, col_bias=None), 2)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from megabatch.operators.small import is_small, small_cross_entropy, small_sigmo
 from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
 from megabatch.operators.symmetric_logsumexp import symmetric_logsumexp
+from megabatch.operators.topk import topk
 from megabatch.operators.total import total
 from megabatch.operators.transforms import apply, transforms_are_active
 
@@ -31,6 +32,7 @@ __all__ = [
     "soft_cross_entropy",
     "softplus",
     "symmetric_logsumexp",
+    "topk",
     "total",
     "transforms_are_active",
 ]

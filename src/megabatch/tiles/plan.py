@@ -108,6 +108,17 @@ ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 # Rows and panels of columns of one launch of the logsumexp kernel: its partial row sums take 128 MiB at most.
 LAUNCH_ROWS, LAUNCH_PANELS = 131072, 256
 
+# Columns whose largest product the top-k kernel stores as one number. Groups of 32 store 1/32 of the products and form k·32
+# products of a row again; at 1M columns, D = 512 and k = 16 both are a few percent of the traffic of the product. Not tuned.
+TOPK_GROUP = 32
+_TOPK_BYTES = 256 * 2**20
+
+
+def topk_rows(M: int) -> int:
+    """Rows of one launch of the top-k kernel: their group maxima take 256 MiB at most."""
+    return max(256, _TOPK_BYTES // 4 // -(-M // TOPK_GROUP) // 256 * 256)
+
+
 # Bytes of a strip of gradients: half of the 512 MiB limit of a workspace, because other buffers are alive beside it. Its sides
 # decide how well the tiles of dx and dy fill the multiprocessors. H200, bf16, 64k×64k, both products with fp32 sums, ms at
 # D = 512 / 768 / 1024: 8192×16384 11.2 / 17.4 / 22.5, 16384×8192 11.3 / 16.7 / 23.1, 11008×16384 11.9 / 17.8 / 25.6,
