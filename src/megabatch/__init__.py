@@ -1,6 +1,7 @@
 """megabatch: exact contrastive losses in memory that grows linearly with the batch."""
 
 from megabatch.cached import Encoded, HostSource, ReplayMismatchError, ReplaySource, Source, cached_backward
+from megabatch.late import Tokens, maxsim_logsumexp
 from megabatch.losses import (
     ClipLoss,
     DistillClipLoss,
@@ -10,6 +11,8 @@ from megabatch.losses import (
     dcl_loss,
     hcl_loss,
     info_nce_loss,
+    late_distillation_loss,
+    late_interaction_loss,
     matryoshka_clip_loss,
     nt_xent_loss,
     siglip_loss,
@@ -38,12 +41,16 @@ __all__ = [
     "RingError",
     "SigLipLoss",
     "Source",
+    "Tokens",
     "cached_backward",
     "clip_loss",
     "dcl_loss",
     "hcl_loss",
     "info_nce_loss",
+    "late_distillation_loss",
+    "late_interaction_loss",
     "matryoshka_clip_loss",
+    "maxsim_logsumexp",
     "nt_xent_loss",
     "pairwise_logsumexp",
     "pairwise_rank",

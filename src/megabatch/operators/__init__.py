@@ -5,6 +5,7 @@ An operator describes a block, runs a backend's pass over its tiles, and turns t
 called by `apply`.
 """
 
+from megabatch.operators.late import maxsim_logsumexp, maxsim_pairs
 from megabatch.operators.logsumexp import logsumexp
 from megabatch.operators.matching import matching
 from megabatch.operators.positives import positives
@@ -23,6 +24,8 @@ __all__ = [
     "is_small",
     "logsumexp",
     "matching",
+    "maxsim_logsumexp",
+    "maxsim_pairs",
     "positives",
     "rank",
     "sigmoid_loss",
