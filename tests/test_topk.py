@@ -92,6 +92,7 @@ def test_compiled_and_under_vmap():
 def test_kernels_find_the_same(monkeypatch, dtype, case):
     pytest.importorskip("triton")
     monkeypatch.setattr(plan, "TOPK_GROUP", 4)
+    monkeypatch.setattr(plan, "TOPK_SHARE", 4)
     monkeypatch.setattr(plan, "topk_rows", lambda M: 48)
     x, y = whole_numbers(70, 150, 5, seed=1)
     y[100] = torch.nan

@@ -221,8 +221,8 @@ def pairwise_topk(
         return (x @ y.T).sort(dim=1, descending=True, stable=True)[:, :k]
 
     A row with fewer than k columns to choose from ends with the value −inf and the index −1. Products that are NaN are never
-    chosen. Values are float32 (float64 for float64 inputs). On a GPU, kernels serve k up to M / 128; beyond it library products
-    form tiles in memory.
+    chosen. Values are float32 (float64 for float64 inputs). On a GPU, kernels serve k up to M / 1024; beyond it library
+    products form tiles in memory.
 
     Example:
         hard = mb.pairwise_topk(query, document, 8, exclude=(query_ids, document_ids), below=positive - 0.1).indices

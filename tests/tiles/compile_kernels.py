@@ -104,6 +104,7 @@ def main(capability: int, precision: str, features: bool) -> None:
     target = GPUTarget("cuda", capability, 32)
     plan.shared_memory = lambda device: SHARED_MEMORY[capability]
     plan.has_gluon = lambda device: capability == 90
+    plan.TOPK_SHARE = 1
     kernels = (
         (triton_logsumexp, "_logsumexp_kernel"),
         (triton_online_logsumexp, "_online_logsumexp_kernel"),

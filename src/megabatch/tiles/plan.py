@@ -111,6 +111,7 @@ LAUNCH_ROWS, LAUNCH_PANELS = 131072, 256
 # Columns whose largest product the top-k kernel stores as one number. Groups of 32 store 1/32 of the products and form k·32
 # products of a row again; at 1M columns, D = 512 and k = 16 both are a few percent of the traffic of the product. Not tuned.
 TOPK_GROUP = 32
+TOPK_SHARE = 32  # kernels serve a call if the k groups of a row have at most 1/32 of the columns
 _TOPK_BYTES = 256 * 2**20
 
 

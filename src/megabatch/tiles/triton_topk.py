@@ -3,7 +3,8 @@
 A kernel forms each tile once and stores the largest product of every group of GROUP columns. The k groups with the largest
 maxima hold the k best columns: a column in another group comes after the maxima of all k. So only the products of k groups are
 formed again, k·GROUP of M. Groups are ordered like columns, by maximum and then by index, and are found in two steps:
-supergroups of GROUP groups first. If k groups are most of the columns, library products form tiles in memory (`eager`).
+supergroups of GROUP groups first. If k groups have more than a few percent of the columns, library products form
+tiles in memory (`eager`).
 """
 
 import torch
@@ -98,7 +99,7 @@ def _group_products_kernel(
 def topk(block: Block, k: int) -> Best:  # (N, k)
     """The k largest products ⟨x_i, y_j⟩ of each row, as `eager.topk`."""
     group = plan.TOPK_GROUP
-    if 4 * k * group > block.M:
+    if k * group * plan.TOPK_SHARE > block.M:
         return eager.topk(block, k)
     operands = similarity_operands(block)
     found = Best.none(block.N, k, block.zeros(0))
