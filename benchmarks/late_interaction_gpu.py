@@ -319,7 +319,7 @@ class Run:
         original = plan._MAXSIM, plan._MAXSIM_GRADIENT, plan.MAXSIM_GATHER
         tries: list[tuple[Any, Any, Any]] = [
             (replace(original[0], rows=rows, columns=columns, warps=warps, stages=stages), *original[1:])
-            for rows, columns, warps, stages in product((128, 256), (64, 128, 256), (4, 8), (2, 3))
+            for rows, columns, warps, stages in product((128, 256), (64, 128, 256), (4, 8), (2, 3, 4))
             if rows * columns <= 128 * 256 and rows * columns // warps <= 8192
         ]
         tries += [

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import megabatch as mb
 from helpers import assert_equal_to_rounding, gradients, leaves, tile_size, unit
 from megabatch import reference, ring
+from megabatch.tiles import plan
 
 LAYOUTS = ("padded", "masked", "packed", "packed and masked")
 
@@ -68,7 +69,8 @@ def dense_loss(case, scale, *, ids=None, negatives=(), symmetric=False, sides=No
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_the_loss_matches_the_oracle(layout, symmetric):
+def test_the_loss_matches_the_oracle(monkeypatch, layout, symmetric):
+    monkeypatch.setattr(plan, "documents_at_once", lambda width, D: 4)
     case = Case(layout, 6, 6, 5, 7, seed=4)
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([0, 1, 2, 0, 4, 1])
@@ -138,6 +140,21 @@ def test_distillation_matches_kl_divergence():
         *([loss, *torch.autograd.grad(loss, (query, document, scale))] for loss in (found, wanted)), strict=True
     ):
         assert_equal_to_rounding(actual.detach(), expected.detach(), 30.0)
+
+
+def test_nothing_of_the_size_of_the_scores_is_saved():
+    """Inputs, and two numbers of each query, in float32: shift and total."""
+    N, query, document = 96, *leaves(unit(96, 2, 4, seed=0).float(), unit(96, 3, 4, seed=1).float())
+    saved: dict[int, int] = {}
+
+    def keep(tensor):
+        saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mb.late_interaction_loss(query, document, scale=3.0)
+    inputs = sum(part.numel() * part.element_size() for part in (query, document))
+    assert sum(saved.values()) <= inputs + 100 * N  # a matrix of scores would have 384 bytes a query
 
 
 def test_errors_name_the_argument():

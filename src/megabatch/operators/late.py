@@ -14,7 +14,8 @@ from megabatch.operators.logsumexp import APART, KEPT
 from megabatch.ring.agreement import agree, settle
 from megabatch.ring.late import Documents, RingLate
 from megabatch.ring.ranks import Ranks
-from megabatch.tiles import late
+from megabatch.tiles import late, plan
+from megabatch.tiles.block import windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import accumulator_dtype
 from megabatch.tiles.tokens import LateBlock, Tokens
@@ -152,25 +153,27 @@ def maxsim_logsumexp_backward(
     used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "nothing"
     team = _assemble(given, block, "late interaction backward", used=used)
     unit = gradient_unit(block, drow, dcol, largest=team.largest)
-    dquery, ddocument = (block.zeros(*side.shape) for side in (given.query, given.document))
-    dscale = team.gradients(
-        block,
-        row=LogSum.unpack(row),
-        col=LogSum.unpack(col) if given.columns else None,
-        drow=in_units(drow, unit),
-        dcol=in_units(dcol, unit),
-        dquery=dquery,
-        ddocument=ddocument,
-    )
-    if dmatch is not None and block.N:
-        dscale = dscale + late.pair_gradients(block, (dmatch / unit)[:, None], dquery, ddocument)
-    return _finished(given, unit, dquery, ddocument, dscale)
-
-
-def _finished(given: Inputs, unit: Tensor, dquery: Tensor, ddocument: Tensor, dscale: Tensor) -> tuple[Tensor, ...]:
-    """Gradients in the types of the inputs, rounded once."""
-    sums = (total.mul_(unit).to(side.dtype) for total, side in ((dquery, given.query), (ddocument, given.document)))
-    return *sums, (dscale * unit).to(given.scale.dtype)
+    dquery, ddocument = block.zeros(*given.query.shape), torch.empty_like(given.document)
+    dscale = torch.zeros((), dtype=torch.float64, device=block.device)
+    # One process rounds the gradients of some documents after the other. Those of a ring's columns travel as a whole.
+    at_once = plan.documents_at_once(block.document.width, block.document.D)
+    for items in [slice(0, block.M)] if given.group else windows(block.M, at_once):
+        part, place = block.of_documents(items)
+        sums = block.zeros(len(part.document.values), block.document.D)
+        dscale += team.gradients(
+            part,
+            row=LogSum.unpack(row),
+            col=LogSum.unpack(col).part(items) if given.columns else None,
+            drow=in_units(drow, unit),
+            dcol=None if dcol is None else dcol[items] / unit,
+            dquery=dquery,
+            ddocument=sums,
+        )
+        if dmatch is not None and block.N:
+            pairs, own = block.pairs(items)
+            dscale += late.pair_gradients(pairs, dmatch[items, None] / unit, dquery[own], sums)
+        ddocument[place] = sums.mul_(unit)
+    return dquery.mul_(unit).to(given.query.dtype), ddocument, (dscale * unit).to(given.scale.dtype)
 
 
 derivative(maxsim_logsumexp, maxsim_logsumexp_backward, Inputs, learned=3, results=3, saved=2, whole=False)
@@ -200,7 +203,8 @@ def maxsim_pairs_backward(given: Inputs, dscores: Tensor, needs: list[bool]) -> 
     unit = gradient_unit(block, dscores)
     dquery, ddocument = (block.zeros(*side.shape) for side in (given.query, given.document))
     dscale = late.pair_gradients(block, dscores / unit, dquery, ddocument)
-    return _finished(given, unit, dquery, ddocument, dscale)
+    sums = (total.mul_(unit).to(side.dtype) for total, side in ((dquery, given.query), (ddocument, given.document)))
+    return *sums, (dscale * unit).to(given.scale.dtype)
 
 
 derivative(maxsim_pairs, maxsim_pairs_backward, Inputs, learned=3, results=1)

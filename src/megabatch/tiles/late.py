@@ -114,5 +114,6 @@ def _similarities(block: LateBlock, empty: Tensor | None, rows: slice, columns: 
     if block.row_ids is not None and block.col_ids is not None:
         s.masked_fill_(block.row_ids[rows, None] == block.col_ids[columns], -torch.inf)
     if block.skip_diagonal:
-        diagonal_of(s, rows, columns).fill_(-torch.inf)
+        shifted = slice(columns.start + block.first_column, columns.stop + block.first_column)
+        diagonal_of(s, rows, shifted).fill_(-torch.inf)
     return s

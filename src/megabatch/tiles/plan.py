@@ -120,9 +120,11 @@ def topk_rows(M: int) -> int:
     return max(256, _TOPK_BYTES // 4 // -(-M // TOPK_GROUP) // 256 * 256)
 
 
-# Late interaction: vectors of queries × vectors of documents, and the width of a step. Two programs on a multiprocessor need 96
-# KiB each. Compiled for sm_90, sm_89 and sm_80, not tuned: `benchmarks/late_interaction_gpu.py --tune` compares sizes.
-_MAXSIM = KernelTile(rows=128, columns=128, width=128, warps=4, stages=2)
+# Late interaction: vectors of queries × vectors of documents, and the width of a step. With two stages Triton begins to load a
+# tile only after the tile before, so three. Compiled for sm_90, sm_89 and sm_80, not tuned: `benchmarks/late_interaction_gpu.py
+# --tune` compares sizes.
+_MAXSIM = KernelTile(rows=256, columns=128, width=128, warps=8, stages=3)
+_MAXSIM_WIDE = KernelTile(rows=128, columns=128, width=64, warps=8, stages=3)  # vectors of both sides are loaded in steps
 _MAXSIM_TF32 = KernelTile(rows=128, columns=64, width=64, warps=8, stages=2)
 _MAXSIM_FLOAT32 = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
 _MAXSIM_SMALL = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
@@ -134,15 +136,21 @@ MAXSIM_SCORES = TileSize(rows=4096, columns=4096)  # queries and documents of a 
 _MAXSIM_WINNERS = 2**27  # of a strip: 256 MiB in int16
 
 
-def maxsim_tile(precision: str, device: torch.device) -> KernelTile:
+def maxsim_tile(precision: str, device: torch.device, D: int) -> KernelTile:
     """The tile of the late-interaction kernel."""
-    return _tile(_MAXSIM, _MAXSIM_TF32, _MAXSIM_FLOAT32, _MAXSIM_SMALL, precision, device)
+    half = _MAXSIM if _MAXSIM.width >= D else _MAXSIM_WIDE
+    return _tile(half, _MAXSIM_TF32, _MAXSIM_FLOAT32, _MAXSIM_SMALL, precision, device)
 
 
 def maxsim_gradient_tile(precision: str, device: torch.device) -> KernelTile:
     """The tile of a document's gradient: its vectors, and query vectors in each step."""
     small = _MAXSIM_GRADIENT_FLOAT32
     return _tile(_MAXSIM_GRADIENT, small, small, small, precision, device)
+
+
+def documents_at_once(width: int, D: int) -> int:
+    """Documents of up to `width` vectors whose gradients are summed before they are rounded: 256 MiB in float32."""
+    return max(1, 2**26 // (width * D))
 
 
 def maxsim_strip(rows_of_a_query: int) -> TileSize:

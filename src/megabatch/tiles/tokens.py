@@ -1,6 +1,6 @@
 """Items of many vectors, such as the tokens of a text, and the similarities of late interaction between two sets of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,15 @@ class Tokens:
             0, self.owners(), self.valid.long()
         )
 
+    def part(self, items: slice) -> tuple["Tokens", slice]:
+        """Some items, and the place of their vectors. Of packed items, a GPU tells the host where they begin."""
+        if self.lengths is None:
+            window = slice(items.start * self.width, items.stop * self.width)
+        else:
+            window = slice(*(int(self.lengths[:edge].sum()) for edge in (items.start, items.stop)))
+        lengths = None if self.lengths is None else self.lengths[items]
+        return Tokens(self.values[window], self.width, lengths, None if self.valid is None else self.valid[window]), window
+
     def places(self, items: slice) -> tuple[Tensor, Tensor] | None:  # (n, width) int64, (n, width) bool
         """Where the vectors of some items are, and which of these places they have; None if that is a plain view."""
         if self.lengths is None:
@@ -104,6 +113,7 @@ class LateBlock:
     row_ids: Tensor | None = None  # (N,)
     col_ids: Tensor | None = None  # (M,)
     skip_diagonal: bool = False
+    first_column: int = 0  # of the main diagonal's matrix, of which this may be some columns
 
     @classmethod
     def of(cls, query: Tokens, document: Tokens, scale: Tensor, precision: str, **known: Any) -> "LateBlock":
@@ -140,6 +150,19 @@ class LateBlock:
     def zeros(self, *shape: int) -> Tensor:
         """A fresh accumulator."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def of_documents(self, items: slice) -> tuple["LateBlock", slice]:
+        """The block of some documents, and the place of their vectors."""
+        document, place = self.document.part(items)
+        ids = None if self.col_ids is None else self.col_ids[items]
+        return replace(self, document=document, col_ids=ids, first_column=self.first_column + items.start), place
+
+    def pairs(self, items: slice) -> tuple["LateBlock", slice]:
+        """The block of some queries and the documents of the same numbers, and the place of the queries' vectors."""
+        query, place = self.query.part(items)
+        document, _ = self.document.part(items)
+        weight = None if self.weight is None else self.weight[items]
+        return LateBlock(query, document, self.scale, self.precision, weight), place
 
     def factors(self, rows: slice) -> Tensor:  # (n, 1) or ()
         """What Σ_t max_u is multiplied by."""

@@ -27,14 +27,27 @@ from megabatch.tiles.triton_operands import descriptor, operand
 
 
 @triton.jit
-def _rows_of_queries(rows, q_start, q_length, q_valid, queries, SLOTS: tl.constexpr, SLOT: tl.constexpr):
+def _rows_of_queries(
+    rows,
+    q_start,  # (n,) int64, or None if all queries have WIDTH vectors
+    q_length,  # (n,) int64 or None
+    q_valid,  # (Tq,) int8 or None
+    queries,
+    SLOTS: tl.constexpr,
+    SLOT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """(query of each row, its vector, whether it counts) for rows in the order of slots."""
     slot = rows // SLOT
     query = slot // SLOTS
     token = (slot % SLOTS) * SLOT + rows % SLOT
     exists = query < queries
-    counts = exists & (token < tl.load(q_length + query, mask=exists, other=0))
-    vector = tl.load(q_start + query, mask=exists, other=0) + token
+    if q_start is None:
+        counts = exists & (token < WIDTH)
+        vector = query * WIDTH + token
+    else:
+        counts = exists & (token < tl.load(q_length + query, mask=exists, other=0))
+        vector = tl.load(q_start + query, mask=exists, other=0) + token
     if q_valid is not None:
         counts = counts & (tl.load(q_valid + vector, mask=counts, other=0) != 0)
     return query, vector, counts
@@ -86,8 +99,8 @@ def _best_of_tile(
 def _maxsim_kernel(
     q,  # (Tq, D)
     d_desc,  # (Td, D)
-    q_start,  # (n,) int64, of the queries of this launch
-    q_length,  # (n,) int64
+    q_start,  # (n,) int64, of the queries of this launch; None if all have QUERY_WIDTH vectors
+    q_length,  # (n,) int64 or None
     q_valid,  # (Tq,) int8 or None
     d_start,  # (m,) int64, of the documents of this launch; None if all have WIDTH vectors
     d_length,  # (m,) int64 or None
@@ -104,13 +117,14 @@ def _maxsim_kernel(
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
     SLOT: tl.constexpr,
+    QUERY_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_U: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    _, vector, counts = _rows_of_queries(rows, q_start, q_length, q_valid, queries, SLOTS, SLOT)
+    _, vector, counts = _rows_of_queries(rows, q_start, q_length, q_valid, queries, SLOTS, SLOT, QUERY_WIDTH)
     q_rows = q + vector.to(tl.int64) * q_stride
     offs_d = tl.arange(0, BLOCK_D)
     mine = tl.load(q_rows[:, None] + offs_d[None, :], counts[:, None] & (offs_d < D)[None, :], 0.0)
@@ -158,8 +172,8 @@ def _query_gradient_kernel(
     d,  # (Td, D)
     winners,  # (m, rows)
     weights,  # (m, n) float32
-    q_start,  # (n,) int64
-    q_length,  # (n,) int64
+    q_start,  # (n,) int64 or None
+    q_length,  # (n,) int64 or None
     q_valid,  # (Tq,) int8 or None
     d_start,  # (m,) int64
     dq,  # (Tq, D) float32, added to
@@ -170,14 +184,15 @@ def _query_gradient_kernel(
     D: tl.constexpr,
     SLOTS: tl.constexpr,
     SLOT: tl.constexpr,
+    QUERY_WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    query, vector, counts = _rows_of_queries(rows, q_start, q_length, q_valid, queries, SLOTS, SLOT)
+    query, vector, counts = _rows_of_queries(rows, q_start, q_length, q_valid, queries, SLOTS, SLOT, QUERY_WIDTH)
     total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    for j in range(documents):
+    for j in tl.range(documents, loop_unroll_factor=4):  # gathers of several documents in flight
         winner = tl.load(winners + tl.cast(j, tl.int64) * slots * SLOT + rows, mask=counts, other=-1).to(tl.int64)
         weight = tl.load(weights + tl.cast(j, tl.int64) * queries + query, mask=counts, other=0.0)
         won = counts & (winner >= 0)
@@ -194,8 +209,8 @@ def _document_gradient_kernel(
     q,  # (Tq, D)
     winners,  # (m, rows)
     weights,  # (m, n) float32
-    q_start,  # (n,) int64
-    q_length,  # (n,) int64
+    q_start,  # (n,) int64 or None
+    q_length,  # (n,) int64 or None
     d_start,  # (m,) int64
     d_length,  # (m,) int64
     dd,  # (Td, D) float32, added to
@@ -205,6 +220,7 @@ def _document_gradient_kernel(
     D: tl.constexpr,
     SLOTS: tl.constexpr,
     SLOT: tl.constexpr,
+    QUERY_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_U: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -219,7 +235,7 @@ def _document_gradient_kernel(
     total = tl.zeros((BLOCK_U, BLOCK_D), tl.float32)
     for r in range(0, slots * SLOT, BLOCK_T):
         rows = r + tl.arange(0, BLOCK_T)
-        query, vector, counts = _rows_of_queries(rows, q_start, q_length, None, queries, SLOTS, SLOT)
+        query, vector, counts = _rows_of_queries(rows, q_start, q_length, None, queries, SLOTS, SLOT, QUERY_WIDTH)
         winner = tl.load(winners + tl.cast(j, tl.int64) * slots * SLOT + rows, mask=counts, other=-1).to(tl.int32)
         weight = tl.load(weights + tl.cast(j, tl.int64) * queries + query, mask=counts, other=0.0)
         place = q + vector.to(tl.int64)[:, None] * q_stride + offs_d[None, :]
@@ -255,13 +271,25 @@ class _Operands:
     def __init__(self, block: LateBlock) -> None:
         self.block = block
         self.q, self.d = (_Side.of(side, block.precision) for side in (block.query, block.document))
-        self.tile = plan.maxsim_tile(block.precision, block.device)
+        self.tile = plan.maxsim_tile(block.precision, block.device, block.query.D)
         self.slot = min(self.tile.rows, max(16, triton.next_power_of_2(self.q.width)))
         self.slots = triton.cdiv(self.q.width, self.slot)  # of a query
         self.block_d = min(self.tile.width, max(16, triton.next_power_of_2(block.query.D)))
         self.precision = "ieee" if block.precision == FLOAT32 else "tf32"
         # The maxima ignore NaN. Sums of 0·values bring it back, query by query and document by document.
         self.poison = [_poison(side) for side in (block.query, block.document)]
+
+    def _queries(self, rows: slice, *others: Tensor) -> tuple[Tensor | None, ...]:
+        """(starts, lengths, valid, vectors, others): from the first vector of the queries on, if starts are not needed."""
+        if not self.q.uniform:
+            return self.q.starts[rows], self.q.lengths[rows], self.q.valid, self.q.values, *others
+        first = rows.start * self.q.width
+        return (
+            None,
+            None,
+            None if self.q.valid is None else self.q.valid[first:],
+            *(part[first:] for part in (self.q.values, *others)),
+        )
 
     def sums(self, rows: slice, columns: slice, winners: Tensor | None = None) -> Tensor:  # (n, m)
         """Σ_t max_u of a strip; writes the winners if asked to."""
@@ -272,12 +300,13 @@ class _Operands:
         splits = max(1, min(m, -(-8 * plan.multiprocessors(self.block.device) // tiles)))
         each = triton.cdiv(m, splits)
         uniform = self.d.uniform
+        starts, lengths, valid, values = self._queries(rows)
         _maxsim_kernel[(tiles, triton.cdiv(m, each))](
-            self.q.values,
+            values,
             descriptor(self.d.values, tile.columns, self.block_d),
-            self.q.starts[rows],
-            self.q.lengths[rows],
-            self.q.valid,
+            starts,
+            lengths,
+            valid,
             None if uniform else self.d.starts[columns],
             None if uniform else self.d.lengths[columns],
             self.d.valid,
@@ -293,6 +322,7 @@ class _Operands:
             WIDTH=self.d.width if uniform else 0,
             SLOTS=self.slots,
             SLOT=self.slot,
+            QUERY_WIDTH=self.q.width,
             PRECISION=self.precision,
             BLOCK_T=tile.rows,
             BLOCK_U=tile.columns,
@@ -314,16 +344,18 @@ class _Operands:
         weights = g.T.contiguous()
         m, n = weights.shape
         D, slots, block_d = self.block.query.D, n * self.slots, self.block_d
-        shared = {"D": D, "SLOTS": self.slots, "SLOT": self.slot, "BLOCK_D": block_d}
-        queries = self.q.starts[rows], self.q.lengths[rows], self.q.valid
+        shared = {"D": D, "SLOTS": self.slots, "SLOT": self.slot, "QUERY_WIDTH": self.q.width, "BLOCK_D": block_d}
+        starts, lengths, valid, values, dvalues = self._queries(rows, dquery)
         gather, product = plan.MAXSIM_GATHER, plan.maxsim_gradient_tile(self.block.precision, self.block.device)
         _query_gradient_kernel[(triton.cdiv(slots * self.slot, gather.rows), triton.cdiv(D, block_d))](
             self.d.values,
             winners,
             weights,
-            *queries,
+            starts,
+            lengths,
+            valid,
             self.d.starts[columns],
-            dquery,
+            dvalues,
             n,
             m,
             slots,
@@ -334,10 +366,11 @@ class _Operands:
             **shared,
         )
         _document_gradient_kernel[(triton.cdiv(self.d.width, product.rows), m, triton.cdiv(D, block_d))](
-            self.q.values,
+            values,
             winners,
             weights,
-            *queries[:2],
+            starts,
+            lengths,
             self.d.starts[columns],
             self.d.lengths[columns],
             ddocument,
