@@ -11,7 +11,6 @@ flash_maxsim). Writes a JSON file; `late_interaction_gpu_report.py` makes the ta
 """
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from late_interaction_gpu_report import BARE, OURS, markdown, report
 from record import Record, arguments, device_of
-from timing import milliseconds
+from timing import clear, failure, milliseconds, take_turns
 from torch import Tensor
 
 import megabatch as mb
@@ -194,13 +193,13 @@ class Run:
         bare = self.take_turns(bare_products(small_query, small_document))
         bare = {part: ms * (size.B / small.B) ** 2 for part, ms in bare.items()}
         del small_query, small_document
-        self.clear()
+        clear(self.device)
         query, document = size.vectors(self.device)
         started = now(self.device)
         row = mb.maxsim_logsumexp(query.detach(), document.detach(), SCALE, backend=self.backend).row
         between = now(self.device)
         truth = Truth(query, document, row)
-        self.clear()
+        clear(self.device)
         step, begun = systems(query, document, self.backend)[OURS](), now(self.device)
         (loss, *gradients), peak = peak_memory(step, self.device)
         ms, about = 1000 * (now(self.device) - begun), size._asdict()
@@ -236,7 +235,7 @@ class Run:
             try:
                 step = build()
                 step()  # compiles
-                self.clear()
+                clear(self.device)
                 (loss, *gradients), result["peak_bytes"] = peak_memory(step, self.device)
                 result["loss"], result["gradient_error"] = loss.item(), truth.errors(tuple(gradients))
                 if name == OURS:
@@ -251,14 +250,10 @@ class Run:
                     result["status"] = "WRONG"
             except Exception as error:  # a library may fail in any way; the others are still measured
                 result["status"] = failure(error)
-            self.clear()
-        with torch.no_grad():
-            forward = {
-                "forward": lambda: mb.late_interaction_loss(
-                    query.detach(), document.detach(), scale=SCALE, backend=self.backend
-                )
-            }
-            times = self.take_turns({**works, **forward, **bare_products(query, document)})
+            clear(self.device)
+        plain = query.detach(), document.detach()
+        works_beside = {"forward": lambda: mb.late_interaction_loss(*plain, scale=SCALE, backend=self.backend)}
+        times = self.take_turns({**works, **works_beside, **bare_products(query, document)})
         for result in results:
             if result["system"] in works:
                 result["ms"] = times[result["system"]]
@@ -271,14 +266,9 @@ class Run:
         self.record["results"].extend(results)
 
     def take_turns(self, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Milliseconds, the median of the rounds; one round for slow systems."""
-        times: dict[str, list[float]] = {name: [] for name in works}
-        for turn in range(1 if self.args.tiny else self.args.rounds):
-            for name, work in works.items():
-                if turn == 0 or times[name][0] < 1000:
-                    with torch.enable_grad():
-                        times[name].append(milliseconds(work, self.device, 0.005 if self.args.tiny else SECONDS_A_ROUND))
-        return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+        """Milliseconds of each."""
+        rounds, seconds = (1, 0.005) if self.args.tiny else (self.args.rounds, SECONDS_A_ROUND)
+        return take_turns(works, self.device, rounds, seconds)
 
     def parts(self, size: Size) -> None:
         """The kernels one by one, on one strip of backward."""
@@ -349,12 +339,6 @@ class Run:
                             f"stages={changed.stages}: {ms:.2f} ms")  # fmt: skip
             self.record.save()
 
-    def clear(self) -> None:
-        """Frees what the last system held."""
-        gc.collect()
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
-
     def run(self) -> None:
         """Everything, until the time is up."""
         for text in self.args.sizes:
@@ -369,19 +353,11 @@ class Run:
                 self.measure(size)
                 if self.backend == "triton":
                     self.parts(size)
-            self.clear()
+            clear(self.device)
             self.record.save()
         if self.args.tune and self.backend == "triton":
             self.tune(Size(*map(int, self.args.tune.split("x"))))
         self.record.save()
-
-
-def failure(error: Exception) -> str:
-    if isinstance(error, ImportError):
-        return f"not installed ({error.name or error})"
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    return f"fails ({type(error).__name__}: {str(error).splitlines()[0][:100]})" if str(error) else "fails"
 
 
 def parse() -> argparse.Namespace:

@@ -8,7 +8,6 @@ Writes a JSON file; `topk_gpu_report.py` makes the table and the plot of it, on 
 """
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from record import Record, arguments, device_of
-from timing import milliseconds
+from timing import clear, failure, milliseconds, take_turns
 from topk_gpu_report import BARE, OURS, markdown, report
 from torch import Tensor
 
@@ -135,26 +134,16 @@ class Run:
                 result["status"] = "ok" if result["error"] <= tolerance else "WRONG"
                 if result["status"] == "ok":
                     works[name] = search
-            except ImportError as error:
-                result["status"] = f"not installed ({error.name or error})"
             except Exception as error:  # a library may fail in any way; the others are still measured
-                result["status"] = f"fails ({type(error).__name__})"
-            self.clear()
-        times = self.take_turns({**works, BARE: bare_product(x, y)})
+                result["status"] = failure(error)
+            clear(self.device)
+        rounds, seconds = (1, 0.005) if self.args.tiny else (self.args.rounds, SECONDS_A_ROUND)
+        times = take_turns({**works, BARE: bare_product(x, y)}, self.device, rounds, seconds)
         results.append({**size._asdict(), "rows": rows, "system": BARE, "status": "ok"})
         for result in results:
             if result["system"] in times:
                 result["ms"] = times[result["system"]]
         self.record["results"].extend(results)
-
-    def take_turns(self, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Milliseconds, the median of the rounds; one round for slow systems."""
-        times: dict[str, list[float]] = {name: [] for name in works}
-        for turn in range(1 if self.args.tiny else self.args.rounds):
-            for name, work in works.items():
-                if turn == 0 or times[name][0] < 1000:
-                    times[name].append(milliseconds(work, self.device, 0.005 if self.args.tiny else SECONDS_A_ROUND))
-        return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
 
     def tune(self, size: Size) -> None:
         """Other groups of columns, and other rows of a launch."""
@@ -175,12 +164,6 @@ class Run:
                 plan.TOPK_GROUP, plan._TOPK_BYTES = original
             self.record.save()
 
-    def clear(self) -> None:
-        """Frees what the last system held."""
-        gc.collect()
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
-
     def run(self) -> None:
         """Everything, until the time is up."""
         for text in self.args.sizes:
@@ -190,7 +173,7 @@ class Run:
                 continue
             self.record.say(f"{size.M} columns, width {size.D}, k = {size.k}")
             self.measure(size)
-            self.clear()
+            clear(self.device)
             self.record.save()
         if self.args.tune:
             self.tune(Size(*map(int, self.args.tune.split("x"))))
