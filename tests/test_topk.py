@@ -95,7 +95,7 @@ def test_kernels_find_the_same(monkeypatch, dtype, case):
     monkeypatch.setattr(plan, "TOPK_SHARE", 4)
     monkeypatch.setattr(plan, "topk_rows", lambda M: 48)
     x, y = whole_numbers(70, 150, 5, seed=1)
-    y[100] = torch.nan
+    y[100:104] = torch.nan  # a whole group
     i, j = torch.arange(70, device=DEVICE) % 5, torch.arange(150, device=DEVICE) % 7
     options, left_out = {
         "plain": ({}, None),

@@ -115,6 +115,7 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_maxsim, "_query_gradient_kernel"),
         (triton_maxsim, "_document_gradient_kernel"),
         (triton_topk, "_group_products_kernel"),
+        (triton_topk, "_best_kernel"),
         (triton_exponent_scale, "_largest_norm_kernel"),
         (triton_exponent_scale, "_exponent_scale_kernel"),
         (triton_embeddings, "_matching_products_kernel"),

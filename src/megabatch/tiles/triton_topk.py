@@ -19,6 +19,8 @@ from megabatch.tiles.topk import Best, best
 from megabatch.tiles.triton_device import equal_ids
 from megabatch.tiles.triton_operands import Operands, dot_precision, similarity_operands
 
+MOST_CANDIDATES = 16384  # of a row, in the registers of eight warps
+
 
 @triton.jit
 def _group_maxima_kernel(
@@ -61,7 +63,8 @@ def _group_maxima_kernel(
                 s = tl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), s)
         if m + BLOCK_M > M:
             s = tl.where((offs_m < M)[None, :], s, -float("inf"))
-        largest = tl.max(s.reshape(BLOCK_N, BLOCK_M // GROUP, GROUP), 2)
+        largest = tl.max(s.reshape(BLOCK_N, BLOCK_M // GROUP, GROUP), 2)  # ignores NaN, unless all are
+        largest = tl.where(largest == largest, largest, -float("inf"))
         offs = (offs_n - first_row).to(tl.int64)[:, None] * groups + offs_g[None, :]
         tl.store(maxima + offs, largest, mask=(offs_n < last_row)[:, None] & (offs_g < groups)[None, :])
 
@@ -94,6 +97,32 @@ def _group_products_kernel(
         total += own.to(tl.float32)[None, :] * others.to(tl.float32)
     offs = (row.to(tl.int64) * k + place) * GROUP + tl.arange(0, GROUP)
     tl.store(products + offs, tl.where(mask_m, tl.sum(total, 1), -float("inf")))
+
+
+@triton.jit
+def _best_kernel(
+    values,  # (n, m)
+    indices,  # (n, m) int64, or None for 0 to m − 1
+    found_values,  # (n, k)
+    found_indices,  # (n, k) int64
+    m,
+    k,
+    BLOCK: tl.constexpr,
+):
+    """The k best of a row, one after the other: of the largest values the smallest index, which then leaves the row."""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    v = tl.load(values + row * m + offs, offs < m, -float("inf"))
+    v = tl.where(v == v, v, -float("inf"))
+    index = offs.to(tl.int64)
+    if indices is not None:
+        index = tl.load(indices + row * m + offs, offs < m, -1)
+    for place in range(k):
+        largest = tl.max(v, 0)
+        first = tl.min(tl.where(v == largest, index, 1 << 62), 0)
+        tl.store(found_values + row * k + place, largest)
+        tl.store(found_indices + row * k + place, tl.where(largest == -float("inf"), -1, first))
+        v = tl.where(index == first, -float("inf"), v)
 
 
 def topk(block: Block, k: int) -> Best:  # (N, k)
@@ -139,12 +168,23 @@ def _group_maxima(block: Block, operands: Operands, rows: slice, group: int) -> 
     return maxima
 
 
+def _best(values: Tensor, indices: Tensor | None, k: int) -> Best:  # (n, m) each → (n, k)
+    """`topk.best` by a kernel, if the candidates of a row fit in its registers."""
+    n, m = values.shape
+    if m > MOST_CANDIDATES:
+        return best(values, torch.arange(m, device=values.device) if indices is None else indices, k)
+    found = Best.none(n, k, values)
+    size = triton.next_power_of_2(m)
+    _best_kernel[(n,)](values, indices, *found, m, k, BLOCK=size, num_warps=min(8, max(1, size // 1024)))
+    return found
+
+
 def _best_groups(maxima: Tensor, k: int, group: int) -> Tensor:  # (n, groups) → (n, k) int64, −1 for none
     supergroups = maxima.view(len(maxima), -1, group)
-    above = best(supergroups.amax(2), torch.arange(supergroups.shape[1], device=maxima.device), k).indices
+    above = _best(supergroups.amax(2), None, k).indices
     members = above.clamp_min(0)[:, :, None] * group + torch.arange(group, device=maxima.device)
     members, missing = members.flatten(1), (above < 0).repeat_interleave(group, 1)
-    return best(maxima.gather(1, members).masked_fill_(missing, -torch.inf), members, k).indices
+    return _best(maxima.gather(1, members).masked_fill_(missing, -torch.inf), members, k).indices
 
 
 def _among_groups(block: Block, operands: Operands, rows: slice, chosen: Tensor, group: int) -> Best:  # (n, k)
@@ -173,4 +213,4 @@ def _among_groups(block: Block, operands: Operands, rows: slice, chosen: Tensor,
         s.masked_fill_(s > block.limit[rows, None], -torch.inf)
     if block.skip_diagonal:
         s.masked_fill_(indices == torch.arange(rows.start, rows.stop, device=s.device)[:, None], -torch.inf)
-    return best(s, indices, k)
+    return _best(s, indices, k)
