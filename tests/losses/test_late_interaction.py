@@ -220,3 +220,21 @@ def test_ranks_compute_what_one_process_does(pool, world, route, layout, symmetr
     together += [torch.cat(part) / world for part in list(zip(*answers, strict=True))[2:]]
     for actual, expected in zip(together, wanted, strict=True):
         torch.testing.assert_close(actual, expected.detach(), rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+def kernels_on_a_rank(group, rank):
+    query, document = (part.float().chunk(2)[rank] for part in (unit(6, 3, 8, seed=0), unit(6, 5, 8, seed=1)))
+    inputs = leaves(query, document)
+    loss = mb.late_interaction_loss(*inputs, scale=2.0, symmetric=True, group=group, backend="triton")
+    return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+@pytest.mark.thorough
+def test_kernels_of_ranks_together_are_one_process(pool):
+    pytest.importorskip("triton")
+    losses, *parts = zip(*pool.run(kernels_on_a_rank, 2), strict=True)
+    inputs = leaves(unit(6, 3, 8, seed=0), unit(6, 5, 8, seed=1))
+    loss = mb.late_interaction_loss(*inputs, scale=2.0, symmetric=True)
+    wanted = [loss.detach(), *torch.autograd.grad(loss, inputs)]
+    for found, expected in zip([sum(losses) / 2, *(torch.cat(part) / 2 for part in parts)], wanted, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=20 * torch.finfo(torch.float32).eps)

@@ -101,7 +101,8 @@ def pair_tiles(block: LateBlock) -> Iterator[tuple[slice, "_Pairs"]]:
     """Each query with its own documents: M / N of them, one query's after another's."""
     each = block.M // max(block.N, 1)
     size = plan.eager_tile(block.device, block.dtype)
-    count = max(1, size.rows * size.columns // max(1, block.query.width * block.document.width * each))
+    of_a_query = each * block.document.width * max(block.query.width, block.query.D)  # products, or values of the documents
+    count = max(1, size.rows * size.columns // max(1, of_a_query))
     for rows in windows(block.N, count):
         yield rows, _Pairs(block, rows, slice(rows.start * each, rows.stop * each))
 
@@ -117,19 +118,17 @@ class _Pairs(_Products):
         self.shape = n, Lq, len(document) // n, document.shape[1]
         self.q = rounded(query.flatten(0, 1), block.precision).view(n, Lq, D)
         self.d = rounded(document.flatten(0, 1), block.precision).view(n, -1, D)
-        self.products = _batched(self.q, self.d.mT, block.dtype).view(self.shape)  # (n, Lq, K, Ld)
+        factors = self.q, self.d.mT
+        on_device = self.q.dtype != block.dtype  # CUDA multiplies half-precision factors into float32
+        products = torch.bmm(*factors, out_dtype=block.dtype) if on_device else torch.bmm(*factors)
+        self.products = products.view(self.shape)  # (n, Lq, K, Ld)
         if valid is not None:
             self.products.masked_fill_(~valid.view(n, 1, *self.shape[2:]), -torch.inf)
 
     def add_gradients(self, g: Tensor, dquery: Tensor, ddocument: Tensor) -> None:  # (n, K), (Tq, D), (Td, D)
-        """Adds the gradients of the vectors, given the gradient of each Σ_t max_u."""
+        """Adds the gradients of the vectors, given the gradient of each Σ_t max_u; no weight is rounded to half precision."""
         self.put_weights(g, self.largest()[1])
         n, Lq, K, Ld = self.shape
-        weights, dtype = self.products.view(n, Lq, K * Ld).to(self.q.dtype), self.block.dtype
-        self.block.query.add_(dquery, self.rows, _batched(weights, self.d, dtype))
-        self.block.document.add_(ddocument, self.columns, _batched(weights.mT, self.q, dtype).view(n * K, Ld, -1))
-
-
-def _batched(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b, summed in `dtype`; on CUDA from half-precision factors."""
-    return torch.bmm(a, b) if a.dtype == dtype else torch.bmm(a, b, out_dtype=dtype)
+        weights, dtype = self.products.view(n, Lq, K * Ld), self.block.dtype
+        self.block.query.add_(dquery, self.rows, torch.bmm(weights, self.d.to(dtype)))
+        self.block.document.add_(ddocument, self.columns, torch.bmm(weights.mT, self.q.to(dtype)).view(n * K, Ld, -1))
