@@ -5,12 +5,12 @@ import torch
 IMAGE, LENGTH, VOCABULARY = 16, 8, 50
 
 
-def model(kind="CLIP", bias=None, seed=0, nonscalar=False):
+def model(kind="CLIP", bias=None, seed=0, nonscalar=False, length=LENGTH):
     import open_clip
 
     torch.manual_seed(seed)
     vision = open_clip.CLIPVisionCfg(layers=1, width=16, head_width=8, patch_size=8, image_size=IMAGE)
-    text = open_clip.CLIPTextCfg(context_length=LENGTH, vocab_size=VOCABULARY, width=16, heads=2, layers=1)
+    text = open_clip.CLIPTextCfg(context_length=length, vocab_size=VOCABULARY, width=16, heads=2, layers=1)
     made = getattr(open_clip, kind)(8, vision, text, init_logit_bias=bias, nonscalar_logit_scale=nonscalar, output_dict=True)
     return made.double()
 

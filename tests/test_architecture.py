@@ -34,7 +34,7 @@ RULES: dict[str, set[str]] = {
     "display": {"__init__"},  # its version
     "report": {"__init__", "data", "towers", "evaluation", "display"},
     "planning": {"ring", "tiles", "towers", "display"},
-    "integrations": {"__init__", "late", "losses", "pairwise", "primitives", "cached", "data"},
+    "integrations": {"__init__", "late", "losses", "pairwise", "primitives", "cached", "data", "towers"},
     "bench": {"__init__", "losses", "pairwise", "primitives", "cached", "ring", "tiles", "display"},
     "commands": {
         *("bench", "data", "display", "evaluation", "planning", "report", "tiles", "towers", "trainer", "cached"),

@@ -144,7 +144,6 @@ def test_held_samples_are_read_once_and_the_others_twice():
             found = cached(loss, [(image, source), texts], modules, chunk_size=20)
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
             assert len(reads) == rows + twice
-            assert source.sample_bytes == sample
 
 
 def test_the_next_batch_is_read_ahead_as_far_as_it_may_be_held():
@@ -155,14 +154,13 @@ def test_the_next_batch_is_read_ahead_as_far_as_it_may_be_held():
         return augmented(i, generator)
 
     with ThreadPoolExecutor(1) as executor:
-        source = mb.ReplaySource(range(50), read, workers=executor, hold=10**6)
-        source.start(0)  # the size of a sample is not known yet
-        source.start(10**6)
+        mb.ReplaySource(range(50), read, workers=executor).start()  # it may hold nothing
         executor.submit(int).result(PATIENCE)
         assert not reads
-        source.start(6 * 8)
+        source = mb.ReplaySource(range(50), read, workers=executor, hold=10**6)
+        source.start()
         executor.submit(int).result(PATIENCE)
-        assert reads == list(range(PIECE))  # whole pieces
+        assert reads == list(range(50))
         assert len(torch.cat(list(source.chunks([(0, 20), (20, 50)], None)))) == 50
         assert reads == list(range(50))
 
@@ -190,7 +188,7 @@ def test_an_executor_that_shuts_down_ends_the_reading_ahead():
     for stops in (True, False):
         executor = ThreadPoolExecutor(2)
         source = mb.ReplaySource(range(100 * PIECE), slow_number, workers=executor, hold=10**9)
-        source.start(8)
+        source.start()
         if stops:
             source.stop()
         closing = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
@@ -205,10 +203,9 @@ def slow_number(i, generator):
 
 
 def test_reading_ahead_ends_at_the_memory_that_it_may_use():
-    """The samples are 1,000 times as large as those of the batch before."""
     with ThreadPoolExecutor(2) as executor:
         source = mb.ReplaySource(range(50 * PIECE), lambda i, generator: torch.zeros(1000), workers=executor, hold=10**6)
-        source.start(4)
+        source.start()
         executor.shutdown()
         assert len(source._coming) * PIECE * 4000 <= 10**6 + 6 * PIECE * 4000  # and what was being read
 
@@ -221,13 +218,6 @@ def test_spans_in_any_order_and_twice():
         assert torch.equal(parts[1], parts[2][:16])
         assert torch.equal(parts[3], parts[2][10:20])
         assert torch.equal(parts[4], parts[3])
-
-
-def test_the_mean_size_of_samples():
-    source = mb.ReplaySource([1000] * PIECE + [1], lambda n, generator: torch.zeros(n, dtype=torch.uint8), collate=len)
-    assert source.sample_bytes == 0
-    list(source.chunks([(0, PIECE + 1)], None))
-    assert source.sample_bytes == -(-(1000 * PIECE + 1) // (PIECE + 1))
 
 
 def test_finish_gets_samples_and_device():

@@ -19,6 +19,9 @@ class Event:
 
     finished = threading.Semaphore(0)
 
+    def __init__(self, blocking=False):
+        pass
+
     def record(self, stream):
         self.recorded = stream
 
@@ -131,3 +134,19 @@ def test_without_a_thread_the_main_thread_makes_them():
     chunks = streaming.produced(iter(range(3)), None, lambda i, device: seen.append((i, device)) or i, ahead=False)
     assert list(chunks) == [0, 1, 2]
     assert seen == [(0, None), (1, None), (2, None)]
+
+
+@pytest.mark.parametrize("case", ["neighbours", "gap", "copies", "reversed", "transposed"])
+def test_neighbours_are_joined_and_others_stay(case):
+    whole = torch.arange(120.0).view(10, 3, 4)
+    tensors, parts = {
+        "neighbours": (list(whole), 1),
+        "gap": ([*whole[:4], *whole[5:]], 2),
+        "copies": ([row.clone() for row in whole], 10),
+        "reversed": (list(whole)[::-1], 10),
+        "transposed": ([row.T for row in whole], 10),
+    }[case]
+    found = list(streaming.neighbours(tensors))
+    assert len(found) == parts
+    assert torch.equal(torch.cat(found), torch.stack(tensors))
+    assert torch.equal(streaming.joined(tensors, torch.device("cpu")), torch.stack(tensors))

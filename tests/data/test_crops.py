@@ -1,18 +1,17 @@
 """Images of training: decoded whole or named as damaged, and cropped the same whatever reads them."""
 
-import importlib.util
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megabatch.data import crops, images
-from megabatch.data.crops import Box, RandomCrop, TrainingImages
+from megabatch.cached import ReplayMismatchError
+from megabatch.data import images
+from megabatch.data.crops import RandomCrop, TrainingImages
 from megabatch.data.dataset import UnreadableSampleError
 from megabatch.data.images import Encoded
 from megabatch.data.readers import ReaderProcesses
-from photos import Files, picture, stored
+from photos import Files, picture, resized, stored
 
 Image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")
 pytest.importorskip("torchvision", reason="decodes JPEGs")
@@ -75,15 +74,6 @@ def test_a_small_file_that_claims_to_be_huge_is_unreadable():
         images.decode(Encoded(bytes(whole), "bomb.jpg"))
 
 
-def test_decoding_is_bounded_in_pixels_and_grouped_by_position():
-    pictures = [
-        crops.Picture(torch.empty(0, dtype=torch.uint8), size=(4000, 4000), box=Box(0, 0, 1, 1, False)) for _ in range(9)
-    ]
-    assert crops._decoded_together(pictures) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
-    pictures[1].box = None  # finished in the first pass
-    assert crops._decoded_together(pictures) == [[0, 2, 3], [4, 5, 6, 7], [8]]
-
-
 def test_headers_of_any_bytes_do_not_raise():
     generator = torch.Generator().manual_seed(0)
     whole = rotated(picture(0, 20, 30), 6)
@@ -104,18 +94,6 @@ def test_torchvision_decodes_as_pillow_does(monkeypatch):
     for one, data in zip(found, files, strict=True):
         assert torch.equal(one, images.decode(Encoded(data, "a.jpg")))
     assert found[1].shape == (3, 40, 9)
-
-
-@pytest.mark.parametrize("reason", ["CUDA out of memory. Tried to allocate 2.00 MiB.", "Failed to decode batch: 5"])
-def test_a_decoder_without_memory_is_no_damage(monkeypatch, reason):
-    def decode_jpeg(*args, **kwargs):
-        raise RuntimeError(f"Error while decoding JPEG images: {reason}\nException raised from decode_images")
-
-    monkeypatch.setattr(
-        images, "torchvision_io", lambda: SimpleNamespace(decode_jpeg=decode_jpeg, ImageReadMode=SimpleNamespace(RGB=3))
-    )
-    with pytest.raises(torch.OutOfMemoryError, match=reason.split(".")[0]):  # a step is repeated after this error
-        crops._decode_on([torch.ones(9, dtype=torch.uint8)], torch.device("cpu"))
 
 
 def test_a_damaged_jpeg_is_named():
@@ -139,6 +117,16 @@ def test_boxes_are_within_the_image_and_of_the_area_asked_for():
     assert len({box.top for box in boxes}) > 15
 
 
+def test_a_crop_is_antialiased_resizing():
+    crop, generator = RandomCrop((50, 40), area=(0.3, 1.0), flip=True), torch.Generator().manual_seed(0)
+    for i in range(30):
+        image = picture(i, 30 + 5 * i, 200 - 4 * i) // 2 + 60  # resizing in two directions never leaves the range of bytes
+        box = crop.box(crop.draw(generator), *image.shape[1:])
+        error = crop.one(image, box).double() - resized(image, box, crop.size)
+        assert error.abs().max() < 1.5  # rounded after each direction
+        assert error.abs().mean() < 0.5
+
+
 class Preparation:
     training_images = TRAINING
 
@@ -157,11 +145,10 @@ def chunks(data, **options):
     return [[chunk["pixels"].clone() for chunk in source.chunks([(0, 5), (5, 8)], None)] for _ in range(2)]
 
 
-@pytest.mark.parametrize("decodes", [False, True])
 @pytest.mark.parametrize("hold", [0, 10**6])
-def test_chunks_are_the_same_in_both_passes_and_damaged_images_are_named(decodes, hold):
+def test_chunks_are_the_same_in_both_passes_and_damaged_images_are_named(hold):
     data = Files(files())
-    first, again = chunks(data, decodes=decodes, hold=hold)
+    first, again = chunks(data, hold=hold)
     assert [len(chunk) for chunk in first] == [5, 3]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert data.usable(range(8)).tolist() == [True, True, True, True, True, False, False, True]
@@ -186,37 +173,20 @@ def own_seed(index):
 def test_the_same_pictures_whatever_reads_them():
     data = Files(files())
     with ReaderProcesses(1, [data]) as executor:
-        for decodes in (False, True):
-            wanted, _ = chunks(Files(files()), decodes=decodes)
-            for workers in (2, executor):
-                found, _ = chunks(data, decodes=decodes, workers=workers)
-                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-            source = data.source([7, 1, 4], 0, Preparation(), seed=3, epoch=1, decodes=decodes)
-            (other,) = source.chunks([(0, 3)], None)
-            for position, (chunk, row) in enumerate(((1, 2), (0, 1), (0, 4))):
-                assert torch.equal(other["pixels"][position], wanted[chunk][row])
+        wanted, _ = chunks(Files(files()))
+        for workers in (2, executor):
+            found, _ = chunks(data, workers=workers)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    (other,) = data.source([7, 1, 4], 0, Preparation(), seed=3, epoch=1).chunks([(0, 3)], None)
+    for position, (chunk, row) in enumerate(((1, 2), (0, 1), (0, 4))):
+        assert torch.equal(other["pixels"][position], wanted[chunk][row])
 
 
-def test_an_encoded_image_that_is_larger_than_its_crop_is_held_as_the_crop():
-    noise = torch.randint(0, 256, (3, 60, 60), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    small, large = stored(picture(0, 12, 9), quality=10), stored(noise, quality=95)
-    assert len(small) > 12 * 9 * 3 or len(large) > 12 * 9 * 3
-    read = TRAINING.read(Encoded(large, "large.jpg"), torch.Generator().manual_seed(1), encoded=True)
-    assert read.box is not None
-    first = TRAINING.decode([read], None, lambda picture, reason: pytest.fail(reason))
-    assert (read.box, len(read.data)) == (None, 12 * 9 * 3)
-    assert torch.equal(first, TRAINING.decode([read], None, lambda picture, reason: pytest.fail(reason)))
-
-
-def test_no_device_decodes_where_there_is_none(monkeypatch):
-    assert not crops.decodes_on(torch.device("cpu"))
-    monkeypatch.setattr(images, "torchvision_io", lambda: None)
-    assert not crops.decodes_on(torch.device("cuda"))
-
-
-def test_a_device_decodes_only_where_triton_crops(monkeypatch):
-    found = SimpleNamespace(encode_jpeg=torch.clone, decode_jpeg=lambda *_, **__: [], ImageReadMode=SimpleNamespace(RGB=None))
-    monkeypatch.setattr(images, "torchvision_io", lambda: found)
-    for triton, decodes in ((object(), True), (None, False)):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=triton: found)
-        assert crops.decodes_on(torch.device("cuda")) == decodes
+def test_a_file_that_changes_between_the_passes_is_noticed():
+    for later in (stored(picture(1, 20, 30), quality=50), b"nothing"):
+        data = Files([stored(picture(0, 20, 30)), stored(picture(1, 20, 30))])
+        source = data.source(range(2), 0, Preparation())
+        list(source.chunks([(0, 2)], None))
+        data.files[1] = later
+        with pytest.raises(ReplayMismatchError, match=r"1 of samples 0 to 1 .* sample 1 \(1\)"):
+            list(source.chunks([(0, 2)], None))

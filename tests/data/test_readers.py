@@ -1,18 +1,17 @@
 """Reader processes: they answer, fail and end as the work of an executor does."""
 
-import gc
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-import tracemalloc
 from concurrent.futures import Executor
 
 import pytest
 import torch
 
+from megabatch.data import readers
 from megabatch.data.readers import ReaderProcesses, opened
 
 
@@ -84,9 +83,9 @@ def test_a_class_that_processes_cannot_load_is_used_by_threads(caplog, monkeypat
     ],
 )
 def test_tensors_travel(value):
-    from megabatch.data.readers import _dumped, _loaded
-
-    found = _loaded(_dumped({"a": value}, {}), [])["a"]
+    found, again, other = travelled([value, value, (value.clone(), "text")])
+    assert found is again
+    assert torch.equal(other[0], value)
     assert (found.dtype, found.shape) == (value.dtype, value.shape)
     assert torch.equal(found, value)
 
@@ -99,23 +98,16 @@ def travelled(value):
     with here, there:
         sender = threading.Thread(target=_send, args=(here, _dumped(value, {})))
         sender.start()
-        message = _received(there)
+        message = _received(there, readers._Memory(pinned=False))
         sender.join()
     return _loaded(message, [])
 
 
-def test_the_memory_of_a_tensor_is_freed_without_that_of_its_neighbours():
-    many = 1 << 24
-    tracemalloc.start()
-    try:
-        large, small = travelled([torch.ones(many, dtype=torch.uint8), torch.ones(8)])
-        before = tracemalloc.get_traced_memory()[0]
-        del large
-        gc.collect()
-        assert before - tracemalloc.get_traced_memory()[0] >= many
-    finally:
-        tracemalloc.stop()
-    assert torch.equal(small, torch.ones(8))
+def test_tensors_of_many_kinds_keep_their_places():
+    many = [torch.full((1 + i % 3, 2), i, dtype=(torch.int64, torch.bfloat16)[i % 2]) for i in range(40)]
+    for found, wanted in zip(travelled({"many": many})["many"], many, strict=True):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
 
 
 def test_the_programs_timeout_of_sockets_does_not_end_readers():
@@ -148,3 +140,18 @@ def test_what_cannot_be_sent_is_read_by_threads(caplog):
     with opened(2, [threading.Lock()], processes=True) as executor:
         assert executor.submit(os.getpid).result() == os.getpid()
     assert "samples are read by threads instead of processes" in caplog.text
+
+
+def test_tensors_share_slabs_and_never_memory(monkeypatch):
+    """On a machine without a GPU ordinary memory takes the place of pinned memory."""
+    empty = torch.empty
+    monkeypatch.setattr(readers.torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
+    monkeypatch.setattr(readers, "SLAB", 1000)
+    memory = readers._Memory(pinned=True)
+    sizes = [10, 100, 600, 200, 200, 5000, 0, 1, 300]
+    types = [torch.uint8, torch.int64, torch.bfloat16]
+    taken = [memory.take(types[i % 3], (size // 10, 2)).fill_(i) for i, size in enumerate(sizes)]
+    assert [part.shape for part in taken] == [(size // 10, 2) for size in sizes]
+    assert all((part == i).all() for i, part in enumerate(taken))
+    assert len({part.untyped_storage().data_ptr() for part in taken[:3]}) == 1
+    assert all(part.data_ptr() % part.element_size() == 0 for part in taken)

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -175,6 +176,39 @@ def test_the_cached_step_has_the_gradients_of_the_plain_one(kind, bias):
         assert torch.equal(found["loss"], found["contrastive_loss"])
         torch.testing.assert_close(clips.gradients(model), wanted, rtol=1e-9, atol=1e-11)
         assert ("logit_bias" in wanted) == (bias is not None)
+
+
+def captions(rows, length, longest):
+    """Texts of 2 to `longest` tokens: the last one is the end token, which has the largest id, and zeros follow."""
+    texts = torch.randint(1, clips.VOCABULARY - 1, (rows, length), generator=torch.Generator().manual_seed(0))
+    for i, text in enumerate(texts):
+        end = 1 + i * (longest - 2) // max(1, rows - 1)
+        text[end], text[end + 1 :] = clips.VOCABULARY - 1, 0
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "CustomTextCLIP"])
+@pytest.mark.parametrize("how", ["alone", "taught", "compiled"])
+def test_the_cached_step_cuts_texts_after_their_end_token(kind, how):
+    (images, _), texts = clips.batch(9), captions(9, 40, 24)
+    make = partial(clips.model, kind, length=40)
+    taught = {"teacher": make(seed=1)} if how == "taught" else {}
+    loss = (open_clip.DistillClipLoss if taught else open_clip.ClipLoss)()
+    wanted, model = make(), make()
+    output = wanted(images, texts)
+    if taught:
+        with torch.no_grad():
+            output |= {f"dist_{name}": value for name, value in taught["teacher"](images, texts).items()}
+    sum(loss(**output, output_dict=True).values()).backward()
+    widths = []
+    (model if kind == "CLIP" else model.text).transformer.register_forward_pre_hook(lambda _, x: widths.append(x[0].shape[1]))
+    if how == "compiled":
+        model.compile(backend="eager")
+    mine = host.DistillClipLoss() if taught else mb.ClipLoss()
+    host.cached_backward(model, images, texts, mine, chunk_size=3, **taught)
+    torch.testing.assert_close(clips.gradients(model), clips.gradients(wanted), rtol=1e-9, atol=1e-11)
+    assert set(widths) == ({40} if how == "compiled" else {8, 16, 24})
+    assert "encode_text" not in vars(model)
 
 
 def test_the_cached_step_distils():

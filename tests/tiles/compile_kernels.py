@@ -6,7 +6,6 @@ The interpreter accepts programs that the compiler rejects. Here the launchers r
 kernel for the given arguments instead of running it.
 """
 
-import re
 import sys
 from dataclasses import replace
 
@@ -17,7 +16,6 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megabatch.data import crop_kernel
 from megabatch.tiles import (
     gluon_warp_specialized,
     in_memory,
@@ -126,11 +124,9 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_guided_logsumexp, "_guided_logsumexp_kernel"),
         (triton_guided_logsumexp, "_guided_gradient_kernel"),
         (gluon_warp_specialized, "_warp_specialized_kernel"),
-        (crop_kernel, "_crop_kernel"),
     )
     for module, name in kernels:
         setattr(module, name, Compiles(getattr(module, name), target))
-    launch_crops()
     launch_all(512, precision, features)
     if precision == "float32":
         launch_all(512, precision, features, N=320)  # a multiple of 16, which allows wider loads
@@ -138,18 +134,6 @@ def main(capability: int, precision: str, features: bool) -> None:
         launch_all(768, precision, features)  # a part of the columns stays in shared memory
         launch_all(1088, precision, features)  # too wide for the warp-specialised kernel
     print("compiled", len(COMPILED))
-
-
-def launch_crops() -> None:
-    """Crops, whose loads must be one byte wide, with the lanes of a warp along a row of the image."""
-    crop_kernel.crop_images([torch.zeros(3, 20, 30, dtype=torch.uint8)], [(0, 0, 20, 30, 0)], (224, 224))
-    (built,) = COMPILED.values()
-    assert ".ftz" not in built.asm["ptx"]  # bytes are denormal numbers
-    assert set(re.findall(r"ld\.global\.(\S+)", built.asm["ptx"])) == {"b64", "b8"}
-    layouts = set(re.findall(r"tt\.load .*x!tt\.ptr<i8>, (#\w+)>", built.asm["ttgir"]))
-    for layout in layouts:
-        assert re.search(rf"^{layout} = .*threadsPerWarp = \[1, 32\]", built.asm["ttgir"], re.MULTILINE), layout
-    assert layouts
 
 
 def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:

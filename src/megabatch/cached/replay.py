@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,18 @@ from megabatch.cached import randomness
 from megabatch.cached.sources import Source, Span
 from megabatch.cached.streaming import copied, produced
 
-PIECE = 32  # samples per task: enough to hide the overhead of a task, few enough to spread a chunk over workers
+PIECE = 64  # samples per task: enough to hide the overhead of a task, few enough to spread a chunk over workers
 NAMED = 5  # samples that an error lists
 _UNREAD = 2**32  # no checksum
 
 Read = Callable[[Any, torch.Generator], Any]
+
+
+class Checked(NamedTuple):
+    """What `read` may return: a sample, and the checksum of what it was made of, which may be much smaller."""
+
+    sample: Any
+    checksum: int
 
 
 class ReplayMismatchError(RuntimeError):
@@ -94,27 +101,18 @@ class ReplaySource(Source):
         self._planned: Iterator[int] = iter(())  # pieces to read ahead
         self._lock = threading.Lock()
         self._ahead_bytes = 0  # read by `start`
-        self._read_bytes = self._read_samples = 0
 
     def __len__(self) -> int:
         """The number of samples."""
         return len(self._references)
 
-    @property
-    def sample_bytes(self) -> int:
-        """Mean size of the samples read so far; 0 before the first."""
-        return -(-self._read_bytes // max(1, self._read_samples))
-
-    def start(self, sample_bytes: int) -> None:
+    def start(self) -> None:
         """Begins to read as many samples as it may hold, for a batch that is due later. Needs an executor as `workers`.
 
         A few pieces are read at a time, so that a batch that is due now does not wait for this one.
-
-        Args:
-            sample_bytes: expected size of a sample, such as `sample_bytes` of the batch before; 0 if it is not known.
         """
-        if isinstance(self._workers, Executor) and sample_bytes:
-            self._planned = iter(range(min(len(self), self._hold // sample_bytes) // PIECE))
+        if isinstance(self._workers, Executor) and self._hold:
+            self._planned = iter(pieces_of((0, len(self))))
             for _ in range(2 * getattr(self._workers, "_max_workers", 4)):
                 self._read_next_planned()
 
@@ -134,7 +132,7 @@ class ReplaySource(Source):
             if done.cancelled() or done.exception() is not None:
                 return
             self._ahead_bytes += sum(size for _, _, size in done.result())
-            if self._ahead_bytes >= self._hold:  # samples are larger than expected
+            if self._ahead_bytes >= self._hold:
                 return
         with suppress(RuntimeError):  # the executor is shutting down
             for piece in self._planned:
@@ -221,19 +219,12 @@ class ReplaySource(Source):
             )
         samples = [sample for sample, _, _ in read]
         size = sum(size for _, _, size in read)
-        self._read_bytes += size
-        self._read_samples += len(samples)
         if self._held_bytes + size <= self._hold:
             self._held[piece] = samples
             self._held_bytes += size
         with self._lock:
             self._coming.pop(piece, None)  # last, because readers request pieces that are nowhere
         return samples
-
-    def _let_go(self, pieces: Iterable[int]) -> None:
-        """Frees samples that the second pass does not need."""
-        for piece in pieces:
-            self._held_bytes -= size_of(self._held.pop(piece, []))
 
     def _named(self, positions: Sequence[int]) -> str:
         names = ", ".join(f"sample {i} ({self._references[i]!r})" for i in positions[:NAMED])
@@ -255,7 +246,7 @@ def stack(samples: list[Any], pinned: bool = False) -> Any:
         return {key: stack([sample[key] for sample in samples], pinned) for key in first}
     if isinstance(first, tuple | list):
         return tuple(stack(list(values), pinned) for values in zip(*samples, strict=True))
-    tensors = [torch.as_tensor(sample) for sample in samples]
+    tensors = [sample if isinstance(sample, Tensor) else torch.as_tensor(sample) for sample in samples]
     if not pinned:
         return torch.stack(tensors)
     room = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, pin_memory=True)
@@ -333,7 +324,9 @@ def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any,
                 raise RuntimeError(
                     f"read failed for sample {position} ({reference!r}): {type(error).__name__}: {error}"
                 ) from error
-            results.append((sample, checksum(sample), size_of(sample)))
+            if not isinstance(sample, Checked):
+                sample = Checked(sample, checksum(sample))
+            results.append((*sample, size_of(sample.sample)))
         return results
 
 

@@ -9,7 +9,7 @@ the kernels of this one. The thread begins chunk i when the device is done with 
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from queue import Empty, Queue
@@ -56,6 +56,41 @@ def copied(chunk: Any, device: torch.device | None) -> Any:
     return chunk if device is None else map_rows(lambda tensor: tensor.to(device, non_blocking=True), chunk)
 
 
+def joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tensors of one shape as the rows of one tensor on `device`.
+
+    To a GPU, pinned tensors are copied without waiting, and neighbours in memory together.
+    """
+    if device.type != "cuda":
+        return torch.stack(list(tensors)).to(device)
+    rows = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, device=device)
+    first = 0
+    for part in neighbours(tensors):
+        rows[first : first + len(part)].copy_(part, non_blocking=True)
+        first += len(part)
+    return rows
+
+
+def neighbours(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The same tensors, in order, as rows of fewer: those that follow each other in memory are one."""
+    first = 0
+    for last in range(1, len(tensors) + 1):
+        if last == len(tensors) or not _adjacent(tensors[last - 1], tensors[last]):
+            start = tensors[first]
+            yield start.as_strided((last - first, *start.shape), (start.numel(), *start.stride()))
+            first = last
+
+
+def _adjacent(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor begins where another of its shape ends."""
+    return (
+        one.data_ptr() + one.nbytes == other.data_ptr()
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        and one.is_contiguous()
+        and other.is_contiguous()
+    )
+
+
 def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, torch.device], Any]) -> Iterator[Any]:
     made: Queue[Any] = Queue(1)
     used: Queue[torch.cuda.Event] = Queue()  # after the last kernel of each chunk
@@ -95,7 +130,7 @@ def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, tor
             map_rows(lambda tensor, stream=current: tensor.record_stream(stream), inputs)  # type: ignore[misc]
             yield inputs
             del inputs, item
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting takes no core from readers
             done.record(torch.cuda.current_stream(device))
             used.put(done)
     finally:

@@ -18,16 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from megabatch.cached.decoding import DecodedSource, Decoder
-from megabatch.cached.replay import ReplaySource, sample_seed
+from megabatch.cached.replay import Checked, ReplaySource, checksum, sample_seed
 
 if TYPE_CHECKING:
     from megabatch.data.crops import TrainingImages
 
 IMAGE, TEXT = "image", "text"
-# On an H200 the JPEG decoder makes 27,000 images a second alone, and 3,500 beside training, where each image waits for a large
-# kernel to end. Two of three images for the readers is a guess for 16 cores, not measured yet.
-DEVICE_SHARE = 3
 BLANK_SIZE = 8  # pixels of the grey image in place of an unreadable one; towers resize it
 
 
@@ -99,8 +95,6 @@ class Dataset(ABC):
         augment: bool = True,
         workers: int | Executor = 0,
         hold: int = 0,
-        decodes: bool = False,
-        decoder: Decoder | None = None,
     ) -> ReplaySource:
         """One side of some samples as a source of a tower's inputs, identical each time they are read.
 
@@ -113,8 +107,6 @@ class Dataset(ABC):
             augment: False for evaluation.
             workers: as for `ReplaySource`.
             hold: as for `ReplaySource`.
-            decodes: whether the tower's device decodes JPEGs (`crops.decodes_on`).
-            decoder: decodes images ahead of their chunk, on the tower's device; needs an executor as `workers`.
         """
         if side not in (0, 1):
             raise ValueError(f"side must be 0 or 1, got {side!r}")
@@ -123,19 +115,8 @@ class Dataset(ABC):
         if fast is None:
             read = _Read(self, side, preparation.prepare, own if augment else None)
             return ReplaySource(indices, read, workers=workers, collate=_Collate(self, preparation.collate), hold=hold)
-        read_image, finish = _ReadImage(self, side, fast, own, DEVICE_SHARE if decodes else 0), _FinishImages(self, fast)
-        if decoder is None or not isinstance(workers, Executor):
-            return ReplaySource(indices, read_image, workers=workers, finish=finish, hold=hold)
-        return DecodedSource(
-            indices,
-            read_image,
-            decode=finish.decode,
-            finish=fast.inputs,
-            row_bytes=fast.crop_bytes,
-            decoder=decoder,
-            workers=workers,
-            hold=hold,
-        )
+        read_image, finish = _ReadImage(self, side, fast, own), _FinishImages(self, fast)
+        return ReplaySource(indices, read_image, workers=workers, finish=finish, hold=hold)
 
     def usable(self, indices: Sequence[int]) -> Tensor:  # (n,) bool
         """Mask of the samples without a failure so far; final once both sides have been read."""
@@ -181,26 +162,22 @@ class _Read:
 
 @dataclass
 class _ReadImage:
-    """The same for images in training: an image that the device decodes is only fetched.
-
-    The device decodes one image of `share`, none if it is 0, and the reader the others. Which ones depends on the sample alone.
-    """
+    """The same for images in training. Checksums are those of the stored images."""
 
     dataset: Dataset
     side: int
     images: "TrainingImages"
     seed: int
-    share: int
 
-    def __call__(self, index: int, generator: torch.Generator) -> tuple[int, Any, _Failure | None]:
+    def __call__(self, index: int, generator: torch.Generator) -> Checked:
         own = sample_seed(self.seed, int(index))
-        encoded = self.share > 0 and own % self.share == 0
         try:
-            stored = self.dataset.stored(int(index), self.side)
-            return index, self.images.read(stored, generator.manual_seed(own), encoded), None
+            stored, failure = self.dataset.stored(int(index), self.side), None
+            crop = self.images.read(stored, generator.manual_seed(own))
         except UnreadableSampleError as error:
-            grey = blank(self.dataset.sides[self.side])
-            return index, self.images.read(grey, generator.manual_seed(own), encoded), _Failure(error)
+            stored, failure = blank(self.dataset.sides[self.side]), _Failure(error)
+            crop = self.images.read(stored, generator.manual_seed(own))
+        return Checked((index, crop, failure), checksum(stored))
 
 
 @dataclass
@@ -223,17 +200,8 @@ class _FinishImages:
     images: "TrainingImages"
 
     def __call__(self, samples: list[tuple[int, Any, _Failure | None]], device: torch.device | None) -> Any:
-        return self.images.inputs(self.decode(samples, device))
-
-    def decode(self, samples: list[tuple[int, Any, _Failure | None]], device: torch.device | None) -> Tensor:
-        """The crops, (n, 3, height, width) uint8."""
         _note_failures(self.dataset, samples)
-        index_of = {id(picture): index for index, picture, _ in samples}
-
-        def failed(picture: Any, reason: str) -> None:
-            self.dataset.failures.setdefault(int(index_of[id(picture)]), reason)
-
-        return self.images.decode([picture for _, picture, _ in samples], device, failed)
+        return self.images.inputs([crop for _, crop, _ in samples], device)
 
 
 def _note_failures(dataset: Dataset, samples: list[tuple[int, Any, _Failure | None]]) -> None:

@@ -5,12 +5,14 @@ Python process that imports this package and nothing of the program that started
 was initialised. Objects that every task needs (datasets, tokenizers) are sent once. A reader ends when its socket closes, so
 also if the program is killed.
 
-The memory of tensors is sent as it is, beside the pickled rest, and received into memory that the tensors then use. No copy
-holds the interpreter lock.
+The memory of tensors is sent as it is, beside the pickled rest, and received into memory that the tensors then use. Tensors of
+one shape are received together: each operation on a tensor may wait for the interpreter lock, and there are many samples.
 """
 
+import ctypes
 import io
 import logging
+import math
 import os
 import pickle
 import socket
@@ -21,12 +23,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 LOG = logging.getLogger("megabatch")
+SLAB = 1 << 28  # bytes of pinned memory allocated at once
+NICENESS = 10  # of readers: the thread that queues kernels comes first
+ALIGNED = 64  # bytes: tensors of any dtype begin at a multiple
+_LENGTH = struct.Struct("<Q")  # of the part of a message that is pickled
 
 
 @contextmanager
@@ -67,7 +74,8 @@ class ReaderProcesses(ThreadPoolExecutor):
         self._numbers = {id(value): number for number, value in enumerate(shared)}
         self._shared = list(shared)  # alive, so that their ids stay theirs
         first = _dumped(list(shared), {})
-        self._processes = [_Process(first) for _ in range(count)]
+        memory = _Memory(pinned=torch.cuda.is_available())
+        self._processes = [_Process(first, memory) for _ in range(count)]
         self._free = list(self._processes)
         self._lock = threading.Lock()
         self._warned = False
@@ -109,13 +117,15 @@ class _Process:
 
     Args:
         first: the shared objects, which the process gets before its first task.
+        memory: for results.
     """
 
-    def __init__(self, first: "Message") -> None:
+    def __init__(self, first: "Message", memory: "_Memory") -> None:
         self.connection, theirs = socket.socketpair()
         for end in (self.connection, theirs):
             end.settimeout(None)  # the program may have set a default
         self._first: Message | None = first
+        self._memory = memory
         self._problem: str | None = None
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
         environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -139,7 +149,7 @@ class _Process:
         """Sends a task and waits for its result."""
         try:
             _send(self.connection, task)
-            result, error = _loaded(_received(self.connection), [])
+            result, error = _loaded(_received(self.connection, self._memory), [])
         except (EOFError, OSError) as broken:
             try:
                 code: int | None = self._process.wait(1)
@@ -166,8 +176,9 @@ def _nothing() -> None:
 def serve(number: int) -> None:
     """The main function of a reader: answers tasks from the socket with this file number until it is closed."""
     torch.set_num_threads(1)
+    os.nice(NICENESS)
     connection = socket.socket(fileno=number)
-    shared: list[Any] = []
+    memory, shared = _Memory(pinned=False), list[Any]()
 
     def introduce(objects: list[Any]) -> None:
         shared[:] = objects
@@ -181,40 +192,78 @@ def serve(number: int) -> None:
             return _failed(error)
 
     with suppress(EOFError, OSError, KeyboardInterrupt):  # the program has ended
-        _send(connection, answered(_received(connection), first=True))
+        _send(connection, answered(_received(connection, memory), first=True))
         while True:
-            _send(connection, answered(_received(connection), first=False))
+            _send(connection, answered(_received(connection, memory), first=False))
 
 
-# A message: the pickled value, and the memory of its tensors.
-Message = tuple[Any, list[Any]]
+class Message(NamedTuple):
+    """A value that is sent: pickled, but for its tensors."""
+
+    pickled: bytes
+    groups: list[list[Tensor]]  # tensors of one dtype and shape each
 
 
 def _send(connection: socket.socket, message: Message) -> None:
-    """Sends the number of parts, their lengths, and the parts."""
-    parts = [memoryview(part) for part in (message[0], *message[1])]
-    connection.sendall(struct.pack(f"<{1 + len(parts)}Q", len(parts), *(part.nbytes for part in parts)))
-    for part in parts:
-        connection.sendall(part)
+    kinds = [(group[0].dtype, tuple(group[0].shape), len(group)) for group in message.groups]
+    body = pickle.dumps((message.pickled, kinds))
+    connection.sendall(_LENGTH.pack(len(body)) + body)
+    for tensor in chain.from_iterable(message.groups):
+        together = tensor.contiguous()
+        connection.sendall(_bytes_of(together))
 
 
-def _received(connection: socket.socket) -> Message:
+def _received(connection: socket.socket, memory: "_Memory") -> Message:
     """Waits for a message. Raises an EOFError if the other side has closed the socket."""
-    (count,) = struct.unpack("<Q", _filled(connection, memoryview(bytearray(8))))
-    lengths = struct.unpack(f"<{count}Q", _filled(connection, memoryview(bytearray(8 * count))))
-    # Memory of its own for each tensor, because one that is kept must not keep the others.
-    parts = [_filled(connection, memoryview(bytearray(length))) for length in lengths]
-    return parts[0], parts[1:]
+    (length,) = _LENGTH.unpack(_filled(connection, bytearray(_LENGTH.size)))
+    pickled, kinds = pickle.loads(_filled(connection, bytearray(length)))
+    groups = []
+    for dtype, shape, count in kinds:
+        rows = memory.take(dtype, (count, *shape))
+        _filled(connection, _bytes_of(rows))
+        groups.append(list(rows.unbind(0)))
+    return Message(pickled, groups)
 
 
-def _filled(connection: socket.socket, room: memoryview) -> memoryview:
-    rest = room
+def _filled(connection: socket.socket, room: Any) -> Any:
+    """Waits until `room` is full, and returns it."""
+    rest = memoryview(room).cast("B")
     while rest:
-        got = connection.recv_into(rest)
+        got = connection.recv_into(rest, len(rest), socket.MSG_WAITALL)
         if got == 0:
             raise EOFError
         rest = rest[got:]
     return room
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """The memory of a contiguous tensor. The tensor must stay alive."""
+    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+
+
+class _Memory:
+    """Memory for tensors that are received; never cleared, which would take the interpreter lock.
+
+    Pinned memory is allocated in slabs that many tensors share, since PyTorch rounds its size up to a power of two. PyTorch
+    keeps a slab when its last tensor is gone, so the next batch is received into memory that is pinned already.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._lock = threading.Lock()
+
+    def take(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """A tensor whose values nobody has set."""
+        if not self._pinned:
+            return torch.empty(shape, dtype=dtype)
+        size = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            start = -(-self._used // ALIGNED) * ALIGNED
+            if start + size > len(self._slab):
+                self._slab, start = torch.empty(max(size, SLAB), dtype=torch.uint8, pin_memory=True), 0
+            self._used = start + size
+            return self._slab[start : self._used].view(dtype).view(shape)
 
 
 def _failed(error: Exception) -> Message:
@@ -223,45 +272,43 @@ def _failed(error: Exception) -> Message:
         pickle.loads(answer)  # some exceptions cannot be built again
     except Exception:
         answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
-    return answer, []
+    return Message(answer, [])
 
 
 def _dumped(value: Any, numbers: dict[int, int]) -> Message:
-    stream, buffers = io.BytesIO(), list[Any]()
-    pickler = _Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
-    pickler.numbers = numbers
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, numbers)
     pickler.dump(value)
-    return stream.getbuffer(), buffers
+    return Message(stream.getvalue(), list(pickler.groups.values()))
 
 
 def _loaded(message: Message, shared: list[Any]) -> Any:
-    unpickler = _Unpickler(io.BytesIO(message[0]), buffers=message[1])
-    unpickler.shared = shared
-    return unpickler.load()
+    return _Unpickler(message, shared).load()
 
 
 class _Pickler(pickle.Pickler):
-    """Sends shared objects by their number, and the memory of tensors beside the rest."""
+    """Sends shared objects by their number. Tensors are sent beside the rest, those of one dtype and shape together."""
 
-    numbers: dict[int, int]
+    def __init__(self, stream: io.BytesIO, numbers: dict[int, int]) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self._numbers = numbers
+        self._places: dict[int, tuple[int, int]] = {}  # of tensors, by id
+        self.groups: dict[Any, list[Tensor]] = {}
 
-    def persistent_id(self, value: Any) -> int | None:
-        return self.numbers.get(id(value))
-
-    def reducer_override(self, value: Any) -> Any:
+    def persistent_id(self, value: Any) -> int | tuple[int, int] | None:
         if type(value) is not Tensor or value.device.type != "cpu" or value.layout is not torch.strided or value.requires_grad:
-            return NotImplemented
-        flat = value.contiguous().view(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)
-        memory: Any = flat.numpy()
-        return _tensor, (pickle.PickleBuffer(memory), value.dtype, tuple(value.shape))
-
-
-def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(data, dtype=dtype).view(shape) if memoryview(data).nbytes else torch.empty(shape, dtype=dtype)
+            return self._numbers.get(id(value))
+        if id(value) not in self._places:
+            group = self.groups.setdefault((value.dtype, value.shape), [])
+            self._places[id(value)] = list(self.groups).index((value.dtype, value.shape)), len(group)
+            group.append(value)
+        return self._places[id(value)]
 
 
 class _Unpickler(pickle.Unpickler):
-    shared: list[Any]
+    def __init__(self, message: Message, shared: list[Any]) -> None:
+        super().__init__(io.BytesIO(message.pickled))
+        self._groups, self._shared = message.groups, shared
 
-    def persistent_load(self, number: int) -> Any:
-        return self.shared[number]
+    def persistent_load(self, place: int | tuple[int, int]) -> Any:
+        return self._shared[place] if isinstance(place, int) else self._groups[place[0]][place[1]]

@@ -5,22 +5,27 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import extras
+from megabatch.cached import HostSource
 from megabatch.cached import cached_backward as plain_cached_backward
+from megabatch.cached.sources import TensorSource
 from megabatch.cached.tower_io import is_sharded
 from megabatch.data import cache
 from megabatch.integrations.wrapping import unwrapped, whole
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
+from megabatch.towers.open_clip import CausalTexts
 
 __all__ = [
     "ClipLoss",
@@ -179,7 +184,8 @@ def cached_backward(
         sum(losses.values()).backward()
 
     One call with the whole batch replaces `--accum-freq k`, which with open_clip's own losses multiplies the gradient of the
-    scale by k.
+    scale by k. Texts of similar length are encoded together, cut after the longest, which changes nothing where attention is
+    causal. Models that are compiled, sharded by FSDP2 or of another kind get texts of full width.
 
     Args:
         model: an open_clip `CLIP` or `CustomTextCLIP`; it may be wrapped in DDP, sharded by FSDP2, or compiled.
@@ -194,12 +200,14 @@ def cached_backward(
         The losses by their names, and their sum as "loss", detached. Over ranks these are shares; their mean is the loss.
     """
     sizes = list(chunk_size) if isinstance(chunk_size, Sequence) else [chunk_size] * 2
-    towers = [(partial(_features, model, side), inputs) for side, inputs in (("image", images), ("text", texts))]
-    if teacher is not None:
-        towers += [
-            (partial(_taught, teacher, side), inputs) for side, (_, inputs) in zip(("image", "text"), towers, strict=True)
-        ]
-        sizes *= 2
+    towers: list[Any] = []
+    cuts = []
+    for encode, one in ((_features, model), (_taught, teacher)):
+        if one is not None:
+            cut = _Cut.of(one)
+            cuts += [] if cut is None else [cut]
+            towers += [(partial(encode, one, "image"), images), (partial(encode, one, "text"), _by_length(texts, cut))]
+    sizes *= len(towers) // 2
     losses: dict[str, Tensor] = {}
 
     def total(image: Tensor, text: Tensor, *taught: Tensor) -> Tensor:  # ()
@@ -213,8 +221,55 @@ def cached_backward(
         added: Tensor = sum(found.values())
         return added
 
-    whole_loss = plain_cached_backward(total, towers, chunk_size=sizes, **options)
+    with ExitStack() as stack:
+        for cut in cuts:
+            stack.enter_context(cut.allowed())
+        whole_loss = plain_cached_backward(total, towers, chunk_size=sizes, **options)
     return {**losses, "loss": whole_loss}
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Texts that are cut after their end token, for a model that takes texts of full width only."""
+
+    model: Any
+    causal: CausalTexts
+
+    @classmethod
+    def of(cls, model: Any) -> "_Cut | None":
+        """None for a model that cannot encode them, or that does not call its methods as they are."""
+        module = unwrapped(model)
+        compiled = hasattr(model, "_orig_mod") or any(part._compiled_call_impl is not None for part in module.modules())
+        if compiled or isinstance(module, torch.jit.ScriptModule) or any(map(is_sharded, module.parameters())):
+            return None
+        causal = CausalTexts.of(module)
+        return None if causal is None else cls(module, causal)
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Inside, the model's own `encode_text` takes texts of any width."""
+        whole = self.model.encode_text
+
+        def encode_text(text: Tensor, normalize: bool = False) -> Tensor:  # (n, L) -> (n, D)
+            if text.shape[1] == len(self.causal.parts.attn_mask):
+                features: Tensor = whole(text, normalize=normalize)
+                return features
+            features = self.causal.encode(text)
+            return F.normalize(features, dim=-1) if normalize else features
+
+        self.model.encode_text = encode_text
+        try:
+            yield
+        finally:
+            del self.model.encode_text
+
+
+def _by_length(texts: Any, cut: _Cut | None) -> Any:
+    """Token ids with the length of each text; anything else as it is."""
+    if cut is None or not isinstance(texts, Tensor) or texts.dim() != 2:
+        return texts
+    lengths = (cut.causal.ends(texts) + 1).cpu()
+    return TensorSource(texts, lengths=lengths) if texts.is_cuda else HostSource(texts, lengths=lengths)
 
 
 def _numbers(model: Any) -> dict[str, Tensor]:

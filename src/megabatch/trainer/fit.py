@@ -23,7 +23,6 @@ from megabatch.world import World
 
 ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
 FIRST_TRIED = 32  # samples, on CUDA
-DECODED = 0.1  # fraction of a GPU's memory
 OPTIMIZER_COPIES = 3  # of the parameters, allocated in the first step: gradients and two moments
 
 
@@ -61,7 +60,6 @@ def what_fits(
     samples: Callable[[int, int], Any],
     pairs: int,
     world: World,
-    reserved: int = 0,
 ) -> Fit:
     """Chunk sizes for towers and memory for graphs, the same on all ranks.
 
@@ -72,10 +70,9 @@ def what_fits(
         samples: (side, count) → inputs of that many samples.
         pairs: of a batch on this rank.
         world: the ranks.
-        reserved: bytes of the device for other things.
     """
     free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.local_size)
-    free -= _coming(modules, samples, pairs, world.device) + reserved
+    free -= _coming(modules, samples, pairs, world.device)
     if isinstance(chunk_size, int):
         sizes = [chunk_size] * len(modules)
     elif world.device.type == "cuda":
@@ -94,11 +91,6 @@ def what_fits(
 def input_bytes(config: MemoryConfig, world: World) -> int:
     """Host memory for the samples of one batch on this rank, while the next batch has as much."""
     return int(config.inputs * (available_memory() or 0) / world.local_size / 2)
-
-
-def decoded_bytes(device: torch.device) -> int:
-    """Device memory for decoded images: on a GPU of 80 GB, two batches of 27,000 images of 224 pixels."""
-    return int(torch.cuda.get_device_properties(device).total_memory * DECODED) if device.type == "cuda" else 0
 
 
 def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> int:

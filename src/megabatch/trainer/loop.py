@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from megabatch import settings, towers
-from megabatch.cached import decoding, randomness
-from megabatch.cached.decoding import Decoder
+from megabatch.cached import randomness
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.timing import Clock, phase
 from megabatch.data import readers
@@ -33,7 +32,7 @@ from megabatch.trainer import compiling, locked, optim, parallel
 from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents
 from megabatch.trainer.config import FREE, TrainConfig, differences, reader_count
 from megabatch.trainer.ema import Average
-from megabatch.trainer.fit import Fit, decoded_bytes, repeated, what_fits
+from megabatch.trainer.fit import Fit, repeated, what_fits
 from megabatch.trainer.flops import Utilisation
 from megabatch.trainer.objective import Objective
 from megabatch.trainer.observers import Observer, Observers, Unreadable
@@ -188,8 +187,7 @@ class Trainer:
             products = fast_products(self.config.precision, self.world.device)
             compiler = compiling.settings() if self._compiled else nullcontext()
             with requests(impatient=self.world.size == 1) as request, self._workers() as workers, products, compiler:
-                with decoding.opened(self.world.device, self._decoded_bytes(workers)) as decoder:
-                    self._train(self._ready(workers, decoder), request)
+                self._train(self._ready(workers), request)
                 self._save_model()  # before the evaluation, which may fail
                 result = self._evaluate(workers) if self.validation is not None else None
         finally:
@@ -197,17 +195,14 @@ class Trainer:
             self._unreadable.count()
         return result
 
-    def _ready(self, workers: int | Executor, decoder: Decoder | None) -> Step:
+    def _ready(self, workers: int | Executor) -> Step:
         if self.step == 0:
             self._seed(0)
         modules = [tower.module for tower in self.pair.towers]
         if self._fit is None:
             share = -(-self.config.batch_size // self.world.size)
             with compiling.plain(modules), autocast(self.config.precision, self.world.device):
-                reserved = 0 if decoder is None else decoder.room
-                self._fit = what_fits(
-                    self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world, reserved
-                )
+                self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
         return Step(
             self.config,
             self.pair,
@@ -220,13 +215,7 @@ class Trainer:
             self.world,
             self._fit,
             workers,
-            decoder,
         )
-
-    def _decoded_bytes(self, workers: int | Executor) -> int:
-        """Memory of the device for images that are decoded ahead; 0 if none are."""
-        images = any(self.pair.towers[side].training_images is not None for side in self._encoded)
-        return decoded_bytes(self.world.device) if images and self.config.augment and isinstance(workers, Executor) else 0
 
     def _compile(self, fit: Fit) -> None:
         """Compiles the towers for chunks of the training."""

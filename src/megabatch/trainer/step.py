@@ -4,9 +4,10 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +15,8 @@ from torch import nn
 
 from megabatch.cached import HostSource, ReplaySource, Source, batchnorm, randomness
 from megabatch.cached.backward import cached_backward
-from megabatch.cached.decoding import Decoder
 from megabatch.cached.streaming import closed_at_the_end
 from megabatch.cached.timing import DATA, phase
-from megabatch.data import crops
 from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.data.order import Batch
 from megabatch.machine import ran_out_of_memory
@@ -37,6 +36,7 @@ class Inputs(NamedTuple):
 
     batch: Batch
     sources: dict[int, ReplaySource]  # by the index of the side
+    tokens: dict[int, Callable[[], Source]]  # of the sides with texts; waits for them
 
     def stop(self) -> None:
         """Ends the reading of the batch, after its step or without one, and frees what was read."""
@@ -68,7 +68,6 @@ class Step:
         world: the ranks.
         fit: chunk sizes and memory for graphs; halved if memory runs out.
         workers: readers of samples, as for `ReplaySource`.
-        decoder: of images, on a CUDA device.
     """
 
     config: TrainConfig
@@ -82,7 +81,6 @@ class Step:
     world: World
     fit: Fit
     workers: int | Executor = 0
-    decoder: Decoder | None = None
 
     def __post_init__(self) -> None:
         """Finds the running statistics, which are averaged over ranks."""
@@ -91,14 +89,12 @@ class Step:
         self._sides = [side for side in (0, 1) if side not in self.known]
         images = [side for side in self._sides if self.dataset.sides[side] == IMAGE]
         self._hold = input_bytes(self.config.memory, self.world) // max(1, len(images))
-        self._decodes = crops.decodes_on(self.world.device)
-        self._sample_bytes = dict.fromkeys(self._sides, 0)  # of the last batch
 
     def prepare(self, batch: Batch) -> Inputs:
         """The inputs of a batch. Readers begin to read them, so that they are there when the batch is due."""
-        sources = {}
+        sources, tokens = {}, {}
         for side in self._sides:
-            sources[side] = self.dataset.source(
+            source = self.dataset.source(
                 batch.indices.tolist(),
                 side,
                 self.pair.towers[side],
@@ -107,11 +103,14 @@ class Step:
                 augment=self.config.augment,
                 workers=self.workers,
                 hold=self._hold,
-                decodes=self._decodes,
-                decoder=self.decoder,
             )
-            sources[side].start(self._sample_bytes[side])
-        return Inputs(batch, sources)
+            sources[side] = source
+            if self.dataset.sides[side] == IMAGE:
+                source.start()
+            else:
+                work = partial(self._tokens, source, side)
+                tokens[side] = _begun(work) if isinstance(self.workers, Executor) else work
+        return Inputs(batch, sources, tokens)
 
     def __call__(self, inputs: Inputs, rate: float) -> Outcome:
         """One step with this rank's part of a batch."""
@@ -120,7 +119,6 @@ class Step:
             group["lr"] = rate
         sources = [self._source(inputs, side) for side in self._sides]
         loss, pairs = self._retried(lambda: self._backward(batch, sources))
-        self._sample_bytes = {side: source.sample_bytes for side, source in inputs.sources.items()}
         if pairs == 0:
             LOG.warning("step %d changes nothing: none of its pairs could be read", batch.number + 1)
             self.optimizer.zero_grad()
@@ -130,12 +128,15 @@ class Step:
         return Outcome(loss, norm, pairs)
 
     def _source(self, inputs: Inputs, side: int) -> Source:
-        """The source of a tower's inputs. Texts are small: all of a batch are read first, and kept as tokens."""
-        source = inputs.sources[side]
         if self.dataset.sides[side] == IMAGE:
-            return source
+            return inputs.sources[side]
+        with phase(DATA):
+            return inputs.tokens[side]()
+
+    def _tokens(self, source: ReplaySource, side: int) -> Source:
+        """The texts of a batch as tokens. They are small, and all are needed first, to put those of one length together."""
         whole = source.chunks([(0, len(source))], None)
-        with closed_at_the_end(whole), phase(DATA):
+        with closed_at_the_end(whole):
             tokens = next(whole)
         lengths = self.pair.towers[side].lengths
         return HostSource(tokens, lengths=None if lengths is None else lengths(tokens))
@@ -201,6 +202,14 @@ class Step:
         self.optimizer.zero_grad()
         self.objective.clamp()
         return norm
+
+
+def _begun(work: Callable[[], Source]) -> Callable[[], Source]:
+    """Begins to work in a thread of its own. Returns a function that waits for the result."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="megabatch-texts")
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
+    return future.result
 
 
 def _check_finite(step: int, numbers: dict[str, float]) -> None:
