@@ -19,7 +19,7 @@ from family_case import LARGE, Case, Loss
 from family_cases import CASES, case
 from family_gpu_report import markdown, report
 from record import Record, arguments, device_of
-from timing import milliseconds
+from timing import clear, failure, take_turns
 from torch import Tensor
 
 from megabatch.bench.accuracy import HALF_TOLERANCE, TOLERANCE
@@ -29,7 +29,7 @@ from megabatch.bench.measure import peak_memory
 OURS = "megabatch"
 SECONDS_A_ROUND = 0.06
 IMPRECISE = {"cuda": 0.2, "cpu": 1e-3}  # what logits rounded to bfloat16 explain; differences of nearly equal float32 numbers
-OK, ROUGH, WRONG, LATE, MEMORY = "ok", "imprecise", "WRONG", "no time left", "out of memory"
+OK, ROUGH, WRONG, LATE = "ok", "imprecise", "WRONG", "no time left"
 
 
 def with_gradients(loss: Loss, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -52,21 +52,6 @@ def verdict(loss_error: float, gradient_error: float, device: str) -> str:
     if loss_error <= tolerance["loss"] and gradient_error <= tolerance["gradient"]:
         return OK
     return ROUGH if loss_error <= IMPRECISE[device] and gradient_error <= IMPRECISE[device] else WRONG
-
-
-def failure(error: Exception) -> str:
-    """The entry of a table."""
-    if isinstance(error, ImportError):
-        return f"not installed ({error.name or error})"
-    if isinstance(error, torch.OutOfMemoryError):
-        return MEMORY
-    return f"fails ({type(error).__name__}: {str(error).splitlines()[0][:100]})" if str(error) else "fails"
-
-
-def clear(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 class Family:
@@ -126,7 +111,7 @@ class Family:
                 result["status"] = failure(error)
             clear(self.device)
         q, k = (t.detach() for t in case("info_nce_loss", rows, self.width, self.device).leaves)
-        times = self.take_turns({**works, **bare_products(q, k)})
+        times = take_turns({**works, **bare_products(q, k)}, self.device, self.rounds, self.seconds)
         bare = sum(count * times[part] for count, part in zip(made.products, ("S", "dX", "dY"), strict=True))
         for result in results:
             if result["system"] in works:
@@ -140,24 +125,6 @@ class Family:
         self.record["results"].extend(results)
         clear(self.device)
         return [r["system"] for r in results if "ms" not in r]
-
-    def take_turns(self, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Milliseconds, the median of the rounds; one round for slow systems."""
-        times: dict[str, list[float]] = {name: [] for name in works}
-        for turn in range(self.rounds):
-            for name, work in works.items():
-                if turn == 0 or times[name][0] < 1000:
-                    times[name].append(self.timed(work))
-        return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-
-    def timed(self, work: Callable[[], Any]) -> float:
-        """Milliseconds. Out of memory is retried after emptying the cache, which is fragmented by the system before."""
-        try:
-            return milliseconds(work, self.device, self.seconds)
-        except torch.OutOfMemoryError:
-            pass
-        clear(self.device)
-        return milliseconds(work, self.device, self.seconds)
 
     def run(self) -> None:
         """All losses at the large batch; then the peers that did not fit, at smaller ones."""

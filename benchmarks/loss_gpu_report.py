@@ -5,7 +5,6 @@ from typing import Any
 
 import reports
 
-from megabatch.display import plots
 from megabatch.display.numbers import cell, gib, ratio
 from megabatch.display.tables import Table
 
@@ -62,21 +61,8 @@ def _large(r: dict[str, Any]) -> str:
 def draw(record: dict[str, Any]) -> Any:
     """Time and memory of CLIP losses against the batch."""
     title = f"CLIP loss, forward + backward, bf16, D = 512; {reports.chip(record)}"
-    figure, (panels,) = plots.figure(title, columns=2, size=(11, 4.8))
     rows = [r for r in record["results"] if r["loss_name"] == "clip" and r["D"] == 512]
-    others = iter((plots.ORANGE, plots.VIOLET, plots.BLUE, plots.OCHRE))
-    colours = {OURS: plots.GREEN, BARE: plots.INK}
-    for name in dict.fromkeys(r["system"] for r in rows):
-        colour, chosen = colours.get(name) or next(others), [r for r in rows if r["system"] == name]
-        for axes, key, unit in zip(panels, ("ms", "peak_bytes"), (1, 2**30), strict=True):
-            points = sorted((r["B"], r[key] / unit) for r in chosen if r.get(key))
-            plots.line(axes, points, name, colour, linestyle="--" if name == BARE else "-")
-    for axes, label in zip(panels, ("time, ms", "memory beyond the inputs, GiB"), strict=True):
-        axes.set_ylabel(label)
-        plots.batch_axis(axes, [r["B"] for r in rows])
-        plots.log_axis(axes)
-        plots.legend(axes)
-    return figure
+    return reports.time_and_memory(title, rows, OURS, BARE)
 
 
 report = partial(reports.write, text=markdown, draw=draw)

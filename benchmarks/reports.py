@@ -53,3 +53,21 @@ def chip(record: Record) -> str:
 def paragraphs(*parts: str) -> str:
     """Markdown paragraphs without the empty ones."""
     return "\n\n".join(part for part in parts if part)
+
+
+def time_and_memory(title: str, rows: list[Row], ours: str, bare: str) -> Any:
+    """A figure of the systems' time and of their memory beyond the inputs, against the batch."""
+    figure, (panels,) = plots.figure(title, columns=2, size=(11, 4.8))
+    others = iter((plots.ORANGE, plots.VIOLET, plots.BLUE, plots.OCHRE))
+    colours = {ours: plots.GREEN, bare: plots.INK}
+    for name in dict.fromkeys(r["system"] for r in rows):
+        colour, chosen = colours.get(name) or next(others), [r for r in rows if r["system"] == name]
+        for axes, key, unit in zip(panels, ("ms", "peak_bytes"), (1, 2**30), strict=True):
+            points = sorted((r["B"], r[key] / unit) for r in chosen if r.get(key))
+            plots.line(axes, points, name, colour, linestyle="--" if name == bare else "-")
+    for axes, label in zip(panels, ("time, ms", "memory beyond the inputs, GiB"), strict=True):
+        axes.set_ylabel(label)
+        plots.batch_axis(axes, [r["B"] for r in rows])
+        plots.log_axis(axes)
+        plots.legend(axes)
+    return figure

@@ -1,5 +1,6 @@
-"""The time of a short piece of work on a GPU."""
+"""The time of short pieces of work on a GPU, one after the other."""
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,42 @@ def milliseconds(work: Callable[[], Any], device: str, seconds: float) -> float:
         if elapsed >= 1000 * seconds or calls >= 64:
             return elapsed / calls
         calls = min(64, max(calls + 1, math.ceil(calls * 1000 * seconds / max(elapsed, 0.1))))
+
+
+def take_turns(works: dict[str, Callable[[], Any]], device: str, rounds: int, seconds: float) -> dict[str, float]:
+    """Milliseconds of each, the median of the rounds; one round for work that takes more than a second."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds):
+        for name, work in works.items():
+            if turn == 0 or times[name][0] < 1000:
+                times[name].append(_timed(work, device, seconds))
+    return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+
+
+def _timed(work: Callable[[], Any], device: str, seconds: float) -> float:
+    """Milliseconds. Out of memory is retried after emptying the cache, which is fragmented by the system before."""
+    try:
+        return milliseconds(work, device, seconds)
+    except torch.OutOfMemoryError:
+        pass
+    clear(device)
+    return milliseconds(work, device, seconds)
+
+
+def clear(device: str) -> None:
+    """Frees the memory of the last system."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def failure(error: Exception) -> str:
+    """The entry of a table for a system that cannot be run."""
+    if isinstance(error, ImportError):
+        return f"not installed ({error.name or error})"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"fails ({type(error).__name__}: {str(error).splitlines()[0][:100]})" if str(error) else "fails"
 
 
 def _elapsed(work: Callable[[], Any], calls: int, device: str) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megabatch.cached import Encoded, HostSource, ReplayMismatchError, ReplaySource, Source, cached_backward
+    from megabatch.late import Tokens, maxsim_logsumexp
     from megabatch.losses import (
         ClipLoss,
         DistillClipLoss,
@@ -17,13 +18,21 @@ if TYPE_CHECKING:
         dcl_loss,
         hcl_loss,
         info_nce_loss,
+        late_distillation_loss,
+        late_interaction_loss,
         matryoshka_clip_loss,
         nt_xent_loss,
         siglip_loss,
         soft_clip_loss,
         sup_con_loss,
     )
-    from megabatch.pairwise import pairwise_logsumexp, pairwise_rank, pairwise_softplus, pairwise_symmetric_logsumexp
+    from megabatch.pairwise import (
+        pairwise_logsumexp,
+        pairwise_rank,
+        pairwise_softplus,
+        pairwise_symmetric_logsumexp,
+        pairwise_topk,
+    )
     from megabatch.ring import RingError
 
 __version__ = "0.1.0"
@@ -39,23 +48,28 @@ __all__ = [
     "RingError",
     "SigLipLoss",
     "Source",
+    "Tokens",
     "cached_backward",
     "clip_loss",
     "dcl_loss",
     "hcl_loss",
     "info_nce_loss",
+    "late_distillation_loss",
+    "late_interaction_loss",
     "matryoshka_clip_loss",
+    "maxsim_logsumexp",
     "nt_xent_loss",
     "pairwise_logsumexp",
     "pairwise_rank",
     "pairwise_softplus",
     "pairwise_symmetric_logsumexp",
+    "pairwise_topk",
     "siglip_loss",
     "soft_clip_loss",
     "sup_con_loss",
 ]
 
-_HOMES = ("cached", "losses", "pairwise", "ring")  # of the public names
+_HOMES = ("cached", "late", "losses", "pairwise", "ring")  # of the public names
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from megabatch.tiles import backends
 from megabatch.tiles.precision import SUPPORTED_DTYPES, compute_precision
 
 BACKENDS = ("auto", backends.EAGER, backends.TRITON)
+MOST_OF_THE_BEST = 1024
 _DTYPE_NAMES = "float64, float32, bfloat16 or float16"
 
 
@@ -134,6 +135,22 @@ def exclude_from_symmetric(value: Any, z: Tensor) -> None:
     if isinstance(value, str):
         raise ValueError(f'exclude must be None, "diagonal" or a tensor of integers, got {value!r}')
     _identifiers(value, "exclude", z, "z", expected='None, "diagonal" or a tensor of integers')
+
+
+def best(k: Any) -> None:
+    """How many of the best are asked for."""
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_OF_THE_BEST:
+        raise ValueError(f"k must be an integer from 1 to {MOST_OF_THE_BEST}, got {k!r}")
+
+
+def bound(value: Any, name: str, x: Tensor) -> None:
+    """A number, or one for each row of x; it decides only, and has no gradient."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        offsets(value, name, x, "x")
+    elif value is not None:
+        number(value, name, x)
+    if isinstance(value, Tensor):
+        without_gradient([value], [name])
 
 
 def reduction(value: Any) -> None:

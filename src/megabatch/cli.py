@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train a model on pairs, on a CPU or on many GPUs",
     "eval": "recall and ranks of a model, and zero-shot classification",
     "search": "the best matches of a text or an image, with a contact sheet",
+    "mine": "hard negatives of a trained model, as a table",
     "report": "a run on one HTML page: curves, search results, configuration",
     "config": "all settings of a training run, with their defaults",
     "bench": "time and memory of losses and training steps",

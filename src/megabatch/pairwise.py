@@ -15,12 +15,14 @@ from megabatch.primitives import (
     SKIPPED,
     Backend,
     Group,
+    accumulator_dtype,
     execution,
     logsumexp,
     number,
     rank,
     softplus,
     symmetric_logsumexp,
+    topk,
 )
 
 
@@ -36,6 +38,13 @@ class PairRanks(NamedTuple):
 
     row: Tensor
     col: Tensor
+
+
+class TopK(NamedTuple):
+    """The largest products of each row, (N, k), and the rows of y they belong to, (N, k) int64."""
+
+    values: Tensor
+    indices: Tensor
 
 
 def pairwise_logsumexp(
@@ -191,3 +200,65 @@ def pairwise_rank(
         backend: see `clip_loss`.
     """
     return PairRanks(*rank(x, y, execution(x, y, same_rows=True, group=group, backend=backend)))
+
+
+@torch.no_grad()
+def pairwise_topk(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (M, D)
+    k: int,
+    *,
+    exclude: str | Sequence[Tensor] | None = None,
+    above: float | Tensor | None = None,  # or (N,)
+    below: float | Tensor | None = None,  # or (N,)
+    group: Group = None,
+    backend: Backend = "auto",
+) -> TopK:  # (N, k), (N, k) int64
+    """The k largest products ⟨x_i, y_j⟩ of each row, sorted, and their columns j; ties go to the smaller j. No gradient.
+
+    Same as, without the matrix:
+
+        return (x @ y.T).sort(dim=1, descending=True, stable=True)[:, :k]
+
+    A row with fewer than k columns to choose from ends with the value −inf and the index −1. Products that are NaN are never
+    chosen. Values are float32 (float64 for float64 inputs). On a GPU, kernels serve k up to M / 1024; beyond it library
+    products form tiles in memory.
+
+    Example:
+        hard = mb.pairwise_topk(query, document, 8, exclude=(query_ids, document_ids), below=positive - 0.1).indices
+
+    Args:
+        x: (N, D) embeddings.
+        y: (M, D) embeddings, of the same dtype.
+        k: columns to find for each row, at most 1,024.
+        exclude: None, "diagonal" or (row ids, column ids); see `pairwise_logsumexp`.
+        above: only products larger than this are chosen: a number, or one for each row, (N,).
+        below: only products smaller than this are chosen: a number, or one for each row, (N,).
+        group: see `clip_loss`. x and y are this rank's rows and columns. Columns of all ranks are candidates, and are numbered
+            in the order of ranks.
+        backend: see `clip_loss`.
+    """
+    run = execution(x, y, group=group, backend=backend)
+    checks.best(k)
+    checks.exclude(exclude, x, y)
+    for name, bound in (("above", above), ("below", below)):
+        checks.bound(bound, name, x)
+    highest = None if below is None else _each_row(below, x)
+    values, indices = topk(
+        x,
+        y,
+        k,
+        run,
+        ids=(None, None) if exclude is None or isinstance(exclude, str) else (exclude[0], exclude[1]),
+        limit=None if highest is None else highest.nextafter(highest.new_full((), -torch.inf)),
+        diagonal=SKIPPED if exclude == "diagonal" else KEPT,
+    )
+    if above is not None:
+        low = values <= _each_row(above, x)[:, None]
+        values, indices = values.masked_fill(low, -torch.inf), indices.masked_fill(low, -1)
+    return TopK(values, indices)
+
+
+def _each_row(bound: float | Tensor, x: Tensor) -> Tensor:  # (N,)
+    """A bound as products of x are compared with it."""
+    return torch.as_tensor(bound, device=x.device).to(accumulator_dtype(x.dtype)).expand(len(x))

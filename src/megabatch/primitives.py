@@ -271,6 +271,21 @@ def rank(x: Tensor, y: Tensor, run: Execution) -> tuple[Tensor, Tensor]:  # (N,)
     return by_row, by_column
 
 
+def topk(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (M, D)
+    k: int,
+    run: Execution,
+    *,
+    ids: tuple[Tensor | None, Tensor | None] = (None, None),  # (N,), (M,)
+    limit: Tensor | None = None,  # (N,)
+    diagonal: str = KEPT,
+) -> tuple[Tensor, Tensor]:  # (N, k), (N, k) int64
+    """The k largest products of each row, and their columns; products above the limit are left out. No gradient."""
+    values, indices = operators.topk(x, y, *ids, limit, diagonal != KEPT, *run, k)
+    return values, indices
+
+
 @torch.no_grad()
 def ceiling_above(
     x: Tensor,  # (N, D)

@@ -64,6 +64,23 @@ def pairwise_rank(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return position(s), position(s.T)
 
 
+def maxsim(
+    queries: list[Tensor],  # (Lq, D) each
+    documents: list[Tensor],  # (Ld, D) each
+    scale: float | Tensor = 1.0,
+    normalize: bool = False,
+) -> Tensor:  # (N, M)
+    """Late interaction: the best match of each query vector in a document, summed; −inf for documents without vectors."""
+
+    def score(query: Tensor, document: Tensor) -> Tensor:
+        if len(document) == 0:
+            return query.new_full((), float("-inf"))
+        best = (query @ document.T).max(1).values.sum()  # of equal ones the first gets the gradient
+        return scale * best / max(len(query), 1) if normalize else scale * best
+
+    return torch.stack([torch.stack([score(query, document) for document in documents]) for query in queries])
+
+
 def same_id(ids: Tensor | None, N: int) -> Tensor | None:  # (N, N) bool
     """Pairs that are not each other's negatives; a pair is its own positive."""
     if ids is None:

@@ -22,7 +22,7 @@ def test_chunks_find_what_sorting_finds(k, chunk):
 def test_of_equal_ones_the_first_and_nan_last():
     embeddings = torch.ones(6, 2)
     embeddings[1] = torch.nan
-    assert search(torch.ones(1, 2), embeddings.split(2), 6).indices.tolist() == [[0, 2, 3, 4, 5, 1]]
+    assert search(torch.ones(1, 2), embeddings.split(2), 6).indices.tolist() == [[0, 2, 3, 4, 5, -1]]
 
 
 def test_messages():

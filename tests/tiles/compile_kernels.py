@@ -27,13 +27,16 @@ from megabatch.tiles import (
     triton_gradient,
     triton_guided_logsumexp,
     triton_logsumexp,
+    triton_maxsim,
     triton_online_logsumexp,
     triton_partial_sums,
     triton_rank,
+    triton_topk,
 )
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import HALF_DTYPE
+from megabatch.tiles.tokens import LateBlock, Tokens
 
 SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}
 
@@ -42,6 +45,8 @@ TYPES = {
     torch.float64: "fp64",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -97,11 +102,18 @@ def main(capability: int, precision: str, features: bool) -> None:
     target = GPUTarget("cuda", capability, 32)
     plan.shared_memory = lambda device: SHARED_MEMORY[capability]
     plan.has_gluon = lambda device: capability == 90
+    plan.TOPK_SHARE = 1
     kernels = (
         (triton_logsumexp, "_logsumexp_kernel"),
         (triton_online_logsumexp, "_online_logsumexp_kernel"),
         (triton_gradient, "_gradient_strip_kernel"),
         (triton_rank, "_rank_kernel"),
+        (triton_topk, "_group_maxima_kernel"),
+        (triton_maxsim, "_maxsim_kernel"),
+        (triton_maxsim, "_query_gradient_kernel"),
+        (triton_maxsim, "_document_gradient_kernel"),
+        (triton_topk, "_group_products_kernel"),
+        (triton_topk, "_best_kernel"),
         (triton_exponent_scale, "_largest_norm_kernel"),
         (triton_exponent_scale, "_exponent_scale_kernel"),
         (triton_embeddings, "_matching_products_kernel"),
@@ -168,6 +180,22 @@ def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:
                 pass
     if not features:
         triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))
+    launch_late(precision, dtype, features)
+    triton_topk.topk(replace(alone, row_bias=None, col_bias=None), 2)
+
+
+def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
+    """Late interaction: padded items as ColBERT's, or packed ones with holes whose vectors are wider than a step."""
+    D = 160 if features else 128
+    valid = torch.ones(256, dtype=torch.bool) if features else None
+    lengths = torch.full((8,), 32) if features else None
+    tokens = Tokens(torch.randn(256, D).to(dtype), 32, lengths, valid)
+    block = LateBlock(
+        tokens, replace(tokens, width=64, lengths=None if lengths is None else lengths), torch.ones(()), precision
+    )
+    for _ in triton_maxsim.score_tiles(block):
+        pass
+    triton_maxsim.add_gradients(block, lambda s, rows, columns: s, torch.zeros(256, D), torch.zeros(256, D))
 
 
 if __name__ == "__main__":

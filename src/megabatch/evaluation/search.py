@@ -6,6 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import megabatch.pairwise
+from megabatch.tiles.precision import accumulator_dtype
+from megabatch.tiles.topk import Best
+
 ROWS = 4096  # embeddings scored and sorted at once
 
 
@@ -18,26 +22,25 @@ class Matches(NamedTuple):
 
 @torch.no_grad()
 def search(queries: Tensor, embeddings: Tensor | Iterable[Tensor], k: int = 8) -> Matches:  # (Q, D), (M, D) or chunks of it
-    """The k rows of `embeddings` most similar to each query; ties go to the smaller index, and NaN ranks last.
+    """The k rows of `embeddings` most similar to each query; ties go to the smaller index.
+
+    In place of a row with NaN comes, last, the score −inf and the index −1.
 
     Args:
         queries: (Q, D).
         embeddings: (M, D), or its rows in chunks, as `embedded` gives them.
-        k: matches per query; fewer if there are fewer rows.
+        k: matches per query, at most 1,024; fewer if there are fewer rows.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    best = Matches(queries.new_zeros(len(queries), 0), torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device))
+    best = Best.none(len(queries), k, queries.new_zeros(0, dtype=accumulator_dtype(queries.dtype)))
     position = 0
     for chunk in torch.split(embeddings, ROWS) if isinstance(embeddings, Tensor) else embeddings:
         if chunk.dim() != 2 or chunk.shape[1] != queries.shape[1]:
             raise ValueError(
                 f"embeddings must have the width of the queries, {queries.shape[1]}, got shape {tuple(chunk.shape)}"
             )
-        scores = (queries @ chunk.to(queries).T).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        indices = torch.arange(position, position + len(chunk), device=queries.device).expand(len(queries), -1)
+        scores, indices = megabatch.pairwise.pairwise_topk(queries, chunk.to(queries), k)
+        best = best.merged(Best(scores, torch.where(indices < 0, indices, indices + position)))
         position += len(chunk)
-        # Earlier matches come first and the sort is stable, so ties go to the smaller index.
-        scores, order = torch.sort(torch.cat([best.scores, scores], 1), dim=1, descending=True, stable=True)
-        best = Matches(scores[:, :k], torch.cat([best.indices, indices], 1).gather(1, order[:, :k]))
-    return best
+    return Matches(*(part[:, :position] for part in best))

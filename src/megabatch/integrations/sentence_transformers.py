@@ -348,7 +348,7 @@ def _one_vector(name: str, model: Any) -> None:
     if isinstance(model, MultiVectorEncoder):
         raise TypeError(
             f"{name} must return one vector for each text, got {type(model).__name__}, which returns one for each token; its "
-            "losses are in sentence_transformers.multi_vector_encoder.losses"
+            "losses are in megabatch.integrations.multi_vector"
         )
 
 

@@ -5,6 +5,7 @@ from megabatch.losses.dcl import dcl_loss
 from megabatch.losses.distillation import soft_clip_loss
 from megabatch.losses.hcl import hcl_loss
 from megabatch.losses.info_nce import info_nce_loss
+from megabatch.losses.late_interaction import late_distillation_loss, late_interaction_loss
 from megabatch.losses.matryoshka import matryoshka_clip_loss
 from megabatch.losses.modules import ClipLoss, DistillClipLoss, SigLipLoss
 from megabatch.losses.negatives import Negatives
@@ -21,6 +22,8 @@ __all__ = [
     "dcl_loss",
     "hcl_loss",
     "info_nce_loss",
+    "late_distillation_loss",
+    "late_interaction_loss",
     "matryoshka_clip_loss",
     "nt_xent_loss",
     "siglip_loss",

@@ -5,6 +5,7 @@ An operator describes a block, runs a backend's pass over its tiles, and turns t
 called by `apply`.
 """
 
+from megabatch.operators.late import maxsim_logsumexp, maxsim_pairs
 from megabatch.operators.logsumexp import logsumexp
 from megabatch.operators.matching import matching
 from megabatch.operators.positives import positives
@@ -14,6 +15,7 @@ from megabatch.operators.small import is_small, small_cross_entropy, small_sigmo
 from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
 from megabatch.operators.symmetric_logsumexp import symmetric_logsumexp
+from megabatch.operators.topk import topk
 from megabatch.operators.total import total
 from megabatch.operators.transforms import apply, transforms_are_active
 
@@ -22,6 +24,8 @@ __all__ = [
     "is_small",
     "logsumexp",
     "matching",
+    "maxsim_logsumexp",
+    "maxsim_pairs",
     "positives",
     "rank",
     "sigmoid_loss",
@@ -31,6 +35,7 @@ __all__ = [
     "soft_cross_entropy",
     "softplus",
     "symmetric_logsumexp",
+    "topk",
     "total",
     "transforms_are_active",
 ]

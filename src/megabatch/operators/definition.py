@@ -18,7 +18,7 @@ TWICE = (
     "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, of which no graph is "
     "recorded. Call backward() or torch.autograd.grad() without create_graph=True, or torch.func.grad() once."
 )
-_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", str: "str"}
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "int", str: "str"}
 
 
 def define(
@@ -27,7 +27,7 @@ def define(
     """Makes a function of (inputs, further arguments) an operator of PyTorch, with the function's name.
 
     Args:
-        inputs: a NamedTuple; tensors first, then booleans and strings.
+        inputs: a NamedTuple; tensors first, then booleans, integers and strings.
         more: the types and names of further arguments, as in PyTorch's schemas.
         results: the number of tensors it returns.
         fake: the same function for the shapes of the results.

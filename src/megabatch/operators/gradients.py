@@ -13,6 +13,7 @@ from torch import Tensor
 from megabatch.tiles.backends import RowWork
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
 from megabatch.tiles.precision import FLOAT16, accumulator_dtype
+from megabatch.tiles.tokens import LateBlock
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, drow_bias, dcol_bias; empty where not needed
 
@@ -46,7 +47,9 @@ def column_sums(block: Block, needs: Needs) -> ColumnGradients:
     )
 
 
-def gradient_unit(block: Block, *weights: Tensor | None, largest: Callable[[Tensor], Tensor] | None = None) -> Tensor:  # ()
+def gradient_unit(
+    block: Block | LateBlock, *weights: Tensor | None, largest: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:  # ()
     """The factor that gradients are divided by inside tiles: a power of two that makes the largest weight about 1.
 
     For fp16 it becomes 2¹⁴. A softmax of a million columns spreads that to 2⁻⁶, still far from where fp16 begins to lose

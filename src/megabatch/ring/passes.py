@@ -21,6 +21,7 @@ from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.matching import matching_similarities
 from megabatch.tiles.precision import HALF_DTYPE
 from megabatch.tiles.softsum import SoftSum
+from megabatch.tiles.topk import Best
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,24 @@ class RingPasses:
 
         (col_rank,) = self._lap([*self._columns(block), match, index], work, add)
         return row_rank, col_rank
+
+    def topk(self, block: Block, k: int) -> Best:  # (N, k)
+        """The k largest similarities of each local row; columns are numbered through all ranks."""
+        block = self._prepared(block)
+        found = Best.none(block.N, k, block.zeros(0))
+        first = sum(self.ranks.columns[: self.ranks.rank])
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            nonlocal found
+            visited, index = self._visited(block, blocks, here[:-1]), here[-1]
+            if not visited.is_empty:
+                values, columns = self.inner(visited).topk(visited, k)
+                numbered = torch.where(columns < 0, columns, index[columns.clamp_min(0)])
+                found = found.merged(Best(values, numbered))
+            return ()
+
+        self._lap([*self._columns(block), torch.arange(first, first + block.M, device=block.x.device)], work, add)
+        return found
 
     def visit(self, own: list[Tensor], look: Callable[[Tensors, bool], None]) -> None:
         """`look` at the tensors of the own block, then at those of all other ranks; no sums go home."""

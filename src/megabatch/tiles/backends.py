@@ -14,6 +14,7 @@ from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradi
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.precision import FLOAT64
 from megabatch.tiles.softsum import SoftSum
+from megabatch.tiles.topk import Best
 
 EAGER: Final = "eager"
 TRITON: Final = "triton"
@@ -55,6 +56,8 @@ class Passes(Protocol):
     ) -> Iterator[RowGradients]: ...
 
     def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+
+    def topk(self, block: Block, k: int) -> Best: ...  # noqa: D102
 
 
 class RowWork(Protocol):

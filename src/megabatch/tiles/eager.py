@@ -9,6 +9,7 @@ The passes, over the same tiles:
 - `soft_statistics`       cross-entropies of rows and columns under a companion's softmax
 - `*_gradients`           strips of dx as they are finished, dy added to as we go
 - `rank_counts`           how many entries of a row or column come before the matching one
+- `topk`                  the k largest entries of each row
 
 What is done row by row, `matching_products` and `finish_rows`, is in `matching`.
 """
@@ -25,6 +26,7 @@ from megabatch.tiles.logsum import LogSum, weighted_softmax
 from megabatch.tiles.matching import finish_rows, matching_products, pairs_on_the_diagonal, rank_noise
 from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY
 from megabatch.tiles.softsum import SoftSum
+from megabatch.tiles.topk import Best, best
 
 __all__ = [
     "finish_rows",
@@ -36,6 +38,7 @@ __all__ = [
     "soft_statistics",
     "softplus_gradients",
     "softplus_sums",
+    "topk",
 ]
 
 
@@ -194,6 +197,20 @@ def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tenso
                 before = ~((s < own - near) | ((s <= own + near) & later)) & (i != j)
                 rank += before.sum(dim)
     return row_rank, col_rank
+
+
+def topk(block: Block, k: int) -> Best:  # (N, k)
+    """The k largest similarities of each row and their columns; of equal ones the smaller column comes first."""
+    tiles = Tiles(block)
+    found = Best.none(block.N, k, block.zeros(0))
+    index = torch.arange(block.M, device=block.x.device)
+    for rows in tiles.rows:
+        x, kept = tiles.x(rows), Best(*(part[rows] for part in found))
+        for columns in tiles.columns:
+            s = tiles.similarities(rows, columns, x, tiles.y(columns))
+            kept = kept.merged(best(s, index[columns], k))
+        found.values[rows], found.indices[rows] = kept
+    return found
 
 
 def _softplus(s: Tensor, out: Tensor) -> Tensor:

@@ -108,6 +108,57 @@ ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 # Rows and panels of columns of one launch of the logsumexp kernel: its partial row sums take 128 MiB at most.
 LAUNCH_ROWS, LAUNCH_PANELS = 131072, 256
 
+# Columns whose largest product the top-k kernel stores as one number. Groups of 32 store 1/32 of the products and form k·32
+# products of a row again; at 1M columns, D = 512 and k = 16 both are a few percent of the traffic of the product. Not tuned.
+TOPK_GROUP = 32
+TOPK_SHARE = 32  # kernels serve a call if the k groups of a row have at most 1/32 of the columns
+_TOPK_BYTES = 256 * 2**20
+
+
+def topk_rows(M: int) -> int:
+    """Rows of one launch of the top-k kernel: their group maxima take 256 MiB at most."""
+    return max(256, _TOPK_BYTES // 4 // -(-M // TOPK_GROUP) // 256 * 256)
+
+
+# Late interaction: vectors of queries × vectors of documents, and the width of a step. With two stages Triton begins to load a
+# tile only after the tile before, so three. Compiled for sm_90, sm_89 and sm_80, not tuned: `benchmarks/late_interaction_gpu.py
+# --tune` compares sizes.
+_MAXSIM = KernelTile(rows=256, columns=128, width=128, warps=8, stages=3)
+_MAXSIM_WIDE = KernelTile(rows=128, columns=128, width=64, warps=8, stages=3)  # vectors of both sides are loaded in steps
+_MAXSIM_TF32 = KernelTile(rows=128, columns=64, width=64, warps=8, stages=2)
+_MAXSIM_FLOAT32 = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
+_MAXSIM_SMALL = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
+# Vectors of a document × vectors of queries in each step of a document's gradient.
+_MAXSIM_GRADIENT = KernelTile(rows=128, columns=64, width=128, warps=8, stages=3)
+_MAXSIM_GRADIENT_FLOAT32 = KernelTile(rows=64, columns=32, width=64, warps=4, stages=2)
+MAXSIM_GATHER = KernelTile(rows=32, columns=1, width=128, warps=4, stages=3)  # query vectors that gather their winners
+MAXSIM_SCORES = TileSize(rows=4096, columns=4096)  # queries and documents of a launch: 64 MiB of scores
+_MAXSIM_WINNERS = 2**27  # of a strip: 256 MiB in int16
+
+
+def maxsim_tile(precision: str, device: torch.device, D: int) -> KernelTile:
+    """The tile of the late-interaction kernel."""
+    half = _MAXSIM if _MAXSIM.width >= D else _MAXSIM_WIDE
+    return _tile(half, _MAXSIM_TF32, _MAXSIM_FLOAT32, _MAXSIM_SMALL, precision, device)
+
+
+def maxsim_gradient_tile(precision: str, device: torch.device) -> KernelTile:
+    """The tile of a document's gradient: its vectors, and query vectors in each step."""
+    small = _MAXSIM_GRADIENT_FLOAT32
+    return _tile(_MAXSIM_GRADIENT, small, small, small, precision, device)
+
+
+def documents_at_once(width: int, D: int) -> int:
+    """Documents of up to `width` vectors whose gradients are summed before they are rounded: 256 MiB in float32."""
+    return max(1, 2**26 // (width * D))
+
+
+def maxsim_strip(rows_of_a_query: int) -> TileSize:
+    """Queries and documents of one strip of backward: 32k query vectors, and as many documents as their winners allow."""
+    queries = max(1, 32768 // rows_of_a_query)
+    return TileSize(queries, max(1, _MAXSIM_WINNERS // (queries * rows_of_a_query)))
+
+
 # Bytes of a strip of gradients: half of the 512 MiB limit of a workspace, because other buffers are alive beside it. Its sides
 # decide how well the tiles of dx and dy fill the multiprocessors. H200, bf16, 64k×64k, both products with fp32 sums, ms at
 # D = 512 / 768 / 1024: 8192×16384 11.2 / 17.4 / 22.5, 16384×8192 11.3 / 16.7 / 23.1, 11008×16384 11.9 / 17.8 / 25.6,

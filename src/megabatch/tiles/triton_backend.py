@@ -15,6 +15,7 @@ from megabatch.tiles.triton_backward import softplus_gradients, softplus_sums
 from megabatch.tiles.triton_distillation import soft_gradients, soft_statistics
 from megabatch.tiles.triton_embeddings import finish_rows, matching_products
 from megabatch.tiles.triton_rank import rank_counts
+from megabatch.tiles.triton_topk import topk
 
 __all__ = [
     "finish_rows",
@@ -26,6 +27,7 @@ __all__ = [
     "soft_statistics",
     "softplus_gradients",
     "softplus_sums",
+    "topk",
 ]
 
 

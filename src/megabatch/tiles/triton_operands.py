@@ -50,8 +50,8 @@ class Operands:
 
 def exponent_operands(block: Block) -> Operands:
     """Operands of the softmax kernels: exponents of 2, relative to C."""
-    x = _operand(block.x, block.precision)
-    y = x if block.y is block.x else _operand(block.y, block.precision)
+    x = operand(block.x, block.precision)
+    y = x if block.y is block.x else operand(block.y, block.precision)
     constants, shift = exponent_scale(x, y, block.scale, HEADROOM)
     row = col = row_offset = col_offset = None
     if block.row_bias is not None:
@@ -79,7 +79,7 @@ def exponent_operands(block: Block) -> Operands:
 
 def similarity_operands(block: Block) -> Operands:
     """Operands of the other kernels: t is the similarity itself, k the scale and C = 0."""
-    x, y = _operand(block.x, block.precision), _operand(block.y, block.precision)
+    x, y = operand(block.x, block.precision), operand(block.y, block.precision)
     zero = torch.zeros_like(block.scale)
     return Operands(
         x=x,
@@ -126,7 +126,7 @@ def packed(ids: Tensor | None) -> Tensor | None:
     return None if ids is None else ids.long().contiguous()
 
 
-def _operand(values: Tensor, precision: str) -> Tensor:
+def operand(values: Tensor, precision: str) -> Tensor:
     """`values` rounded to `precision`, copied if the copy engine cannot read them where they are."""
     if precision == TF32:
         values = round_to_tf32(values)

@@ -1,0 +1,388 @@
+"""Time and memory of late interaction on a GPU, forward and backward: megabatch, other projects, and the bare products.
+
+All systems get the same bf16 vectors and take turns in one process. Before a system is timed, its gradients of sampled queries
+and documents are compared with float64; megabatch's logsumexps as well, and two runs of it must agree in every bit. "Bare
+products" are four matrix products of all query vectors with all document vectors (the products, the products again, and both
+gradients), by cuBLAS in strips. "Chunked PyTorch" is the computation of PyLate and sentence-transformers: the scores of 32
+queries at a time. Above 2^41 products of vectors, one step of megabatch is timed once, and the bare products are extrapolated.
+
+Other projects are used if they can be imported; `--peers FOLDER` names a folder of packages (late_interaction_kernels,
+flash_maxsim). Writes a JSON file; `late_interaction_gpu_report.py` makes the table and the plot of it, on any machine.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from late_interaction_gpu_report import BARE, OURS, markdown, report
+from record import Record, arguments, device_of
+from timing import clear, failure, milliseconds, take_turns
+from torch import Tensor
+
+import megabatch as mb
+from megabatch.bench.measure import now, peak_memory
+from megabatch.tiles import plan
+from megabatch.tiles.tokens import LateBlock, Tokens
+
+SIZES = ("256x32x128", "1024x32x128", "4096x32x128", "1024x32x512", "4096x32x512", "1024x128x1024", "16384x32x128")
+D, SCALE, CHUNK = 128, 1.0, 32
+LARGE = 2**41  # products of vectors
+TOLERANCE = 0.02  # of gradients, relative: bf16 weights and results explain 0.005
+SECONDS_A_ROUND = 0.06
+CHUNKED, LIK, FLASH = "chunked PyTorch", "late-interaction-kernels", "flash-maxsim"
+MOST = {CHUNKED: 4096, LIK: 16384, FLASH: 16384}  # pairs; beyond it a step takes seconds, or stores 34 GB of winners
+Step = Callable[[], tuple[Tensor, ...]]  # loss, dquery, ddocument
+
+
+class Size(NamedTuple):
+    """B pairs of a query of Lq vectors and a document of Ld."""
+
+    B: int
+    Lq: int
+    Ld: int
+
+    def vectors(self, device: str) -> tuple[Tensor, Tensor]:
+        """Unit vectors; the first vectors of a document are near those of its query, as in a model that has begun to learn."""
+        generator = torch.Generator(device).manual_seed(0)
+        made = [torch.randn(self.B, L, D, device=device, generator=generator) for L in (self.Lq, self.Ld)]
+        shared = min(self.Lq, self.Ld)
+        made[1][:, :shared] += 0.5 * made[0][:, :shared]
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        query, document = (F.normalize(part, dim=-1).to(dtype).requires_grad_() for part in made)
+        return query, document
+
+
+def with_gradients(loss: Callable[[], Tensor], query: Tensor, document: Tensor) -> Step:
+    def step() -> tuple[Tensor, ...]:
+        value = loss()
+        return value.detach(), *torch.autograd.grad(value, (query, document))
+
+    return step
+
+
+def systems(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable[[], Step]]:
+    """How to build each; an ImportError says that it is not installed."""
+    labels = torch.arange(len(query), device=query.device)
+
+    def ours() -> Step:
+        return with_gradients(lambda: mb.late_interaction_loss(query, document, scale=SCALE, backend=backend), query, document)
+
+    def chunked() -> Step:
+        def step() -> tuple[Tensor, ...]:
+            leaves = [part.detach().requires_grad_() for part in (query, document)]
+            total = torch.zeros((), device=query.device)
+            for first in range(0, len(query), CHUNK):
+                rows = slice(first, first + CHUNK)
+                scores = torch.einsum("ash,bth->abst", leaves[0][rows], leaves[1]).max(-1).values.sum(-1, dtype=torch.float32)
+                loss = F.cross_entropy(SCALE * scores, labels[rows], reduction="sum") / len(query)
+                loss.backward()  # as they do, so that one chunk is in memory
+                total += loss.detach()
+            return total, *(leaf.grad for leaf in leaves)
+
+        return step
+
+    def kernels() -> Step:
+        from late_interaction_kernels.autograd import maxsim
+
+        return with_gradients(lambda: F.cross_entropy(SCALE * maxsim(query, document), labels), query, document)
+
+    def flash() -> Step:
+        from flash_maxsim import flash_maxsim_batched_train
+
+        def loss() -> Tensor:
+            return F.cross_entropy(SCALE * flash_maxsim_batched_train(query, document, shared_docs=True), labels)
+
+        return with_gradients(loss, query, document)
+
+    return {OURS: ours, CHUNKED: chunked, LIK: kernels, FLASH: flash}
+
+
+@torch.no_grad()
+def scores_of(query: Tensor, document: Tensor) -> tuple[Tensor, Tensor]:  # (n, Lq, D), (m, Ld, D) → (n, m), (n, Lq, m)
+    """(scores, winners) in float64, some documents at a time."""
+    parts = []
+    for some in document.split(max(1, 2**25 // (query.shape[0] * query.shape[1] * document.shape[1]))):
+        products = torch.einsum("itd,jud->itju", query.double(), some.double())
+        largest, winners = products.max(3)
+        parts.append((SCALE * largest.sum(1), winners))
+    return torch.cat([s for s, _ in parts], 1), torch.cat([w for _, w in parts], 2)
+
+
+class Truth:
+    """Gradients of sampled queries and documents in float64, from the definition; the logsumexps of all queries are given."""
+
+    def __init__(self, query: Tensor, document: Tensor, row: Tensor) -> None:
+        query, document = query.detach(), document.detach()
+        B = len(query)
+        self.sample = torch.linspace(0, B - 1, 4, device=query.device).long()
+        s, winners = scores_of(query[self.sample], document)  # (4, B), (4, Lq, B)
+        self.row = s.logsumexp(1)
+        g = (s - self.row[:, None]).exp()
+        g[torch.arange(4, device=g.device), self.sample] -= 1
+        self.dquery = torch.zeros(4, *query.shape[1:], dtype=torch.float64, device=query.device)
+        for j in range(0, B, 256):
+            some, window = document[j : j + 256].double(), slice(j, j + 256)
+            index = torch.arange(len(some), device=some.device)
+            for i in range(4):
+                won = some[index, winners[i, :, window]]  # (Lq, m, D)
+                self.dquery[i] += torch.einsum("j,tjd->td", g[i, window], won)
+        self.dquery *= SCALE / B
+        s, winners = scores_of_columns(query, document[self.sample])  # (B, 4), (B, Lq, 4)
+        g = (s - row.double()[:, None]).exp()
+        g[self.sample, torch.arange(4, device=g.device)] -= 1
+        self.ddocument = torch.zeros(4, *document.shape[1:], dtype=torch.float64, device=query.device)
+        for j in range(4):
+            weights = g[:, j, None, None] * query.double()
+            self.ddocument[j].index_add_(0, winners[:, :, j].flatten(), weights.flatten(0, 1))
+        self.ddocument *= SCALE / B
+
+    def errors(self, gradients: tuple[Tensor, ...]) -> float:
+        """The larger of the relative errors of both gradients."""
+        pairs = zip(gradients, (self.dquery, self.ddocument), strict=True)
+        return max(((found[self.sample].double() - exact).norm() / exact.norm()).item() for found, exact in pairs)
+
+
+def scores_of_columns(query: Tensor, document: Tensor) -> tuple[Tensor, Tensor]:  # (B, Lq, D), (m, Ld, D)
+    """`scores_of`, some queries at a time."""
+    parts = [scores_of(some, document) for some in query.split(4096)]
+    return torch.cat([s for s, _ in parts]), torch.cat([w for _, w in parts])
+
+
+def bare_products(query: Tensor, document: Tensor) -> dict[str, Callable[[], None]]:
+    """The product of all vectors in strips of 256 MiB; and a strip of that size with the documents, and with the queries."""
+    q, d = (part.detach().flatten(0, 1) for part in (query, document))
+    columns = min(len(d), 16384)
+    rows = min(len(q), 2**27 // columns)
+    strip = torch.zeros(rows, columns, dtype=q.dtype, device=q.device)
+    dq, dd = torch.empty_like(q[:rows]), torch.empty_like(d[:columns])
+
+    def walk(work: Callable[[slice, slice], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for i in range(0, len(q) - rows + 1, rows):
+                for j in range(0, len(d) - columns + 1, columns):
+                    work(slice(i, i + rows), slice(j, j + columns))
+
+        return run
+
+    return {
+        "S": walk(lambda i, j: torch.mm(q[i], d[j].T, out=strip)),
+        "dQ": walk(lambda i, j: torch.mm(strip, d[j], out=dq)),
+        "dD": walk(lambda i, j: torch.mm(strip.T, q[i], out=dd)),
+    }
+
+
+class Run:
+    """The sizes one after the other."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, device_of(args)
+        self.backend = "triton" if self.device == "cuda" else "eager"
+        self.record = Record("late_interaction_gpu", args, args.seconds, parts=[], tuned=[])
+
+    def measure_large(self, size: Size) -> None:
+        """One step of megabatch at a size where every second step counts."""
+        small = size._replace(B=min(size.B, 8192))
+        small_query, small_document = small.vectors(self.device)
+        systems(small_query, small_document, self.backend)[OURS]()()  # compiles
+        bare = self.take_turns(bare_products(small_query, small_document))
+        bare = {part: ms * (size.B / small.B) ** 2 for part, ms in bare.items()}
+        del small_query, small_document
+        clear(self.device)
+        query, document = size.vectors(self.device)
+        started = now(self.device)
+        row = mb.maxsim_logsumexp(query.detach(), document.detach(), SCALE, backend=self.backend).row
+        between = now(self.device)
+        truth = Truth(query, document, row)
+        clear(self.device)
+        step, begun = systems(query, document, self.backend)[OURS](), now(self.device)
+        (loss, *gradients), peak = peak_memory(step, self.device)
+        ms, about = 1000 * (now(self.device) - begun), size._asdict()
+        result = {
+            **about,
+            "system": OURS,
+            "status": "ok",
+            "ms": ms,
+            "forward_ms": 1000 * (between - started),
+            "peak_bytes": peak,
+        }
+        result |= {"loss": loss.item(), "gradient_error": truth.errors(tuple(gradients))}
+        result |= {"row_error": (row[truth.sample].double() - truth.row).abs().max().item()}
+        result["input_bytes"] = sum(part.numel() * part.element_size() for part in (query, document))
+        whole = 2 * bare["S"] + bare["dQ"] + bare["dD"]
+        self.record["results"].extend([result, {**about, "system": BARE, "status": "extrapolated", "ms": whole, "parts": bare}])
+
+    def measure(self, size: Size) -> None:
+        """All systems at one size."""
+        query, document = size.vectors(self.device)
+        row = mb.maxsim_logsumexp(query.detach(), document.detach(), SCALE, backend=self.backend).row
+        truth = Truth(query, document, row)
+        about = {"B": size.B, "Lq": size.Lq, "Ld": size.Ld}
+        row_error = (row[truth.sample].double() - truth.row).abs().max().item()
+        results: list[dict[str, Any]] = []
+        works: dict[str, Callable[[], Any]] = {}
+        for name, build in systems(query, document, self.backend).items():
+            result: dict[str, Any] = {**about, "system": name, "status": "ok"}
+            results.append(result)
+            if MOST.get(name, size.B) < size.B:
+                result["status"] = "too large to try"
+                continue
+            try:
+                step = build()
+                step()  # compiles
+                clear(self.device)
+                (loss, *gradients), result["peak_bytes"] = peak_memory(step, self.device)
+                result["loss"], result["gradient_error"] = loss.item(), truth.errors(tuple(gradients))
+                if name == OURS:
+                    again = step()
+                    result["same_bits"] = all(map(torch.equal, (loss, *gradients), again))
+                    result["row_error"] = row_error
+                    del again
+                del gradients
+                if result["gradient_error"] <= TOLERANCE:
+                    works[name] = step
+                else:
+                    result["status"] = "WRONG"
+            except Exception as error:  # a library may fail in any way; the others are still measured
+                result["status"] = failure(error)
+            clear(self.device)
+        plain = query.detach(), document.detach()
+        works_beside = {"forward": lambda: mb.late_interaction_loss(*plain, scale=SCALE, backend=self.backend)}
+        times = self.take_turns({**works, **works_beside, **bare_products(query, document)})
+        for result in results:
+            if result["system"] in works:
+                result["ms"] = times[result["system"]]
+        results[0]["forward_ms"] = times["forward"]
+        bare = {part: times[part] for part in ("S", "dQ", "dD")}
+        whole = 2 * bare["S"] + bare["dQ"] + bare["dD"]
+        results.append({**about, "system": BARE, "status": "ok", "ms": whole, "parts": bare})
+        given = sum(part.numel() * part.element_size() for part in (query, document))
+        results[0]["input_bytes"] = given
+        self.record["results"].extend(results)
+
+    def take_turns(self, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
+        """Milliseconds of each."""
+        rounds, seconds = (1, 0.005) if self.args.tiny else (self.args.rounds, SECONDS_A_ROUND)
+        return take_turns(works, self.device, rounds, seconds)
+
+    def parts(self, size: Size) -> None:
+        """The kernels one by one, on one strip of backward."""
+        from megabatch.tiles import triton_maxsim
+
+        query, document = (part.detach() for part in size.vectors(self.device))
+        block = LateBlock(
+            Tokens(query.flatten(0, 1), size.Lq),
+            Tokens(document.flatten(0, 1), size.Ld),
+            torch.ones((), device=self.device),
+            "bfloat16" if self.device == "cuda" else "float32",
+        )
+        operands = triton_maxsim._Operands(block)
+        strip = plan.maxsim_strip(operands.slots * operands.slot)
+        rows, columns = slice(0, min(size.B, strip.rows)), slice(0, min(size.B, strip.columns))
+        winners = operands.winners(rows, columns)
+        g = torch.rand(rows.stop, columns.stop, device=self.device)
+        dq, dd = block.zeros(*block.query.values.shape), block.zeros(*block.document.values.shape)
+        works = {
+            "sums": lambda: operands.sums(rows, columns),
+            "sums and winners": lambda: operands.sums(rows, columns, winners),
+            "both gradients": lambda: operands.add_gradients(rows, columns, winners, g, dq, dd),
+        }
+        times = self.take_turns(works)
+        operations = 2 * rows.stop * size.Lq * columns.stop * size.Ld * D
+        self.record["parts"].append(
+            {"B": size.B, "Lq": size.Lq, "Ld": size.Ld, "ms": times, "TFLOP/s of one product": {
+                name: operations / ms / 1e9 for name, ms in times.items()
+            }}
+        )  # fmt: skip
+        for name, ms in times.items():
+            self.record.say(f"  {name}: {ms:.2f} ms, {operations / ms / 1e9:.0f} TFLOP/s if it were one product")
+
+    def tune(self, size: Size) -> None:
+        """Other tiles of the forward kernel and of the documents' gradients."""
+        query, document = size.vectors(self.device)
+        step = systems(query, document, self.backend)[OURS]()
+        original = plan._MAXSIM, plan._MAXSIM_GRADIENT, plan.MAXSIM_GATHER
+        tries: list[tuple[Any, Any, Any]] = [
+            (replace(original[0], rows=rows, columns=columns, warps=warps, stages=stages), *original[1:])
+            for rows, columns, warps, stages in product((128, 256), (64, 128, 256), (4, 8), (2, 3, 4))
+            if rows * columns <= 128 * 256 and rows * columns // warps <= 8192
+        ]
+        tries += [
+            (original[0], replace(original[1], rows=rows, columns=columns, warps=warps, stages=stages), original[2])
+            for rows, columns, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+        ]
+        tries += [
+            (*original[:2], replace(original[2], rows=rows, warps=warps, stages=stages))
+            for rows, warps, stages in product((16, 32, 64, 128), (4, 8), (2, 3, 5))
+        ]
+        for tiles in tries:
+            if self.record.left() <= 0:
+                break
+            plan._MAXSIM, plan._MAXSIM_GRADIENT, plan.MAXSIM_GATHER = tiles
+            changed = next((new for new, old in zip(tiles, original, strict=True) if new != old), original[0])
+            kind = ("forward", "documents", "queries")[tiles.index(changed)]
+            try:
+                step()
+                ms = milliseconds(step, self.device, SECONDS_A_ROUND)
+            except Exception as error:
+                self.record.say(f"{kind} {changed}: {failure(error)}")
+                continue
+            finally:
+                plan._MAXSIM, plan._MAXSIM_GRADIENT, plan.MAXSIM_GATHER = original
+            self.record["tuned"].append({"kernel": kind, "tile": str(changed), "ms": ms})
+            self.record.say(f"{kind} rows={changed.rows} columns={changed.columns} warps={changed.warps} "
+                            f"stages={changed.stages}: {ms:.2f} ms")  # fmt: skip
+            self.record.save()
+
+    def run(self) -> None:
+        """Everything, until the time is up."""
+        for text in self.args.sizes:
+            size = Size(*map(int, text.split("x")))
+            if self.record.left() <= 0:
+                self.record["results"].append({**size._asdict(), "system": OURS, "status": "no time left"})
+                continue
+            self.record.say(f"{size.B} pairs, {size.Lq} × {size.Ld} vectors")
+            if size.B**2 * size.Lq * size.Ld > LARGE:
+                self.measure_large(size)
+            else:
+                self.measure(size)
+                if self.backend == "triton":
+                    self.parts(size)
+            clear(self.device)
+            self.record.save()
+        if self.args.tune and self.backend == "triton":
+            self.tune(Size(*map(int, self.args.tune.split("x"))))
+        self.record.save()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="*", default=None, metavar="BxLQxLD", help=f"({' '.join(SIZES)})")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each system; the median is kept (3)")
+    parser.add_argument("--tune", metavar="BxLQxLD", help="compare tile sizes of the kernels at this size")
+    parser.add_argument("--peers", type=Path, help="folder of packages to compare with")
+    arguments(parser, "late_interaction_gpu", 190)
+    args = parser.parse_args()
+    if args.sizes is None:
+        args.sizes = ["8x4x6", "12x3x9"] if args.tiny else SIZES
+    return args
+
+
+def main() -> int:
+    args = parse()
+    if args.peers is not None:
+        sys.path.append(str(args.peers))
+    run = Run(args)
+    run.run()
+    report(run.record.path)
+    print(markdown(run.record.contents))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The arguments of `megabatch mine`."""
+
+import argparse
+
+from megabatch.commands.arguments import model
+from megabatch.commands.arguments.options import whole
+
+DESCRIPTION = """
+Finds hard negatives: for each pair, texts that the model takes for its match, and that are none.
+
+  megabatch mine runs/wordnet --data wordnet --split train --negatives 8
+  megabatch mine runs/qa --data pairs.csv --negatives 4 --absolute-margin 0.05 --output mined.jsonl
+  megabatch mine runs/qa --data pairs.csv --range-min 10 --range-max 100 --sampling random
+
+Writes a table in JSON lines. Each line has the two sides of a pair ("query" and "document", or
+"image" and "caption") and its negatives as texts, negative_1 … negative_K, best first; null where
+fewer were found. Texts of pairs that share a side with the pair are no negatives of it.
+
+Embeddings are kept in a folder beside the output, OUTPUT.work. A command that was stopped continues
+where it was when it is called again. At the end the folder is removed; with --keep-embeddings it
+stays, and the same command with other filters begins with the search. Memory grows with the number
+of texts, not with their pairs.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megabatch mine`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    model.add_arguments(parser)
+    parser.add_argument("--negatives", type=whole, default=8, metavar="K", help="of each pair (default: %(default)s)")
+    parser.add_argument("--output", default="mined.jsonl", metavar="FILE", help="the table (default: %(default)s)")
+    parser.add_argument("--range-min", type=int, default=0, metavar="N", help="skip so many of the best (default: 0)")
+    parser.add_argument("--range-max", type=int, metavar="N", help="look at so many of the best (default: as many as needed)")
+    parser.add_argument("--max-score", type=float, metavar="S", help="no negative with a similarity above it")
+    parser.add_argument("--min-score", type=float, metavar="S", help="no negative with a similarity below it")
+    parser.add_argument("--absolute-margin", type=float, metavar="S", help="none above the similarity of the pair less this")
+    parser.add_argument(
+        "--relative-margin", type=float, metavar="R", help="none above (1 - R) times the similarity of the pair"
+    )
+    parser.add_argument("--sampling", choices=("top", "random"), default="top", help="the best, or random ones of the range")
+    parser.add_argument("--keep-embeddings", action="store_true", help="keep the folder OUTPUT.work for another call")

@@ -1,0 +1,83 @@
+"""PyLate's `CachedContrastive` and `Distillation`, without score matrices and without an all-gather of documents.
+
+The original classes encode mini-batches, twice where they cache, and hook into the trainer's backward pass; these classes
+inherit that. The loss of all embeddings is replaced, by `megabatch.late_interaction_loss`. In a script, the import changes:
+
+    from megabatch.integrations.pylate import CachedContrastive
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import extras
+from megabatch.integrations.late_interaction import candidate_scores, ranking_loss
+from megabatch.primitives import Backend
+
+extras.load("pylate", extra="pylate", purpose="megabatch.integrations.pylate")
+
+from pylate import losses as originals  # noqa: E402
+from pylate import scores  # noqa: E402
+
+__all__ = ["CachedContrastive", "Distillation"]
+
+
+class CachedContrastive(originals.CachedContrastive):  # type: ignore[misc]
+    """PyLate's loss of this name in memory that is linear in the tokens: same arguments and values.
+
+    Three things differ. The gradient is that of the returned value; PyLate 1.6 returns the mean over the batch and
+    backpropagates the sum, a gradient larger by the batch size. Masked document tokens are left out of the maxima, as in
+    PyLate's GPU backends; its PyTorch path counts them as products of 0. And with `gather_across_devices` documents go
+    round in a ring (docs/ring.md) instead of being gathered, and ranks may have different numbers of pairs.
+    `score_mini_batch_size` has no effect.
+
+    Args:
+        model: a ColBERT model of PyLate.
+        args, kwargs: all other arguments of the original; `score_metric` must be `ColBERTScores`.
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+    """
+
+    def __init__(self, model: Any, *args: Any, backend: Backend = "auto", **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        if not isinstance(self.score_metric, scores.ColBERTScores):
+            raise ValueError(f"score_metric must be pylate.scores.ColBERTScores, got {type(self.score_metric).__name__}")
+        self.backend = backend
+
+    def calculate_loss(
+        self, reps: Sequence[Sequence[Tensor]], masks: Sequence[Tensor], with_backward: bool = False
+    ) -> Tensor:  # ()
+        """The loss of token embeddings that come in mini-batches, a list for each column of the dataset."""
+        model = self.model if hasattr(self.model, "do_query_expansion") else self.model.module
+        query_mask = None if model.do_query_expansion else masks[0]
+        return ranking_loss(
+            [torch.cat(tuple(parts)) for parts in reps],
+            [query_mask, *masks[1:]],
+            1 / self.temperature,
+            gather=self.gather_across_devices,
+            reduction="mean" if self.size_average else "sum",
+            backend=self.backend,
+            with_backward=with_backward,
+        )
+
+
+class Distillation(originals.Distillation):  # type: ignore[misc]
+    """PyLate's loss of this name, whose products exist for some queries at a time and are formed again in backward.
+
+    Same arguments, values and gradients, but for masked document tokens: see `CachedContrastive`.
+
+    Args:
+        model: a ColBERT model of PyLate.
+        score_metric: `colbert_kd_scores`, whose scores are computed here.
+        args, kwargs: all other arguments of the original.
+    """
+
+    def __init__(
+        self, model: Any, score_metric: Callable[..., Tensor] = scores.colbert_kd_scores, *args: Any, **kwargs: Any
+    ) -> None:
+        if score_metric is not scores.colbert_kd_scores:
+            raise ValueError("score_metric must be pylate.scores.colbert_kd_scores, got another function")
+        super().__init__(model, candidate_scores, *args, **kwargs)

@@ -1,0 +1,155 @@
+"""Losses of late interaction (ColBERT, ColPali): every query vector is compared with its best match in a document."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megabatch import checks
+from megabatch.late import APART, KEPT, Similarities, Tokens
+from megabatch.losses.formulas import cross_entropy, log_add, reduced
+from megabatch.primitives import Backend, Group, Reduction
+
+
+def late_interaction_loss(
+    query: Tensor | Tokens,  # (N, Lq, D)
+    document: Tensor | Tokens,  # (N, Ld, D)
+    *,
+    scale: float | Tensor,
+    query_mask: Tensor | None = None,  # (N, Lq) bool
+    document_mask: Tensor | None = None,  # (N, Ld) bool
+    negatives: Tensor | Tokens | Sequence[Tensor | Tokens] | None = None,
+    ids: Tensor | None = None,  # (N,)
+    symmetric: bool = False,
+    normalize: bool = False,
+    reduction: Reduction = "mean",
+    group: Group = None,
+    backend: Backend = "auto",
+) -> Tensor:  # () or (N,)
+    """The cross-entropy of each query's own document among all documents, by MaxSim scores that are never held.
+
+    Same value and gradients as
+
+        scores = scale * torch.einsum("itd,jud->ijtu", query, document).amax(3).sum(2)
+        return F.cross_entropy(scores, torch.arange(len(scores)))
+
+    Negatives add columns to the scores; ids set some of them to −inf. Masks, ties and memory are as in `maxsim_logsumexp`.
+    Never negative, differentiable once, float32 (float64 for float64 inputs).
+
+    Example:
+        loss = mb.late_interaction_loss(query, document, scale=20.0, document_mask=mask, negatives=hard)  # hard: (N, K, L, D)
+
+    Args:
+        query: (N, Lq, D) vectors, usually of unit length, or `Tokens`.
+        document: (N, Ld, D) vectors, or `Tokens`; item i belongs to item i of `query`.
+        scale: the inverse temperature: a float, or a tensor of one element.
+        query_mask: (N, Lq); vectors where it is False do not count.
+        document_mask: (N, Ld); the same.
+        negatives: documents that match no query: (M, L, D), (N, K, L, D), `Tokens` of these, or a list of several kinds. Every
+            query is compared with all of them.
+        ids: (N,) integers; queries and documents with equal ids are not each other's negatives.
+        symmetric: the mean of both directions; in the second, each document looks for its query, without `negatives`.
+        normalize: divide the scores of a query by its number of vectors.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        group: see `clip_loss`; each rank passes its own pairs and negatives.
+        backend: see `clip_loss`.
+    """
+    checks.reduction(reduction)
+    purpose = "late interaction, symmetric" if symmetric else "late interaction"
+    how = {"normalize": normalize, "group": group, "purpose": purpose, "backend": backend}
+    batch = Similarities(query, document, scale, masks=(query_mask, document_mask), **how)  # type: ignore[arg-type]
+    if batch.query.count != batch.document.count:
+        raise ValueError(
+            "query and document must have the same number of items, because item i of one belongs to item i of the other; got "
+            f"{batch.query.count} and {batch.document.count}"
+        )
+    if not batch.run.group and batch.query.count == 0:
+        raise ValueError("query must have at least one item: the mean over no pairs is undefined")
+    batch.check_ids(ids, ids, ("ids", "ids"))
+    row, col, match, share = batch.logsumexp(ids=(ids, ids), diagonal=APART, columns=symmetric)
+    sums = [row]
+    for i, further in enumerate(_several(negatives)):
+        against = Similarities(
+            query,
+            _flat(further),
+            batch.scale,
+            masks=(query_mask, None),
+            names=("query", f"negatives[{i}]"),
+            **how,  # type: ignore[arg-type]
+        )
+        sums.append(against.logsumexp(diagonal=KEPT)[0])
+    losses = [cross_entropy(log_add(sums, match), match)]
+    if symmetric:
+        losses.append(cross_entropy(col, match))
+    return reduced(losses, share, reduction)
+
+
+def late_distillation_loss(
+    query: Tensor | Tokens,  # (N, Lq, D)
+    document: Tensor | Tokens,  # (N, K, Ld, D)
+    teacher: Tensor,  # (N, K)
+    *,
+    scale: float | Tensor = 1.0,
+    query_mask: Tensor | None = None,  # (N, Lq) bool
+    document_mask: Tensor | None = None,  # (N, K, Ld) bool
+    normalize: bool = False,
+    reduction: Reduction = "mean",
+    group: Group = None,
+) -> Tensor:  # () or (N,)
+    """The Kullback-Leibler divergence from a teacher's scores of K documents of each query to MaxSim scores.
+
+    Same value and gradients as
+
+        scores = scale * torch.einsum("itd,ikud->iktu", query, document).amax(3).sum(2)
+        return F.kl_div(scores.log_softmax(1), teacher.log_softmax(1), log_target=True, reduction="batchmean")
+
+    in PyTorch operations on every device: there are N·K scores, not N². The products are held for some queries at a time, and
+    found again in backward. A document without vectors is left out, of the teacher's softmax as well.
+
+    Example:
+        loss = mb.late_distillation_loss(query, document, teacher, document_mask=mask)
+
+    Args:
+        query: (N, Lq, D) vectors, or `Tokens`.
+        document: (N, K, Ld, D) vectors: K documents of each query; or `Tokens` of N·K items, in the same order.
+        teacher: (N, K) scores. They have no gradient.
+        scale: the inverse temperature: a float, or a tensor of one element.
+        query_mask: (N, Lq); vectors where it is False do not count.
+        document_mask: (N, K, Ld); the same.
+        normalize: divide the scores of a query by its number of vectors.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        group: see `clip_loss`.
+    """
+    checks.reduction(reduction)
+    if not isinstance(teacher, Tensor) or teacher.dim() != 2 or not teacher.dtype.is_floating_point:
+        raise ValueError("teacher must be a floating-point tensor of shape (N, K), a score for each document of a query")
+    checks.without_gradient([teacher], ["teacher"])
+    flat_mask = document_mask.flatten(0, 1) if document_mask is not None and document_mask.dim() == 3 else document_mask
+    pairs = Similarities(
+        query, _flat(document), scale, masks=(query_mask, flat_mask), normalize=normalize, group=group, purpose="distillation"
+    )
+    N, M = pairs.query.count, pairs.document.count
+    if teacher.shape[0] != N or teacher.numel() != M:
+        raise ValueError(
+            f"teacher must have a score for each document of a query, ({N}, {M // max(N, 1)}), got {tuple(teacher.shape)}"
+        )
+    scores, share = pairs.of_own()
+    missing = scores.detach() == -torch.inf
+    target = teacher.to(scores.dtype).masked_fill(missing, -torch.inf).log_softmax(1)
+    student = scores.masked_fill(missing, -torch.inf).log_softmax(1)
+    terms = target.exp() * (target - student).masked_fill(missing, 0.0)
+    return reduced([terms.sum(1)], share, reduction)
+
+
+def _several(negatives: Tensor | Tokens | Sequence[Tensor | Tokens] | None) -> Sequence[Tensor | Tokens]:
+    if negatives is None:
+        return ()
+    return [negatives] if isinstance(negatives, Tensor | Tokens) else negatives
+
+
+def _flat(value: Tensor | Tokens) -> Tensor | Tokens:
+    """(N, K, L, D) as (N·K, L, D)."""
+    values, mask, lengths = value if isinstance(value, Tokens) else Tokens(value)
+    if not isinstance(values, Tensor) or values.dim() != 4:
+        return value
+    return Tokens(values.flatten(0, 1), None if mask is None else mask.flatten(0, 1), lengths)

@@ -1,0 +1,66 @@
+"""The k best of some candidates: larger values first, and of equal values the smaller index.
+
+The order of two candidates depends on nothing else, so the best of parts can be merged in any order. A candidate whose value is
+−inf or NaN is none: its index becomes −1.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST_INDEX = 2**32 - 1  # an index takes half of a key
+
+
+class Best(NamedTuple):
+    """The best candidates of each row, sorted; −inf and −1 where a row has fewer."""
+
+    values: Tensor  # (n, k)
+    indices: Tensor  # (n, k) int64
+
+    @classmethod
+    def none(cls, rows: int, k: int, like: Tensor) -> "Best":
+        """k places without a candidate, for values of the dtype of `like`."""
+        values = like.new_full((rows, k), -torch.inf)
+        return cls(values, torch.full_like(values, -1, dtype=torch.int64))
+
+    def merged(self, other: "Best") -> "Best":
+        """The k best of both, k being as many as this one has."""
+        pairs = zip(self, other, strict=True)
+        values, indices = (torch.cat(parts, 1) for parts in pairs)
+        return best(values, indices, self.values.shape[1])
+
+
+def best(values: Tensor, indices: Tensor, k: int) -> Best:  # (n, m), (n, m) or (m,) → (n, k)
+    """The k best candidates of each row; all of them, in order, if there are no more than k."""
+    indices, few = indices.expand(values.shape), max(0, k - values.shape[1])
+    if values.dtype == torch.float64:
+        found = _sorted(values.nan_to_num(-torch.inf, torch.inf, -torch.inf), indices, k)
+    else:
+        keys = _keys(values, indices)
+        found = _from_keys(keys.topk(min(k, keys.shape[1]), dim=1).values)
+    indices = found.indices.masked_fill(found.values == -torch.inf, -1)
+    if not few:
+        return Best(found.values, indices)
+    missing = Best.none(len(values), few, values)
+    return Best(torch.cat((found.values, missing.values), 1), torch.cat((indices, missing.indices), 1))
+
+
+def _sorted(values: Tensor, indices: Tensor, k: int) -> Best:
+    indices, order = indices.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return Best(values[:, :k], indices.gather(1, order[:, :k]))
+
+
+def _keys(values: Tensor, indices: Tensor) -> Tensor:  # int64
+    """One integer for each candidate that orders as (value, −index): float32 bits above, the index below."""
+    values = (values + 0.0).nan_to_num(-torch.inf, torch.inf, -torch.inf)  # −0 equals 0, but has other bits
+    bits = values.view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << 32) | (LARGEST_INDEX - (indices & LARGEST_INDEX))
+
+
+def _from_keys(keys: Tensor) -> Best:
+    ordered = (keys >> 32).to(torch.int32)
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    return Best(bits.view(torch.float32), LARGEST_INDEX - (keys & LARGEST_INDEX))

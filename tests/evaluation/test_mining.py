@@ -1,0 +1,146 @@
+"""Hard negatives: what a dense search with the same filters chooses; and the command, stopped and called again."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from helpers import unit
+from megabatch import towers
+from megabatch.commands import mine as mine_command
+from megabatch.commands.arguments import mine as mine_arguments
+from megabatch.data.tables import Table
+from megabatch.evaluation import mining
+from megabatch.evaluation.mining import Choice, hard_negatives
+
+SMALL = {"width": 16, "buckets": 512}
+
+
+def dense(query, document, positive, choice, ids):
+    """One query after the other, with a full sort."""
+    chosen = []
+    for i, x in enumerate(query):
+        s, own = document @ x, float(document[positive[i]] @ x)
+        places = s.argsort(descending=True, stable=True).tolist()
+        allowed = [j for j in places if ids[0][i] != ids[1][j]]
+        if choice.max_score is not None:
+            allowed = [j for j in allowed if s[j] <= choice.max_score]
+        if choice.min_score is not None:
+            allowed = [j for j in allowed if s[j] >= choice.min_score]
+        if choice.absolute_margin is not None:
+            allowed = [j for j in allowed if s[j] < own - choice.absolute_margin]
+        if choice.relative_margin is not None:
+            allowed = [j for j in allowed if s[j] < own - choice.relative_margin * abs(own)]
+        row = allowed[: choice.looked_at][choice.range_min :][: choice.negatives]
+        chosen.append(row + [-1] * (choice.negatives - len(row)))
+    return torch.tensor(chosen)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"range_min": 2, "range_max": 9},
+        {"max_score": 0.3, "min_score": 0.1},
+        {"absolute_margin": 0.1},
+        {"relative_margin": 0.2, "max_score": 0.5},
+    ],
+)
+def test_what_a_full_sort_finds(monkeypatch, filters):
+    monkeypatch.setattr(mining, "ROWS", 5)
+    query, document = unit(12, 6, seed=0), unit(30, 6, seed=1)
+    positive = torch.arange(12) * 2
+    ids = torch.arange(12) % 4, torch.arange(30) % 7
+    choice = Choice(3, **filters)
+    found = torch.cat(list(hard_negatives(query, document, positive, choice, ids=ids)))
+    assert torch.equal(found, dense(query, document, positive, choice, ids))
+    rest = torch.cat(list(hard_negatives(query, document, positive, choice, ids=ids, first=7)))
+    assert torch.equal(rest, found[7:])
+
+
+def test_random_ones_are_of_the_range_and_the_same_every_time():
+    query, document = unit(8, 6, seed=0), unit(40, 6, seed=1)
+    positive = torch.arange(8)
+    random = Choice(4, range_min=2, range_max=12, sampling="random")
+    found, again = (torch.cat(list(hard_negatives(query, document, positive, random))) for _ in range(2))
+    assert torch.equal(found, again)
+    among = torch.cat(list(hard_negatives(query, document, positive, Choice(10, range_min=2, range_max=12))))
+    assert all(set(row) < set(every) and len(set(row)) == 4 for row, every in zip(found.tolist(), among.tolist(), strict=True))
+
+
+def test_messages():
+    with pytest.raises(ValueError, match="range_max must be at least range_min"):
+        Choice(4, range_min=3, range_max=6)
+    with pytest.raises(ValueError, match="sampling must be"):
+        Choice(4, sampling="some")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run, and pairs of which some share a text."""
+    folder = tmp_path_factory.mktemp("mine")
+    torch.manual_seed(0)
+    towers.save(towers.load("small", ("text", "text"), **SMALL), folder / "run")
+    rows = [f"word {i},meaning of {i % 9} things" for i in range(12)]
+    (folder / "pairs.csv").write_text("\n".join(["query,document", *rows]))
+    return folder
+
+
+def mine(place, *arguments):
+    parser = argparse.ArgumentParser()
+    mine_arguments.add_arguments(parser)
+    words = [place / "run", "--data", place / "pairs.csv", "--device", "cpu", "--chunk-size", "5", *arguments]
+    return mine_command.run(parser.parse_args([str(word) for word in words]))
+
+
+def test_the_table_is_one_of_pairs_with_negatives(place, capsys):
+    output = place / "mined.jsonl"
+    assert mine(place, "--negatives", "3", "--output", output) == 0
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    pairs, ids = Table(place / "pairs.csv"), Table(place / "pairs.csv").ids(range(12))
+    id_of = {pairs.read(i, 1): int(ids[i]) for i in range(12)}
+    assert len(lines) == 12
+    for i, line in enumerate(lines):
+        assert list(line) == ["query", "document", "negative_1", "negative_2", "negative_3"]
+        assert (line["query"], line["document"]) == (pairs.read(i, 0), pairs.read(i, 1))
+        negatives = [line[f"negative_{k}"] for k in (1, 2, 3)]
+        assert len(set(negatives)) == 3
+        assert all(id_of[text] != int(ids[i]) for text in negatives)
+    assert len(Table(output)) == 12  # a table of pairs for `megabatch train`, too
+    assert not list(place.glob("*.work"))
+    assert "12 pairs with their negatives" in capsys.readouterr().out
+
+
+def test_a_stopped_command_continues(place, monkeypatch):
+    whole, output = place / "whole.jsonl", place / "stopped.jsonl"
+    mine(place, "--output", whole)
+    monkeypatch.setattr(mining, "ROWS", 4)
+    real, calls = mine_command.json.dumps, []
+
+    def stops(line, **options):
+        calls.append(line)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return real(line, **options)
+
+    monkeypatch.setattr(mine_command.json, "dumps", stops)
+    with pytest.raises(KeyboardInterrupt):
+        mine(place, "--output", output)
+    monkeypatch.setattr(mine_command.json, "dumps", real)
+    monkeypatch.setattr(mine_command, "embedded", None)  # is not called again
+    with (place / "stopped.jsonl.part").open("a") as file:
+        file.write('{"query": "cut o')
+    mine(place, "--output", output)
+    assert output.read_text() == whole.read_text()
+
+
+def test_work_of_another_model_is_not_continued(place, tmp_path):
+    output = tmp_path / "mined.jsonl"
+    mine(place, "--output", output, "--keep-embeddings")
+    about = json.loads((tmp_path / "mined.jsonl.work" / "about.json").read_text())
+    (tmp_path / "mined.jsonl.work" / "about.json").write_text(json.dumps({**about, "model": "another"}))
+    with pytest.raises(ValueError, match="must be of the same model and data, got another"):
+        mine(place, "--output", output)
+    with pytest.raises(ValueError, match=r"--output must end in \.jsonl"):
+        mine(place, "--output", tmp_path / "mined.csv")
