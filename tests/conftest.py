@@ -120,6 +120,15 @@ def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton_guided_logsumexp, "_BLOCK_M", 16)
 
 
+@pytest.fixture(params=["in memory", "over tiles"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches as usual, and over tiles like large ones."""
+    from megabatch.tiles import plan
+
+    if request.param == "over tiles":
+        monkeypatch.setattr(plan, "SMALL_PAIRS", 0)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator["Pool"]:
     """Eight ranks, started when the first test asks for them."""

@@ -66,6 +66,7 @@ def wide(inputs):
     return leaves(*(tensor.double() for tensor in inputs))
 
 
+@pytest.mark.quick({"scale": 20.0})
 @EVERY
 @pytest.mark.parametrize("scale", [0.0, -3.0, 20.0, 1000.0])
 def test_as_exact_as_float32(name, scale):
@@ -79,6 +80,7 @@ def test_as_exact_as_float32(name, scale):
         assert (actual - expected).abs().max() <= 4 * noise * expected.abs().max() + pairs * noise * (1 + abs(scale)) / N
 
 
+@pytest.mark.quick({"dtype": torch.float16})
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(name, dtype):
@@ -91,6 +93,7 @@ def test_half_precision(name, dtype):
         assert (actual - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
 
 
+@pytest.mark.quick({"loss": "clip", "dtype": torch.float32, "scale": 50.0})
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("noise", "scale"), [(1.0, 14.0), (2.0, 50.0), (0.5, 100.0), (3.0, 1000.0)])
@@ -149,6 +152,7 @@ def test_one_outlier_does_not_cost_the_others_their_digits(factor):
     torch.testing.assert_close(found[1][others], wanted[1][others], rtol=0, atol=1e-5 * wanted[1][others].abs().max().item())
 
 
+@pytest.mark.quick({"bad": float("inf")})
 @EVERY
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_hidden(name, bad):
@@ -182,6 +186,7 @@ def test_strided_ids_of_another_type():
     assert torch.equal(mb.clip_loss(x, y, scale, ids=strided, backend="triton"), kernels("clip ids")(x, y, scale))
 
 
+@pytest.mark.quick({"name": "clip"}, {"name": "siglip"}, {"name": "sup_con"})
 @EVERY
 def test_bitwise_the_same_over_repeated_runs(name):
     inputs = data(torch.float16)
@@ -190,6 +195,7 @@ def test_bitwise_the_same_over_repeated_runs(name):
         assert all(torch.equal(a, b) for a, b in zip(first, outcomes(kernels(name), inputs), strict=True))
 
 
+@pytest.mark.quick({"name": "clip"}, {"name": "info_nce"}, {"name": "siglip"}, {"name": "sup_con"})
 @EVERY
 def test_buffers_are_not_read_before_they_are_written(name):
     """Fresh memory is full of NaN."""
@@ -207,6 +213,7 @@ def test_buffers_are_not_read_before_they_are_written(name):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.quick({"name": "clip ids"}, {"name": "siglip"}, {"name": "nt_xent"})
 @EVERY
 def test_only_what_is_asked_for_is_computed(name):
     whole = data()
@@ -222,6 +229,7 @@ def test_only_what_is_asked_for_is_computed(name):
     assert torch.equal(loss, kernels(name)(*whole))
 
 
+@pytest.mark.quick({"name": "clip"}, {"name": "nt_xent"})
 @EVERY
 def test_differentiating_twice_is_refused(name):
     inputs = data()

@@ -106,10 +106,16 @@ def _add_parts(parts, number, count, offs_n, N, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _logarithm(total):
+    """log(total), and −inf for an empty sum."""
+    return tl.where(total == 0.0, -float("inf"), tl.log(tl.where(total == 0.0, 1.0, total)))
+
+
+@triton.jit
 def _cross_entropy(shift, total, match):
     """(log(1 + exp(odds)), its derivative) for odds = log(exp(shift) · total) − match, in float64; NaN for a match of +inf."""
     match = tl.where(match == float("inf"), float("nan"), match)
-    odds = (finite_or_zero(shift).to(tl.float64) - match) + tl.log(total)
+    odds = (finite_or_zero(shift).to(tl.float64) - match) + _logarithm(total)
     small = tl.exp(-tl.abs(odds))
     above = 1.0 + small
     # log(above) · small / (above − 1) has the digits of a small exponential, which 1 + small has lost.
@@ -142,11 +148,11 @@ def _combine(
         partner = offs_n
     product = tl.load(products + offs_n * N + partner, mask, 0.0)
     loss, weight = _cross_entropy(shift, total, product * factor)
-    per_unit = tl.where(total == 0.0, 0.0, weight / total)
+    per_unit = tl.where(total == 0.0, 0.0, weight / tl.where(total == 0.0, 1.0, total))
     if KIND == LABELS:
-        loss = tl.where(sole, loss, tl.where(several, base.to(tl.float64) + tl.log(all_total) - mean, 0.0))
+        loss = tl.where(sole, loss, tl.where(several, base.to(tl.float64) + _logarithm(all_total) - mean, 0.0))
         shift, total = tl.where(several, both, shift), tl.where(several, all_total, total)
-        per_unit = tl.where(sole, per_unit, tl.where(several, 1.0 / all_total, 0.0))
+        per_unit = tl.where(sole, per_unit, tl.where(several, 1.0 / tl.where(all_total == 0.0, 1.0, all_total), 0.0))
         weight = tl.where(sole, weight, 0.0)
         pull = tl.where(sole, -1.0, tl.where(several, 1.0 / tl.maximum(positives, 1.0), 0.0))
         tl.store(stats + 4 * N + offs_n, pull, mask)
