@@ -207,7 +207,9 @@ def test_texts_of_different_lengths(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", ["family_gpu", "cached_step", "flickr8k", "sentence_transformers_gpu", "train_speed"])
+@pytest.mark.parametrize(
+    "script", ["family_gpu", "small_gpu", "cached_step", "flickr8k", "sentence_transformers_gpu", "train_speed"]
+)
 def test_tiny_runs(script, tmp_path):
     packages = {
         "flickr8k": "open_clip",
