@@ -163,6 +163,7 @@ def hopper_tile(block: Block, task: str) -> HopperTile | None:
     return HopperTile(5, 7) if task == "softmax" else HopperTile(4, 8)
 
 
+@cache
 def panel_programs(panels: int, multiprocessors: int) -> int:
     """How many programs divide the tiles of `panels` evenly among themselves.
 
@@ -208,6 +209,7 @@ def _tile(
     return tf32 if precision == TF32 else half
 
 
+@cache
 def row_splits(panels: int, rows: int, tile_rows: int, multiprocessors: int) -> tuple[int, int]:
     """(programs that split a panel's rows, rows of each): the fewest programs that leave the fewest multiprocessors idle."""
     tiles = -(-rows // tile_rows)
