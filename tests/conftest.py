@@ -107,9 +107,10 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes launches and strips so small that small inputs have several of each."""
+    """Makes launches and strips so small that small inputs have several of each; no batch is small."""
     from megabatch.tiles import plan
 
+    monkeypatch.setattr(plan, "SMALL_PAIRS", 0)
     monkeypatch.setattr(plan, "LAUNCH_ROWS", 256)
     monkeypatch.setattr(plan, "LAUNCH_PANELS", 1)
     monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
@@ -117,6 +118,15 @@ def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         from megabatch.tiles import triton_guided_logsumexp
 
         monkeypatch.setattr(triton_guided_logsumexp, "_BLOCK_M", 16)
+
+
+@pytest.fixture(params=["in memory", "over tiles"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches as usual, and over tiles like large ones."""
+    from megabatch.tiles import plan
+
+    if request.param == "over tiles":
+        monkeypatch.setattr(plan, "SMALL_PAIRS", 0)
 
 
 @pytest.fixture(scope="session")

@@ -187,13 +187,26 @@ def small_cross_entropy(
     scale: Tensor,  # ()
     run: Execution,
     *,
-    ids: tuple[Tensor | None, Tensor | None] = (None, None),  # (N,), (N,)
+    ids: Tensor | None = None,  # (N,)
     columns: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:  # ()
     """The cross-entropies of the pairs (i, i) among rows, or the means of both directions with `columns`; if `is_small`."""
-    share = (1 / len(x) if reduction == "mean" else 1.0) / (2 if columns else 1)
-    return operators.small_cross_entropy(x, y, scale, ids, run.precision, columns=columns, share=share)
+    divisor = (len(x) if reduction == "mean" else 1) * (2 if columns else 1)
+    return operators.small_cross_entropy(x, y, scale, ids, run.precision, run.backend, columns=columns, divisor=divisor)
+
+
+def small_nt_xent_loss(
+    z1: Tensor,  # (N, D)
+    z2: Tensor,  # (N, D)
+    scale: Tensor,  # ()
+    run: Execution,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:  # ()
+    """The loss of SimCLR; if `is_small`."""
+    divisor = 2 * (len(z1) if reduction == "mean" else 1)
+    return operators.small_nt_xent_loss(z1, z2, scale, run.precision, run.backend, divisor=divisor)
 
 
 def small_sup_con_loss(
@@ -205,7 +218,7 @@ def small_sup_con_loss(
     reduction: Reduction = "mean",
 ) -> Tensor:  # ()
     """The supervised contrastive loss, of form "out"; if `is_small`."""
-    return operators.small_sup_con_loss(z, labels, scale, run.precision, mean_of_rows=reduction == "mean")
+    return operators.small_sup_con_loss(z, labels, scale, run.precision, run.backend, mean_of_rows=reduction == "mean")
 
 
 def softplus(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, run: Execution) -> Tensor:  # (N,)
@@ -230,9 +243,10 @@ def sigmoid_loss(
     If equal ids are positives, they stay in it with −s_ij in place of s_ij.
     """
     if is_small(x, run, reduction):
-        share = 1 / len(x) if reduction == "mean" else 1.0
         return operators.small_sigmoid_loss(
-            x, y, scale, bias, ids, run.precision, ids_are_positives=ids_are_positives, share=share
+            *(x, y, scale, bias, ids, run.precision, run.backend),
+            ids_are_positives=ids_are_positives,
+            divisor=len(x) if reduction == "mean" else 1,
         )
     similarities = x, y, scale, bias.expand(x.shape[0])
     if reduction == "none":

@@ -209,7 +209,16 @@ def test_texts_of_different_lengths(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "script",
-    ["family_gpu", "cached_step", "flickr8k", "late_interaction_gpu", "sentence_transformers_gpu", "topk_gpu", "train_speed"],
+    [
+        "family_gpu",
+        "cached_step",
+        "flickr8k",
+        "late_interaction_gpu",
+        "sentence_transformers_gpu",
+        "small_gpu",
+        "topk_gpu",
+        "train_speed",
+    ],
 )
 def test_tiny_runs(script, tmp_path):
     packages = {

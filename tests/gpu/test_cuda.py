@@ -12,7 +12,7 @@ from megabatch.bench.accuracy import clip_truth
 from megabatch.bench.measure import peak_memory
 from rounding import half_units
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("both_ways")]
 
 BACKENDS = ["eager", "triton"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -11,7 +11,7 @@ from helpers import aligned_pairs, leaves, outcomes
 from megabatch import reference
 from rounding import half_units
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("both_ways")]
 
 WIDTHS, LABELS = [33, 64, 200], torch.arange(1000) % 300
 MARGIN = 1 / 128 - 5 / 8  # of a guide, whose limit is then among the products of other pairs

@@ -133,7 +133,7 @@ def test_a_scale_beyond_the_range_at_several_widths():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="kernels need Triton")
-@pytest.mark.usefixtures("small_launches")
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf and NaN, which are meant
 @pytest.mark.parametrize(
     "loss",

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megabatch.operators.small_kernels import LABELS, MATCHES, SIGMOID, Task, small_loss
 from megabatch.tiles import (
     gluon_warp_specialized,
     in_memory,
@@ -31,6 +32,7 @@ from megabatch.tiles import (
     triton_online_logsumexp,
     triton_partial_sums,
     triton_rank,
+    triton_small,
     triton_topk,
 )
 from megabatch.tiles.block import Block, ColumnGradients, Needs
@@ -64,7 +66,7 @@ class Compiles:
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *args, num_warps=4, num_stages=3, **constants):
+    def launch(self, *args, num_warps=4, num_stages=3, enable_fp_fusion=True, **constants):
         given = dict(zip(self.kernel.arg_names, args, strict=False)) | constants
         signature = {name: self.type_of(given[name], name in constants) for name in self.kernel.arg_names}
         constexprs = {name: value for name, value in given.items() if signature[name] == "constexpr"}
@@ -73,12 +75,14 @@ class Compiles:
         key = (self.kernel.__name__, str(signature), str(constexprs), str(aligned))
         if key not in COMPILED:
             source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constexprs, aligned)
-            built = triton.compile(source, target=self.target, options={"num_warps": num_warps, "num_stages": num_stages})
+            options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
+            built = triton.compile(source, target=self.target, options=options)
             # Triton 3.6 folds `lane & 31` and `4 * lane` into one shift by 31, and reads from wrong addresses.
             assert ", 2147483648;" not in built.asm["ptx"], f"{self.kernel.__name__} computes addresses wrongly"
             assert built.metadata.shared <= SHARED_MEMORY[self.target.arch], "more shared memory than the chip has"
             COMPILED[key] = built
-            print(self.kernel.__name__, "KIND" in given and given["KIND"].value, built.metadata.shared, "bytes shared")
+            kind = given.get("KIND")
+            print(self.kernel.__name__, getattr(kind, "value", kind), built.metadata.shared, "bytes shared")
 
     @staticmethod
     def is_aligned(value):
@@ -123,10 +127,16 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_distillation, "_soft_gradient_kernel"),
         (triton_guided_logsumexp, "_guided_logsumexp_kernel"),
         (triton_guided_logsumexp, "_guided_gradient_kernel"),
+        (triton_small, "_partial_sums_kernel"),
+        (triton_small, "_combine_kernel"),
+        (triton_small, "_softmax_weights_kernel"),
+        (triton_small, "_sigmoid_kernel"),
+        (triton_small, "_finish_kernel"),
         (gluon_warp_specialized, "_warp_specialized_kernel"),
     )
     for module, name in kernels:
         setattr(module, name, Compiles(getattr(module, name), target))
+    launch_small(precision, features)
     launch_all(512, precision, features)
     if precision == "float32":
         launch_all(512, precision, features, N=320)  # a multiple of 16, which allows wider loads
@@ -134,6 +144,19 @@ def main(capability: int, precision: str, features: bool) -> None:
         launch_all(768, precision, features)  # a part of the columns stays in shared memory
         launch_all(1088, precision, features)  # too wide for the warp-specialised kernel
     print("compiled", len(COMPILED))
+
+
+def launch_small(precision: str, features: bool, N: int = 300, D: int = 512) -> None:
+    """Losses of small batches, of every kind."""
+    x, y = torch.randn(2, N, D).to(HALF_DTYPE.get(precision, torch.float32)).requires_grad_()
+    scale = torch.tensor(1.0, requires_grad=True)
+    ids = torch.arange(N) if features else None
+    small_loss(x, y, scale, None, precision, Task(MATCHES, N, ids, columns=True))
+    small_loss(x, y, scale, None, precision, Task(MATCHES, N, ids))
+    small_loss(x, y if ids is None else None, scale, None, precision, Task(LABELS, 0, ids))
+    small_loss(x, y, scale, scale, precision, Task(SIGMOID, N, ids, ids_are_positives=features))
+    with torch.no_grad():
+        small_loss(x, y, scale, None, precision, Task(MATCHES, N, ids, columns=True))
 
 
 def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:

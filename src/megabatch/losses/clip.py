@@ -58,7 +58,7 @@ def clip_loss(
     run = pairs(image, text, ("image", "text"), ids=ids, reduction=reduction, group=group, backend=backend)
     scale = number(logit_scale, "logit_scale", image)
     if label_smoothing == 0 and is_small(image, run, reduction):
-        return small_cross_entropy(image, text, scale, run, ids=(ids, ids), columns=True, reduction=reduction)
+        return small_cross_entropy(image, text, scale, run, ids=ids, columns=True, reduction=reduction)
     row, col, match, share = logsumexp(image, text, scale, run, ids=(ids, ids), diagonal=APART, columns=True)
     losses = [cross_entropy(row, match), cross_entropy(col, match)]
     if label_smoothing > 0:

@@ -1,6 +1,5 @@
 """The loss of SimCLR: two views of each sample find each other among all views of all samples."""
 
-import torch
 from torch import Tensor
 
 from megabatch.losses.formulas import cross_entropy, reduced
@@ -14,7 +13,7 @@ from megabatch.primitives import (
     logsumexp,
     number,
     pairs,
-    small_cross_entropy,
+    small_nt_xent_loss,
     symmetric_logsumexp,
 )
 
@@ -52,12 +51,10 @@ def nt_xent_loss(
     """
     # Negatives are views of other samples: of the other kind, from one pass over z1·z2ᵀ, and of the same kind.
     run = pairs(z1, z2, ("z1", "z2"), reduction=reduction, group=group, backend=backend)
-    factor = number(scale, "scale", z1, shared=True)
-    if is_small(z1, run, reduction, rows=2 * len(z1)):
-        own = torch.arange(2 * len(z1))  # a view is not compared with itself
-        views, partners = torch.cat((z1, z2)), torch.cat((z2, z1))
-        loss = small_cross_entropy(views, partners, factor, run, ids=(own, own.roll(len(z1))), reduction=reduction)
-        return loss if reduction == "mean" else loss / 2
+    small = is_small(z1, run, reduction, rows=2 * len(z1))
+    factor = number(scale, "scale", z1, shared=not small)
+    if small:
+        return small_nt_xent_loss(z1, z2, factor, run, reduction=reduction)
     across1, across2, match, share = logsumexp(z1, z2, factor, run, diagonal=APART, columns=True)
     within1, within2 = (symmetric_logsumexp(z, factor, run) for z in (z1, z2))
     losses = [_cross_entropy(across1, within1, match), _cross_entropy(across2, within2, match)]

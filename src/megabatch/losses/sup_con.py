@@ -60,8 +60,9 @@ def sup_con_loss(
     checks.labels(labels, z)
     checks.reduction(reduction)
     _check_form(form, backend)
-    factor = number(scale, "scale", z, shared=True)
-    if form == "out" and is_small(z, run, reduction):
+    small = form == "out" and is_small(z, run, reduction)
+    factor = number(scale, "scale", z, shared=not small)
+    if small:
         return small_sup_con_loss(z, labels, factor, run, reduction=reduction)
     mean, count, sole, share = positive_similarities(z, labels, factor, run)
     if form == "in":

@@ -11,7 +11,13 @@ from megabatch.operators.matching import matching
 from megabatch.operators.positives import positives
 from megabatch.operators.rank import rank
 from megabatch.operators.sigmoid import sigmoid_loss
-from megabatch.operators.small import is_small, small_cross_entropy, small_sigmoid_loss, small_sup_con_loss
+from megabatch.operators.small import (
+    is_small,
+    small_cross_entropy,
+    small_nt_xent_loss,
+    small_sigmoid_loss,
+    small_sup_con_loss,
+)
 from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import softplus
 from megabatch.operators.symmetric_logsumexp import symmetric_logsumexp
@@ -30,6 +36,7 @@ __all__ = [
     "rank",
     "sigmoid_loss",
     "small_cross_entropy",
+    "small_nt_xent_loss",
     "small_sigmoid_loss",
     "small_sup_con_loss",
     "soft_cross_entropy",

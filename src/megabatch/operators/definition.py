@@ -4,7 +4,7 @@ PyTorch operators take a flat list of arguments. `define` makes that list from t
 connects an operator with its backward operator.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -98,3 +98,17 @@ def derivative(
 
 def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
     raise RuntimeError(TWICE)
+
+
+def refusing(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients for create_graph=True: they depend on the inputs, and cannot be differentiated."""
+    return list(_Refusing.apply(*inputs, *gradients))
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs_and_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients = inputs_and_gradients[len(inputs_and_gradients) // 2 :]
+        return tuple(None if gradient is None else gradient.clone() for gradient in gradients)
+
+    backward = staticmethod(_refuse)

@@ -1,25 +1,27 @@
-"""Losses of a small batch on a CPU: one matrix of similarities, and the gradients from it in the forward pass.
+"""Losses of a small batch: one matrix of similarities, and the gradients from it in the forward pass.
 
 A loss over tiles makes hundreds of calls into PyTorch, most of them for sums that wait for further tiles. If one tile holds all
 similarities, the softmax of its rows and columns is complete at once, and with it the gradient up to the factor that backward
 multiplies by. The matrix is freed before forward returns. As in the passes over tiles, neither a loss nor its gradient loses
-digits when the matching pair is almost certain, and a softmax weight is at most 1 by construction.
+digits when the matching pair is almost certain, and a softmax weight is at most 1 by construction. Here are PyTorch operations,
+for a CPU; where kernels run, `small_kernels` does the same.
 
 Not for a process group, `torch.compile` or transforms of `torch.func`: the other operators serve these.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.operators.definition import TWICE
+from megabatch.operators.definition import refusing
+from megabatch.operators.small_kernels import LABELS, MATCHES, SIGMOID, Task, small_loss
 from megabatch.operators.transforms import transforms_are_active
 from megabatch.tiles import plan
-from megabatch.tiles.backends import EAGER
+from megabatch.tiles.backends import TRITON
 from megabatch.tiles.logsum import finite_or_zero
 from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY, rounded
 
@@ -27,14 +29,46 @@ Weigh = Callable[[Tensor], tuple[Tensor, Tensor]]  # similarities, overwritten �
 
 
 def is_small(x: Tensor, rows: int, backend: str, group: str) -> bool:
-    """Whether the losses here serve a batch of `rows` like x: one process, two rows, and a tile on a CPU holds all pairs."""
-    if torch.compiler.is_compiling() or group or backend != EAGER or x.device.type != "cpu" or transforms_are_active():
+    """Whether the losses here serve a batch of `rows` like x: one process, at least two rows, and all pairs fit in memory.
+
+    On a CPU they fit in one tile of the eager backend, with kernels in a workspace.
+    """
+    if torch.compiler.is_compiling() or group or rows < 2 or transforms_are_active():
         return False
+    if backend == TRITON:
+        return rows * rows <= plan.SMALL_PAIRS
     tile = plan.eager_tile(x.device, x.dtype)
-    return rows > 1 and rows * rows <= tile.rows * tile.columns
+    return x.device.type == "cpu" and rows * rows <= tile.rows * tile.columns
 
 
 def small_cross_entropy(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (N, D)
+    scale: Tensor,  # ()
+    ids: Tensor | None,  # (N,)
+    precision: str,
+    backend: str,
+    *,
+    columns: bool,
+    divisor: int,
+) -> Tensor:  # ()
+    """Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too, ÷ `divisor`; equal ids are left out."""
+    if backend == TRITON:
+        return small_loss(x, y, scale, None, precision, Task(MATCHES, divisor, ids, columns))
+    return _cross_entropy(x, y, scale, (ids, ids), precision, columns=columns, divisor=divisor)
+
+
+def small_nt_xent_loss(z1: Tensor, z2: Tensor, scale: Tensor, precision: str, backend: str, *, divisor: int) -> Tensor:  # ()
+    """Σ_i of −log softmax(s)_ij over all views i of all samples, where j is the other view of the same sample, ÷ `divisor`."""
+    if backend == TRITON:
+        return small_loss(z1, z2, scale, None, precision, Task(LABELS, divisor))
+    own = torch.arange(2 * len(z1))  # a view is not compared with itself
+    views, partners = torch.cat((z1, z2)), torch.cat((z2, z1))
+    ids = own, own.roll(len(z1))
+    return _cross_entropy(views, partners, scale, ids, precision, columns=False, divisor=divisor)
+
+
+def _cross_entropy(
     x: Tensor,  # (N, D)
     y: Tensor,  # (N, D)
     scale: Tensor,  # ()
@@ -42,10 +76,8 @@ def small_cross_entropy(
     precision: str,
     *,
     columns: bool,
-    share: float,
+    divisor: int,
 ) -> Tensor:  # ()
-    """`share` · Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too; equal ids are left out."""
-
     def weigh(s: Tensor) -> tuple[Tensor, Tensor]:
         _leave_out(s, *ids)
         diagonal = s.diagonal()
@@ -67,7 +99,7 @@ def small_cross_entropy(
         g.diagonal().sub_(weight.sum(0))
         return losses, g
 
-    return _loss(x, y, scale, None, precision, share, weigh)
+    return _loss(x, y, scale, None, precision, divisor, weigh)
 
 
 def _negatives(shift: Tensor, total: Tensor, match: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (N,) or (2, N) each
@@ -88,11 +120,14 @@ def small_sigmoid_loss(
     bias: Tensor,  # ()
     ids: Tensor | None,  # (N,)
     precision: str,
+    backend: str,
     *,
     ids_are_positives: bool,
-    share: float,
+    divisor: int,
 ) -> Tensor:  # ()
-    """`share` times the loss of `sigmoid_loss`."""
+    """The sum of `sigmoid_loss` ÷ `divisor`."""
+    if backend == TRITON:
+        return small_loss(x, y, scale, bias, precision, Task(SIGMOID, divisor, ids, ids_are_positives=ids_are_positives))
 
     def weigh(s: Tensor) -> tuple[Tensor, Tensor]:
         if ids is not None and ids_are_positives:
@@ -105,14 +140,24 @@ def small_sigmoid_loss(
             g.diagonal().neg_()
         return _softplus_(s).sum(1), g
 
-    return _loss(x, y, scale, bias, precision, share, weigh)
+    return _loss(x, y, scale, bias, precision, divisor, weigh)
 
 
-def small_sup_con_loss(z: Tensor, labels: Tensor, scale: Tensor, precision: str, *, mean_of_rows: bool) -> Tensor:
+def small_sup_con_loss(
+    z: Tensor,  # (N, D)
+    labels: Tensor,  # (N,)
+    scale: Tensor,  # ()
+    precision: str,
+    backend: str,
+    *,
+    mean_of_rows: bool,
+) -> Tensor:  # ()
     """Σ_i of the mean of −log softmax(s)_ij over the other rows j of i's label; summed, or the mean of rows.
 
     A row is not compared with itself.
     """
+    if backend == TRITON:
+        return small_loss(z, None, scale, None, precision, Task(LABELS, 0 if mean_of_rows else 1, labels))
 
     def weigh(s: Tensor) -> tuple[Tensor, Tensor]:
         positive = (labels[:, None] == labels).fill_diagonal_(False)
@@ -133,7 +178,7 @@ def small_sup_con_loss(z: Tensor, labels: Tensor, scale: Tensor, precision: str,
         losses = torch.where(has_one, torch.where(sole, losses, several), 0.0)
         return losses.sum(dtype=torch.float64) / rows, g
 
-    return _loss(z, z, scale, None, precision, 1.0, weigh)
+    return _loss(z, z, scale, None, precision, 1, weigh)
 
 
 def _softplus_(s: Tensor) -> Tensor:
@@ -148,10 +193,10 @@ def _leave_out(s: Tensor, row_ids: Tensor | None, col_ids: Tensor | None) -> Non
         s.masked_fill_((row_ids[:, None] == col_ids).fill_diagonal_(False), -torch.inf)
 
 
-def _loss(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None, precision: str, share: float, weigh: Weigh) -> Tensor:
+def _loss(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None, precision: str, divisor: int, weigh: Weigh) -> Tensor:
     learns = torch.is_grad_enabled()
     with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():  # `precision` settles it
-        loss: Tensor = _SmallLoss.apply(x, y, scale, bias, precision, share, weigh, learns)
+        loss: Tensor = _SmallLoss.apply(x, y, scale, bias, precision, 1 / divisor, weigh, learns)
     return loss
 
 
@@ -196,18 +241,5 @@ class _SmallLoss(torch.autograd.Function):
         found = zip(inputs, (dx, dy, dscale, dbias), (scaled, scaled, unit, unit), ctx.needs_input_grad, strict=False)
         gradients = [(saved * by).to(tensor.dtype) if need else None for tensor, saved, by, need in found]
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _Refusing.apply(*inputs, *gradients)
+            gradients = refusing(inputs, gradients)
         return *gradients, None, None, None, None
-
-
-class _Refusing(torch.autograd.Function):
-    """Gradients that depend on the inputs, and cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs_and_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients = inputs_and_gradients[len(inputs_and_gradients) // 2 :]
-        return tuple(None if gradient is None else gradient.clone() for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> NoReturn:
-        raise RuntimeError(TWICE)

@@ -170,6 +170,10 @@ def _strip_rows(D: int) -> int:
     return 16384 if 512 < D < 1024 else 8448
 
 
+# Pairs whose similarities kernels hold in memory at once (`triton_small`): 64 MiB, and half as much for weights in half
+# precision. The passes over tiles take the host 6 to 7 ms on an H200, whatever the batch.
+SMALL_PAIRS = 4096**2
+
 # Versions of Triton that `gluon_warp_specialized` was compiled and run with; Gluon is experimental.
 _GLUON_VERSIONS = ((3, 6), (3, 9))
 HOPPER_BLOCK = 128  # a tile of this many rows and columns takes half of a warpgroup's registers
@@ -210,6 +214,7 @@ def hopper_tile(block: Block, task: str) -> HopperTile | None:
     return HopperTile(5, 7) if task == "softmax" else HopperTile(4, 8)
 
 
+@cache
 def panel_programs(panels: int, multiprocessors: int) -> int:
     """How many programs divide the tiles of `panels` evenly among themselves.
 
@@ -255,6 +260,7 @@ def _tile(
     return tf32 if precision == TF32 else half
 
 
+@cache
 def row_splits(panels: int, rows: int, tile_rows: int, multiprocessors: int) -> tuple[int, int]:
     """(programs that split a panel's rows, rows of each): the fewest programs that leave the fewest multiprocessors idle."""
     tiles = -(-rows // tile_rows)

@@ -1,0 +1,385 @@
+"""Small batches on a GPU: the time of a step, and how long the host takes to launch it, without CUDA graphs.
+
+First values and gradients of all losses with a path for small batches are compared with float64: types, sizes, hostile inputs,
+repeated runs. Then `clip_loss` is timed beside a dense loss in PyTorch (autocast), the same compiled, open_clip, Liger and the
+bare products, and the other losses beside dense ones. "Host" is the time in which a step returns without waiting for the
+device. "In memory" and "over tiles" are the two ways of megabatch, wherever both are possible.
+
+Writes a JSON file; `small_gpu_report.py` makes the table and the plot of it, on any machine.
+"""
+
+import argparse
+import cProfile
+import io
+import math
+import pstats
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from record import Record, arguments, device_of
+from small_gpu_report import report
+from timing import milliseconds
+from torch import Tensor
+
+import megabatch as mb
+from megabatch.bench.accuracy import SCALE
+from megabatch.bench.loss_systems import DENSE, LIGER, loss_of
+from megabatch.bench.losses import bare_products
+from megabatch.tiles import plan
+
+SIZES = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
+WIDTHS = (512, 1024)
+OTHER_SIZES = (256, 1024, 4096, 8192, 16384)
+SECONDS_A_ROUND = 0.04
+MOST_IN_MEMORY = 16384  # pairs; beyond it the similarities take more than a gibibyte
+OURS, IN_MEMORY, OVER_TILES, BARE = "megabatch", "in memory", "over tiles", "bare products"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GRADIENT_ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5}  # relative to float64; two roundings and sums
+LOSS_ERROR = 2e-5
+BIAS = -10.0
+
+
+def dense_clip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    logits, labels = scale * x @ y.T, torch.arange(len(x), device=x.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def dense_siglip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    logits = scale * x @ y.T + BIAS
+    signs = 2 * torch.eye(len(x), device=x.device, dtype=logits.dtype) - 1
+    return -F.logsigmoid(signs * logits).sum() / len(x)
+
+
+def dense_info_nce(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    return F.cross_entropy(scale * x @ y.T, torch.arange(len(x), device=x.device))
+
+
+def dense_nt_xent(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    z = torch.cat((x, y))
+    logits = (scale * z @ z.T).fill_diagonal_(-torch.inf)
+    return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(x)))
+
+
+def labels_of(x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device) // 3
+
+
+def dense_sup_con(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    labels = labels_of(x)
+    logits = scale * x @ x.T
+    own = torch.eye(len(x), dtype=torch.bool, device=x.device)
+    positive = (labels[:, None] == labels) & ~own
+    count = positive.sum(1)
+    mean = logits.masked_fill(~positive, 0).sum(1) / count.clamp_min(1)
+    losses = logits.float() if logits.dtype != torch.float64 else logits
+    losses = losses.masked_fill(own, -torch.inf).logsumexp(1) - mean
+    return losses[count > 0].mean()
+
+
+LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # ours, dense
+    "clip_loss": (mb.clip_loss, dense_clip),
+    "siglip_loss": (lambda x, y, s: mb.siglip_loss(x, y, s, BIAS), dense_siglip),
+    "info_nce_loss": (lambda x, y, s: mb.info_nce_loss(x, y, scale=s), dense_info_nce),
+    "nt_xent_loss": (mb.nt_xent_loss, dense_nt_xent),
+    "sup_con_loss": (lambda x, y, s: mb.sup_con_loss(x, labels_of(x), s), dense_sup_con),
+}
+
+
+def data(B: int, D: int, dtype: torch.dtype, device: str, noise: float = 4.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(B + D)
+    x, e = (F.normalize(torch.randn(B, D, generator=generator, device=device), dim=1) for _ in range(2))
+    y = F.normalize(x + noise * e, dim=1)
+    return x.to(dtype).requires_grad_(), y.to(dtype).requires_grad_(), torch.tensor(SCALE, device=device, requires_grad=True)
+
+
+def outcome(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """The value and all gradients; 0 for an input that a loss does not use."""
+    value = loss(*inputs)
+    found = torch.autograd.grad(value, inputs, allow_unused=True)
+    return [value.detach(), *(torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs, strict=True))]
+
+
+def step_of(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+    """Forward and backward."""
+
+    def step() -> None:
+        torch.autograd.grad(loss(*inputs), inputs, allow_unused=True)
+
+    return step
+
+
+@contextmanager
+def small_up_to(pairs: int) -> Iterator[None]:
+    """Batches of up to this many pairs are computed in memory."""
+    before, plan.SMALL_PAIRS = plan.SMALL_PAIRS, pairs**2
+    try:
+        yield
+    finally:
+        plan.SMALL_PAIRS = before
+
+
+def errors(mine: Callable[..., Tensor], dense: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[float]:
+    """Relative errors of the value and of each gradient."""
+    wide = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
+    pairs = zip(outcome(mine, inputs), outcome(dense, wide), strict=True)
+    return [float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs]
+
+
+def check(record: Record, device: str, sizes: tuple[int, ...], few: tuple[int, ...]) -> int:
+    """Compares all losses with float64 and returns the number of failures; `few` sizes in types other than bf16."""
+    failures = 0
+    for name, (mine, dense) in LOSSES.items():
+        for dtype in DTYPES:
+            worst = [0.0] * 4
+            for B in sizes if dtype == torch.bfloat16 else few:
+                found = errors(mine, dense, data(B, 512, dtype, device))
+                worst = [max(a, b) if b == b else b for a, b in zip(worst, found, strict=True)]
+            loss, dx, dy, dscale = worst
+            limit = GRADIENT_ERROR[dtype]
+            right = loss <= LOSS_ERROR and dx <= limit and dy <= limit and dscale <= 1e-3
+            failures += not right
+            shown = " ".join(f"{error:.0e}" for error in worst)
+            record.say(f"{'ok   ' if right else 'WRONG'} {name} {str(dtype)[6:]}: loss, dx, dy, dscale {shown}")
+            record["checks"].append({"loss": name, "dtype": str(dtype)[6:], "errors": worst, "right": right})
+    return failures
+
+
+def hostile(record: Record, device: str) -> int:
+    """Certain pairs, enormous scales, an outlier, equal rows, repeated runs."""
+    failed = []
+    eye, scale = torch.eye(64, device=device), torch.tensor(80.0, device=device, requires_grad=True)
+    loss, dscale = outcome(lambda s: mb.clip_loss(eye, eye, s), (scale,))
+    right = 63 * torch.tensor(-80.0, dtype=torch.float64).exp().item()
+    if abs(loss.item() / right - 1) > 1e-5 or abs(dscale.item() / right + 1) > 1e-5:
+        failed.append(f"certain pairs: {loss.item()}, {dscale.item()} instead of {right}")
+    x, y, _ = data(1000, 128, torch.float32, device)
+    for big in (1e8, 1e30):
+        scale = torch.tensor(big, device=device, requires_grad=True)
+        for name, (mine, _) in LOSSES.items():
+            if name != "siglip_loss":
+                value, dx, *_ = outcome(mine, (x, y, scale))
+                largest = 1000 * (dx.double() / big).norm(dim=1).max().item()
+                if not (value.isfinite() and value >= 0 and largest <= 8):
+                    failed.append(f"{name} at scale {big:.0e}: loss {value.item()}, largest gradient {largest}")
+    same = torch.full((512, 16), 0.25, device=device)
+    if abs(mb.clip_loss(same, same, 1.0).item() - math.log(512)) > 1e-6:
+        failed.append("equal rows: not the logarithm of their number")
+    for name, (mine, _) in LOSSES.items():
+        inputs = data(1000, 128, torch.bfloat16, device)
+        first = outcome(mine, inputs)
+        if not all(all(torch.equal(a, b) for a, b in zip(first, outcome(mine, inputs), strict=True)) for _ in range(20)):
+            failed.append(f"{name}: other bits in another run")
+    for line in failed:
+        record.say(f"WRONG {line}")
+    record["hostile"].extend(failed)
+    record.say(f"hostile inputs: {len(failed)} failures")
+    return len(failed)
+
+
+def host_milliseconds(work: Callable[[], Any], steps: int) -> float:
+    """The median time in which a step returns without waiting for the device."""
+    found = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            work()
+        found.append((time.perf_counter() - begun) / steps)
+    torch.cuda.synchronize()
+    return 1000 * sorted(found)[len(found) // 2]
+
+
+def autocast(loss: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
+    def run(*inputs: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return loss(*inputs)
+
+    return run
+
+
+def limited(pairs: int, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*inputs: Tensor) -> Tensor:
+        with small_up_to(pairs):
+            return loss(*inputs)
+
+    return run
+
+
+def systems(B: int, device: str) -> dict[str, Callable[..., Tensor]]:
+    """CLIP losses by name; of megabatch, what is usual for B, and both ways where both are possible."""
+    found: dict[str, Callable[..., Tensor]] = {OURS: mb.clip_loss}
+    if B <= MOST_IN_MEMORY:
+        found[IN_MEMORY] = limited(MOST_IN_MEMORY, mb.clip_loss)
+    found[OVER_TILES] = limited(0, mb.clip_loss)
+    found["dense PyTorch"] = autocast(dense_clip, device)
+    return found
+
+
+def peers(device: str, record: Record, tiny: bool) -> dict[str, Callable[..., Tensor]]:
+    found: dict[str, Callable[..., Tensor]] = {}
+    for name, label in ((DENSE, "open_clip"), (LIGER, "Liger")):
+        with attempt(record, label):
+            found[label] = loss_of(name, device)
+    if not tiny:
+        found["compiled"] = autocast(torch.compile(dense_clip, dynamic=True), device)
+    return found
+
+
+@contextmanager
+def attempt(record: Record, what: str) -> Iterator[None]:
+    """One failure does not end the run."""
+    try:
+        yield
+    except ImportError as error:
+        record.say(f"{what} is not there: {error}")
+    except Exception as error:
+        lines = traceback.format_exc().strip().splitlines()
+        record.say(f"FAILED {what}: {type(error).__name__}: {str(error)[:300]}")
+        record["failures"].append({"what": what, "trace": lines[-12:]})
+        torch.cuda.empty_cache() if torch.cuda.is_available() else None
+
+
+def measure(record: Record, B: int, D: int, device: str, others: dict[str, Callable[..., Tensor]]) -> None:
+    inputs = data(B, D, torch.bfloat16, device)
+    steps: dict[str, Callable[[], Any]] = {}
+    for name, loss in (systems(B, device) | others).items():
+        if B >= 32768 and name in ("compiled", "Liger"):
+            continue
+        with attempt(record, f"{name} at {B}x{D}"):
+            step = step_of(loss, inputs)
+            step()
+            step()
+            steps[name] = step
+    row: dict[str, Any] = {"loss": "clip_loss", "B": B, "D": D, "ms": {}, "host_ms": {}}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(3):
+        for name, step in steps.items():
+            with attempt(record, f"timing of {name} at {B}x{D}"):
+                times[name].append(milliseconds(step, device, SECONDS_A_ROUND))
+    row["ms"] = {name: sorted(found)[len(found) // 2] for name, found in times.items() if found}
+    with attempt(record, f"bare products at {B}x{D}"):
+        bare = bare_products(inputs[0].detach(), inputs[1].detach())
+        parts = {name: min(milliseconds(work, device, SECONDS_A_ROUND) for _ in range(2)) for name, work in bare.items()}
+        row["ms"][BARE] = 2 * parts["S"] + parts["dX"] + parts["dY"]
+    if device == "cuda":
+        for name in (OURS, IN_MEMORY, OVER_TILES, "dense PyTorch"):
+            if name in steps:
+                with attempt(record, f"host time of {name}"):
+                    row["host_ms"][name] = host_milliseconds(steps[name], 2 if B > 8192 or name == OVER_TILES else 20)
+    record["results"].append(row)
+    shown = ", ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items())
+    host = ", ".join(f"{name} {ms:.3f}" for name, ms in row["host_ms"].items())
+    record.say(f"{B}x{D} ms: {shown}; host: {host}")
+    record.save()
+
+
+def measure_other(record: Record, name: str, B: int, D: int, device: str) -> None:
+    mine, dense = LOSSES[name]
+    inputs = data(B, D, torch.bfloat16, device)
+    candidates = {OURS: mine, "dense PyTorch": autocast(dense, device), OVER_TILES: limited(0, mine)}
+    row: dict[str, Any] = {"loss": name, "B": B, "D": D, "ms": {}, "host_ms": {}}
+    for system, loss in candidates.items():
+        with attempt(record, f"{name}, {system} at {B}x{D}"):
+            step = step_of(loss, inputs)
+            step()
+            row["ms"][system] = min(milliseconds(step, device, SECONDS_A_ROUND) for _ in range(2))
+            if device == "cuda":
+                row["host_ms"][system] = host_milliseconds(step, 20 if B <= 8192 else 2)
+    record["results"].append(row)
+    shown = ", ".join(f"{system} {ms:.3f}" for system, ms in row["ms"].items())
+    record.say(f"{name} {B}x{D} ms: {shown}; host {row['host_ms'].get(OURS, 0):.3f}")
+
+
+def kernels_of(record: Record, step: Callable[[], Any], what: str) -> None:
+    """Time of each kernel in a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+    rows = [
+        (e.self_device_time_total / 5, e.count // 5, e.key[:60]) for e in found.key_averages() if e.self_device_time_total > 0
+    ]
+    rows.sort(reverse=True)
+    record["kernels"][what] = rows[:14]
+    record.say(f"kernels of {what}, µs a step × calls: " + "; ".join(f"{us:.0f}×{n} {key}" for us, n, key in rows[:14]))
+
+
+def host_profile(record: Record, step: Callable[[], Any], what: str) -> None:
+    """Where the host's time goes in a step."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(200):
+        step()
+    profiler.disable()
+    torch.cuda.synchronize()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(22)
+    kept = [line[:150] for line in text.getvalue().splitlines() if any(mark in line for mark in ("/", "{", "ncalls"))]
+    record["host_profile"][what] = kept
+    record.say(f"host profile of {what}, 200 steps:\n" + "\n".join(kept))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    arguments(parser, "small_gpu", 150)
+    args = parser.parse_args()
+    device = device_of(args)
+    beginning: dict[str, Any] = {"checks": [], "failures": [], "hostile": [], "kernels": {}, "host_profile": {}}
+    record = Record("small_gpu", args, args.seconds, **beginning)
+    sizes, widths, others = ((32, 48), (16,), (32,)) if args.tiny else (SIZES, WIDTHS, OTHER_SIZES)
+    wrong = 0
+    with attempt(record, "checks"):
+        wrong += check(record, device, *(((2, 33), (33,)) if args.tiny else ((64, 300, 4096), (300,))))
+    with attempt(record, "hostile inputs"):
+        wrong += hostile(record, device)
+    record.save()
+    if device == "cuda":
+        for B in (256, 4096):
+            step = step_of(mb.clip_loss, data(B, 512, torch.bfloat16, device))
+            step()
+            with attempt(record, f"kernels at {B}"):
+                kernels_of(record, step, f"{B}x512")
+            if B == 256:
+                with attempt(record, "host profile"):
+                    host_profile(record, step, f"{B}x512")
+        with attempt(record, "kernels at 8192, in memory"):
+            step = step_of(limited(8192, mb.clip_loss), data(8192, 512, torch.bfloat16, device))
+            step()
+            kernels_of(record, step, "8192x512 in memory")
+    compared = peers(device, record, args.tiny)
+    for D in widths:
+        for B in sizes:
+            if record.left() > 15:
+                with attempt(record, f"clip_loss {B}x{D}"):
+                    measure(record, B, D, device, compared)
+        if widths[0] == D:
+            for name in LOSSES:
+                for B in others if name != "clip_loss" else ():
+                    if record.left() > 35:
+                        with attempt(record, f"{name} {B}"):
+                            measure_other(record, name, B, D, device)
+    if device == "cuda" and record.left() > 10:
+        with attempt(record, "kernels at 16384"):
+            step = step_of(mb.clip_loss, data(16384, 512, torch.bfloat16, device))
+            step()
+            kernels_of(record, step, "16384x512")
+            host_profile(record, partial(step), "16384x512")
+    record.save()
+    with attempt(record, "report"):
+        report(record.path)
+        print(record.path.with_suffix(".md").read_text())
+    record.say(f"{wrong} checks failed, {len(record['failures'])} errors")
+    return 1 if wrong or record["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
