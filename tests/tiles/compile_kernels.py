@@ -34,6 +34,7 @@ from megabatch.tiles import (
     triton_rank,
     triton_small,
     triton_topk,
+    triton_small_gradients,
 )
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum
@@ -61,7 +62,7 @@ class Compiles:
     """Replaces a kernel: a launch compiles it and does not run it."""
 
     def __init__(self, kernel, target):
-        self.kernel, self.target = kernel, target
+        self.kernel, self.target, self.arg_names = kernel, target, kernel.arg_names
 
     def __getitem__(self, grid):
         return self.launch
@@ -131,7 +132,8 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_small, "_combine_kernel"),
         (triton_small, "_softmax_weights_kernel"),
         (triton_small, "_sigmoid_kernel"),
-        (triton_small, "_finish_kernel"),
+        (triton_small_gradients, "_finish_kernel"),
+        (triton_small_gradients, "_multiply_kernel"),
         (gluon_warp_specialized, "_warp_specialized_kernel"),
     )
     for module, name in kernels:
@@ -151,10 +153,14 @@ def launch_small(precision: str, features: bool, N: int = 300, D: int = 512) -> 
     x, y = torch.randn(2, N, D).to(HALF_DTYPE.get(precision, torch.float32)).requires_grad_()
     scale = torch.tensor(1.0, requires_grad=True)
     ids = torch.arange(N) if features else None
-    small_loss(x, y, scale, None, precision, Task(MATCHES, N, ids, columns=True))
-    small_loss(x, y, scale, None, precision, Task(MATCHES, N, ids))
-    small_loss(x, y if ids is None else None, scale, None, precision, Task(LABELS, 0, ids))
-    small_loss(x, y, scale, scale, precision, Task(SIGMOID, N, ids, ids_are_positives=features))
+    tasks = (
+        (y, None, Task(MATCHES, N, ids, columns=True)),
+        (y, None, Task(MATCHES, N, ids)),
+        (y if ids is None else None, None, Task(LABELS, 0, ids)),
+        (y, scale, Task(SIGMOID, N, ids, ids_are_positives=features)),
+    )
+    for other, bias, task in tasks:
+        torch.autograd.grad(small_loss(x, other, scale, bias, precision, task), x)
     with torch.no_grad():
         small_loss(x, y, scale, None, precision, Task(MATCHES, N, ids, columns=True))
 

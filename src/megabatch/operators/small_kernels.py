@@ -1,14 +1,14 @@
 """Losses of a small batch by kernels: all similarities in memory once, and the gradients computed with the loss.
 
-A step is three library products and four launches (two for a sigmoid loss), and backward multiplies by the incoming gradient.
+A step is three library products and four launches (two for a sigmoid loss), and backward, one launch, multiplies by the
+incoming gradient.
 With one pass over tiles after another, the host would take longer to launch the work than the device to do it. The
 similarities fit the limit of a workspace (`plan.SMALL_PAIRS`) and are freed before forward returns.
 
 Weights are multiplied in the precision of the inputs, as in the passes over tiles, and matches are added in float32. Until
-backward multiplies them, gradients are kept in the type of the inputs, or in float32 for float16.
+backward multiplies them, gradients are kept in float32.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -55,72 +55,75 @@ class _SmallLoss(torch.autograd.Function):
         task: Task,
         learns: bool,
     ) -> Tensor:
-        from megabatch.tiles import triton_small
+        from megabatch.tiles import triton_small, triton_small_gradients
+        from megabatch.tiles.triton_launcher import kinds
 
+        kind, device = task.kind, x.device
         needs = ctx.needs_input_grad[:4] if learns else (False,) * 4
-        if task.kind == LABELS:
+        if kind == LABELS:
             rows = columns = rounded(x if y is None else torch.cat((x, y)), precision)
             sides = needs[0] or needs[1], False
         else:
             assert y is not None
             rows, columns, sides = rounded(x, precision), rounded(y, precision), needs[:2]
         N, D = rows.shape
-        products = torch.empty(N, N, dtype=torch.float32, device=x.device)
+        half, unit = HALF_DTYPE.get(precision), 2.0**14 if precision == FLOAT16 else 1.0
+        products = torch.empty((N, N), dtype=torch.float32, device=device)
         multiply_into(products, rows, columns.T)
-        ids = None if task.ids is None else task.ids.contiguous()
-        period = len(x) if task.kind == LABELS and ids is None else None
-        pairs = triton_small.Pairs(task.kind, products, scale, bias, ids, period, task.ids_are_positives)
-        half = HALF_DTYPE.get(precision)
-        how = triton_small.Rounding(2.0**14 if precision == FLOAT16 else 1.0, precision == TF32)
         weights = None
-        if any(sides):
-            weights = products if half is None else torch.empty_like(products, dtype=half)
-        tile_sums = None
-        if task.kind == SIGMOID:
-            found, tile_sums = triton_small.sigmoid_weights(pairs, weights, how)
+        if sides[0] or sides[1]:
+            weights = products if half is None else torch.empty((N, N), dtype=half, device=device)
+        ids = None if task.ids is None else task.ids.contiguous()
+        period = len(x) if kind == LABELS and ids is None else None
+        of_scale, of_bias = kinds(scale, bias)
+        given = device, half, weights is None, of_scale, of_bias, *kinds(ids)
+        form = triton_small.Form(kind, N, task.columns, period, task.ids_are_positives, unit, precision == TF32, given)
+        launches = triton_small.launches(form)
+        work, sums = launches.room(device)
+        if kind == SIGMOID:
+            launches.sigmoid_weights(products, weights, scale, bias, ids, work, sums)
         else:
-            found = triton_small.statistics(pairs, columns=task.columns)
+            launches.partial_sums(products, scale, ids, work)
+            launches.combine(products, scale, work, sums)
             if any(needs):
-                tile_sums = triton_small.softmax_weights(pairs, found, weights, how)
-        sums: list[Tensor | None] = [None, None]
-        dx = dy = packed = None
-        if weights is not None:
-            whole = torch.empty(sum(sides), N, D, dtype=torch.float32, device=x.device)
-            sums = _unpacked(whole, sides)
-            for out, a, b in zip(sums, (weights, weights.T), (columns, rows), strict=True):
-                if out is not None:
-                    multiply_into(out, a, b)
-            is_kept_in_half = x.dtype == torch.bfloat16 and (y is None or y.dtype == x.dtype)
-            packed = torch.empty_like(whole, dtype=x.dtype) if is_kept_in_half else whole
-            dx, dy = _unpacked(packed, sides)
-        loss = torch.empty((), dtype=torch.float32, device=x.device)
-        dscale = torch.empty_like(scale) if needs[2] else None
-        dbias = torch.empty_like(bias) if bias is not None and needs[3] else None
-        results = triton_small.Results(loss, dx, dy, dscale, dbias)
-        triton_small.finish(pairs, found, tile_sums, (rows, columns), sums, results, divisor=task.divisor, unit=how.unit)
+                launches.softmax_weights(products, weights, scale, ids, work, sums)
+        dx = dy = None
+        if weights is not None and sides[0]:
+            dx = torch.empty((N, D), dtype=torch.float32, device=device)
+            multiply_into(dx, weights, columns)
+        if weights is not None and sides[1]:
+            dy = torch.empty((N, D), dtype=torch.float32, device=device)
+            multiply_into(dy, weights.T, rows)
+        loss = torch.empty((), dtype=torch.float32, device=device)
+        strides = *rows.stride(), *columns.stride()
+        finish = triton_small_gradients.finish(
+            triton_small_gradients.FinishForm(
+                *(kind, N, D, task.columns, sides, any(needs), strides, launches.programs, launches.tiles, task.divisor, unit),
+                given=(device, of_scale, *kinds(rows, columns)),
+            )
+        )
+        finish(rows, columns, dx, dy, work, sums, scale, loss)
         if learns:
-            ctx.save_for_backward(x, y, scale, bias, packed, dscale, dbias)
-            ctx.sides = sides
+            ctx.save_for_backward(x, y, scale, bias, dx, dy, sums)
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
-        *inputs, packed, dscale, dbias = ctx.saved_tensors
-        found: list[Tensor | None] = [None, None]
-        if packed is not None:
-            scaled = packed * dloss
-            found = list(scaled[0].split(len(inputs[0]))) if len(scaled[0]) > len(inputs[0]) else _unpacked(scaled, ctx.sides)
-        found += [None if saved is None else saved * dloss for saved in (dscale, dbias)]
-        gradients = [
-            gradient.to(value.dtype) if gradient is not None and need else None
-            for value, gradient, need in zip(inputs, found, ctx.needs_input_grad, strict=False)
+        from megabatch.tiles import triton_small_gradients
+        from megabatch.tiles.triton_launcher import kinds
+
+        *inputs, dx, dy, sums = ctx.saved_tensors
+        found: list[Tensor | None] = [
+            torch.empty(value.shape, dtype=value.dtype, device=value.device) if need else None
+            for value, need in zip(inputs, ctx.needs_input_grad, strict=False)
         ]
+        x_count, y_count = (0 if out is None else out.numel() for out in found[:2])
+        y_first = 0
+        if dy is None and y_count > 0:  # both are rows of one set
+            dy, y_first = dx, inputs[0].numel()
+        types = tuple(None if out is None else out.dtype for out in found)
+        given = sums.device, types, dx is None, dy is None, *kinds(dloss)
+        triton_small_gradients.multiply(x_count, y_count, y_first, given)(dx, dy, sums, dloss, *found)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = refusing(inputs, gradients)
-        return *gradients, None, None, None
-
-
-def _unpacked(packed: Tensor, sides: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients of x and y in one tensor, (1 or 2, N, D), as a list of two."""
-    entries = iter(packed.unbind(0))
-    return [next(entries) if side else None for side in sides]
+            found = refusing(inputs, found)
+        return *found, None, None, None

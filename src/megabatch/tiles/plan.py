@@ -170,9 +170,10 @@ def _strip_rows(D: int) -> int:
     return 16384 if 512 < D < 1024 else 8448
 
 
-# Pairs whose similarities kernels hold in memory at once (`triton_small`): 64 MiB, and half as much for weights in half
-# precision. The passes over tiles take the host 6 to 7 ms on an H200, whatever the batch.
-SMALL_PAIRS = 4096**2
+# Pairs whose similarities kernels hold in memory at once (`triton_small`): 256 MiB in float32, and half as much for weights in
+# half precision, within the 512 MiB limit of a workspace. H200, bf16, D = 512, ms: 8,192 pairs take 1.1 in memory and 8.4 over
+# tiles, most of it the host's; 16,384 pairs take 2.6 and 10, but 1.5 GiB.
+SMALL_PAIRS = 8192**2
 
 # Versions of Triton that `gluon_warp_specialized` was compiled and run with; Gluon is experimental.
 _GLUON_VERSIONS = ((3, 6), (3, 9))

@@ -1,4 +1,6 @@
-"""Kernels for a loss whose similarities are all in memory: partial sums, their combination, weights, the gradients' last step.
+"""Kernels for a loss whose similarities are all in memory: partial sums, their combination, weights.
+
+`triton_small_gradients` has the last step of the gradients.
 
 A library product forms the products ⟨x_i, y_j⟩ in float32, and s_ij = scale·⟨x_i, y_j⟩ is rounded once, the same way in every
 kernel (no fused multiply-add). Sums are exp(shift) · total, as in `logsum`; what is one number per row is computed in float64.
@@ -9,26 +11,34 @@ The kind of a loss says which pairs count:
     LABELS   rows against themselves; rows of equal labels are positives. A row's only positive is kept apart, like a match
     SIGMOID  every pair counts for itself; pair (i, i) is a match, and pairs of equal ids are left out or are matches too
 A match is kept apart: its weight reaches the gradients unrounded, in the last step.
+
+All numbers of a step are in two tensors, because an allocation takes the host 5 µs:
+    work  float32: statistics of rows and of columns, (6, N) each, then partial sums of rows, (2 or 7, tiles of columns, N), and
+          of columns, (2, tiles of rows, N)
+    sums  float64: d scale, d bias, then sums of the programs that combine, (3, programs), and of the tiles, (3, tiles)
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles.triton_device import equal_ids, finite_or_zero, load_embeddings, log1p, round_to_tf32
+from megabatch.tiles.triton_device import equal_ids, finite_or_zero, log1p, round_to_tf32
+from megabatch.tiles.triton_launcher import Launcher
 
 MATCHES, LABELS, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 _BLOCK_N, _BLOCK_M = 64, 128  # a tile of similarities
 _ROWS = 32  # rows that a program combines
-_FINISH_N, _FINISH_D = 16, 256
 _EXACT = {"enable_fp_fusion": False}  # similarities are rounded before a shift is subtracted
-_PLANES = 6  # of row statistics: shift, total, weight of a unit, weight of the match, pull of a positive, the sole positive
-_SUMS = 3  # of a program: loss, d scale, rows with a positive; of a tile: loss, d scale, d bias
+# Of rows: shift, total, weight of a unit, weight of the match, pull of a positive, the sole positive.
+PLANES = tl.constexpr(6)
+# Of a program: loss, d scale, rows with a positive. Of a tile: loss, d scale, d bias.
+SUMS = tl.constexpr(3)
+FIRST_SUM = tl.constexpr(2)
 
 
 @triton.jit
@@ -62,11 +72,11 @@ def _partial_sums_kernel(
     products,  # (N, N)
     scale,  # ()
     ids,  # (N,) or None
-    row_parts,  # (2 or 7, tiles of columns, N)
-    col_parts,  # (2, tiles of rows, N) or None
+    work,
     N,
     period,
     KIND: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -76,15 +86,17 @@ def _partial_sums_kernel(
     t = s * tl.load(scale).to(tl.float32)
     negatives = tl.where(inside & ~own & ~same, t, -float("inf"))
     mask_n = offs_n < N
-    to, plane = row_parts + tl.program_id(0) * N + offs_n, tl.num_programs(0) * N
+    parts = work + 2 * PLANES * N
+    to, plane = parts + tl.program_id(0) * N + offs_n, tl.num_programs(0) * N
     _store_sum(to, plane, negatives, 1, mask_n)
     if KIND == LABELS:
         _store_sum(to + 2 * plane, plane, tl.where(same, t, -float("inf")), 1, mask_n)
         tl.store(to + 4 * plane, tl.sum(tl.where(same, t, 0.0), 1), mask_n)
         tl.store(to + 5 * plane, tl.sum(same.to(tl.float32), 1), mask_n)
         tl.store(to + 6 * plane, tl.max(tl.where(same, offs_m[None, :], 0), 1).to(tl.float32), mask_n)
-    if col_parts is not None:
-        to, plane = col_parts + tl.program_id(1) * N + offs_m, tl.num_programs(1) * N
+    if COLUMNS:
+        parts += 2 * plane
+        to, plane = parts + tl.program_id(1) * N + offs_m, tl.num_programs(1) * N
         _store_sum(to, plane, negatives, 0, offs_m < N)
 
 
@@ -170,28 +182,26 @@ def _combine(
 def _combine_kernel(
     products,  # (N, N)
     scale,  # ()
-    row_parts,  # (2 or 7, row_count, N)
-    col_parts,  # (2, col_count, N) or None
-    row_stats,  # (6, N)
-    col_stats,  # (6, N) or None
-    sums,  # (3, programs) float64
+    work,
+    sums,
     N,
     row_count,
     col_count,
     KIND: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROW_PARTS: tl.constexpr,
     COL_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     program, programs, tiles = tl.program_id(0), tl.num_programs(0), tl.cdiv(N, BLOCK_N)
+    parts = work + 2 * PLANES * N
+    sums += FIRST_SUM
     if program < tiles:
+        _combine(program, program, products, scale, parts, row_count, work, sums, programs, N, KIND, ROW_PARTS, BLOCK_N)
+    elif COLUMNS:
         _combine(
-            program, program, products, scale, row_parts, row_count, row_stats, sums, programs, N, KIND, ROW_PARTS, BLOCK_N
-        )
-    elif col_parts is not None:
-        _combine(
-            program, program - tiles, products, scale, col_parts, col_count, col_stats, sums, programs, N,
-            KIND, COL_PARTS, BLOCK_N,
+            program, program - tiles, products, scale, parts + 2 * row_count * N, col_count, work + PLANES * N, sums,
+            programs, N, KIND, COL_PARTS, BLOCK_N,
         )  # fmt: skip
 
 
@@ -234,13 +244,14 @@ def _softmax_weights_kernel(
     weights,  # (N, N), which may be `products` itself, or None
     scale,  # ()
     ids,  # (N,) or None
-    row_stats,  # (6, N)
-    col_stats,  # (6, N) or None
-    sums,  # (3, tiles) float64
+    work,
+    sums,
     N,
     period,
+    first_sum,  # of the tiles
     unit,
     KIND: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TF32: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -250,18 +261,18 @@ def _softmax_weights_kernel(
     s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, period)
     t = s * tl.load(scale).to(tl.float32)
     if KIND == LABELS:
-        g = _label_weights(t, inside, own, same, row_stats, offs_n, N, 1)
+        g = _label_weights(t, inside, own, same, work, offs_n, N, 1)
         of_scale = g
-        g += _label_weights(t, inside, own, same, row_stats, offs_m, N, 0)
+        g += _label_weights(t, inside, own, same, work, offs_m, N, 0)
     else:
         t = tl.where(inside & ~own & ~same, t, -float("inf"))
-        g = _softmax(t, row_stats, offs_n, N, 1)
-        if col_stats is not None:
-            g += _softmax(t, col_stats, offs_m, N, 0)
+        g = _softmax(t, work, offs_n, N, 1)
+        if COLUMNS:
+            g += _softmax(t, work + PLANES * N, offs_m, N, 0)
         of_scale = g
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
-    tl.store(sums + programs + program, _sum_all(tl.where(of_scale == 0.0, 0.0, of_scale * s)))
+    tl.store(sums + first_sum + programs + program, _sum_all(tl.where(of_scale == 0.0, 0.0, of_scale * s)))
     if weights is not None:
         _store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32)
 
@@ -273,8 +284,8 @@ def _sigmoid_kernel(
     scale,  # ()
     bias,  # ()
     ids,  # (N,) or None
-    stats,  # (6, N): the weight of the match alone
-    sums,  # (3, tiles) float64
+    work,  # the weight of the match alone
+    sums,
     N,
     unit,
     IDS_ARE_POSITIVES: tl.constexpr,
@@ -298,225 +309,67 @@ def _sigmoid_kernel(
     g = tl.where(t >= 0, 1.0, small) / (1.0 + small)
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
+    sums += FIRST_SUM
     tl.store(sums + program, _sum_all(tl.where(t > 0, t, 0.0) + log1p(small)))
     g = tl.where(positive, -g, g)
     tl.store(sums + programs + program, _sum_all(tl.where(g == 0.0, 0.0, g * s)))
     tl.store(sums + 2 * programs + program, _sum_all(g))
     first_n, first_m = tl.program_id(1) * BLOCK_N, tl.program_id(0) * BLOCK_M
     if (first_n >= first_m) & (first_n < first_m + BLOCK_M):  # BLOCK_N divides BLOCK_M: this tile has all matches of its rows
-        tl.store(stats + 3 * N + offs_n, -tl.sum(tl.where(own, g, 0.0), 1), offs_n < N)
+        tl.store(work + 3 * N + offs_n, -tl.sum(tl.where(own, g, 0.0), 1), offs_n < N)
     if weights is not None:
         _store_weights(weights, tl.where(own, 0.0, g), offs_n, offs_m, inside, N, unit, TF32)
 
 
-@triton.jit
-def _add(values, count, BLOCK: tl.constexpr):
-    """Σ values[:count] of float64."""
-    sums = tl.zeros((BLOCK,), tl.float64)
-    for first in range(0, count, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        sums += tl.load(values + offs, offs < count, 0.0)
-    return tl.sum(sums, 0)
-
-
-@triton.jit
-def _finish_rows(
-    tile, sums, out, partners, row_stride, stride, stats, col_stats, factor, unit, N, D,
-    KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """out = (sums − unit · weight of the match · its partner) · factor, for the rows of a tile."""
-    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < N
-    weight = tl.load(stats + 3 * N + offs_n, mask_n, 0.0)
-    partner = offs_n
-    if KIND == LABELS:
-        partner = tl.load(stats + 5 * N + offs_n, mask_n, 0.0).to(tl.int32)
-        is_apart = tl.load(stats + 4 * N + offs_n, mask_n, 0.0) < 0.0
-        weight += tl.where(is_apart, tl.load(stats + 3 * N + partner, mask_n, 0.0), 0.0)
-    if col_stats is not None:
-        weight += tl.load(col_stats + 3 * N + offs_n, mask_n, 0.0)
-    weight = (weight * unit)[:, None]
-    for d in range(0, D, BLOCK_D):
-        offs_d = d + tl.arange(0, BLOCK_D)
-        mask = mask_n[:, None] & (offs_d < D)[None, :]
-        offs = offs_n.to(tl.int64)[:, None] * D + offs_d[None, :]
-        match = load_embeddings(partners, partner, offs_d, row_stride, stride, mask, 0)
-        values = tl.load(sums + offs, mask, 0.0) - tl.where(weight == 0.0, 0.0, weight * match)
-        tl.store(out + offs, (values * factor).to(out.dtype.element_ty), mask)
-
-
-@triton.jit
-def _finish_kernel(
-    x,  # (N, D)
-    y,  # (N, D)
-    dx_sums,  # (N, D) or None
-    dy_sums,  # (N, D) or None
-    dx,  # (N, D) or None
-    dy,  # (N, D) or None
-    row_stats,  # (6, N)
-    col_stats,  # (6, N) or None
-    scale,  # ()
-    row_sums,  # (3, row_programs) float64, or None
-    tile_sums,  # (3, tiles) float64, or None
-    loss,  # ()
-    dscale,  # () or None
-    dbias,  # () or None
-    N,
-    D,
-    x_row_stride,
-    x_stride,
-    y_row_stride,
-    y_stride,
-    row_programs,
-    tiles,
-    divisor,  # of the loss, or 0 for the number of rows with a positive
-    unit,
-    KIND: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    program = tl.program_id(0)
-    share = 1.0 / tl.maximum(divisor, 1.0).to(tl.float64)
-    if KIND == LABELS:
-        rows = tl.maximum(_add(row_sums + 2 * row_programs, row_programs, BLOCK), 1.0)
-        share = tl.where(divisor == 0.0, 1.0 / rows, share)
-    factor = (tl.load(scale).to(tl.float64) * share / unit).to(tl.float32)
-    first_of_y = 0
-    if dx is not None:
-        first_of_y = tl.cdiv(N, BLOCK_N)
-        if program < first_of_y:
-            _finish_rows(
-                program, dx_sums, dx, y, y_row_stride, y_stride, row_stats, col_stats, factor, unit, N, D,
-                KIND, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-    if dy is not None:
-        if program >= first_of_y:
-            _finish_rows(
-                program - first_of_y, dy_sums, dy, x, x_row_stride, x_stride, row_stats, col_stats, factor, unit, N, D,
-                KIND, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-    if program == 0:
-        total = _add(tile_sums, tiles, BLOCK) if KIND == SIGMOID else _add(row_sums, row_programs, BLOCK)
-        tl.store(loss, (total * share).to(loss.dtype.element_ty))
-        if dscale is not None:
-            total = _add(tile_sums + tiles, tiles, BLOCK)
-            if KIND != SIGMOID:
-                total += _add(row_sums + row_programs, row_programs, BLOCK)
-            tl.store(dscale, (total * share).to(dscale.dtype.element_ty))
-        if dbias is not None:
-            total = _add(tile_sums + 2 * tiles, tiles, BLOCK)
-            tl.store(dbias, (total * share).to(dbias.dtype.element_ty))
-
-
-def _power_of_two(count: int) -> int:
-    """The smallest that is not less."""
-    return 1 << (count - 1).bit_length()
-
-
-class Pairs(NamedTuple):
-    """The similarities of a loss, and which of them count."""
+class Form(NamedTuple):
+    """What decides how the kernels of a loss are compiled and launched."""
 
     kind: int
-    products: Tensor  # (N, N) float32, contiguous
-    scale: Tensor  # ()
-    bias: Tensor | None = None  # () of SIGMOID
-    ids: Tensor | None = None  # (N,), or labels
-    period: int | None = None  # of LABELS: rows whose numbers are equal modulo it have the same label
-    ids_are_positives: bool = False  # of SIGMOID
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Tiles of columns, tiles of rows."""
-        N = self.products.shape[0]
-        return -(-N // _BLOCK_M), -(-N // _BLOCK_N)  # Triton's own cdiv takes the host 5 µs
+    N: int
+    columns: bool
+    period: int | None  # of LABELS: rows whose numbers are equal modulo it have the same label
+    ids_are_positives: bool  # of SIGMOID
+    unit: float  # weights are stored times `unit`
+    tf32: bool  # and rounded to TF32
+    given: tuple[Any, ...]  # the device, and the kinds of products, weights, scale, bias and ids
 
 
-class Rounding(NamedTuple):
-    """How weights are stored: times `unit`, and rounded to the type of their tensor or to TF32."""
+class Launches:
+    """The launches of one form."""
 
-    unit: float
-    tf32: bool
+    def __init__(self, form: Form) -> None:
+        N, kind = form.N, form.kind
+        grid = -(-N // _BLOCK_M), -(-N // _BLOCK_N)  # tiles of columns, tiles of rows
+        tile = {"BLOCK_N": _BLOCK_N, "BLOCK_M": _BLOCK_M}
+        eight_warps = {"num_warps": 8, **_EXACT}
+        self.tiles = grid[0] * grid[1]
+        if kind == SIGMOID.value:
+            self.programs, self.work = 0, PLANES.value * N
+            constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": form.tf32}
+            self.sigmoid_weights = Launcher(_sigmoid_kernel, grid, (N, form.unit), constants | tile, **eight_warps)
+            return
+        row_planes = 7 if kind == LABELS.value else 2
+        self.programs = -(-N // _ROWS) * (2 if form.columns else 1)
+        self.work = N * (2 * PLANES.value + row_planes * grid[0] + (2 * grid[1] if form.columns else 0))
+        of_loss = {"KIND": kind, "COLUMNS": form.columns}
+        parts = {"ROW_PARTS": triton.next_power_of_2(grid[0]), "COL_PARTS": triton.next_power_of_2(grid[1])}
+        numbers = N, form.period, FIRST_SUM.value + SUMS.value * self.programs, form.unit
+        self.partial_sums = Launcher(_partial_sums_kernel, grid, (N, form.period), of_loss | tile, **eight_warps)
+        self.combine = Launcher(_combine_kernel, (self.programs,), (N, *grid), of_loss | parts | {"BLOCK_N": _ROWS}, **_EXACT)
+        self.softmax_weights = Launcher(
+            _softmax_weights_kernel, grid, numbers, of_loss | {"TF32": form.tf32} | tile, **eight_warps
+        )
 
-
-class Statistics(NamedTuple):
-    """Of rows and columns."""
-
-    row: Tensor  # (6, N)
-    col: Tensor | None  # (6, N)
-    sums: Tensor | None  # (3, programs) float64
-
-
-def statistics(pairs: Pairs, *, columns: bool) -> Statistics:
-    """Sums of exponentials of all rows, and with `columns` of all columns; the losses, and the weights of the matches."""
-    products, N, grid = pairs.products, pairs.products.shape[0], pairs.grid
-    row_parts = products.new_empty(7 if pairs.kind == LABELS.value else 2, grid[0], N)
-    col_parts = products.new_empty(2, grid[1], N) if columns else None
-    _partial_sums_kernel[grid](
-        products, pairs.scale, pairs.ids, row_parts, col_parts, N, pairs.period,
-        KIND=pairs.kind, BLOCK_N=_BLOCK_N, BLOCK_M=_BLOCK_M, num_warps=8, **_EXACT,
-    )  # fmt: skip
-    programs = -(-N // _ROWS) * (2 if columns else 1)
-    row = products.new_empty(_PLANES, N)
-    col = products.new_empty(_PLANES, N) if columns else None
-    sums = products.new_empty(_SUMS, programs, dtype=torch.float64)
-    _combine_kernel[(programs,)](
-        products, pairs.scale, row_parts, col_parts, row, col, sums, N, *grid,
-        KIND=pairs.kind, ROW_PARTS=_power_of_two(grid[0]), COL_PARTS=_power_of_two(grid[1]), BLOCK_N=_ROWS, **_EXACT,
-    )  # fmt: skip
-    return Statistics(row, col, sums)
-
-
-def softmax_weights(pairs: Pairs, found: Statistics, weights: Tensor | None, how: Rounding) -> Tensor:
-    """Stores unit · d loss / d similarity, without the matches, in `weights`. Returns sums of the tiles, (3, tiles)."""
-    products, grid = pairs.products, pairs.grid
-    sums = products.new_empty(_SUMS, grid[0] * grid[1], dtype=torch.float64)
-    _softmax_weights_kernel[grid](
-        products, weights, pairs.scale, pairs.ids, found.row, found.col, sums, products.shape[0], pairs.period,
-        how.unit, KIND=pairs.kind, TF32=how.tf32, BLOCK_N=_BLOCK_N, BLOCK_M=_BLOCK_M, num_warps=8, **_EXACT,
-    )  # fmt: skip
-    return sums
+    def room(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`work` and `sums`, uninitialised."""
+        count = FIRST_SUM.value + SUMS.value * (self.programs + self.tiles)
+        return (
+            torch.empty(self.work, dtype=torch.float32, device=device),
+            torch.empty(count, dtype=torch.float64, device=device),
+        )
 
 
-def sigmoid_weights(pairs: Pairs, weights: Tensor | None, how: Rounding) -> tuple[Statistics, Tensor]:
-    """`softmax_weights` of a sigmoid loss, whose sums include the loss; statistics hold the weights of the matches alone."""
-    products, grid = pairs.products, pairs.grid
-    stats = products.new_empty(_PLANES, products.shape[0])
-    sums = products.new_empty(_SUMS, grid[0] * grid[1], dtype=torch.float64)
-    _sigmoid_kernel[grid](
-        products, weights, pairs.scale, pairs.bias, pairs.ids, stats, sums, products.shape[0], how.unit,
-        IDS_ARE_POSITIVES=pairs.ids_are_positives, TF32=how.tf32, BLOCK_N=_BLOCK_N, BLOCK_M=_BLOCK_M, num_warps=8, **_EXACT,
-    )  # fmt: skip
-    return Statistics(stats, None, None), sums
-
-
-class Results(NamedTuple):
-    """What `finish` writes."""
-
-    loss: Tensor  # ()
-    dx: Tensor | None  # (N, D)
-    dy: Tensor | None  # (N, D)
-    dscale: Tensor | None  # ()
-    dbias: Tensor | None  # ()
-
-
-def finish(
-    pairs: Pairs,
-    found: Statistics,
-    tile_sums: Tensor | None,
-    sides: tuple[Tensor, Tensor],  # x, y: (N, D), as they were multiplied
-    sums: Sequence[Tensor | None],  # weights · y, weightsᵀ · x: (N, D) float32, contiguous
-    results: Results,
-    *,
-    divisor: int,
-    unit: float,
-) -> None:
-    """Adds the matches to the gradients, multiplies by scale and share, rounds once; adds up loss, d scale and d bias."""
-    (x, y), (N, D) = sides, sides[0].shape
-    programs = -(-N // _FINISH_N) * sum(side is not None for side in (results.dx, results.dy))
-    _finish_kernel[(max(1, programs),)](
-        x, y, *sums, results.dx, results.dy, found.row, found.col, pairs.scale, found.sums, tile_sums,
-        results.loss, results.dscale, results.dbias, N, D, *x.stride(), *y.stride(),
-        0 if found.sums is None else found.sums.shape[1], 0 if tile_sums is None else tile_sums.shape[1], float(divisor), unit,
-        KIND=pairs.kind, BLOCK_N=_FINISH_N, BLOCK_D=_FINISH_D, BLOCK=1024,
-    )  # fmt: skip
+@lru_cache(maxsize=256)
+def launches(form: Form) -> Launches:
+    """The same object for the same form."""
+    return Launches(form)

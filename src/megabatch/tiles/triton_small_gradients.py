@@ -1,0 +1,184 @@
+"""The last step of the gradients of a loss whose similarities are all in memory, and their product with the loss's gradient.
+
+`triton_small` has the kernels before it, and says what is in `work` and `sums`.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from megabatch.tiles.triton_device import load_embeddings
+from megabatch.tiles.triton_launcher import Launcher
+from megabatch.tiles.triton_small import FIRST_SUM, LABELS, PLANES, SIGMOID, SUMS
+
+_BLOCK_N, _BLOCK_D = 16, 256
+_BLOCK = 1024  # partial sums that are added at once
+_ELEMENTS = 4096  # of a gradient that a program multiplies
+
+
+@triton.jit
+def _add(values, count, BLOCK: tl.constexpr):
+    """Σ values[:count] of float64."""
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, count, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        sums += tl.load(values + offs, offs < count, 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _finish_rows(
+    tile, sums, partners, row_stride, stride, stats, factor, unit, N, D,
+    KIND: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """sums = (sums − unit · weight of the match · its partner) · factor, for the rows of a tile."""
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    weight = tl.load(stats + 3 * N + offs_n, mask_n, 0.0)
+    partner = offs_n
+    if KIND == LABELS:
+        partner = tl.load(stats + 5 * N + offs_n, mask_n, 0.0).to(tl.int32)
+        is_apart = tl.load(stats + 4 * N + offs_n, mask_n, 0.0) < 0.0
+        weight += tl.where(is_apart, tl.load(stats + 3 * N + partner, mask_n, 0.0), 0.0)
+    if COLUMNS:
+        weight += tl.load(stats + (PLANES + 3) * N + offs_n, mask_n, 0.0)
+    weight = (weight * unit)[:, None]
+    for d in range(0, D, BLOCK_D):
+        offs_d = d + tl.arange(0, BLOCK_D)
+        mask = mask_n[:, None] & (offs_d < D)[None, :]
+        offs = offs_n.to(tl.int64)[:, None] * D + offs_d[None, :]
+        match = load_embeddings(partners, partner, offs_d, row_stride, stride, mask, 0)
+        values = tl.load(sums + offs, mask, 0.0) - tl.where(weight == 0.0, 0.0, weight * match)
+        tl.store(sums + offs, values * factor, mask)
+
+
+@triton.jit
+def _finish_kernel(
+    x,  # (N, D)
+    y,  # (N, D)
+    dx,  # (N, D) weights · y, overwritten, or None
+    dy,  # (N, D) weightsᵀ · x, overwritten, or None
+    work,
+    sums,  # d scale and d bias are written
+    scale,  # ()
+    loss,  # ()
+    N,
+    D,
+    x_row_stride,
+    x_stride,
+    y_row_stride,
+    y_stride,
+    row_programs,
+    tiles,
+    divisor,  # of the loss, or 0 for the number of rows with a positive
+    unit,
+    KIND: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row_sums = sums + FIRST_SUM
+    tile_sums = row_sums + SUMS * row_programs
+    program = tl.program_id(0)
+    share = 1.0 / tl.maximum(divisor, 1.0).to(tl.float64)
+    if KIND == LABELS:
+        rows = tl.maximum(_add(row_sums + 2 * row_programs, row_programs, BLOCK), 1.0)
+        share = tl.where(divisor == 0.0, 1.0 / rows, share)
+    factor = (tl.load(scale).to(tl.float64) * share / unit).to(tl.float32)
+    first_of_y = 0
+    if dx is not None:
+        first_of_y = tl.cdiv(N, BLOCK_N)
+        if program < first_of_y:
+            _finish_rows(program, dx, y, y_row_stride, y_stride, work, factor, unit, N, D, KIND, COLUMNS, BLOCK_N, BLOCK_D)
+    if dy is not None:
+        if program >= first_of_y:
+            _finish_rows(
+                program - first_of_y, dy, x, x_row_stride, x_stride, work, factor, unit, N, D, KIND, COLUMNS, BLOCK_N, BLOCK_D
+            )
+    if program == 0:
+        total = _add(tile_sums, tiles, BLOCK) if KIND == SIGMOID else _add(row_sums, row_programs, BLOCK)
+        tl.store(loss, (total * share).to(tl.float32))
+        if HAS_TILES:
+            total = _add(tile_sums + tiles, tiles, BLOCK)
+            if KIND != SIGMOID:
+                total += _add(row_sums + row_programs, row_programs, BLOCK)
+            tl.store(sums, total * share)
+            if KIND == SIGMOID:
+                tl.store(sums + 1, _add(tile_sums + 2 * tiles, tiles, BLOCK) * share)
+
+
+@triton.jit
+def _multiply_kernel(
+    dx,  # float32, or None
+    dy,  # float32, or None
+    sums,  # d scale, d bias, …
+    dloss,  # ()
+    dx_out,  # x_count numbers, or None
+    dy_out,  # y_count numbers, or None
+    dscale_out,  # () or None
+    dbias_out,  # () or None
+    x_count,
+    y_count,
+    y_first,  # of dy
+    BLOCK: tl.constexpr,
+):
+    """All gradients times the gradient of the loss."""
+    program, factor = tl.program_id(0), tl.load(dloss)
+    blocks = 0
+    if dx_out is not None:
+        blocks = tl.cdiv(x_count, BLOCK)
+        if program < blocks:
+            offs = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(dx + offs, offs < x_count, 0.0) * factor
+            tl.store(dx_out + offs, values.to(dx_out.dtype.element_ty), offs < x_count)
+    if dy_out is not None:
+        if program >= blocks:
+            offs = (program - blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(dy + y_first + offs, offs < y_count, 0.0) * factor
+            tl.store(dy_out + offs, values.to(dy_out.dtype.element_ty), offs < y_count)
+    if program == 0:
+        if dscale_out is not None:
+            tl.store(dscale_out, (tl.load(sums) * factor).to(dscale_out.dtype.element_ty))
+        if dbias_out is not None:
+            tl.store(dbias_out, (tl.load(sums + 1) * factor).to(dbias_out.dtype.element_ty))
+
+
+class FinishForm(NamedTuple):
+    """What decides how the last step is compiled and launched."""
+
+    kind: int
+    N: int
+    D: int
+    columns: bool
+    sides: tuple[bool, bool]  # whether there are gradients of x and of y
+    has_tiles: bool  # whether the sums of the tiles are known
+    strides: tuple[int, ...]  # of x and y
+    programs: int  # of `Launches`
+    tiles: int
+    divisor: int  # of the loss; 0 for the number of rows with a positive
+    unit: float
+    given: tuple[Any, ...]  # the device, and the kinds of x, y and scale
+
+
+@lru_cache(maxsize=256)
+def finish(form: FinishForm) -> Launcher:
+    """Adds the matches to the gradients and multiplies them by scale and share; adds up loss, d scale and d bias."""
+    programs = max(1, -(-form.N // _BLOCK_N) * sum(form.sides))
+    numbers = form.N, form.D, *form.strides, form.programs, form.tiles, float(form.divisor), form.unit
+    constants = {"KIND": form.kind, "COLUMNS": form.columns, "HAS_TILES": form.has_tiles}
+    blocks = {"BLOCK_N": _BLOCK_N, "BLOCK_D": _BLOCK_D, "BLOCK": _BLOCK}
+    return Launcher(_finish_kernel, (programs,), numbers, constants | blocks)
+
+
+@lru_cache(maxsize=256)
+def multiply(x_count: int, y_count: int, y_first: int, given: tuple[Any, ...]) -> Launcher:
+    """Multiplies all gradients by the gradient of the loss; counts are 0 where there is none.
+
+    `given` decides how the kernel is compiled: the device, and the kinds of all tensors.
+    """
+    programs = max(1, -(-x_count // _ELEMENTS) + -(-y_count // _ELEMENTS))
+    return Launcher(_multiply_kernel, (programs,), (x_count, y_count, y_first), {"BLOCK": _ELEMENTS}, num_warps=8)

@@ -1,0 +1,61 @@
+"""Launches that are repeated, with a kernel and a compiled kernel that only note how they are called."""
+
+import pytest
+import torch
+
+triton_launcher = pytest.importorskip("megabatch.tiles.triton_launcher")
+
+
+class Compiled(triton_launcher.CompiledKernel):
+    def __init__(self, calls):
+        self.module, self.calls = None, calls
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.calls.append(("compiled", grid, arguments))
+
+
+class Kernel:
+    arg_names = ("x", "y", "N", "BLOCK")
+
+    def __init__(self, calls, result):
+        self.calls, self.result = calls, result
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.calls.append(("kernel", grid, arguments, options))
+            return self.result
+
+        return launch
+
+
+def test_a_compiled_kernel_is_launched_again_by_position():
+    calls = []
+    launch = triton_launcher.Launcher(Kernel(calls, Compiled(calls)), (7,), (5,), {"BLOCK": 16}, num_warps=8)
+    x = torch.zeros(5)
+    for _ in range(3):
+        launch(x, None)
+    assert calls[0] == ("kernel", (7,), (x, None, 5), {"BLOCK": 16, "num_warps": 8})
+    assert calls[1:] == [("compiled", (7, 1, 1), (x, None, 5, 16))] * 2
+
+
+def test_an_interpreted_kernel_is_launched_as_ever():
+    calls = []
+    launch = triton_launcher.Launcher(Kernel(calls, None), (7, 2), (5,), {"BLOCK": 16})
+    for _ in range(2):
+        launch(None, None)
+    assert calls == [("kernel", (7, 2), (None, None, 5), {"BLOCK": 16})] * 2
+
+
+def test_arguments_in_another_order_are_refused():
+    with pytest.raises(AssertionError, match="by position"):
+        triton_launcher.Launcher(Kernel([], None), (1,), (16,), {"N": 5})
+    with pytest.raises(AssertionError):
+        triton_launcher.Launcher(Kernel([], None), (1,), (5,), {"BLOCK": 16})(None)
+
+
+def test_kinds_tell_types_and_alignment():
+    values = torch.zeros(9, dtype=torch.bfloat16)
+    aligned, shifted = triton_launcher.kinds(values[:8], values[1:])
+    assert aligned == (torch.bfloat16, True)
+    assert shifted == (torch.bfloat16, False)
+    assert triton_launcher.kinds(None) == (None,)
