@@ -37,7 +37,11 @@ class Launcher:
             self._again(*tensors, *self._rest)
             return
         assert len(tensors) == self._tensors
-        compiled = self._first(*tensors)
-        is_compiled = isinstance(compiled, CompiledKernel)  # an interpreted kernel is not
-        if is_compiled:
+        compiled: Any = self._first(*tensors)
+        if _is_compiled(compiled):
             self._again = compiled[self._grid]
+
+
+def _is_compiled(kernel: Any) -> bool:
+    """Not if it was interpreted."""
+    return isinstance(kernel, CompiledKernel)
