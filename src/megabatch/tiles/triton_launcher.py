@@ -4,6 +4,7 @@ For every launch, Triton looks at each argument to find the kernel compiled for 
 the launch itself. A `Launcher` does that the first time, and then starts the same compiled kernel again.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -25,11 +26,11 @@ class Launcher:
         self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any], **options: Any
     ) -> None:
         assert list(kernel.arg_names)[-len(constants) :] == list(constants), "a compiled kernel takes arguments by position"
-        self._first = lambda *tensors: kernel[grid](*tensors, *numbers, **constants, **options)
+        self._first: Callable[..., Any] = lambda *tensors: kernel[grid](*tensors, *numbers, **constants, **options)
         self._grid = (*grid, 1, 1)[:3]
         self._rest = *numbers, *constants.values()
         self._tensors = len(kernel.arg_names) - len(self._rest)
-        self._again: Any = None
+        self._again: Callable[..., Any] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launches the kernel."""
@@ -37,11 +38,6 @@ class Launcher:
             self._again(*tensors, *self._rest)
             return
         assert len(tensors) == self._tensors
-        compiled: Any = self._first(*tensors)
-        if _is_compiled(compiled):
+        compiled = self._first(*tensors)
+        if isinstance(compiled, CompiledKernel):  # not if it was interpreted
             self._again = compiled[self._grid]
-
-
-def _is_compiled(kernel: Any) -> bool:
-    """Not if it was interpreted."""
-    return isinstance(kernel, CompiledKernel)
