@@ -176,9 +176,13 @@ def symmetric_logsumexp(
     return row
 
 
-def is_small(x: Tensor, run: Execution, reduction: Reduction, *, rows: int | None = None) -> bool:
-    """Whether the losses of small batches serve a call with this many rows, those of x by default (`operators.small`)."""
-    return reduction != "none" and operators.is_small(x, len(x) if rows is None else rows, run.backend, run.group)
+def is_small(x: Tensor, run: Execution, reduction: Reduction, *, rows: int | None = None, tiled: bool = False) -> bool:
+    """Whether the losses of small batches serve a call with this many rows, those of x by default (`operators.small`).
+
+    `tiled`, of `small_cross_entropy` alone, counts batches whose pairs do not fit in memory.
+    """
+    size = len(x) if rows is None else rows
+    return reduction != "none" and operators.is_small(x, size, run.backend, run.group, tiled=tiled)
 
 
 def small_cross_entropy(

@@ -57,7 +57,7 @@ def clip_loss(
     label_smoothing = check_smoothing(label_smoothing, ids=ids)
     run = pairs(image, text, ("image", "text"), ids=ids, reduction=reduction, group=group, backend=backend)
     scale = number(logit_scale, "logit_scale", image)
-    if label_smoothing == 0 and is_small(image, run, reduction):
+    if label_smoothing == 0 and is_small(image, run, reduction, tiled=True):
         return small_cross_entropy(image, text, scale, run, ids=ids, columns=True, reduction=reduction)
     row, col, match, share = logsumexp(image, text, scale, run, ids=(ids, ids), diagonal=APART, columns=True)
     losses = [cross_entropy(row, match), cross_entropy(col, match)]

@@ -79,7 +79,7 @@ def info_nce_loss(
         backend=backend,
     )
     label_smoothing = _check_smoothing(label_smoothing, batch)
-    if label_smoothing == 0 and batch.is_plain and is_small(query, batch.run, reduction):
+    if label_smoothing == 0 and batch.is_plain and is_small(query, batch.run, reduction, tiled=True):
         return small_cross_entropy(query, key, batch.scale, batch.run, ids=ids, columns=symmetric, reduction=reduction)
     sums = batch.sums()
     losses = [cross_entropy(negatives, match) for negatives, match in sums.directions]

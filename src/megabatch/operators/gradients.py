@@ -81,11 +81,12 @@ def finish(
     scale: Tensor,  # () as the operator was given it
     unit: Tensor,  # ()
     dmatch: Tensor | None = None,  # (N,) gradient of s_ii where the diagonal is kept apart, in units
+    products: Tensor | None = None,  # (N,) of the matching pairs, computed here if needed and not given
     dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Runs the pass and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, scale, needs._replace(dy=False), dtype)
-    factor, products = block.scale * unit, None
+    factor = block.scale * unit
     of_rows = torch.zeros_like(dscale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
     for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
         if dscale_rows is not None and dmatch is not None:
@@ -114,7 +115,8 @@ def finish(
     if sums.dcol_bias is not None:
         dcol_bias = sums.dcol_bias
     for dbias in (drow_bias, dcol_bias):
-        if dbias.numel() and dmatch is not None:
-            dbias += dmatch
-        dbias *= unit
+        if dbias.numel():
+            if dmatch is not None:
+                dbias += dmatch
+            dbias *= unit
     return dx, dy, dscale, drow_bias, dcol_bias

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.operators.definition import refusing
+from megabatch.operators.pair_loss import pair_loss
 from megabatch.operators.small_kernels import LABELS, MATCHES, SIGMOID, Task, small_loss
 from megabatch.operators.transforms import transforms_are_active
 from megabatch.tiles import plan
@@ -28,15 +29,16 @@ from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY, rounded
 Weigh = Callable[[Tensor], tuple[Tensor, Tensor]]  # similarities, overwritten → losses, and the gradient of their sum
 
 
-def is_small(x: Tensor, rows: int, backend: str, group: str) -> bool:
+def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = False) -> bool:
     """Whether the losses here serve a batch of `rows` like x: one process, at least two rows, and all pairs fit in memory.
 
-    On a CPU they fit in one tile of the eager backend, with kernels in a workspace.
+    On a CPU they fit in one tile of the eager backend, with kernels in a workspace. `tiled` says that with kernels there is a
+    loss over tiles too.
     """
     if torch.compiler.is_compiling() or group or rows < 2 or transforms_are_active():
         return False
     if backend == TRITON:
-        return rows * rows <= plan.SMALL_PAIRS
+        return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= plan.SMALL_ROWS)
     tile = plan.eager_tile(x.device, x.dtype)
     return x.device.type == "cpu" and rows * rows <= tile.rows * tile.columns
 
@@ -53,6 +55,8 @@ def small_cross_entropy(
     divisor: int,
 ) -> Tensor:  # ()
     """Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too, ÷ `divisor`; equal ids are left out."""
+    if backend == TRITON and len(x) ** 2 > plan.SMALL_PAIRS:
+        return pair_loss(x, y, scale, ids, precision, columns=columns, divisor=divisor)
     if backend == TRITON:
         return small_loss(x, y, scale, None, precision, Task(MATCHES, divisor, ids, columns))
     return _cross_entropy(x, y, scale, (ids, ids), precision, columns=columns, divisor=divisor)

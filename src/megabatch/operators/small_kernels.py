@@ -9,7 +9,8 @@ Weights are multiplied in the precision of the inputs, as in the passes over til
 backward multiplies them, gradients are kept in float32.
 """
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +34,20 @@ class Task(NamedTuple):
 
 def small_loss(x: Tensor, y: Tensor | None, scale: Tensor, bias: Tensor | None, precision: str, task: Task) -> Tensor:  # ()
     """The loss of pairs (x_i, y_i); of LABELS, x and y are rows of one set, and without y x is the whole set."""
-    learns, device = torch.is_grad_enabled(), x.device
-    settled = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
-    away = device.type == "cuda" and torch.cuda.current_device() != device.index
-    with settled, torch.cuda.device(device) if away else nullcontext():
-        loss: Tensor = _SmallLoss.apply(x, y, scale, bias, precision, task, learns)
+    with settled(x):
+        loss: Tensor = _SmallLoss.apply(x, y, scale, bias, precision, task, torch.is_grad_enabled())
     return loss
+
+
+def settled(x: Tensor) -> AbstractContextManager[Any]:
+    """Kernels are launched where x is, and autocast, which the precision has settled, is off."""
+    device = x.device
+    found = ExitStack()
+    if torch.is_autocast_enabled(device.type):
+        found.enter_context(torch.autocast(device.type, enabled=False))
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        found.enter_context(torch.cuda.device(device))
+    return found
 
 
 class _SmallLoss(torch.autograd.Function):
@@ -109,21 +118,32 @@ class _SmallLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
-        from megabatch.tiles import triton_small_gradients
-        from megabatch.tiles.triton_launcher import kinds
-
         *inputs, dx, dy, sums = ctx.saved_tensors
-        found: list[Tensor | None] = [
-            torch.empty(value.shape, dtype=value.dtype, device=value.device) if need else None
-            for value, need in zip(inputs, ctx.needs_input_grad, strict=False)
-        ]
-        x_count, y_count = (0 if out is None else out.numel() for out in found[:2])
-        y_first = 0
-        if dy is None and y_count > 0:  # both are rows of one set
-            dy, y_first = dx, inputs[0].numel()
-        types = tuple(None if out is None else out.dtype for out in found)
-        given = sums.device, types, dx is None, dy is None, *kinds(dloss)
-        triton_small_gradients.multiply(x_count, y_count, y_first, given)(dx, dy, sums, dloss, *found)
-        if torch.is_grad_enabled():  # create_graph=True
-            found = refusing(inputs, found)
-        return *found, None, None, None
+        return *multiplied(inputs, ctx.needs_input_grad, dloss, dx, dy, sums), None, None, None
+
+
+def multiplied(
+    inputs: Sequence[Tensor | None],  # x, y, scale, and perhaps a bias
+    needs: Sequence[bool],
+    dloss: Tensor,  # ()
+    dx: Tensor | None,
+    dy: Tensor | None,  # if None where y needs a gradient, the rows of dx beyond those of x
+    numbers: Tensor,  # d scale, d bias, …
+) -> list[Tensor | None]:
+    """The gradients of all inputs that need one, times `dloss`, in one launch."""
+    from megabatch.tiles import triton_small_gradients
+    from megabatch.tiles.triton_launcher import kinds
+
+    found: list[Tensor | None] = [
+        torch.empty(value.shape, dtype=value.dtype, device=value.device) if value is not None and need else None
+        for value, need in zip(inputs, needs, strict=False)
+    ]
+    first, x_count, y_count = inputs[0], *(0 if out is None else out.numel() for out in found[:2])
+    assert first is not None
+    y_first = 0
+    if dy is None and y_count > 0:
+        dy, y_first = dx, first.numel()
+    given = dloss.device, tuple(None if out is None else out.dtype for out in found), *kinds(dx, dy, numbers, dloss)
+    outs = found if len(found) == 4 else [*found, None]
+    triton_small_gradients.multiply(x_count, y_count, y_first, given)(dx, dy, numbers, dloss, *outs)
+    return refusing(inputs, found) if torch.is_grad_enabled() else found  # enabled by create_graph=True

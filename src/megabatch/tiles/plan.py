@@ -175,6 +175,11 @@ def _strip_rows(D: int) -> int:
 # tiles, most of it the host's; 16,384 pairs take 2.6 and 10, but 1.5 GiB.
 SMALL_PAIRS = 8192**2
 
+# Rows up to which a softmax loss over tiles computes its gradients with the loss (`operators.pair_loss`). That saves the host
+# several milliseconds, and keeps gradients in memory between forward and backward. With more rows the GPU is busy for longer
+# than the host: 26 ms at 65,536 (H200, D = 512).
+SMALL_ROWS = 65536
+
 # Versions of Triton that `gluon_warp_specialized` was compiled and run with; Gluon is experimental.
 _GLUON_VERSIONS = ((3, 6), (3, 9))
 HOPPER_BLOCK = 128  # a tile of this many rows and columns takes half of a warpgroup's registers

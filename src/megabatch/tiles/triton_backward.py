@@ -32,6 +32,8 @@ from megabatch.tiles.triton_operands import LOG2E, Operands, aligned_empty, expo
 # forward. Below it, a weight as small as 2⁻²⁶ would underflow itself.
 LARGEST_DELTA, SMALLEST_DELTA = 80.0, -100.0
 
+SOFTMAX_KINDS = SOFTMAX, SOFTMAX_OWN_SHIFT
+
 
 def logsumexp_gradients(
     block: Block,
@@ -51,8 +53,13 @@ def logsumexp_gradients(
 
 def softmax_task(operands: Operands, block: Block, row: SideWeights, col: SideWeights) -> StripTask:
     """The backward pass of a logsumexp."""
-    tile = _tuned_tile(operands, block, SOFTMAX)
-    return StripTask(operands, block, tile, (SOFTMAX, SOFTMAX_OWN_SHIFT), Weights.of_softmax(row, col, tile))
+    tile = softmax_tile(operands, block)
+    return StripTask(operands, block, tile, SOFTMAX_KINDS, Weights.of_softmax(row, col, tile))
+
+
+def softmax_tile(operands: Operands, block: Block) -> plan.KernelTile:
+    """The tile of its kernel."""
+    return _tuned_tile(operands, block, SOFTMAX)
 
 
 def softplus_gradients(

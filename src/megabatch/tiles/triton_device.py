@@ -1,4 +1,5 @@
-"""Device functions that several kernels share: exponents of a tile, offsets, equal ids, rounding, sums of softplus.
+"""Device functions that several kernels share: exponents of a tile, offsets, equal ids, rounding, sums of softplus,
+cross-entropies.
 
 Kernels import them from here and never from one another. Each is inlined into its caller.
 """
@@ -119,3 +120,23 @@ def product_less_one(a, b):
 def decode_softplus(partial):
     """A row sum of softplus from its stored form: −sum, or c with sum = −log(1 − c), 0 ≤ c ≤ ½."""
     return tl.where(partial < 0, -partial, log1p(partial / (1.0 - partial)))
+
+
+@triton.jit
+def logarithm(total):
+    """log(total), and −inf for an empty sum."""
+    return tl.where(total == 0.0, -float("inf"), tl.log(tl.where(total == 0.0, 1.0, total)))
+
+
+@triton.jit
+def cross_entropy(shift, total, match):
+    """(log(1 + exp(odds)), its derivative) for odds = log(exp(shift) · total) − match, in float64; NaN for a match of +inf."""
+    match = tl.where(match == float("inf"), float("nan"), match)
+    odds = (finite_or_zero(shift).to(tl.float64) - match) + logarithm(total)
+    small = tl.exp(-tl.abs(odds))
+    above = 1.0 + small
+    # log(above) · small / (above − 1) has the digits of a small exponential, which 1 + small has lost.
+    rest = tl.where(above == 1.0, small, tl.log(above) * (small / tl.where(above == 1.0, 1.0, above - 1.0)))
+    loss = tl.where(odds > 0, odds, 0.0) + rest
+    weight = tl.where(odds > 0, 1.0, small) / above
+    return tl.where(odds == odds, loss, odds), tl.where(odds == odds, weight, odds)

@@ -81,18 +81,27 @@ def _logsumexp_kernel(
 
 def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:  # (N,), (M,) or (0,)
     """Row sums and column sums of exp(s), from one pass over the tiles; without `columns` the column sums are empty."""
-    assert not columns or block.limit is None, "a limit applies to row sums only"
     operands = exponent_operands(block)
-    row_total, col_total = block.zeros(block.N), block.zeros(block.M) if columns else None
-    add_sums(operands, block, slice(0, block.N), slice(0, block.M), row_total, col_total)
-    row = log_sum(row_total, recompute_out_of_range(operands, block, row_total, transposed=False))
-    if col_total is None:
-        return row, LogSum.empty(0, dtype=row.shift.dtype, device=block.x.device)
-    return row, log_sum(col_total, recompute_out_of_range(operands, block, col_total, transposed=True))
+    row, col = totals(operands, block, columns=columns)
+    if col is None:
+        return log_sum(*row, operands), LogSum.empty(0, dtype=torch.float64, device=block.x.device)
+    return log_sum(*row, operands), log_sum(*col, operands)
 
 
-def log_sum(total: Tensor, shift: Tensor) -> LogSum:
+def totals(
+    operands: Operands, block: Block, *, columns: bool
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:  # (N,), (N,) and (M,), (M,)
+    """Row sums of 2^t, and with `columns` column sums: totals, and own shifts where C leaves fp32's range, elsewhere +inf."""
+    assert not columns or block.limit is None, "a limit applies to row sums only"
+    row, col = block.zeros(block.N), block.zeros(block.M) if columns else None
+    add_sums(operands, block, slice(0, block.N), slice(0, block.M), row, col)
+    of_rows = row, recompute_out_of_range(operands, block, row, transposed=False)
+    return of_rows, None if col is None else (col, recompute_out_of_range(operands, block, col, transposed=True))
+
+
+def log_sum(total: Tensor, own_shift: Tensor, operands: Operands) -> LogSum:
     """The sums 2^shift · total with the shift in natural units, float64. An empty sum has shift −inf and total 0."""
+    shift = torch.where(own_shift.isinf(), operands.shift, own_shift.double())
     return LogSum(torch.where(total == 0, -torch.inf, shift * math.log(2)), total.double())
 
 
@@ -119,9 +128,9 @@ def add_sums(
                 from megabatch.tiles import gluon_warp_specialized
 
                 col_part = gluon_warp_specialized.sums(hopper, operands, row_range, col_range, row_part, block.skip_diagonal)
-            row_total[row_range] += row_part.sum(0)
+            row_total[row_range].add_(row_part.sum(0))
             if col_total is not None and col_part is not None:
-                col_total[col_range] += col_part.sum(0)
+                col_total[col_range].add_(col_part.sum(0))
 
 
 def _tuned_tile(operands: Operands, block: Block) -> plan.KernelTile:

@@ -84,8 +84,8 @@ def _online_logsumexp_kernel(
 
 def recompute_out_of_range(
     operands: Operands, block: Block, total: Tensor, *, transposed: bool
-) -> Tensor:  # (N,), or (M,) if transposed; float64
-    """Recomputes the sums in `total` that are out of fp32's range, in place. Returns the shift of every sum.
+) -> Tensor:  # (N,), or (M,) if transposed
+    """Recomputes the sums in `total` that are out of fp32's range, in place. Returns their own shifts, and elsewhere +inf.
 
     `total` holds row sums, or column sums if `transposed`.
     """
@@ -113,4 +113,4 @@ def recompute_out_of_range(
         TRANSPOSED=transposed,
         **kernel_options(block, tile),
     )
-    return torch.where(shift.isinf(), operands.shift, shift.double())
+    return shift

@@ -130,7 +130,7 @@ def operand(values: Tensor, precision: str) -> Tensor:
     """`values` rounded to `precision`, copied if the copy engine cannot read them where they are."""
     if precision == TF32:
         values = round_to_tf32(values)
-    elif precision in HALF_DTYPE:
+    elif precision in HALF_DTYPE and values.dtype != HALF_DTYPE[precision]:
         values = values.to(HALF_DTYPE[precision])
     step = 16 // values.element_size()
     if (

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles.triton_device import equal_ids, finite_or_zero, log1p, round_to_tf32
+from megabatch.tiles.triton_device import cross_entropy, equal_ids, finite_or_zero, log1p, logarithm, round_to_tf32
 from megabatch.tiles.triton_launcher import Launcher
 
 MATCHES, LABELS, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -118,26 +118,6 @@ def _add_parts(parts, number, count, offs_n, N, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _logarithm(total):
-    """log(total), and −inf for an empty sum."""
-    return tl.where(total == 0.0, -float("inf"), tl.log(tl.where(total == 0.0, 1.0, total)))
-
-
-@triton.jit
-def _cross_entropy(shift, total, match):
-    """(log(1 + exp(odds)), its derivative) for odds = log(exp(shift) · total) − match, in float64; NaN for a match of +inf."""
-    match = tl.where(match == float("inf"), float("nan"), match)
-    odds = (finite_or_zero(shift).to(tl.float64) - match) + _logarithm(total)
-    small = tl.exp(-tl.abs(odds))
-    above = 1.0 + small
-    # log(above) · small / (above − 1) has the digits of a small exponential, which 1 + small has lost.
-    rest = tl.where(above == 1.0, small, tl.log(above) * (small / tl.where(above == 1.0, 1.0, above - 1.0)))
-    loss = tl.where(odds > 0, odds, 0.0) + rest
-    weight = tl.where(odds > 0, 1.0, small) / above
-    return tl.where(odds == odds, loss, odds), tl.where(odds == odds, weight, odds)
-
-
-@triton.jit
 def _combine(
     program, tile, products, scale, parts, count, stats, sums, programs, N,
     KIND: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -159,10 +139,10 @@ def _combine(
     else:
         partner = offs_n
     product = tl.load(products + offs_n * N + partner, mask, 0.0)
-    loss, weight = _cross_entropy(shift, total, product * factor)
+    loss, weight = cross_entropy(shift, total, product * factor)
     per_unit = tl.where(total == 0.0, 0.0, weight / tl.where(total == 0.0, 1.0, total))
     if KIND == LABELS:
-        loss = tl.where(sole, loss, tl.where(several, base.to(tl.float64) + _logarithm(all_total) - mean, 0.0))
+        loss = tl.where(sole, loss, tl.where(several, base.to(tl.float64) + logarithm(all_total) - mean, 0.0))
         shift, total = tl.where(several, both, shift), tl.where(several, all_total, total)
         per_unit = tl.where(sole, per_unit, tl.where(several, 1.0 / tl.where(all_total == 0.0, 1.0, all_total), 0.0))
         weight = tl.where(sole, weight, 0.0)

@@ -113,8 +113,8 @@ def _finish_kernel(
 
 @triton.jit
 def _multiply_kernel(
-    dx,  # float32, or None
-    dy,  # float32, or None
+    dx,  # or None
+    dy,  # or None
     sums,  # d scale, d bias, …
     dloss,  # ()
     dx_out,  # x_count numbers, or None
@@ -133,12 +133,12 @@ def _multiply_kernel(
         blocks = tl.cdiv(x_count, BLOCK)
         if program < blocks:
             offs = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            values = tl.load(dx + offs, offs < x_count, 0.0) * factor
+            values = tl.load(dx + offs, offs < x_count, 0.0).to(tl.float32) * factor
             tl.store(dx_out + offs, values.to(dx_out.dtype.element_ty), offs < x_count)
     if dy_out is not None:
         if program >= blocks:
             offs = (program - blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            values = tl.load(dy + y_first + offs, offs < y_count, 0.0) * factor
+            values = tl.load(dy + y_first + offs, offs < y_count, 0.0).to(tl.float32) * factor
             tl.store(dy_out + offs, values.to(dy_out.dtype.element_ty), offs < y_count)
     if program == 0:
         if dscale_out is not None:

@@ -30,7 +30,7 @@ class KernelHalf(Half):
         total = block.zeros(block.N)
         for rows, columns in self.upper_half(block):
             add_sums(operands, block, rows, columns, total, None if rows == columns else total)
-        return log_sum(total, recompute_out_of_range(operands, block, total, transposed=False))
+        return log_sum(total, recompute_out_of_range(operands, block, total, transposed=False), operands)
 
     def gradients(self, block: Block, side: Side, dscale: Tensor | None) -> None:
         """Adds the gradients of ⟨dsums, log sums⟩."""
