@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megabatch.operators.pair_loss import pair_loss
 from megabatch.operators.small_kernels import LABELS, MATCHES, SIGMOID, Task, small_loss
 from megabatch.tiles import (
     gluon_warp_specialized,
@@ -30,6 +31,7 @@ from megabatch.tiles import (
     triton_logsumexp,
     triton_maxsim,
     triton_online_logsumexp,
+    triton_pair_statistics,
     triton_partial_sums,
     triton_rank,
     triton_small,
@@ -128,6 +130,7 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_distillation, "_soft_gradient_kernel"),
         (triton_guided_logsumexp, "_guided_logsumexp_kernel"),
         (triton_guided_logsumexp, "_guided_gradient_kernel"),
+        (triton_pair_statistics, "_pair_statistics_kernel"),
         (triton_small, "_partial_sums_kernel"),
         (triton_small, "_combine_kernel"),
         (triton_small, "_softmax_weights_kernel"),
@@ -163,6 +166,8 @@ def launch_small(precision: str, features: bool, N: int = 300, D: int = 512) -> 
         torch.autograd.grad(small_loss(x, other, scale, bias, precision, task), x)
     with torch.no_grad():
         small_loss(x, y, scale, None, precision, Task(MATCHES, N, ids, columns=True))
+    for columns in (False, True):
+        pair_loss(x, y, scale, ids, precision, columns=columns, divisor=N)
 
 
 def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:

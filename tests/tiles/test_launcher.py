@@ -30,7 +30,7 @@ class Kernel:
 
 def test_a_compiled_kernel_is_launched_again_by_position():
     calls = []
-    launch = triton_launcher.Launcher(Kernel(calls, Compiled(calls)), (7,), (5,), {"BLOCK": 16}, num_warps=8)
+    launch = triton_launcher.Launcher(Kernel(calls, Compiled(calls)), (7,), (5,), BLOCK=16, num_warps=8)
     x = torch.zeros(5)
     for _ in range(3):
         launch(x, None)
@@ -40,7 +40,7 @@ def test_a_compiled_kernel_is_launched_again_by_position():
 
 def test_an_interpreted_kernel_is_launched_as_ever():
     calls = []
-    launch = triton_launcher.Launcher(Kernel(calls, None), (7, 2), (5,), {"BLOCK": 16})
+    launch = triton_launcher.Launcher(Kernel(calls, None), (7, 2), (5,), BLOCK=16)
     for _ in range(2):
         launch(None, None)
     assert calls == [("kernel", (7, 2), (None, None, 5), {"BLOCK": 16})] * 2
@@ -48,9 +48,9 @@ def test_an_interpreted_kernel_is_launched_as_ever():
 
 def test_arguments_in_another_order_are_refused():
     with pytest.raises(AssertionError, match="by position"):
-        triton_launcher.Launcher(Kernel([], None), (1,), (16,), {"N": 5})
+        triton_launcher.Launcher(Kernel([], None), (1,), (16,), N=5)
     with pytest.raises(AssertionError):
-        triton_launcher.Launcher(Kernel([], None), (1,), (5,), {"BLOCK": 16})(None)
+        triton_launcher.Launcher(Kernel([], None), (1,), (5,), BLOCK=16)(None)
 
 
 def test_kinds_tell_types_and_alignment():
@@ -59,3 +59,25 @@ def test_kinds_tell_types_and_alignment():
     assert aligned == (torch.bfloat16, True)
     assert shifted == (torch.bfloat16, False)
     assert triton_launcher.kinds(None) == (None,)
+
+
+def test_launchers_are_kept_for_arguments_of_the_same_kinds():
+    calls = []
+    kernel = Kernel(calls, Compiled(calls))
+    values = torch.zeros(9)
+    for x in (values, values[4:], values[1:], values.double()):  # the first two have the same type and alignment
+        triton_launcher.launch(kernel, (1,), (x, None), (5,), BLOCK=16)
+    assert [call[0] for call in calls] == ["kernel", "compiled", "kernel", "kernel"]
+    triton_launcher.launch(kernel, (1,), (values, values), (5,), BLOCK=16)
+    triton_launcher.launch(kernel, (1,), (values, None), (6,), BLOCK=16)
+    triton_launcher.launch(kernel, (1,), (values, None), (5,), BLOCK=32)
+    assert [call[0] for call in calls[4:]] == ["kernel"] * 3
+
+
+def test_few_launchers_are_kept(monkeypatch):
+    monkeypatch.setattr(triton_launcher, "_KNOWN", {})
+    monkeypatch.setattr(triton_launcher, "_MOST", 3)
+    kernel = Kernel([], None)
+    for size in range(8):
+        triton_launcher.launch(kernel, (1,), (torch.zeros(1), None), (size,), BLOCK=16)
+        assert len(triton_launcher._KNOWN) <= 3

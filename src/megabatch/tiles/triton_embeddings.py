@@ -11,6 +11,7 @@ from torch import Tensor
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import BFLOAT16, FLOAT16, TF32
 from megabatch.tiles.triton_device import load_embeddings
+from megabatch.tiles.triton_launcher import launch
 
 _BLOCK_N, _BLOCK_D = 16, 256
 _ROUNDING = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}  # of `load_embeddings`
@@ -86,7 +87,8 @@ def matching_products(block: Block) -> Tensor:  # (N,)
     """⟨x_i, y_i⟩, from the same rounded inputs as the tiles."""
     x, y = block.x, block.y
     out = torch.empty(block.N, dtype=torch.float32, device=x.device)
-    _matching_products_kernel[_grid(x)](x, y, out, *x.shape, *x.stride(), *y.stride(), **_options(block.precision))
+    numbers = *x.shape, *x.stride(), *y.stride()
+    launch(_matching_products_kernel, _grid(x), (x, y, out), numbers, **_options(block.precision))
     return out
 
 
@@ -104,7 +106,8 @@ def finish_rows(
     products = None if own is None else torch.empty(len(sums), dtype=torch.float32, device=sums.device)
     own_strides = (0, 0) if own is None else own.stride()
     tensors = (sums, out, own, products, partners, dmatch, factor)
-    _finish_gradient_kernel[_grid(sums)](*tensors, *sums.shape, *own_strides, *partners.stride(), **_options(precision))
+    numbers = *sums.shape, *own_strides, *partners.stride()
+    launch(_finish_gradient_kernel, _grid(sums), tensors, numbers, **_options(precision))
     return products
 
 

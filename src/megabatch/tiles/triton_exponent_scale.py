@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles.triton_device import load_embeddings
+from megabatch.tiles.triton_launcher import launch
 
 _BLOCK_N, _BLOCK_D = 16, 256
 
@@ -75,10 +76,12 @@ def exponent_scale(
     largest: list[Tensor] = []
     for side in (x,) if y is x else (x, y):
         part = torch.empty(triton.cdiv(len(side), _BLOCK_N), dtype=torch.float32, device=x.device)
-        _largest_norm_kernel[(len(part),)](side, part, *side.shape, *side.stride(), BLOCK_N=_BLOCK_N, BLOCK_D=_BLOCK_D)
+        numbers = *side.shape, *side.stride()
+        launch(_largest_norm_kernel, (len(part),), (side, part), numbers, BLOCK_N=_BLOCK_N, BLOCK_D=_BLOCK_D)
         largest.append(part)
     constants = torch.empty(3, dtype=torch.float32, device=x.device)
     shift = torch.empty((), dtype=torch.float64, device=x.device)
     of_x, of_y = largest[0], largest[-1]
-    _exponent_scale_kernel[(1,)](of_x, of_y, scale, constants, shift, len(of_x), len(of_y), HEADROOM=headroom, BLOCK=1024)
+    tensors = of_x, of_y, scale, constants, shift
+    launch(_exponent_scale_kernel, (1,), tensors, (len(of_x), len(of_y)), HEADROOM=headroom, BLOCK=1024)
     return constants, shift

@@ -4,33 +4,36 @@ For every launch, Triton looks at each argument to find the kernel compiled for 
 the launch itself. A `Launcher` does that the first time, and then starts the same compiled kernel again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+_MOST = 4096  # launchers that `launch` keeps
+_KNOWN: dict[Any, "Launcher"] = {}
+
 
 def kinds(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What the compiler is told of tensors: their types, and whether they start at a multiple of 16 bytes."""
-    return tuple(None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
+    return tuple([None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors])
 
 
 class Launcher:
     """A kernel with its grid, numbers and constants; it takes tensors, on one device, whose `kinds` must not change.
 
-    A kernel's parameters are tensors, then numbers, then constants.
+    A kernel's parameters are tensors, then numbers, then constants; `given` are the constants, and options such as num_warps.
     """
 
-    def __init__(
-        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any], **options: Any
-    ) -> None:
-        assert list(kernel.arg_names)[-len(constants) :] == list(constants), "a compiled kernel takes arguments by position"
-        self._first: Callable[..., Any] = lambda *tensors: kernel[grid](*tensors, *numbers, **constants, **options)
-        self._grid = (*grid, 1, 1)[:3]
-        self._rest = *numbers, *constants.values()
-        self._tensors = len(kernel.arg_names) - len(self._rest)
+    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], **given: Any) -> None:
+        names = list(kernel.arg_names)
+        constants = [name for name in names if name in given]
+        self._tensors = len(names) - len(numbers) - len(constants)
+        assert names[self._tensors + len(numbers) :] == constants, "a compiled kernel takes its arguments by position"
+        self._first: Callable[..., Any] = lambda *tensors: kernel[grid](*tensors, *numbers, **given)
         self._again: Callable[..., Any] | None = None
+        self._grid = (*grid, 1, 1)[:3]
+        self._rest = *numbers, *(given[name] for name in constants)
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launches the kernel."""
@@ -41,3 +44,19 @@ class Launcher:
         compiled = self._first(*tensors)
         if isinstance(compiled, CompiledKernel):  # not if it was interpreted
             self._again = compiled[self._grid]
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], **given: Any
+) -> None:
+    """Launches a kernel by the launcher of such arguments; the first tensor is not None."""
+    first = tensors[0]
+    assert first is not None
+    # By its id, because Triton hashes a kernel by the text of its source. A launcher keeps its kernel alive.
+    key = id(kernel), first.device, grid, numbers, tuple(given.values()), kinds(*tensors)
+    launcher = _KNOWN.get(key)
+    if launcher is None:
+        if len(_KNOWN) >= _MOST:
+            _KNOWN.clear()
+        launcher = _KNOWN[key] = Launcher(kernel, grid, numbers, **given)
+    launcher(*tensors)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megabatch.tiles import plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.triton_device import exponents, finite_or_zero, offsets
+from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_operands import Operands, kernel_options
 
 SMALLEST, LARGEST = 2.0**-80, 2.0**126  # a smaller sum may have lost terms that matter, a larger one has overflowed
@@ -93,23 +94,12 @@ def recompute_out_of_range(
     sides = [(operands.x, operands.row_ids), (operands.y, operands.col_ids)]
     (own, own_ids), (other, other_ids) = reversed(sides) if transposed else sides
     shift = torch.full_like(total, torch.inf)
-    _online_logsumexp_kernel[(triton.cdiv(len(own), tile.rows),)](
-        own,
-        other,
-        operands.exponent_scale,
-        operands.row_offset_unshifted,
-        operands.col_offset_unshifted,
-        own_ids,
-        other_ids,
-        operands.limit,
-        total,
-        shift,
-        SMALLEST,
-        LARGEST,
-        len(own),
-        len(other),
-        own.stride(0),
-        other.stride(0),
+    offsets_and_ids = operands.row_offset_unshifted, operands.col_offset_unshifted, own_ids, other_ids, operands.limit
+    launch(
+        _online_logsumexp_kernel,
+        (triton.cdiv(len(own), tile.rows),),
+        (own, other, operands.exponent_scale, *offsets_and_ids, total, shift),
+        (SMALLEST, LARGEST, len(own), len(other), own.stride(0), other.stride(0)),
         TRANSPOSED=transposed,
         **kernel_options(block, tile),
     )

@@ -16,6 +16,7 @@ from megabatch.tiles.block import Block
 from megabatch.tiles.precision import FLOAT16
 from megabatch.tiles.triton_device import cross_entropy
 from megabatch.tiles.triton_gradient import Weights
+from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_operands import Operands
 
 HALF_UNIT = 2.0**14  # of weights in float16: a softmax over a million columns stays within its range
@@ -116,20 +117,11 @@ def pair_statistics(
     flags = torch.zeros(first_col_flag + programs * (size // tile.columns), dtype=torch.int32, device=device)
     losses = torch.empty(programs, dtype=torch.float64, device=device)
     unit = HALF_UNIT if block.precision == FLOAT16 else 1.0
-    _pair_statistics_kernel[(programs,)](
-        products,
-        block.scale,
-        operands.shift,
-        *row,
-        *(col or (None, None)),
-        vectors,
-        flags,
-        losses,
-        N,
-        stride,
-        4,
-        first_col_flag,
-        unit,
+    launch(
+        _pair_statistics_kernel,
+        (programs,),
+        (products, block.scale, operands.shift, *row, *(col or (None, None)), vectors, flags, losses),
+        (N, stride, 4, first_col_flag, unit),
         TILE_N=tile.rows,
         TILE_M=tile.columns,
         BLOCK=size,

@@ -52,5 +52,5 @@ def add_partial_sums(parts: Sequence[Tensor | None], sums: Sequence[Tensor | Non
     """Adds partial row sums, (parts, n) each, to row sums, (n,) each: of softplus, of g, and of g times product."""
     present = [part for part in parts if part is not None]
     if present:
-        rows = present[0].shape[1]
-        _add_partial_sums_kernel[(triton.cdiv(rows, 32),)](*parts, *sums, *present[0].shape, BLOCK_P=64, BLOCK_N=32)
+        count, rows = present[0].shape
+        _add_partial_sums_kernel[(-(-rows // 32),)](*parts, *sums, count, rows, BLOCK_P=64, BLOCK_N=32)

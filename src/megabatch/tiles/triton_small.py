@@ -326,7 +326,7 @@ class Launches:
         if kind == SIGMOID.value:
             self.programs, self.work = 0, PLANES.value * N
             constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": form.tf32}
-            self.sigmoid_weights = Launcher(_sigmoid_kernel, grid, (N, form.unit), constants | tile, **eight_warps)
+            self.sigmoid_weights = Launcher(_sigmoid_kernel, grid, (N, form.unit), **constants, **tile, **eight_warps)
             return
         row_planes = 7 if kind == LABELS.value else 2
         self.programs = -(-N // _ROWS) * (2 if form.columns else 1)
@@ -334,10 +334,10 @@ class Launches:
         of_loss = {"KIND": kind, "COLUMNS": form.columns}
         parts = {"ROW_PARTS": triton.next_power_of_2(grid[0]), "COL_PARTS": triton.next_power_of_2(grid[1])}
         numbers = N, form.period, FIRST_SUM.value + SUMS.value * self.programs, form.unit
-        self.partial_sums = Launcher(_partial_sums_kernel, grid, (N, form.period), of_loss | tile, **eight_warps)
-        self.combine = Launcher(_combine_kernel, (self.programs,), (N, *grid), of_loss | parts | {"BLOCK_N": _ROWS}, **_EXACT)
+        self.partial_sums = Launcher(_partial_sums_kernel, grid, (N, form.period), **of_loss, **tile, **eight_warps)
+        self.combine = Launcher(_combine_kernel, (self.programs,), (N, *grid), BLOCK_N=_ROWS, **of_loss, **parts, **_EXACT)
         self.softmax_weights = Launcher(
-            _softmax_weights_kernel, grid, numbers, of_loss | {"TF32": form.tf32} | tile, **eight_warps
+            _softmax_weights_kernel, grid, numbers, TF32=form.tf32, **of_loss, **tile, **eight_warps
         )
 
     def room(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -171,7 +171,7 @@ def finish(form: FinishForm) -> Launcher:
     numbers = form.N, form.D, *form.strides, form.programs, form.tiles, float(form.divisor), form.unit
     constants = {"KIND": form.kind, "COLUMNS": form.columns, "HAS_TILES": form.has_tiles}
     blocks = {"BLOCK_N": _BLOCK_N, "BLOCK_D": _BLOCK_D, "BLOCK": _BLOCK}
-    return Launcher(_finish_kernel, (programs,), numbers, constants | blocks)
+    return Launcher(_finish_kernel, (programs,), numbers, **constants, **blocks)
 
 
 @lru_cache(maxsize=256)
@@ -181,4 +181,4 @@ def multiply(x_count: int, y_count: int, y_first: int, given: tuple[Any, ...]) -
     `given` decides how the kernel is compiled: the device, and the kinds of all tensors.
     """
     programs = max(1, -(-x_count // _ELEMENTS) + -(-y_count // _ELEMENTS))
-    return Launcher(_multiply_kernel, (programs,), (x_count, y_count, y_first), {"BLOCK": _ELEMENTS}, num_warps=8)
+    return Launcher(_multiply_kernel, (programs,), (x_count, y_count, y_first), BLOCK=_ELEMENTS, num_warps=8)
