@@ -92,6 +92,12 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # ou
 }
 
 
+TILED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # as if the pairs did not fit in memory
+    "clip_loss over tiles": (lambda x, y, s: limited(0, mb.clip_loss)(x, y, s), dense_clip),
+    "info_nce_loss over tiles": (lambda x, y, s: limited(0, mb.info_nce_loss)(x, y, scale=s), dense_info_nce),
+}
+
+
 def data(B: int, D: int, dtype: torch.dtype, device: str, noise: float = 4.0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator(device).manual_seed(B + D)
     x, e = (F.normalize(torch.randn(B, D, generator=generator, device=device), dim=1) for _ in range(2))
@@ -135,7 +141,7 @@ def errors(mine: Callable[..., Tensor], dense: Callable[..., Tensor], inputs: tu
 def check(record: Record, device: str, sizes: tuple[int, ...], few: tuple[int, ...]) -> int:
     """Compares all losses with float64 and returns the number of failures; `few` sizes in types other than bf16."""
     failures = 0
-    for name, (mine, dense) in LOSSES.items():
+    for name, (mine, dense) in (LOSSES | TILED).items():
         for dtype in DTYPES:
             worst = [0.0] * 4
             for B in sizes if dtype == torch.bfloat16 else few:
@@ -162,7 +168,7 @@ def hostile(record: Record, device: str) -> int:
     x, y, _ = data(1000, 128, torch.float32, device)
     for big in (1e8, 1e30):
         scale = torch.tensor(big, device=device, requires_grad=True)
-        for name, (mine, _) in LOSSES.items():
+        for name, (mine, _) in (LOSSES | TILED).items():
             if name != "siglip_loss":
                 value, dx, *_ = outcome(mine, (x, y, scale))
                 largest = 1000 * (dx.double() / big).norm(dim=1).max().item()
@@ -171,7 +177,7 @@ def hostile(record: Record, device: str) -> int:
     same = torch.full((512, 16), 0.25, device=device)
     if abs(mb.clip_loss(same, same, 1.0).item() - math.log(512)) > 1e-6:
         failed.append("equal rows: not the logarithm of their number")
-    for name, (mine, _) in LOSSES.items():
+    for name, (mine, _) in (LOSSES | TILED).items():
         inputs = data(1000, 128, torch.bfloat16, device)
         first = outcome(mine, inputs)
         if not all(all(torch.equal(a, b) for a, b in zip(first, outcome(mine, inputs), strict=True)) for _ in range(20)):
@@ -205,9 +211,9 @@ def autocast(loss: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
 
 
 def limited(pairs: int, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*inputs: Tensor) -> Tensor:
+    def run(*inputs: Tensor, **options: Tensor) -> Tensor:
         with small_up_to(pairs):
-            return loss(*inputs)
+            return loss(*inputs, **options)
 
     return run
 
