@@ -37,6 +37,7 @@ from megabatch.tiles import (
     triton_small,
     triton_topk,
     triton_small_gradients,
+    triton_topk,
 )
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.logsum import LogSum

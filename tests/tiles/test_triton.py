@@ -136,7 +136,7 @@ def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
 
     def watched(operands, block, total, *, transposed):
         shift = original(operands, block, total, transposed=transposed)
-        recomputed.append((shift != operands.shift).sum().item())
+        recomputed.append(shift.isfinite().sum().item())
         return shift
 
     monkeypatch.setattr(triton_logsumexp, "recompute_out_of_range", watched)
