@@ -10,6 +10,7 @@ from helpers import aligned_pairs, assert_equal_to_rounding, dense_clip, dense_s
 from megabatch import reference
 from megabatch.bench.accuracy import clip_truth
 from megabatch.bench.measure import peak_memory
+from megabatch.tiles import plan
 from rounding import half_units
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("both_ways")]
@@ -159,7 +160,8 @@ def test_memory_is_linear_and_the_workspace_capped(dtype, loss, backend):
         _, used = peak_memory(run, "cuda")
         accumulator = 4 * N * 256
         returned = x.nbytes + y.nbytes
-        saved = returned if loss == "siglip" else 0  # its gradients wait for backward to multiply them
+        waits = loss == "siglip" or (backend == "triton" and N <= plan.SMALL_ROWS)
+        saved = returned if waits else 0  # gradients that backward only multiplies
         assert used <= returned + saved + accumulator + 64 * N + 512 * 2**20
         return used
 
