@@ -99,6 +99,8 @@ def test_as_exact_as_float32(name, scale):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(name, dtype):
     """Only weights and results are rounded to the type of the inputs; the interpreter truncates to bfloat16."""
+    if DEVICE == "cpu" and dtype == torch.bfloat16 and "over tiles" in name:
+        pytest.skip("the interpreter has no bfloat16 products")
     inputs = data(dtype)
     found, wanted = outcomes(kernels(name), inputs), outcomes(exact(name), wide(inputs))
     # Over tiles, the gradient of the scale is taken from dx, and the rounding of the weights enters.
