@@ -35,7 +35,6 @@ from megabatch.tiles import (
     triton_partial_sums,
     triton_rank,
     triton_small,
-    triton_topk,
     triton_small_gradients,
     triton_topk,
 )
