@@ -385,6 +385,8 @@ def test_ctrl_c_while_torch_is_imported_is_one_line():
 import os, signal, sys
 from megabatch import cli
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a program started in the background ignores it
+
 class Interrupting:
     def find_spec(self, name, path, target=None):
         if name == "torch":
