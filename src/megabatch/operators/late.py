@@ -153,6 +153,7 @@ def maxsim_logsumexp_backward(
     used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "nothing"
     team = _assemble(given, block, "late interaction backward", used=used)
     unit = gradient_unit(block, drow, dcol, largest=team.largest)
+    factor = block.scale * unit
     dquery, ddocument = block.zeros(*given.query.shape), torch.empty_like(given.document)
     dscale = torch.zeros((), dtype=torch.float64, device=block.device)
     # One process rounds the gradients of some documents after the other. Those of a ring's columns travel as a whole.
@@ -172,8 +173,8 @@ def maxsim_logsumexp_backward(
         if dmatch is not None and block.N:
             pairs, own = block.pairs(items)
             dscale += late.pair_gradients(pairs, dmatch[items, None] / unit, dquery[own], sums)
-        ddocument[place] = sums.mul_(unit)
-    return dquery.mul_(unit).to(given.query.dtype), ddocument, (dscale * unit).to(given.scale.dtype)
+        ddocument[place] = sums.mul_(factor)
+    return dquery.mul_(factor).to(given.query.dtype), ddocument, (dscale * unit).to(given.scale.dtype)
 
 
 derivative(maxsim_logsumexp, maxsim_logsumexp_backward, Inputs, learned=3, results=3, saved=2, whole=False)
@@ -203,7 +204,8 @@ def maxsim_pairs_backward(given: Inputs, dscores: Tensor, needs: list[bool]) -> 
     unit = gradient_unit(block, dscores)
     dquery, ddocument = (block.zeros(*side.shape) for side in (given.query, given.document))
     dscale = late.pair_gradients(block, dscores / unit, dquery, ddocument)
-    sums = (total.mul_(unit).to(side.dtype) for total, side in ((dquery, given.query), (ddocument, given.document)))
+    factor = block.scale * unit
+    sums = (total.mul_(factor).to(side.dtype) for total, side in ((dquery, given.query), (ddocument, given.document)))
     return *sums, (dscale * unit).to(given.scale.dtype)
 
 

@@ -58,7 +58,11 @@ def gradients(
     dquery: Tensor,  # (Tq, D) added to
     ddocument: Tensor,  # (Td, D) added to
 ) -> Tensor:  # () float64
-    """Adds the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩ to those of the vectors; returns that of the scale."""
+    """Adds the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩ to those of the vectors; returns that of the scale.
+
+    The vectors' gradients lack the factor `block.scale`: the weights of a tile are rounded to half precision, and with the
+    scale they could leave its range.
+    """
     dscale = torch.zeros((), dtype=torch.float64, device=block.device)
     if block.is_empty:
         return dscale
@@ -76,7 +80,7 @@ def gradients(
         weights = g if block.weight is None else g * block.weight[rows, None]
         known = largest if empty is None else largest.masked_fill(empty[columns], 0.0)  # 0·∞ is not 0
         dscale.add_((weights.double() * known).sum())
-        return g * block.factors(rows)
+        return weights
 
     backend_for(backend, block).add_gradients(block, weigh, dquery, ddocument)
     return dscale
@@ -92,13 +96,13 @@ def pair_scores(block: LateBlock) -> Tensor:  # (N, K)
 
 
 def pair_gradients(block: LateBlock, dscores: Tensor, dquery: Tensor, ddocument: Tensor) -> Tensor:  # (N, K) → () float64
-    """Adds the gradients of ⟨dscores, pair_scores⟩ to those of the vectors; returns that of the scale."""
+    """Adds the gradients of ⟨dscores, pair_scores⟩ to those of the vectors, as `gradients`; returns that of the scale."""
     dscale = torch.zeros((), dtype=torch.float64, device=block.device)
     for rows, pairs in maxsim.pair_tiles(block):
         largest, g = pairs.largest()[0], dscores[rows]
         weights = g if block.weight is None else g * block.weight[rows, None]
         dscale += (weights.double() * largest.masked_fill(largest.isinf(), 0.0)).sum()
-        pairs.add_gradients((g * block.factors(rows)).masked_fill(largest.isinf(), 0.0), dquery, ddocument)
+        pairs.add_gradients(weights.masked_fill(largest.isinf(), 0.0), dquery, ddocument)
     return dscale
 
 
