@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 
 import pytest
 import torch
@@ -135,12 +136,23 @@ def test_a_stopped_command_continues(place, monkeypatch):
     assert output.read_text() == whole.read_text()
 
 
-def test_work_of_another_model_is_not_continued(place, tmp_path):
-    output = tmp_path / "mined.jsonl"
-    mine(place, "--output", output, "--keep-embeddings")
-    about = json.loads((tmp_path / "mined.jsonl.work" / "about.json").read_text())
-    (tmp_path / "mined.jsonl.work" / "about.json").write_text(json.dumps({**about, "model": "another"}))
-    with pytest.raises(ValueError, match="must be of the same model and data, got another"):
-        mine(place, "--output", output)
+@pytest.mark.parametrize("what", ["the model's weights", "the first side of the pairs", "the texts"])
+def test_work_of_another_model_or_other_data_is_not_continued(place, tmp_path, what):
+    for name in ("run", "pairs.csv"):
+        (shutil.copytree if name == "run" else shutil.copy)(place / name, tmp_path / name)
+    output, pairs = tmp_path / "mined.jsonl", tmp_path / "pairs.csv"
+    mine(tmp_path, "--output", output, "--keep-embeddings")
+    mine(tmp_path, "--output", output, "--keep-embeddings", "--negatives", "2")  # the same model and data
+    if what == "the model's weights":
+        torch.manual_seed(1)
+        towers.save(towers.load("small", ("text", "text"), **SMALL), tmp_path / "run")
+    else:
+        word = "word 3," if what == "the first side of the pairs" else "of 8 things"
+        pairs.write_text(pairs.read_text().replace(word, word.replace("o", "a")))
+    with pytest.raises(ValueError, match=f"changed since: {what}. Remove the folder to embed everything again"):
+        mine(tmp_path, "--output", output)
+
+
+def test_the_output_is_json_lines(place, tmp_path):
     with pytest.raises(ValueError, match=r"--output must end in \.jsonl"):
         mine(place, "--output", tmp_path / "mined.csv")
