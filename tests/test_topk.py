@@ -106,6 +106,25 @@ def test_kernels_find_the_same(monkeypatch, dtype, case):
     same(mb.pairwise_topk(x.to(dtype), y.to(dtype), 6, backend="triton", **options), dense(x, y, 6, left_out))
 
 
+@pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
+def test_columns_at_the_limit_cost_no_place_in_the_kernels(exclude):
+    """The limit is a product, which another order of sums rounds to either side of it."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    y = torch.randn(2048, 200)
+    x = y[:64] + 0.1 * torch.randn(64, 200)
+    y[64:128] = y[:64]  # the same product, which neither ids nor the diagonal exclude
+    x, y, limit = x.to(DEVICE), y.to(DEVICE), (x * y[:64]).sum(1).to(DEVICE)
+    ids = torch.arange(64, device=DEVICE), torch.arange(2048, device=DEVICE)
+    found = mb.pairwise_topk(x, y, 1, exclude=ids if exclude == "ids" else exclude, below=limit, backend="triton")
+    s = x.double() @ y.double().T
+    s[ids[0], ids[0]] = s[ids[0], ids[0] + 64] = -torch.inf  # both are the limit to rounding, and may be below it or not
+    at_limit = (found.values[:, 0] - limit).abs() < 1e-3
+    assert (found.values[:, 0] < limit).all()
+    torch.testing.assert_close(found.values[~at_limit, 0].double(), s[~at_limit].amax(1), rtol=1e-5, atol=0)
+    assert at_limit.sum() < 64
+
+
 def topk_on_a_rank(group, rank, route, rows, columns, exclude):
     x, y = whole_numbers(sum(rows), sum(columns), 3, seed=2)
     own = slice(sum(rows[:rank]), sum(rows[: rank + 1])), slice(sum(columns[:rank]), sum(columns[: rank + 1]))

@@ -128,8 +128,8 @@ class Mine:
             changed = [name for name, value in about.items() if before.get(name) != value]
             if changed:
                 raise ValueError(
-                    f"{self.work} must be of the same model and data; changed since: {', '.join(changed)}. Remove the folder to "
-                    "embed everything again, or choose another --output"
+                    f"{self.work} must be of the same model and data; changed since: {', '.join(changed)}. Remove the folder "
+                    "to embed everything again, or choose another --output"
                 )
             return
         self.work.mkdir(parents=True, exist_ok=True)
