@@ -74,6 +74,11 @@ class Similarities:
         self.scale = number(scale, "scale", self.query.values, shared=True)
         self.normalize, self.names = normalize, names
 
+    def check_pairs(self) -> None:
+        """At least one query, if no other rank can have one."""
+        if not self.run.group and self.query.count == 0:
+            raise ValueError(f"{self.names[0]} must have at least one item: the mean over no pairs is undefined")
+
     def check_ids(self, row_ids: Any, col_ids: Any, names: tuple[str, str]) -> None:
         """One integer for each item, or None."""
         for ids, name, items, side in zip((row_ids, col_ids), names, (self.query, self.document), self.names, strict=True):

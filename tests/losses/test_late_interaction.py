@@ -142,6 +142,32 @@ def test_distillation_matches_kl_divergence():
         assert_equal_to_rounding(actual.detach(), expected.detach(), 30.0)
 
 
+def distillation_on_a_rank(group, rank, counts):
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    query, document = leaves(unit(3, 2, 4, seed=0)[own], unit(3, 5, 3, 4, seed=1)[own])
+    teacher = unit(3, 5, seed=2)[own]
+    loss = mb.late_distillation_loss(query, document, teacher, scale=3.0, group=group)
+    return [loss.detach(), *torch.autograd.grad(loss, (query, document))]
+
+
+@pytest.mark.parametrize("counts", [(3, 0), (1, 2)])
+def test_distillation_over_ranks_some_of_which_have_no_queries(pool, counts):
+    losses, *parts = zip(*pool.run(distillation_on_a_rank, 2, counts), strict=True)
+    wanted = distillation_on_a_rank(None, 0, (3,))
+    for found, expected in zip([sum(losses) / 2, *(torch.cat(part) / 2 for part in parts)], wanted, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_losses_need_a_pair():
+    query, document = unit(3, 2, 4, seed=0)[:0], unit(3, 5, 4, seed=1)[:0]
+    for call in (
+        lambda: mb.late_interaction_loss(query, document, scale=1.0),
+        lambda: mb.late_distillation_loss(query, document[:, None], torch.zeros(0, 1)),
+    ):
+        with pytest.raises(ValueError, match="query must have at least one item: the mean over no pairs is undefined"):
+            call()
+
+
 def test_nothing_of_the_size_of_the_scores_is_saved():
     """Inputs, and two numbers of each query, in float32: shift and total."""
     N, query, document = 96, *leaves(unit(96, 2, 4, seed=0).float(), unit(96, 3, 4, seed=1).float())

@@ -63,8 +63,7 @@ def late_interaction_loss(
             "query and document must have the same number of items, because item i of one belongs to item i of the other; got "
             f"{batch.query.count} and {batch.document.count}"
         )
-    if not batch.run.group and batch.query.count == 0:
-        raise ValueError("query must have at least one item: the mean over no pairs is undefined")
+    batch.check_pairs()
     batch.check_ids(ids, ids, ("ids", "ids"))
     row, col, match, share = batch.logsumexp(ids=(ids, ids), diagonal=APART, columns=symmetric)
     sums = [row]
@@ -133,7 +132,9 @@ def late_distillation_loss(
         raise ValueError(
             f"teacher must have a score for each document of a query, ({N}, {M // max(N, 1)}), got {tuple(teacher.shape)}"
         )
+    pairs.check_pairs()
     scores, share = pairs.of_own()
+    scores = scores.view(teacher.shape)  # a rank without queries has no documents to count
     missing = scores.detach() == -torch.inf
     target = teacher.to(scores.dtype).masked_fill(missing, -torch.inf).log_softmax(1)
     student = scores.masked_fill(missing, -torch.inf).log_softmax(1)

@@ -95,8 +95,8 @@ def _assemble(given: Inputs, block: LateBlock, operation: str, *, mean: bool = F
         return _Team(*alone, 1 / max(block.N, 1))
     ranks = Ranks.at(given.group, operation, block.device)
     ranks = agree(ranks, {**given.terms(), "the route": ranks.route, **terms}, block.N, len(block.document.values))
-    if mean and sum(ranks.rows) == 0:
-        raise ValueError("the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank")
+    if mean:
+        _check_rows(ranks)
     column_bytes = block.document.D * (block.document.values.element_size() + block.dtype.itemsize)
     documents = Documents.of_all_ranks(block.document, ranks)
     ring = RingLate(ranks, settle(ranks, column_bytes), given.backend, documents)
@@ -105,6 +105,11 @@ def _assemble(given: Inputs, block: LateBlock, operation: str, *, mean: bool = F
         return torch.cat(ranks.all_gather(number.reshape(1))).amax()
 
     return _Team(ring.statistics, ring.gradients, ranks.size / max(sum(ranks.rows), 1), largest)
+
+
+def _check_rows(ranks: Ranks) -> None:
+    if sum(ranks.rows) == 0:
+        raise ValueError("the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank")
 
 
 def _shapes(given: Inputs) -> tuple[Tensor, ...]:
@@ -192,8 +197,9 @@ def maxsim_pairs(given: Inputs) -> tuple[Tensor, Tensor]:
     share = 1 / max(block.N, 1)
     if given.group:
         ranks = Ranks.at(given.group, "late interaction of pairs", block.device)
-        rows = sum(agree(ranks, given.terms(), block.N, 0).rows)
-        share = ranks.size / max(rows, 1)
+        ranks = agree(ranks, given.terms(), block.N, 0)
+        _check_rows(ranks)
+        share = ranks.size / sum(ranks.rows)
     return late.pair_scores(block), share_of_mean(given.query, share)
 
 
