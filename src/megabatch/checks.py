@@ -116,15 +116,14 @@ def _identifiers(value: Any, name: str, like: Tensor, side: str, *, expected: st
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def exclude(value: Any, x: Tensor, y: Tensor) -> None:
+def exclude(value: Any, x: Tensor, y: Tensor, sides: tuple[str, str] = ("x", "y")) -> None:
     """None, "diagonal", or (row ids, column ids)."""
     if value is None or (isinstance(value, str) and value == "diagonal"):
         return
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         came = repr(value) if isinstance(value, str) else _kind(value)
         raise ValueError(f'exclude must be None, "diagonal" or a pair (row ids, column ids), got {came}')
-    row_ids, col_ids = value
-    for name, part, like, side in (("exclude[0]", row_ids, x, "x"), ("exclude[1]", col_ids, y, "y")):
+    for name, part, like, side in zip(("exclude[0]", "exclude[1]"), value, (x, y), sides, strict=True):
         _identifiers(part, name, like, side, expected="a tensor of integers")
 
 

@@ -201,6 +201,12 @@ def test_errors_name_the_argument():
             mb.late_interaction_loss(*arguments, scale=1.0, **options)
 
 
+@pytest.mark.parametrize("exclude", ["rows", (None, None), (torch.arange(3), None), (torch.arange(3),), torch.arange(3)])
+def test_what_is_excluded_is_checked(exclude):
+    with pytest.raises((TypeError, ValueError), match="exclude"):
+        mb.maxsim_logsumexp(unit(3, 2, 4, seed=0), unit(3, 5, 4, seed=1), exclude=exclude)
+
+
 def test_compiled():
     query, document = leaves(unit(4, 2, 4, seed=0), unit(4, 3, 4, seed=1))
     compiled = torch.compile(lambda q, d: mb.late_interaction_loss(q, d, scale=3.0), backend="aot_eager", fullgraph=True)

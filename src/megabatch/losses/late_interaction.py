@@ -64,7 +64,7 @@ def late_interaction_loss(
             f"{batch.query.count} and {batch.document.count}"
         )
     batch.check_pairs()
-    batch.check_ids(ids, ids, ("ids", "ids"))
+    batch.check_ids(ids)
     row, col, match, share = batch.logsumexp(ids=(ids, ids), diagonal=APART, columns=symmetric)
     sums = [row]
     for i, further in enumerate(_several(negatives)):
