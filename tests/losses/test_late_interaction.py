@@ -168,6 +168,49 @@ def test_losses_need_a_pair():
             call()
 
 
+@pytest.mark.parametrize("scale", [3.0, 0.0, -2.0])
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_an_own_document_without_vectors_makes_the_loss_infinite(scale, N, symmetric):
+    query_mask, document_mask = torch.ones(N, 2, dtype=torch.bool), torch.ones(N, 5, dtype=torch.bool)
+    document_mask[0] = False
+    for without_query in (False, True):
+        query_mask[0] = not without_query
+        losses = mb.late_interaction_loss(
+            unit(N, 2, 4, seed=0),
+            unit(N, 5, 4, seed=1),
+            scale=scale,
+            query_mask=query_mask,
+            document_mask=document_mask,
+            symmetric=symmetric,
+            reduction="none",
+        )
+        assert losses[0] == torch.inf
+        assert losses[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.0, -2.0])
+@pytest.mark.parametrize("query_counts", [True, False])
+def test_candidates_without_vectors_are_left_out_of_distillation(scale, query_counts):
+    query, document = leaves(unit(3, 2, 4, seed=0), unit(3, 4, 5, 4, seed=1))
+    teacher, mask = unit(3, 4, seed=2), torch.ones(3, 4, 5, dtype=torch.bool)
+    mask[0, 1:3], mask[1] = False, False
+    query_mask = torch.ones(3, 2, dtype=torch.bool)
+    query_mask[0] = query_counts
+    inputs, factor = (query, document), torch.tensor(scale, dtype=torch.float64, requires_grad=True)
+    options = {"scale": factor, "reduction": "none"}
+    losses = mb.late_distillation_loss(*inputs, teacher, query_mask=query_mask, document_mask=mask, **options)
+    found = [losses.detach(), *torch.autograd.grad(losses.sum(), (*inputs, factor))]
+    kept = [
+        mb.late_distillation_loss(query[:1], document[:1, [0, 3]], teacher[:1, [0, 3]], query_mask=query_mask[:1], **options),
+        torch.zeros(1, dtype=torch.float64),
+        mb.late_distillation_loss(query[2:], document[2:], teacher[2:], **options),
+    ]
+    losses = torch.cat(kept)
+    for actual, expected in zip(found, [losses.detach(), *torch.autograd.grad(losses.sum(), (*inputs, factor))], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_nothing_of_the_size_of_the_scores_is_saved():
     """Inputs, and two numbers of each query, in float32: shift and total."""
     N, query, document = 96, *leaves(unit(96, 2, 4, seed=0).float(), unit(96, 3, 4, seed=1).float())

@@ -33,7 +33,8 @@ def late_interaction_loss(
         scores = scale * torch.einsum("itd,jud->ijtu", query, document).amax(3).sum(2)
         return F.cross_entropy(scores, torch.arange(len(scores)))
 
-    Negatives add columns to the scores; ids set some of them to −inf. Masks, ties and memory are as in `maxsim_logsumexp`.
+    Negatives add columns to the scores; ids set some of them to −inf. Masks, ties and memory are as in `maxsim_logsumexp`. A
+    document without vectors is nobody's negative, and as the document of a pair it makes the loss of the pair infinite.
     Never negative, differentiable once, float32 (float64 for float64 inputs).
 
     Example:
@@ -77,9 +78,9 @@ def late_interaction_loss(
             **how,  # type: ignore[arg-type]
         )
         sums.append(against.logsumexp(diagonal=KEPT)[0])
-    losses = [cross_entropy(log_add(sums, match), match)]
+    losses = [_of_pairs(log_add(sums, match), match)]
     if symmetric:
-        losses.append(cross_entropy(col, match))
+        losses.append(_of_pairs(col, match))
     return reduced(losses, share, reduction)
 
 
@@ -103,7 +104,8 @@ def late_distillation_loss(
         return F.kl_div(scores.log_softmax(1), teacher.log_softmax(1), log_target=True, reduction="batchmean")
 
     in PyTorch operations on every device: there are N·K scores, not N². The products are held for some queries at a time, and
-    found again in backward. A document without vectors is left out, of the teacher's softmax as well.
+    found again in backward. A document without vectors is left out, of the teacher's softmax as well; a query all of whose
+    documents have none has the loss 0.
 
     Example:
         loss = mb.late_distillation_loss(query, document, teacher, document_mask=mask)
@@ -136,10 +138,17 @@ def late_distillation_loss(
     scores, share = pairs.of_own()
     scores = scores.view(teacher.shape)  # a rank without queries has no documents to count
     missing = scores.detach() == -torch.inf
-    target = teacher.to(scores.dtype).masked_fill(missing, -torch.inf).log_softmax(1)
-    student = scores.masked_fill(missing, -torch.inf).log_softmax(1)
+    left_out = missing & ~missing.all(1, keepdim=True)  # a softmax of nothing is NaN; where all are missing, no term counts
+    target = teacher.to(scores.dtype).masked_fill(left_out, -torch.inf).log_softmax(1)
+    student = scores.masked_fill(missing, 0.0).masked_fill(left_out, -torch.inf).log_softmax(1)
     terms = target.exp() * (target - student).masked_fill(missing, 0.0)
     return reduced([terms.sum(1)], share, reduction)
+
+
+def _of_pairs(negatives: Tensor, match: Tensor) -> Tensor:  # (N,) each
+    """The cross-entropies; infinite if the match is −inf, also where there are no negatives."""
+    nothing = (negatives.detach() == -torch.inf) & (match.detach() == -torch.inf)
+    return cross_entropy(negatives.masked_fill(nothing, 0.0), match)
 
 
 def _several(negatives: Tensor | Tokens | Sequence[Tensor | Tokens] | None) -> Sequence[Tensor | Tokens]:
