@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.tiles import backends
 from megabatch.tiles.precision import SUPPORTED_DTYPES, compute_precision
+from megabatch.tiles.topk import MOST_OF_THE_BEST
 
 BACKENDS = ("auto", backends.EAGER, backends.TRITON)
-MOST_OF_THE_BEST = 1024
 _DTYPE_NAMES = "float64, float32, bfloat16 or float16"
 
 

@@ -70,7 +70,28 @@ def test_random_ones_are_of_the_range_and_the_same_every_time():
     assert all(set(row) < set(every) and len(set(row)) == 4 for row, every in zip(found.tolist(), among.tolist(), strict=True))
 
 
+def test_a_search_that_begins_later_draws_the_same(monkeypatch):
+    query, document, positive = unit(9, 6, seed=0), unit(40, 6, seed=1), torch.arange(9)
+    random = Choice(3, range_max=12, sampling="random")
+    found = torch.cat(list(hard_negatives(query, document, positive, random)))
+    monkeypatch.setattr(mining, "ROWS", 2)
+    rest = torch.cat(list(hard_negatives(query, document, positive, random, first=3)))
+    assert torch.equal(rest, found[3:])
+    monkeypatch.setattr(mining, "ROWS", 1)
+    same_query = hard_negatives(query[:1].expand(9, 6), document, positive[:1].expand(9), random)
+    assert len(torch.cat(list(same_query)).unique(dim=0)) > 1  # rows draw differently
+
+
 def test_messages():
+    for options, message in (
+        ({"negatives": 300, "sampling": "random"}, r"range_min \+ 4·negatives, if sampling is random, must be at most 1024"),
+        ({"negatives": 1000, "range_min": 100}, r"range_min \+ negatives must be at most 1024, got 1100"),
+        ({"negatives": 4, "range_max": 2000}, "range_max must be at most 1024, got 2000"),
+        ({"negatives": 4, "max_score": float("nan")}, "max_score must be a number, got nan"),
+        ({"negatives": 4, "relative_margin": float("nan")}, "relative_margin must be a number, got nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Choice(**options)
     with pytest.raises(ValueError, match="range_max must be at least range_min"):
         Choice(4, range_min=3, range_max=6)
     with pytest.raises(ValueError, match="sampling must be"):
