@@ -76,6 +76,19 @@ def test_errors_name_the_argument():
         mb.pairwise_topk(x, y, 1, above=torch.zeros(3, requires_grad=True))
 
 
+def test_bounds_of_one_element_and_nan():
+    x, y = unit(3, 4, seed=0), unit(5, 4, seed=1)
+    wanted = mb.pairwise_topk(x, y, 2, below=0.1)
+    same(mb.pairwise_topk(x, y, 2, below=torch.full((1, 1), 0.1, dtype=torch.float64)), wanted)
+    for name in ("above", "below"):
+        with pytest.raises(ValueError, match=f"{name} must not be nan"):
+            mb.pairwise_topk(x, y, 1, **{name: float("nan")})
+        found = mb.pairwise_topk(x, y, 2, **{name: torch.tensor([torch.nan, 0.1, 0.1], dtype=torch.float64)})
+        assert found.indices[0].tolist() == [-1, -1]
+        rest = mb.pairwise_topk(x[1:], y, 2, **{name: 0.1})
+        same(type(found)(*(part[1:] for part in found)), rest)
+
+
 def test_compiled_and_under_vmap():
     x, y = unit(2, 6, 4, seed=0), unit(9, 4, seed=1)
     found = torch.func.vmap(lambda rows: mb.pairwise_topk(rows, y, 3))(x)

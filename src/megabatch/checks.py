@@ -3,6 +3,7 @@
 Only shapes, types and devices are looked at, never values, so nothing here waits for a device.
 """
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -148,6 +149,8 @@ def bound(value: Any, name: str, x: Tensor) -> None:
         offsets(value, name, x, "x")
     elif value is not None:
         number(value, name, x)
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{name} must not be nan: no product is larger or smaller")
     if isinstance(value, Tensor):
         without_gradient([value], [name])
 

@@ -138,6 +138,8 @@ def _items(value: Tensor | Tokens, mask: Tensor | None, name: str) -> _Items:
         mask = mask.bool().reshape(-1)
     if lengths is None:
         return _Items(values.flatten(0, 1), values.shape[1], None, mask)
+    if isinstance(lengths, Tensor) and lengths.dim() != 1:
+        raise ValueError(f"{name}.lengths must have shape (items,), got {tuple(lengths.shape)}")
     checks.ids(lengths, f"{name}.lengths", lengths, name)
     lengths = lengths.to(values.device, torch.int64)
     least, most, total = torch.stack((lengths.amin(), lengths.amax(), lengths.sum())).tolist() if len(lengths) else (1, 1, 0)

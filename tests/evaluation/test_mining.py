@@ -174,6 +174,13 @@ def test_work_of_another_model_or_other_data_is_not_continued(place, tmp_path, w
         mine(tmp_path, "--output", output)
 
 
+def test_a_score_is_not_rounded_to_the_type_of_embeddings():
+    query, document = torch.tensor([[1.0]]).half(), torch.tensor([[1.0], [0.5]]).half()
+    for least, wanted in ((0.5001, -1), (0.5, 1)):  # 0.5001 is 0.5 in half precision
+        (found,) = hard_negatives(query, document, torch.tensor([0]), Choice(1, min_score=least))
+        assert found.tolist() == [[wanted]]
+
+
 def test_the_output_is_json_lines(place, tmp_path):
     with pytest.raises(ValueError, match=r"--output must end in \.jsonl"):
         mine(place, "--output", tmp_path / "mined.csv")

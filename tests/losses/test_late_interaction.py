@@ -250,6 +250,26 @@ def test_what_is_excluded_is_checked(exclude):
         mb.maxsim_logsumexp(unit(3, 2, 4, seed=0), unit(3, 5, 4, seed=1), exclude=exclude)
 
 
+def test_errors_of_further_arguments():
+    query, document, candidates = unit(3, 2, 4, seed=0), unit(3, 5, 4, seed=1), unit(3, 2, 5, 4, seed=2)
+    packed = mb.Tokens(document.flatten(0, 1), lengths=torch.tensor(15))
+    teacher = torch.zeros(3, 2)
+    for call, message in (
+        (lambda: mb.late_interaction_loss(query, packed, scale=1.0), r"document.lengths must have shape \(items,\), got \(\)"),
+        (
+            lambda: mb.late_interaction_loss(query, document, scale=1.0, negatives=5),
+            "negatives must be a tensor, Tokens or a list",
+        ),
+        (lambda: mb.late_distillation_loss(query, candidates, teacher.to("meta")), "teacher must be on cpu, got meta"),
+        (
+            lambda: mb.late_distillation_loss(query, candidates, teacher, document_mask=5),
+            "the mask of document must have shape",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+
+
 def test_compiled():
     query, document = leaves(unit(4, 2, 4, seed=0), unit(4, 3, 4, seed=1))
     compiled = torch.compile(lambda q, d: mb.late_interaction_loss(q, d, scale=3.0), backend="aot_eager", fullgraph=True)

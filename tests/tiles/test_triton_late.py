@@ -80,6 +80,12 @@ def test_ties_go_to_the_first_and_nan_is_kept():
     assert col.isnan().tolist() == [False, True]
 
 
+def test_sums_of_vectors_may_overflow():
+    query, document = torch.full((2, 3, 4), 1e-38, device=DEVICE), torch.full((2, 5, 4), 3e38, device=DEVICE)
+    for backend in ("eager", "triton"):
+        assert mb.maxsim_logsumexp(query, document, backend=backend).row.isfinite().all()
+
+
 def test_the_same_bits_every_time():
     query, document = leaves(unit(4, 5, 8, seed=0, dtype=torch.float32), unit(4, 9, 8, seed=1, dtype=torch.float32))
     runs = []

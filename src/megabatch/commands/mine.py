@@ -72,7 +72,8 @@ class Mine:
         candidates = document.rows()[kept]
         known = None if ids is None else (ids, ids[kept])
         found = hard_negatives(query.rows(), candidates, numbers, choice, ids=known, first=done, device=device)
-        with part.open("a", encoding="utf-8") as file:
+        # A path may have half of a surrogate pair, which UTF-8 has no code for; its backslash form is JSON's as well.
+        with part.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for rows in found:
                 for index, row in enumerate(rows.tolist(), start=done):
                     negatives = [None if place < 0 else self.texts[kept[place]] for place in row]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import megabatch.pairwise
 from megabatch.tiles.block import windows
+from megabatch.tiles.precision import accumulator_dtype
 from megabatch.tiles.topk import MOST_OF_THE_BEST
 
 ROWS = 8192  # queries searched for at once
@@ -25,7 +26,7 @@ class Choice:
         max_score: no product above it.
         min_score: no product below it.
         absolute_margin: no product above that of the positive less this.
-        relative_margin: no product above (1 − this) times that of the positive.
+        relative_margin: no product above s − this·|s|, s being that of the positive.
         sampling: "top" for the best of the range, "random" for a random choice.
     """
 
@@ -109,10 +110,11 @@ def hard_negatives(
     document = document.to(place, dtype)
     own, others = (positive, torch.arange(len(document))) if ids is None else ids
     others = others.to(place)
-    lowest = None if choice.min_score is None else document.new_tensor(choice.min_score).float()
+    wide = accumulator_dtype(dtype)
+    lowest = None if choice.min_score is None else torch.tensor(choice.min_score, dtype=wide, device=place)
     for rows in windows(slice(first, len(query)), ROWS):
         x = query[rows].to(place, dtype)
-        match = (x.float() * document[positive[rows].to(place)].float()).sum(1)
+        match = (x.to(wide) * document[positive[rows].to(place)].to(wide)).sum(1)
         found = megabatch.pairwise.pairwise_topk(
             x,
             document,

@@ -125,7 +125,7 @@ def late_distillation_loss(
     if not isinstance(teacher, Tensor) or teacher.dim() != 2 or not teacher.dtype.is_floating_point:
         raise ValueError("teacher must be a floating-point tensor of shape (N, K), a score for each document of a query")
     checks.without_gradient([teacher], ["teacher"])
-    flat_mask = document_mask.flatten(0, 1) if document_mask is not None and document_mask.dim() == 3 else document_mask
+    flat_mask = document_mask.flatten(0, 1) if isinstance(document_mask, Tensor) and document_mask.dim() == 3 else document_mask
     pairs = Similarities(
         query, _flat(document), scale, masks=(query_mask, flat_mask), normalize=normalize, group=group, purpose="distillation"
     )
@@ -134,6 +134,8 @@ def late_distillation_loss(
         raise ValueError(
             f"teacher must have a score for each document of a query, ({N}, {M // max(N, 1)}), got {tuple(teacher.shape)}"
         )
+    if teacher.device != pairs.document.values.device:
+        raise ValueError(f"teacher must be on {pairs.document.values.device}, got {teacher.device}")
     pairs.check_pairs()
     scores, share = pairs.of_own()
     scores = scores.view(teacher.shape)  # a rank without queries has no documents to count
@@ -152,6 +154,8 @@ def _of_pairs(negatives: Tensor, match: Tensor) -> Tensor:  # (N,) each
 
 
 def _several(negatives: Tensor | Tokens | Sequence[Tensor | Tokens] | None) -> Sequence[Tensor | Tokens]:
+    if negatives is not None and not isinstance(negatives, Tensor | Sequence):
+        raise TypeError(f"negatives must be a tensor, Tokens or a list of these, got {type(negatives).__name__}")
     if negatives is None:
         return ()
     return [negatives] if isinstance(negatives, Tensor | Tokens) else negatives

@@ -161,8 +161,8 @@ def _noise(operands: Operands) -> Tensor:  # (N,)
     A sum of D terms is off by D·2⁻²³·|x|·|y| at most, even if every addition truncates. A column with NaN is never chosen.
     """
     x, y = (torch.linalg.vector_norm(side, dim=1, dtype=torch.float32) for side in (operands.x, operands.y))
-    largest: Tensor = y.nan_to_num(0.0, torch.inf).amax()
-    return largest * x * (operands.x.shape[1] * 2.0**-22)
+    noise: Tensor = x * y.nan_to_num(0.0, torch.inf).amax() * (operands.x.shape[1] * 2.0**-22)
+    return noise
 
 
 def _some_rows(block: Block, rows: Tensor) -> Block:  # (n,) int64
