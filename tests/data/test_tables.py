@@ -178,3 +178,12 @@ def test_a_path_that_is_none_is_unreadable(tmp_path):
     for index in range(2):
         with pytest.raises(UnreadableSampleError, match="cannot be read"):
             table.read(index, 0)
+
+
+def test_half_of_a_surrogate_pair_is_no_text(tmp_path):
+    texts = ["plain", "whole \U0001f600", "half \ud83d of one"]
+    lines = [json.dumps({"query": f"word {i}", "document": text}) for i, text in enumerate(texts)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    table = Table(tmp_path / "pairs.jsonl")
+    assert [table.read(i, 1) for i in range(len(table))] == texts[:2]
+    assert "half of a surrogate pair is no character" in table.problems[0]

@@ -176,11 +176,15 @@ class Table(Dataset):
             self.problems.append(_told(self.path, number, problem))
             return
         pair = []
-        for column in columns:
+        for column, kind in zip(columns, self.sides, strict=True):
             value = values.get(column)
             if not isinstance(value, str) or not value.strip():
                 came = "nothing" if value is None or value == "" else repr(value)
                 self.problems.append(_told(self.path, number, f"{column} must be a text, got {came}"))
+                return
+            if kind == TEXT and _SURROGATE.search(value):
+                problem = f"{column} must be Unicode text, and half of a surrogate pair is no character"
+                self.problems.append(_told(self.path, number, problem))
                 return
             pair.append(value.strip())
         negatives = [entry for column in self.negative_columns for entry in _texts(values.get(column))]
@@ -195,6 +199,9 @@ class Table(Dataset):
         self._negative_ends.append(len(self._negatives))
         self._first.append(pair[0])
         self._second.append(pair[1])
+
+
+_SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON may escape one alone; no encoding and no tokenizer takes it
 
 
 def connected(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) int64
