@@ -86,3 +86,8 @@ class Part(Dataset):
         """As in the whole."""
         found = self.whole.items()
         return None if found is None else found[self.indices]
+
+    def classes(self) -> Tensor | None:  # (samples,) int64
+        """As in the whole."""
+        found = self.whole.classes()
+        return None if found is None else found[self.indices]
