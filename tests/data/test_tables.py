@@ -156,9 +156,26 @@ def test_what_is_no_table(tmp_path):
         Table(tmp_path / "pairs.txt")
     with pytest.raises(FileNotFoundError, match=r"No such file: .*pairs.csv"):
         Table(tmp_path / "pairs.csv")
-    (tmp_path / "empty.csv").write_text("")
-    with pytest.raises(ValueError, match=r"has the columns \(none\)"):
-        Table(tmp_path / "empty.csv")
+    for text in ("", "image,caption\n"):
+        (tmp_path / "empty.csv").write_text(text)
+        with pytest.raises(ValueError, match=r"empty\.csv must have at least one pair, got none: it has no rows"):
+            Table(tmp_path / "empty.csv")
+
+
+def test_a_column_has_one_meaning(tmp_path):
+    (tmp_path / "twice.csv").write_text("image,caption,caption\na.png,one,two\n")
+    with pytest.raises(ValueError, match=r"twice\.csv must name each column once, got caption more than once"):
+        Table(tmp_path / "twice.csv")
+    (tmp_path / "pairs.csv").write_text("file,,\na.png,,\n")
+    with pytest.raises(ValueError, match=r"columns must name two columns of pairs, got file twice: image=file text=file"):
+        Table(tmp_path / "pairs.csv", columns={"image": "file", "text": "file"})
+
+
+def test_parquet_that_is_damaged_is_named(tmp_path):
+    pytest.importorskip("pyarrow", reason="Parquet is read with pyarrow")
+    (tmp_path / "pairs.parquet").write_bytes(b"no Parquet at all")
+    with pytest.raises(ValueError, match=r"pairs\.parquet must be Parquet and cannot be read"):
+        Table(tmp_path / "pairs.parquet")
 
 
 def test_connected_through_others():

@@ -79,7 +79,10 @@ def _known(kind: type[Dataset], options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in names:
             has = f"has {', '.join(names)}" if names else "has none"
-            raise ValueError(f"data_options must be options of {kind.__name__}, which {has}, got {name!r}")
+            raise ValueError(
+                f"data_options (of validation data: validation_options) must be options of {kind.__name__}, which {has}, "
+                f"got {name!r}"
+            )
     return options
 
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,11 @@ class Table(Dataset):
         beginning, names = _up_to_the_first_whole(rows)
         if names is not None and self.path.suffix == ".jsonl":  # each row has its own keys
             names = list(dict.fromkeys(name for _, values, _ in _rows(self.path, encoding) for name in values or ()))
-        if names is None and beginning:
+        if names is None and not beginning:
+            raise ValueError(f"{self.path} must have at least one pair, got none: it has no rows")
+        if names is None:
             raise self._without_pairs([_told(self.path, number, problem) for number, _, problem in beginning])
-        columns, found, self.negative_columns, self.label_column, self.score_column = _chosen(columns, names or [], self.path)
+        columns, found, self.negative_columns, self.label_column, self.score_column = _chosen(columns, names, self.path)
         texts = found if texts is None else texts
         self.sides = (TEXT if texts else IMAGE, TEXT)
         self._first: list[str] = []
@@ -281,6 +284,8 @@ def _chosen(
     if missing:
         raise ValueError(f"{path.name} has no column {' and no column '.join(missing)}; it has {', '.join(names) or 'none'}")
     chosen = by_role[sides[0][0]], by_role[sides[1][0]]
+    if chosen[0] == chosen[1]:
+        raise ValueError(f"columns must name two columns of pairs, got {chosen[0]} twice: {_told_columns(by_role)}")
     negatives = (by_role[NEGATIVE],) if NEGATIVE in by_role else ()
     return chosen, sides[0][0] == "query", negatives, by_role.get(LABEL), by_role.get(SCORE)
 
@@ -351,6 +356,13 @@ def _csv_rows(path: Path, encoding: str) -> Iterator[Row]:
     with path.open(encoding=encoding, newline="") as file:
         separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
         reader = csv.DictReader((line.replace("\0", "") for line in file), delimiter=separator)
+        try:
+            counts = Counter(reader.fieldnames or ())
+        except csv.Error as error:
+            raise ValueError(f"{path} must have a line of column names, which cannot be read: {error}") from error
+        twice = next((name for name, count in counts.items() if name and count > 1), None)
+        if twice is not None:
+            raise ValueError(f"{path} must name each column once, got {twice} more than once")
         for number in itertools.count(1):
             try:
                 values = next(reader)
@@ -384,8 +396,11 @@ def _json_rows(path: Path, encoding: str) -> Iterator[Row]:
 def _parquet_rows(path: Path) -> Iterator[Row]:
     parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
     number = 0
-    with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches():
-            for values in batch.to_pylist():
-                number += 1
-                yield number, values, ""
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for values in batch.to_pylist():
+                    number += 1
+                    yield number, values, ""
+    except (ValueError, OSError) as error:  # pyarrow's errors do not name the file
+        raise ValueError(f"{path} must be Parquet and cannot be read: {error}") from error
