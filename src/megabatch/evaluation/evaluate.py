@@ -33,7 +33,7 @@ def evaluate(
     classes = dataset.classes()
     owner_side, owned_side = (0, 1) if classes is None else (1, 0)  # each row of the second belongs to one row of the first
     world = World.of(group, device_of(pair.second.module))
-    if classes is not None and len(classes.unique()) < world.size:
+    if classes is not None and len(torch.unique(classes)) < world.size:
         group, world = None, World.of(None, world.device)  # a class is on one rank; with so few of them, all are on each rank
     indices, first, owners = _share(dataset.items() if classes is None else classes, len(dataset), world.rank, world.size)
     owned = embed(pair.towers[owned_side], dataset, owned_side, indices, chunk_size=chunk_size, workers=workers)
