@@ -197,6 +197,11 @@ def test_columns_of_training_and_validation_data(pairs, capsys):
     assert (config["data_options"], config["validation_options"]) == (wanted, wanted)
     assert cli.main(["train", "--resume", "mine", "--set", "steps=3", "--no-report"]) == 0
     assert cli.main(["eval", "mine"]) == 0
+    rows = [json.loads(line) for line in text.splitlines()]
+    (pairs / "more.jsonl").write_text("\n".join(json.dumps({**row, "not": "x", "kind": 1}) for row in rows))
+    more = (*columns, "negative=not", "label=kind")
+    given = ("--loss", "info_nce", "--set", "steps=1", "--output", "more")
+    assert call("--data", "more.jsonl", "--validation", "other.jsonl", *more, *given) == 0  # evaluation needs neither
 
 
 def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, capsys, caplog):

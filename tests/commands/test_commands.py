@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import logging
 import shutil
 
 import pytest
@@ -95,6 +96,21 @@ def test_zero_shot(place, tmp_path, capsys):
     (tmp_path / "classes.txt").write_text("red")
     with pytest.raises(ValueError, match=r"--classes .* 'green'"):
         call(eval_command, place / "run", "--zero-shot", "--classes", tmp_path / "classes.txt")
+    with pytest.raises(ValueError, match=r"--classes must come with --zero-shot"):
+        call(eval_command, place / "run", "--classes", tmp_path / "classes.txt")
+    (tmp_path / "classes.txt").write_text("\n".join([*COLOURS, COLOURS[0]]))
+    with pytest.raises(ValueError, match=rf"--classes must name each class once, got '{COLOURS[0]}' more than once"):
+        call(eval_command, place / "run", "--zero-shot", "--classes", tmp_path / "classes.txt")
+
+
+def test_eval_says_that_a_run_has_other_validation_sets(place, tmp_path, caplog):
+    shutil.copytree(place / "run", tmp_path / "run")
+    (tmp_path / "run" / "config.toml").write_text(f"data = 'emoji'\nvalidation = ['{place / 'images'}', 'other.csv']\n")
+    with caplog.at_level(logging.INFO, "megabatch"):
+        call(eval_command, tmp_path / "run")
+    assert (
+        f"evaluates on {place / 'images'}, the first validation set of the run; --data names another: other.csv" in caplog.text
+    )
 
 
 def _zero_shot_on_a_rank(group, rank, run, data):

@@ -290,6 +290,15 @@ def test_metrics_for_people():
     assert metrics.chance("mean_rank", 9) == 5.0
 
 
+def test_chance_with_several_captions_of_an_image():
+    # 1 - C(18, 10) / C(20, 10), and 18 wrong captions in the 3 gaps around 2 right ones
+    assert metrics.chance("R@10", 20, 2) == pytest.approx(1 - 43758 / 184756)
+    assert metrics.chance("mean_rank", 20, 2) == 7.0
+    evaluation = {f"{way}_{name}": 1.0 for way in ("image_to_text", "text_to_image") for name in ("R@10", "mean_rank")}
+    lines = metrics.table({**evaluation, "num_samples": 10, "num_texts": 20}).text().splitlines()
+    assert [line.split()[-2:] for line in lines if "by chance" in line] == [["76.3%", "7"], ["100.0%", "5.5"]]
+
+
 def test_an_evaluation_is_a_line_of_a_hundred_columns():
     names = [f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
     line = metrics.line({**dict.fromkeys(names, 1.0), "text_to_image_mean_rank": 3.0})

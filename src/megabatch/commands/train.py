@@ -14,6 +14,7 @@ from megabatch import extras, settings, towers
 from megabatch.cached import randomness
 from megabatch.commands.arguments.train import AUTO
 from megabatch.data import load as data
+from megabatch.data import tables
 from megabatch.data.dataset import Dataset
 from megabatch.towers.load import image_size
 from megabatch.trainer import config as configs
@@ -77,7 +78,8 @@ def _given(args: argparse.Namespace) -> list[settings.Table]:
     if args.columns is not None:
         flags["data_options"] = {"columns": args.columns}
         if args.validation is not None and not set(args.validation) & set(data.WITH_SPLITS):
-            flags["validation_options"] = {"columns": args.columns}
+            needed = {role: name for role, name in args.columns.items() if role not in (tables.NEGATIVE, tables.LABEL)}
+            flags["validation_options"] = {"columns": needed}
     read = settings.read(args.config) if args.config is not None else {}
     return [read, flags, *(settings.assignment(text) for text in args.set)]
 
