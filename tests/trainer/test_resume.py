@@ -207,7 +207,7 @@ def test_a_disk_that_is_full_from_the_start_promises_nothing(tmp_path, caplog, m
 
 
 def test_a_model_that_does_not_fit_is_told_on_all_ranks(tmp_path, monkeypatch):
-    def full(pair, folder):
+    def full(pair, folder, *, step):
         raise OSError(28, "No space left on device")
 
     made = runs.trainer(tmp_path)

@@ -14,12 +14,13 @@ from megabatch.data.negatives import WithNegatives
 from megabatch.data.tables import Table
 from megabatch.trainer.locked import SIDES, KeptEmbeddings
 from megabatch.trainer.objective import CONTRASTS, Beside, LossConfig
+from megabatch.trainer.weights import load_newest
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
 
 
-def with_negatives(config: LossConfig, dataset: Dataset) -> WithNegatives | None:
+def with_negatives(config: LossConfig, dataset: Dataset, lock: str) -> WithNegatives | None:
     """The data with its hard negatives, if it has columns of them; checks that the loss uses what the data has."""
     if config.name == "sup_con" and getattr(dataset, "label_column", None) is None:
         raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
@@ -31,6 +32,11 @@ def with_negatives(config: LossConfig, dataset: Dataset) -> WithNegatives | None
         raise ValueError(
             f"the data has hard negatives in the column {columns[0]}, and {why}. --loss info_nce uses them; --columns without "
             "negative=… leaves them out"
+        )
+    if lock != "none":
+        raise ValueError(
+            f"the data has hard negatives in the column {columns[0]}, and lock must be \"none\" with them, got {lock!r}. "
+            "--columns without negative=… leaves them out"
         )
     return WithNegatives(dataset)
 
@@ -73,7 +79,7 @@ def teacher(
         chunk_size: samples encoded at once.
         workers: as for `Dataset.source`.
     """
-    pair = towers.load_saved(spec, world.device) if Path(spec).is_dir() else towers.load(spec, dataset.sides)
+    pair = load_newest(Path(spec), world.device)[0] if Path(spec).is_dir() else towers.load(spec, dataset.sides)
     for tower in pair.towers:
         tower.module.to(world.device).requires_grad_(False).eval()
     kept = partial(KeptEmbeddings, chunk_size=chunk_size, workers=workers, world=world, report=LOG.info)

@@ -92,7 +92,7 @@ class Trainer:
             raise ValueError(
                 f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
             )
-        self._negatives = beside.with_negatives(config.loss, dataset)
+        self._negatives = beside.with_negatives(config.loss, dataset, config.lock)
         groups: Any = getattr(dataset, "groups", len(dataset))
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
         self.steps = config.total_steps(self.order.batches_per_epoch)
@@ -170,7 +170,15 @@ class Trainer:
             self._fit = Fit(tuple(about["chunk_sizes"]), about["graph_bytes"])
         if path.resolve().parent == self.checkpoints.folder.resolve():
             self.checkpoints.set_aside_after(self.step)
+            self._set_model_aside()
         return True
+
+    def _set_model_aside(self) -> None:
+        """Renames the model of a later step, as checkpoints of later steps are: it would count as newer than what follows."""
+        place = self.run.folder / towers.saved.WEIGHTS
+        if self.world.rank == 0 and (towers.saved.step(self.run.folder) or 0) > self.step:
+            aside = place.replace(place.with_name(f"abandoned_{place.name}"))
+            LOG.warning("the run continues from step %d; %s is now called %s", self.step, place, aside.name)
 
     def _fits_as_before(self, about: dict[str, Any]) -> bool:
         """Whether the chunk sizes of the checkpoint are valid for this run too."""
@@ -229,7 +237,8 @@ class Trainer:
         loss, taught = self.config.loss, None
         if spec := loss.teacher or loss.guide:
             place, chunk_size = self.run.folder / TEACHER, min(self._fit.chunk_sizes)
-            with autocast(self.config.precision, self.world.device):
+            # After `resume` the generators are those of the checkpoint, and a teacher is built with random weights first.
+            with randomness.untouched([self.world.device]), autocast(self.config.precision, self.world.device):
                 taught, self.objective.teacher_scale = beside.teacher(
                     spec, self.dataset, place, self.world, chunk_size=chunk_size, workers=workers
                 )
@@ -453,7 +462,7 @@ class Trainer:
                 self.pair, logit_scale=numbers["scale"], logit_bias=numbers.get("bias", self.pair.logit_bias)
             )
             try:
-                towers.save(trained, self.run.folder / within)
+                towers.save(trained, self.run.folder / within, step=self.step)
             except OSError as error:  # on the first rank, which writes
                 problem = reason(error)
         if problem := self.world.from_first(problem):
