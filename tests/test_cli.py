@@ -85,6 +85,12 @@ def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
             ["--set", "data_options.colums=5"],
             "data_options … columns, texts, root … got 'colums'",
         ),
+        (["--steps", "2", "--epochs", "9"], "--epochs … --steps … got 9.0 and 2"),
+        (["--set", "checkpoint.best=foo"], "checkpoint.best … evaluate_every … got 'foo'"),
+        (
+            ["--set", "checkpoint.best=foo", "--evaluate-every", "1", "--validation", "pairs.jsonl"],
+            "checkpoint.best … query_to_text_R@1 … got 'foo'",
+        ),
         (["--output", "pairs.jsonl"], "--output … got pairs.jsonl"),
         (["--set", "device=cuda"], 'device … "cuda"'),
     ],
@@ -210,6 +216,16 @@ def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, cap
     assert "weights after step 4, from a checkpoint of mine" in caplog.messages
     assert cli.main(["search", "mine/checkpoints/step_00000003", "number two", "-k", "3"]) == 0
     assert "number two" in capsys.readouterr().out
+
+
+def test_epochs_and_steps_given_last_win(pairs):
+    assert call("--steps", "2", "--output", "mine") == 0
+    assert cli.main(["train", "--resume", "mine", "--epochs", "3", "--no-report"]) == 0
+    assert results.read("mine/metrics.jsonl")[-1]["step"] == 6  # two batches an epoch
+    assert cli.main(["train", "--resume", "mine", "--steps", "7", "--no-report"]) == 0
+    assert results.read("mine/metrics.jsonl")[-1]["step"] == 7
+    assert call("--set", "steps=1", "--set", "epochs=1", "--output", "other") == 0
+    assert len(results.read("other/metrics.jsonl")) == 2
 
 
 def test_flags_are_settings(pairs):

@@ -461,13 +461,33 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 2
 
 
+def test_the_metric_of_the_best_weights_is_checked_at_the_start(tmp_path):
+    validation = {"one": runs.Numbers(samples=20), "two": runs.Numbers(samples=20)}
+    made = runs.trainer(tmp_path, {"steps": 1, "evaluate_every": 1}, validation=validation)
+    known = [key for key in made.fit() if "num_" not in key]
+    with pytest.raises(ValueError, match=r'checkpoint.best must be "auto", "none" or one of .*, got \'foo\'') as error:
+        runs.trainer(tmp_path, {"evaluate_every": 1, "checkpoint": {"best": "foo"}}, validation=validation)
+    assert sorted(str(error.value).partition("one of ")[2].rpartition(", got")[0].split(", ")) == sorted(known)
+    with pytest.raises(ValueError, match=r"checkpoint.best .* without evaluate_every, got 'two/clip_val_loss'"):
+        runs.trainer(tmp_path, {"checkpoint": {"best": "two/clip_val_loss"}}, validation=validation)
+
+
+def test_a_new_run_begins_without_the_best_weights_of_another(tmp_path):
+    about = tmp_path / "best" / "best.json"
+    about.parent.mkdir()
+    about.write_text(json.dumps({"step": 0, "metric": "text_to_image_R@1", "value": 2.0}))
+    (about.parent / "model.safetensors").write_text("old")
+    runs.trainer(tmp_path, {"steps": 2, "evaluate_every": 1}, validation=runs.Numbers(samples=20)).fit()
+    assert json.loads(about.read_text())["value"] <= 1
+
+
 def test_a_rank_is_better_if_it_is_lower_and_none_keeps_nothing(tmp_path):
-    made = runs.trainer(tmp_path, {"checkpoint": {"best": "mean_rank"}}, validation=runs.Numbers(samples=20))
+    metric = "image_to_text_mean_rank"
+    changes = {"evaluate_every": 3, "checkpoint": {"best": metric}}
+    made = runs.trainer(tmp_path, changes, validation=runs.Numbers(samples=20))
     for made.step, value in ((1, 3.0), (2, 5.0), (3, 2.0)):
-        made._keep_best({"mean_rank": value})
-    assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": 3, "metric": "mean_rank", "value": 2.0}
-    with pytest.raises(ValueError, match=r"checkpoint.best must be one of R, got 'mean_rank'"):
-        made._keep_best({"R": 1.0})
+        made._keep_best({metric: value})
+    assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": 3, "metric": metric, "value": 2.0}
     changes = {"evaluate_every": 3, "checkpoint": {"best": "none"}}
     runs.trainer(tmp_path / "none", changes, validation=runs.Numbers(samples=20)).fit()
     assert not (tmp_path / "none" / "best").exists()

@@ -26,7 +26,7 @@ from megabatch.data import readers
 from megabatch.data.dataset import Dataset
 from megabatch.data.order import Order
 from megabatch.evaluation import evaluate
-from megabatch.evaluation.retrieval import HEADLINES
+from megabatch.evaluation.retrieval import HEADLINES, RECALLS
 from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
 from megabatch.trainer import beside, compiling, locked, optim, parallel, room
@@ -48,6 +48,13 @@ LOG = logging.getLogger("megabatch")
 SAMPLES_SHOWN = 2  # to towers, to find their used parameters
 SAMPLES_COUNTED = 64  # whose operations are counted
 SAMPLES_REPEATED = 64  # of which a chunk for the compiler is made
+
+
+def metric_names(sides: Sequence[str]) -> list[str]:
+    """The metrics of an evaluation by which the best weights can be kept."""
+    first, second = ("image", "text") if sides[0] != sides[1] else ("query", "text")
+    each = [*(f"R@{k}" for k in RECALLS), "MRR", "nDCG@10", "mean_rank", "median_rank"]
+    return [*(f"{way}_{name}" for way in (f"{first}_to_{second}", f"{second}_to_{first}") for name in each), "clip_val_loss"]
 
 
 class Trainer:
@@ -92,6 +99,7 @@ class Trainer:
             raise ValueError(
                 f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
             )
+        self._check_best()
         self._negatives = beside.with_negatives(config.loss, dataset, config.lock)
         groups: Any = getattr(dataset, "groups", len(dataset))
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
@@ -104,6 +112,18 @@ class Trainer:
         self._save_failed = self._model_saved = False  # the last checkpoint, the trained weights
         self._rate = optim.scaled_rate(config.optimizer, config.batch_size)
         self._build()
+
+    def _check_best(self) -> None:
+        """Checks the metric of `checkpoint.best` before the first step, and not at the first evaluation."""
+        name = self.config.checkpoint.best
+        if name in ("auto", "none"):
+            return
+        if not self.config.evaluate_every:
+            raise ValueError(f'checkpoint.best must be "auto" or "none" without evaluate_every, got {name!r}')
+        of_one = metric_names(self.dataset.sides)
+        known = [f"{prefix}/{metric}" if prefix else metric for prefix in self.validation for metric in of_one]
+        if name not in known:
+            raise ValueError(f'checkpoint.best must be "auto", "none" or one of {", ".join(known)}, got {name!r}')
 
     def _build(self) -> None:
         """Builds everything that is trained, from the towers."""
@@ -203,6 +223,8 @@ class Trainer:
         self._saved_at = time.monotonic()
         self.run.first_step = self.run.step = self.step
         if self.world.rank == 0:
+            if self.step == 0:  # the best weights of another run in this folder are none of this one's
+                runs.forget_best(self.run.folder)
             self.run.write(room.environment(self.config, self.pair, self.world, len(self.dataset), self.steps))
         self._observers.start(self.run)
         try:
@@ -378,8 +400,6 @@ class Trainer:
         """Saves the weights if no evaluation before was better."""
         name = self.config.checkpoint.best
         name = next(key for key in HEADLINES if key in result) if name == "auto" else name
-        if name not in result:
-            raise ValueError(f"checkpoint.best must be one of {', '.join(result)}, got {name!r}")
         value, lower = result[name], "rank" in name or "loss" in name
         before = self.world.from_first(runs.best(self.run.folder))
         if before is not None and before["metric"] == name and before["step"] < self.step:
