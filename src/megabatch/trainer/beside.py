@@ -1,7 +1,7 @@
 """What a loss takes beside the embeddings of a batch: hard negatives, labels, and the embeddings of a teacher or a guide."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,11 @@ from megabatch.world import World
 LOG = logging.getLogger("megabatch")
 
 
-def with_negatives(config: LossConfig, dataset: Dataset, lock: str) -> WithNegatives | None:
-    """The data with its hard negatives, if it has columns of them; checks that the loss uses what the data has."""
+def with_negatives(config: LossConfig, dataset: Dataset, known: Sequence[int] = ()) -> WithNegatives | None:
+    """The data with its hard negatives, if it has columns of them; checks that the loss uses what the data has.
+
+    `known` are the sides whose embeddings are kept.
+    """
     if config.name == "sup_con" and getattr(dataset, "label_column", None) is None:
         raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
     columns = getattr(dataset, "negative_columns", ())
@@ -33,10 +36,10 @@ def with_negatives(config: LossConfig, dataset: Dataset, lock: str) -> WithNegat
             f"the data has hard negatives in the column {columns[0]}, and {why}. --loss info_nce uses them; --columns without "
             "negative=… leaves them out"
         )
-    if lock != "none":
+    if 1 in known:
         raise ValueError(
-            f"the data has hard negatives in the column {columns[0]}, and lock must be \"none\" with them, got {lock!r}. "
-            "--columns without negative=… leaves them out"
+            f"the data has hard negatives in the column {columns[0]}, and the embeddings of a locked second side are kept for "
+            "pairs alone. keep_locked=false computes them every time; --columns without negative=… leaves the negatives out"
         )
     return WithNegatives(dataset)
 

@@ -100,7 +100,8 @@ class Trainer:
                 f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
             )
         self._check_best()
-        self._negatives = beside.with_negatives(config.loss, dataset, config.lock)
+        self._encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked.SIDES[side]]
+        self._negatives = beside.with_negatives(config.loss, dataset, [side for side in (0, 1) if side not in self._encoded])
         groups: Any = getattr(dataset, "groups", len(dataset))
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
         self.steps = config.total_steps(self.order.batches_per_epoch)
@@ -132,7 +133,6 @@ class Trainer:
         if config.lock != "none":
             with randomness.untouched([self.world.device]):
                 locked.lock(self.pair, locked.SIDES.index(config.lock), shown)
-        self._encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked.SIDES[side]]
         self._utilisation = Utilisation(
             [self.pair.towers[side] for side in self._encoded],
             [partial(self._samples, side, SAMPLES_COUNTED) for side in self._encoded],
@@ -219,7 +219,9 @@ class Trainer:
             CheckpointError: the last checkpoint or the model could not be written; `saved` tells what is on disk.
         """
         moments = optim.MOMENTS[self.config.optimizer.name] + (self.average is not None)
-        room.check(self.run.folder, self._modules, moments, self.checkpoints, self.config.checkpoint.keep, self.world)
+        models = 2 if self.config.evaluate_every and self.config.checkpoint.best != "none" else 1
+        keep = self.config.checkpoint.keep
+        room.check(self.run.folder, self._modules, moments, self.checkpoints, keep, self.world, models=models)
         self._saved_at = time.monotonic()
         self.run.first_step = self.run.step = self.step
         if self.world.rank == 0:
