@@ -80,6 +80,9 @@ def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
         (["--resume", "."], ". has no checkpoint to resume from"),
         (["--set", "data=5"], "data must be a string, got 5"),
         (["--set", "model_options.widht=16"], 'model_options.widht is no setting; did you mean "width"?'),
+        *((["--set", f"model_options.width={n}"], f"model_options.width must be at least 1, got {n}") for n in (0, -4)),
+        (["--set", "model_options.image_size=1"], "model_options.image_size must be at least 16 … got 1"),
+        (["--set", "model_options.channels=[]"], "model_options.channels … got []"),
         (["--set", "model_options.width=wide"], "model_options.width … got 'wide'"),
         (
             ["--set", "data_options.colums=5"],
@@ -216,6 +219,16 @@ def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, cap
     assert "weights after step 4, from a checkpoint of mine" in caplog.messages
     assert cli.main(["search", "mine/checkpoints/step_00000003", "number two", "-k", "3"]) == 0
     assert "number two" in capsys.readouterr().out
+    for name, damaged in (("state.pt", "state.pt has 3 bytes"), ("checkpoint.json", "checkpoint.json cannot be read")):
+        (pairs / "mine" / "checkpoints" / "step_00000003" / name).write_text("bad")
+        for command in (["eval"], ["search"]):
+            assert cli.main([*command, "mine/checkpoints/step_00000003", *(["two"] if command == ["search"] else [])]) == 1
+            told = capsys.readouterr().err
+            assert "MODEL must be a checkpoint that is whole: the checkpoint mine/checkpoints/step_00000003 is" in told
+            assert f"is damaged: {damaged}" in told
+    (pairs / "mine" / "checkpoints" / "step_00000004" / "state.pt").write_text("bad")
+    assert cli.main(["eval", "mine"]) == 1
+    assert "has no model.safetensors and no intact checkpoint" in capsys.readouterr().err
 
 
 def test_epochs_and_steps_given_last_win(pairs):

@@ -43,7 +43,7 @@ def test_a_checkpoint_in_parts_too(pool, tmp_path):
 
 
 def test_a_run_that_has_saved_nothing(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no model.safetensors and no checkpoint: the run has saved nothing yet"):
+    with pytest.raises(FileNotFoundError, match=r"has no model.safetensors and no intact checkpoint: the run has saved"):
         load_checkpoint(tmp_path)
 
 

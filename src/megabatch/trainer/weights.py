@@ -51,7 +51,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[P
     else:
         found = (folder, contents(folder)) if folder.name.startswith("step_") else None
     if found is None:
-        raise FileNotFoundError(f"{folder} has no model.safetensors and no checkpoint: the run has saved nothing yet")
+        raise FileNotFoundError(f"{folder} has no model.safetensors and no intact checkpoint: the run has saved nothing yet")
     path, about = found
     config = settings.build(TrainConfig, about["config"])
     model = config.model.partition("@")[0]  # the weights come from the checkpoint
