@@ -204,6 +204,8 @@ def test_towers_by_name_need_data(place, tmp_path):
         call(eval_command, "small", "--data", place / "images", "--split", "test")
     with pytest.raises(ValueError, match=r"No such data: nonsense. Possible are: emoji"):
         call(eval_command, "small", "--data", "nonsense")
+    with pytest.raises(ValueError, match=r"No such run or model: smal; did you mean small\."):
+        call(eval_command, "smal")
     with pytest.raises(ValueError, match=r"No such run or model: runs/emojy. .* small"):
         call(eval_command, "runs/emojy")
 

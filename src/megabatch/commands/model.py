@@ -39,7 +39,10 @@ def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
     """Loads the model and the data that the arguments name."""
     folder = _run_of(Path(args.model))
     if folder is None and args.model != "small" and ":" not in args.model:
-        raise ValueError(f"No such run or model: {args.model}. Possible are the folder of a run; {'; '.join(names.MODELS)}")
+        near = names.nearest(args.model, ["small"])
+        raise ValueError(
+            f"No such run or model: {args.model}{near}. Possible are the folder of a run; {'; '.join(names.MODELS)}"
+        )
     spec, split, options = _data(args, folder)
     if folder is not None:
         pair = _loaded(Path(args.model), device)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from megabatch.evaluation import evaluate
 from megabatch.evaluation.retrieval import HEADLINES, RECALLS
 from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
-from megabatch.trainer import beside, compiling, locked, optim, parallel, room
+from megabatch.trainer import beside, compiling, lock, locked, optim, parallel, room
 from megabatch.trainer import run as runs
 from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents, reason
 from megabatch.trainer.config import FREE, TrainConfig, differences, reader_count
@@ -217,7 +217,20 @@ class Trainer:
         Raises:
             StoppedError: after Ctrl-C or SIGTERM, once a checkpoint is saved.
             CheckpointError: the last checkpoint or the model could not be written; `saved` tells what is on disk.
+            LockedError: another process or thread writes to the run's folder.
         """
+        problem = None
+        with ExitStack() as held:
+            if self.world.rank == 0:
+                try:
+                    held.enter_context(lock.locked(self.run.folder))
+                except lock.LockedError as error:
+                    problem = str(error)
+            if problem := self.world.from_first(problem):
+                raise lock.LockedError(problem)
+            return self._to_the_end()
+
+    def _to_the_end(self) -> dict[str, float] | None:
         moments = optim.MOMENTS[self.config.optimizer.name] + (self.average is not None)
         models = 2 if self.config.evaluate_every and self.config.checkpoint.best != "none" else 1
         keep = self.config.checkpoint.keep
