@@ -44,6 +44,14 @@ def record(step, **more):
 EVALUATION = {"image_to_text_R@1": 0.25, "text_to_image_R@1": 0.345, "text_to_image_R@10": 0.6, "num_samples": 9}
 
 
+def test_a_run_that_fails_before_its_first_step_has_written_nothing(tmp_path):
+    out = io.StringIO()
+    display = ProgressDisplay(out)
+    display.start(Run(tmp_path, first_step=40))
+    display.finish(Run(tmp_path))
+    assert "written to" not in out.getvalue()
+
+
 def test_lines_come_at_intervals_and_at_the_end(tmp_path):
     out, clock = io.StringIO(), Clock()
     display = ProgressDisplay(out, line_seconds=10, clock=clock)

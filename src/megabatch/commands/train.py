@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
 def _given(args: argparse.Namespace) -> list[settings.Table]:
     """The given settings; later tables win."""
     flags: settings.Table = {}
+    if args.steps and args.epochs is not None:
+        raise ValueError(f"--epochs must be left out with --steps, got {args.epochs} and {args.steps}")
     for name in FLAGS:
         if (value := getattr(args, name.rpartition(".")[2])) is not None:
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
