@@ -32,7 +32,7 @@ SIZES = {  # width, layers, vocabulary, pairs, chunk
     "cuda": (384, 6, 30522, 8192, 128),
 }
 PADDED, SORTED = "megabatch, padded", "megabatch, by length"
-THEIRS, PACKED, INTEGRATION = "sentence-transformers", "… mini_batch_num_tokens", "… with megabatch's loss, by length"
+THEIRS, PACKED, INTEGRATION = "sentence-transformers", "… mini_batch_num_tokens={}", "… with megabatch's loss, by length"
 
 
 def columns(rows: int, vocabulary: int, device: str) -> tuple[Features, Features]:
@@ -51,7 +51,7 @@ def columns(rows: int, vocabulary: int, device: str) -> tuple[Features, Features
 
 
 def systems(chunk: int) -> dict[str, Callable[[Setting], Tensor]]:
-    """Every system that is installed; `mini_batch_num_tokens` makes mini-batches of about `chunk` texts too."""
+    """Every system that is installed; `mini_batch_num_tokens` up to the tokens of `chunk` texts of full length, as ours has."""
     found: dict[str, Callable[[Setting], Tensor]] = {PADDED: partial(ours, lengths=None), SORTED: ours}
     try:
         from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss as Loss
@@ -59,7 +59,8 @@ def systems(chunk: int) -> dict[str, Callable[[Setting], Tensor]]:
         return found
     found[THEIRS] = theirs
     if "mini_batch_num_tokens" in inspect.signature(Loss.__mro__[1].__init__).parameters:  # versions since 5.6
-        found[PACKED] = partial(theirs, mini_batch_num_tokens=chunk * MEAN)
+        for tokens in (chunk * MEAN, chunk * LONGEST // 3, chunk * LONGEST):
+            found[PACKED.format(tokens)] = partial(theirs, mini_batch_num_tokens=tokens)
     found[INTEGRATION] = integration
     return found
 

@@ -3,8 +3,9 @@
 webdataset shards of JPEGs are made of Flickr8k, repeated with other captions, or of noise. Each system runs in a process of its
 own, as a user starts it: `megabatch train` with no flags but data, model, batch and steps, and with variants; open_clip's
 trainer with amp_bf16 at growing batches until memory runs out; the towers alone over chunks that lie on the device, plain, and
-compiled with captions cut, which is the upper bound. Rates are those of the steps after the first ones, read from
-`metrics.jsonl` and from open_clip's log. A run that takes longer than its limit is ended, and the steps it has made count.
+compiled with captions cut. The towers encode each chunk twice, as a cached step does, and in other steps once, which is the
+upper bound. Rates are those of the steps after the first ones, read from `metrics.jsonl` and from open_clip's log. A run that
+takes longer than its limit is ended, and the steps it has made count.
 
 Writes a JSON file after every run; `train_speed_report.py` makes the table and the plot of it, on any machine.
 """
@@ -43,6 +44,7 @@ VARIANTS = {
     "not augmented": ["--set", "augment=false"],
     "fp32, not compiled, no workers": ["--precision", "fp32", "--set", "compile=off", "--set", "workers=0"],
 }
+TOWERS_HOW = {"compiled": True, "plain": False}
 SKIPPED = 2  # steps that are not counted: the compiler's, and those that open_clip's readers have filled their buffers for
 GRACE = 60  # seconds from asking a process to end to ending it
 LOG = re.compile(r"Data \(t\): ([\d.]+) Batch \(t\): ([\d.]+), ")
@@ -137,12 +139,12 @@ class Bench:
         # It is ended after enough steps: with several workers it makes more than it was asked for.
         return from_log(self.run(command, enough=steps)[0], batch)
 
-    def towers(self, batch: int, *, compiled: bool) -> dict[str, Any]:
-        """Forward and backward alone."""
+    def towers(self, batch: int, *, compiled: bool) -> dict[str, dict[str, Any]]:
+        """Forward and backward alone, in rows by how often a chunk is encoded."""
         about = {"model": f"open_clip:{self.args.model}", "data": self.data, "chunk": self.args.chunk, "batch": batch}
         about |= {"steps": self.args.steps, "compiled": compiled}
         told, well = self.run([sys.executable, str(HERE / "train_speed_child.py"), TOWERS, json.dumps(about)])
-        return json.loads(told.strip().splitlines()[-1]) if well else failed(told)
+        return json.loads(told.strip().splitlines()[-1]) if well else {"": failed(told)}
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
@@ -211,10 +213,11 @@ def measure(record: Record, bench: Bench, args: argparse.Namespace) -> None:
     for batch in args.open_clip:
         if time_left() and "failed" in add(THEIRS, batch, "", bench.open_clip(batch)):
             break
-    for compiled in (True, False):
+    for compiled in [TOWERS_HOW[name] for name in args.towers]:
         if time_left():
             variant = "compiled, captions cut" if compiled else "plain"
-            add(BOUND, args.batches[0], variant, bench.towers(args.batches[0], compiled=compiled))
+            for passes, row in bench.towers(args.batches[0], compiled=compiled).items():
+                add(BOUND, args.batches[0], f"{variant}, {passes}" if passes else variant, row)
     for variant in args.variants:
         if time_left():
             add(OURS, args.batches[0], variant, bench.megabatch(args.batches[0], VARIANTS[variant]))
@@ -234,6 +237,7 @@ def main() -> None:
     add("--batches", type=int, nargs="+", default=[4096, 16384], help="of megabatch (4096 16384)")
     add("--open-clip", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="batches of open_clip (1024 … 8192)")
     add("--variants", nargs="*", choices=[name for name in VARIANTS if name], default=["not compiled"])
+    add("--towers", nargs="*", choices=list(TOWERS_HOW), default=list(TOWERS_HOW), help="how the towers alone run (both)")
     add("--chunk", type=int, default=512, help="samples at once of the towers alone (512)")
     add("--steps", type=int, default=8, help=f"steps of each run, beside the first {SKIPPED} (8)")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="of open_clip (as many as cores)")

@@ -24,7 +24,8 @@ def markdown(record: Record) -> str:
     about = (
         f"# Speed of training\n\n{record['model']}, {record['samples']:,} pairs of JPEGs and captions in webdataset shards, "
         f"{chip(record)}. Rates are over the steps after the first two; open_clip's trainer has {record['workers']} workers. "
-        "The towers alone read no data, compute no loss and encode each chunk once: an upper bound."
+        "The towers alone read no data and compute no loss. A cached step encodes each chunk twice, unless it keeps its graph; "
+        "encoded once is the upper bound."
     )
     phases = [f"- {name(row)}: {shares(row['phases'])}" for row in rows if "phases" in row]
     table = Table(HEADINGS, [cells(row, theirs) for row in rows]).markdown()

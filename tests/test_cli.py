@@ -80,10 +80,19 @@ def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
         (["--resume", "."], ". has no checkpoint to resume from"),
         (["--set", "data=5"], "data must be a string, got 5"),
         (["--set", "model_options.widht=16"], 'model_options.widht is no setting; did you mean "width"?'),
+        *((["--set", f"model_options.width={n}"], f"model_options.width must be at least 1, got {n}") for n in (0, -4)),
+        (["--set", "model_options.image_size=1"], "model_options.image_size must be at least 16 … got 1"),
+        (["--set", "model_options.channels=[]"], "model_options.channels … got []"),
         (["--set", "model_options.width=wide"], "model_options.width … got 'wide'"),
         (
             ["--set", "data_options.colums=5"],
             "data_options … columns, texts, root … got 'colums'",
+        ),
+        (["--steps", "2", "--epochs", "9"], "--epochs … --steps … got 9.0 and 2"),
+        (["--set", "checkpoint.best=foo"], "checkpoint.best … evaluate_every … got 'foo'"),
+        (
+            ["--set", "checkpoint.best=foo", "--evaluate-every", "1", "--validation", "pairs.jsonl"],
+            "checkpoint.best … query_to_text_R@1 … got 'foo'",
         ),
         (["--output", "pairs.jsonl"], "--output … got pairs.jsonl"),
         (["--set", "device=cuda"], 'device … "cuda"'),
@@ -197,6 +206,11 @@ def test_columns_of_training_and_validation_data(pairs, capsys):
     assert (config["data_options"], config["validation_options"]) == (wanted, wanted)
     assert cli.main(["train", "--resume", "mine", "--set", "steps=3", "--no-report"]) == 0
     assert cli.main(["eval", "mine"]) == 0
+    rows = [json.loads(line) for line in text.splitlines()]
+    (pairs / "more.jsonl").write_text("\n".join(json.dumps({**row, "not": "x", "kind": 1}) for row in rows))
+    more = (*columns, "negative=not", "label=kind")
+    given = ("--loss", "info_nce", "--set", "steps=1", "--output", "more")
+    assert call("--data", "more.jsonl", "--validation", "other.jsonl", *more, *given) == 0  # evaluation needs neither
 
 
 def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, capsys, caplog):
@@ -210,6 +224,26 @@ def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, cap
     assert "weights after step 4, from a checkpoint of mine" in caplog.messages
     assert cli.main(["search", "mine/checkpoints/step_00000003", "number two", "-k", "3"]) == 0
     assert "number two" in capsys.readouterr().out
+    for name, damaged in (("state.pt", "state.pt has 3 bytes"), ("checkpoint.json", "checkpoint.json cannot be read")):
+        (pairs / "mine" / "checkpoints" / "step_00000003" / name).write_text("bad")
+        for command in (["eval"], ["search"]):
+            assert cli.main([*command, "mine/checkpoints/step_00000003", *(["two"] if command == ["search"] else [])]) == 1
+            told = capsys.readouterr().err
+            assert "MODEL must be a checkpoint that is whole: the checkpoint mine/checkpoints/step_00000003 is" in told
+            assert f"is damaged: {damaged}" in told
+    (pairs / "mine" / "checkpoints" / "step_00000004" / "state.pt").write_text("bad")
+    assert cli.main(["eval", "mine"]) == 1
+    assert "has no model.safetensors and no intact checkpoint" in capsys.readouterr().err
+
+
+def test_epochs_and_steps_given_last_win(pairs):
+    assert call("--steps", "2", "--output", "mine") == 0
+    assert cli.main(["train", "--resume", "mine", "--epochs", "3", "--no-report"]) == 0
+    assert results.read("mine/metrics.jsonl")[-1]["step"] == 6  # two batches an epoch
+    assert cli.main(["train", "--resume", "mine", "--steps", "7", "--no-report"]) == 0
+    assert results.read("mine/metrics.jsonl")[-1]["step"] == 7
+    assert call("--set", "steps=1", "--set", "epochs=1", "--output", "other") == 0
+    assert len(results.read("other/metrics.jsonl")) == 2
 
 
 def test_flags_are_settings(pairs):
@@ -230,6 +264,7 @@ def test_flags_are_settings(pairs):
         (["train", "--learning-rate", "3"], "did you mean --lr?"),
         (["train", "--batch_size", "3"], "did you mean --batch-size?"),
         (["train", "--ema", "0.9"], "--ema 0.9; --set KEY=VALUE sets what has no option, and `megabatch config` lists it"),
+        (["trian"], "no such command: trian; did you mean train; there are: train, eval, search"),
         (["eval", "run", "--zzz"], "unrecognized arguments: --zzz\n"),
     ],
 )
@@ -370,7 +405,7 @@ assert "torch" not in sys.modules
     assert done.returncode == 0, done.stderr
     for line in ("megabatch train --resume runs/emoji-1", "--set KEY=VALUE", "torchrun --nproc-per-node 8", "emoji (drawings"):
         assert line in done.stdout
-    assert "invalid choice: 'trian'" in done.stderr
+    assert "no such command: trian" in done.stderr
 
 
 def test_help_takes_less_than_a_second():
@@ -384,6 +419,8 @@ def test_ctrl_c_while_torch_is_imported_is_one_line():
     program = """
 import os, signal, sys
 from megabatch import cli
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a program started in the background ignores it
 
 class Interrupting:
     def find_spec(self, name, path, target=None):

@@ -76,6 +76,19 @@ def test_errors_name_the_argument():
         mb.pairwise_topk(x, y, 1, above=torch.zeros(3, requires_grad=True))
 
 
+def test_bounds_of_one_element_and_nan():
+    x, y = unit(3, 4, seed=0), unit(5, 4, seed=1)
+    wanted = mb.pairwise_topk(x, y, 2, below=0.1)
+    same(mb.pairwise_topk(x, y, 2, below=torch.full((1, 1), 0.1, dtype=torch.float64)), wanted)
+    for name in ("above", "below"):
+        with pytest.raises(ValueError, match=f"{name} must not be nan"):
+            mb.pairwise_topk(x, y, 1, **{name: float("nan")})
+        found = mb.pairwise_topk(x, y, 2, **{name: torch.tensor([torch.nan, 0.1, 0.1], dtype=torch.float64)})
+        assert found.indices[0].tolist() == [-1, -1]
+        rest = mb.pairwise_topk(x[1:], y, 2, **{name: 0.1})
+        same(type(found)(*(part[1:] for part in found)), rest)
+
+
 def test_compiled_and_under_vmap():
     x, y = unit(2, 6, 4, seed=0), unit(9, 4, seed=1)
     found = torch.func.vmap(lambda rows: mb.pairwise_topk(rows, y, 3))(x)
@@ -104,6 +117,25 @@ def test_kernels_find_the_same(monkeypatch, dtype, case):
         "below": ({"below": 4.0}, x @ y.T >= 4),
     }[case]
     same(mb.pairwise_topk(x.to(dtype), y.to(dtype), 6, backend="triton", **options), dense(x, y, 6, left_out))
+
+
+@pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
+def test_columns_at_the_limit_cost_no_place_in_the_kernels(exclude):
+    """The limit is a product, which another order of sums rounds to either side of it."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    y = torch.randn(2048, 200)
+    x = y[:64] + 0.1 * torch.randn(64, 200)
+    y[64:128] = y[:64]  # the same product, which neither ids nor the diagonal exclude
+    x, y, limit = x.to(DEVICE), y.to(DEVICE), (x * y[:64]).sum(1).to(DEVICE)
+    ids = torch.arange(64, device=DEVICE), torch.arange(2048, device=DEVICE)
+    found = mb.pairwise_topk(x, y, 1, exclude=ids if exclude == "ids" else exclude, below=limit, backend="triton")
+    s = x.double() @ y.double().T
+    s[ids[0], ids[0]] = s[ids[0], ids[0] + 64] = -torch.inf  # both are the limit to rounding, and may be below it or not
+    at_limit = (found.values[:, 0] - limit).abs() < 1e-3
+    assert (found.values[:, 0] < limit).all()
+    torch.testing.assert_close(found.values[~at_limit, 0].double(), s[~at_limit].amax(1), rtol=1e-5, atol=0)
+    assert at_limit.sum() < 64
 
 
 def topk_on_a_rank(group, rank, route, rows, columns, exclude):

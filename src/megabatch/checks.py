@@ -3,6 +3,7 @@
 Only shapes, types and devices are looked at, never values, so nothing here waits for a device.
 """
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -13,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.tiles import backends
 from megabatch.tiles.precision import SUPPORTED_DTYPES, compute_precision
+from megabatch.tiles.topk import MOST_OF_THE_BEST
 
 BACKENDS = ("auto", backends.EAGER, backends.TRITON)
-MOST_OF_THE_BEST = 1024
 _DTYPE_NAMES = "float64, float32, bfloat16 or float16"
 
 
@@ -116,15 +117,14 @@ def _identifiers(value: Any, name: str, like: Tensor, side: str, *, expected: st
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def exclude(value: Any, x: Tensor, y: Tensor) -> None:
+def exclude(value: Any, x: Tensor, y: Tensor, sides: tuple[str, str] = ("x", "y")) -> None:
     """None, "diagonal", or (row ids, column ids)."""
     if value is None or (isinstance(value, str) and value == "diagonal"):
         return
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         came = repr(value) if isinstance(value, str) else _kind(value)
         raise ValueError(f'exclude must be None, "diagonal" or a pair (row ids, column ids), got {came}')
-    row_ids, col_ids = value
-    for name, part, like, side in (("exclude[0]", row_ids, x, "x"), ("exclude[1]", col_ids, y, "y")):
+    for name, part, like, side in zip(("exclude[0]", "exclude[1]"), value, (x, y), sides, strict=True):
         _identifiers(part, name, like, side, expected="a tensor of integers")
 
 
@@ -149,6 +149,8 @@ def bound(value: Any, name: str, x: Tensor) -> None:
         offsets(value, name, x, "x")
     elif value is not None:
         number(value, name, x)
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{name} must not be nan: no product is larger or smaller")
     if isinstance(value, Tensor):
         without_gradient([value], [name])
 

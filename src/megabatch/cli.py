@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megabatch
+from megabatch.names import nearest
 
 COMMANDS = {
     "train": "train a model on pairs, on a CPU or on many GPUs",
@@ -91,6 +92,8 @@ def _expected(error: BaseException) -> bool:
 def _run(arguments: list[str], chosen: str | None) -> int:
     parser, subparser = _parser(chosen)
     if chosen is None:
+        if arguments and not arguments[0].startswith("-"):
+            parser.error(f"no such command: {arguments[0]}{nearest(arguments[0], COMMANDS)}; there are: {', '.join(COMMANDS)}")
         parser.parse_args(arguments or ["--help"])
         return 0
     importlib.import_module(f"megabatch.commands.arguments.{chosen}").add_arguments(subparser)

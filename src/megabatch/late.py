@@ -74,10 +74,22 @@ class Similarities:
         self.scale = number(scale, "scale", self.query.values, shared=True)
         self.normalize, self.names = normalize, names
 
-    def check_ids(self, row_ids: Any, col_ids: Any, names: tuple[str, str]) -> None:
-        """One integer for each item, or None."""
-        for ids, name, items, side in zip((row_ids, col_ids), names, (self.query, self.document), self.names, strict=True):
-            checks.ids(ids, name, items.values.new_empty(items.count, 0), side)
+    def check_pairs(self) -> None:
+        """At least one query, if no other rank can have one."""
+        if not self.run.group and self.query.count == 0:
+            raise ValueError(f"{self.names[0]} must have at least one item: the mean over no pairs is undefined")
+
+    def check_ids(self, ids: Any) -> None:
+        """One integer for each query, which is its document's as well; or None."""
+        checks.ids(ids, "ids", self._rows(self.query), self.names[0])
+
+    def check_exclude(self, value: Any) -> None:
+        """None, "diagonal", or (row ids, column ids)."""
+        checks.exclude(value, self._rows(self.query), self._rows(self.document), self.names)
+
+    @staticmethod
+    def _rows(items: _Items) -> Tensor:  # (N, 0)
+        return items.values.new_empty(items.count, 0)
 
     def logsumexp(
         self,
@@ -126,6 +138,8 @@ def _items(value: Tensor | Tokens, mask: Tensor | None, name: str) -> _Items:
         mask = mask.bool().reshape(-1)
     if lengths is None:
         return _Items(values.flatten(0, 1), values.shape[1], None, mask)
+    if isinstance(lengths, Tensor) and lengths.dim() != 1:
+        raise ValueError(f"{name}.lengths must have shape (items,), got {tuple(lengths.shape)}")
     checks.ids(lengths, f"{name}.lengths", lengths, name)
     lengths = lengths.to(values.device, torch.int64)
     least, most, total = torch.stack((lengths.amin(), lengths.amax(), lengths.sum())).tolist() if len(lengths) else (1, 1, 0)
@@ -178,10 +192,8 @@ def maxsim_logsumexp(
     similarities = Similarities(
         query, document, scale, masks=(query_mask, document_mask), normalize=normalize, group=group, backend=backend
     )
-    pair = exclude if isinstance(exclude, tuple | list) and len(exclude) == 2 else (None, None)
-    if exclude is not None and exclude != "diagonal" and pair[0] is None:
-        raise ValueError(f'exclude must be None, "diagonal" or a pair (row ids, column ids), got {exclude!r}')
-    similarities.check_ids(pair[0], pair[1], ("exclude[0]", "exclude[1]"))
+    similarities.check_exclude(exclude)
+    ids = (None, None) if exclude is None or isinstance(exclude, str) else (exclude[0], exclude[1])
     diagonal = SKIPPED if isinstance(exclude, str) else KEPT
-    row, col, *_ = similarities.logsumexp(ids=(pair[0], pair[1]), diagonal=diagonal, columns=True)
+    row, col, *_ = similarities.logsumexp(ids=ids, diagonal=diagonal, columns=True)
     return LogSumExp(row, col)

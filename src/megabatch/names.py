@@ -1,4 +1,7 @@
-"""Names of data and models as users write them, for help and error messages. Imports nothing, so that help appears at once."""
+"""Names of data and models as users write them, for help and error messages. Imports little: help appears at once."""
+
+import difflib
+from collections.abc import Iterable
 
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")  # endings
 DATA = (
@@ -14,3 +17,9 @@ MODELS = (
     "hf:NAME (text–text, a transformers encoder with its weights) or hf:IMAGES+TEXTS (image–text, two of them)",
     "hf-config:FOLDER or hf-config:IMAGES+TEXTS (the same with random weights, from a folder's config.json)",
 )
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The words "; did you mean …" if a known name is near, else nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}" if near else ""

@@ -221,8 +221,8 @@ def pairwise_topk(
         return (x @ y.T).sort(dim=1, descending=True, stable=True)[:, :k]
 
     A row with fewer than k columns to choose from ends with the value −inf and the index −1. Products that are NaN are never
-    chosen. Values are float32 (float64 for float64 inputs). On a GPU, kernels serve k up to M / 1024; beyond it library
-    products form tiles in memory.
+    chosen, nor is any in a row whose bound is NaN. Values are float32 (float64 for float64 inputs). On a GPU, kernels serve k
+    up to M / 1024; beyond it library products form tiles in memory.
 
     Example:
         hard = mb.pairwise_topk(query, document, 8, exclude=(query_ids, document_ids), below=positive - 0.1).indices
@@ -243,22 +243,27 @@ def pairwise_topk(
     checks.exclude(exclude, x, y)
     for name, bound in (("above", above), ("below", below)):
         checks.bound(bound, name, x)
-    highest = None if below is None else _each_row(below, x)
     values, indices = topk(
         x,
         y,
         k,
         run,
         ids=(None, None) if exclude is None or isinstance(exclude, str) else (exclude[0], exclude[1]),
-        limit=None if highest is None else highest.nextafter(highest.new_full((), -torch.inf)),
+        limit=None if below is None else _largest_below(_each_row(below, x)),
         diagonal=SKIPPED if exclude == "diagonal" else KEPT,
     )
     if above is not None:
-        low = values <= _each_row(above, x)[:, None]
+        low = ~(values > _each_row(above, x)[:, None])
         values, indices = values.masked_fill(low, -torch.inf), indices.masked_fill(low, -1)
     return TopK(values, indices)
 
 
+def _largest_below(bound: Tensor) -> Tensor:  # (N,)
+    """The largest number that is smaller than the bound; −inf where that is NaN."""
+    lowest = bound.new_full((), -torch.inf)
+    return bound.nextafter(lowest).where(~bound.isnan(), lowest)
+
+
 def _each_row(bound: float | Tensor, x: Tensor) -> Tensor:  # (N,)
     """A bound as products of x are compared with it."""
-    return torch.as_tensor(bound, device=x.device).to(accumulator_dtype(x.dtype)).expand(len(x))
+    return torch.as_tensor(bound, device=x.device).to(accumulator_dtype(x.dtype)).reshape(-1).expand(len(x))

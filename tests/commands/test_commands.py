@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import logging
 import shutil
 
 import pytest
@@ -95,6 +96,21 @@ def test_zero_shot(place, tmp_path, capsys):
     (tmp_path / "classes.txt").write_text("red")
     with pytest.raises(ValueError, match=r"--classes .* 'green'"):
         call(eval_command, place / "run", "--zero-shot", "--classes", tmp_path / "classes.txt")
+    with pytest.raises(ValueError, match=r"--classes must come with --zero-shot"):
+        call(eval_command, place / "run", "--classes", tmp_path / "classes.txt")
+    (tmp_path / "classes.txt").write_text("\n".join([*COLOURS, COLOURS[0]]))
+    with pytest.raises(ValueError, match=rf"--classes must name each class once, got '{COLOURS[0]}' more than once"):
+        call(eval_command, place / "run", "--zero-shot", "--classes", tmp_path / "classes.txt")
+
+
+def test_eval_says_that_a_run_has_other_validation_sets(place, tmp_path, caplog):
+    shutil.copytree(place / "run", tmp_path / "run")
+    (tmp_path / "run" / "config.toml").write_text(f"data = 'emoji'\nvalidation = ['{place / 'images'}', 'other.csv']\n")
+    with caplog.at_level(logging.INFO, "megabatch"):
+        call(eval_command, tmp_path / "run")
+    assert (
+        f"evaluates on {place / 'images'}, the first validation set of the run; --data names another: other.csv" in caplog.text
+    )
 
 
 def _zero_shot_on_a_rank(group, rank, run, data):
@@ -179,13 +195,18 @@ def test_search_of_texts_among_texts(tmp_path, capsys):
     torch.manual_seed(0)
     rows = [json.dumps({"anchor": f"word{i}", "positive": f"the meaning of number {i}"}) for i in range(5)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
-    towers.save(towers.load("small", ("text", "text"), **TINY), tmp_path / "run")
+    prompts = {"query_prompt": "ask: ", "document_prompt": "tell: "}
+    towers.save(towers.load("small", ("text", "text"), **TINY, **prompts), tmp_path / "run")
     call(
         *(search_command, tmp_path / "run", "word3", "--data", tmp_path / "pairs.jsonl", "-k", 2),
         *("--sheet", tmp_path / "sheet.png"),
     )
     printed = capsys.readouterr().out.splitlines()
-    assert printed[2].split()[1:] == ["word3", "1.000"]
+    pair, table = towers.load_saved(tmp_path / "run"), Table(tmp_path / "pairs.jsonl")
+    query, documents = encode(pair.first, ["word3"]), embed(pair.second, table, 1)
+    best = (query @ documents.T)[0].topk(2)
+    wanted = [f"the meaning of number {i} {score:.3f}" for score, i in zip(*map(torch.Tensor.tolist, best), strict=True)]
+    assert [" ".join(line.split()[1:]) for line in printed[2:4]] == wanted
     with pytest.raises(ValueError, match=r"--among .* got image"):
         call(search_command, tmp_path / "run", "word3", "--data", tmp_path / "pairs.jsonl", "--among", "images")
 
@@ -199,6 +220,8 @@ def test_towers_by_name_need_data(place, tmp_path):
         call(eval_command, "small", "--data", place / "images", "--split", "test")
     with pytest.raises(ValueError, match=r"No such data: nonsense. Possible are: emoji"):
         call(eval_command, "small", "--data", "nonsense")
+    with pytest.raises(ValueError, match=r"No such run or model: smal; did you mean small\."):
+        call(eval_command, "smal")
     with pytest.raises(ValueError, match=r"No such run or model: runs/emojy. .* small"):
         call(eval_command, "runs/emojy")
 

@@ -1,6 +1,7 @@
 """A part of the data is held out: the same in every run, about as large as asked for, no image on both sides."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -85,3 +86,40 @@ def test_a_folder_for_each_class(tmp_path):
     assert found.read(1, 0)[:, 0, 0].tolist() == [1, 0, 0]
     assert torch.equal(found.ids(range(4)), torch.tensor([0, 0, 1, 1]))
     assert found.name(2) == "red_fox/0.png"
+
+
+def test_images_of_one_class_are_on_both_sides(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        for number in range(40):
+            (tmp_path / name / f"{number}.png").touch()
+    train, test = parts(Folders(tmp_path), 0.2)
+    assert {test.read(index, 1) for index in range(len(test))} == {train.read(index, 1) for index in range(len(train))}
+    assert 12 < len(test) < 36
+
+
+def test_a_row_in_front_changes_no_other(tmp_path):
+    def held(begin):
+        path = tmp_path / f"{begin}.csv"
+        rows = (f"{number // 2}.png,text {number if number % 5 else 'shared'}" for number in range(begin, 1000))
+        path.write_text("\n".join(["image,caption", *rows]))
+        test = parts(Table(path), 0.2)[1]
+        return {test.read(index, 1) for index in range(len(test))}
+
+    assert held(1) == held(2)  # caption 1 has the image of caption 0, which is shared
+
+
+def test_the_log_says_how_much_is_held_out(tmp_path, caplog):
+    rows = (f"{number}.png,{'a photo' if number % 3 == 0 else number}" for number in range(3000))
+    (tmp_path / "pairs.csv").write_text("\n".join(["image,caption", *rows]))
+    with caplog.at_level(logging.INFO, "megabatch"):
+        test = data.load(str(tmp_path / "pairs.csv"), "test", holdout=0.5)
+        data.load(str(tmp_path / "pairs.csv"), "train", holdout=0.5)
+    assert f"holdout: {len(test) / 30:.1f} % of" in caplog.text
+    assert caplog.text.count("instead of 50.0 %") == 1
+
+
+@pytest.mark.parametrize("name", data.WITH_SPLITS)
+def test_data_with_a_test_split_holds_nothing_else_out(name):
+    with pytest.raises(ValueError, match=rf"holdout must be 0 for {name}, which has a test split"):
+        data.load(name, "train", holdout=0.1)

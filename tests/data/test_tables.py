@@ -156,9 +156,26 @@ def test_what_is_no_table(tmp_path):
         Table(tmp_path / "pairs.txt")
     with pytest.raises(FileNotFoundError, match=r"No such file: .*pairs.csv"):
         Table(tmp_path / "pairs.csv")
-    (tmp_path / "empty.csv").write_text("")
-    with pytest.raises(ValueError, match=r"has the columns \(none\)"):
-        Table(tmp_path / "empty.csv")
+    for text in ("", "image,caption\n"):
+        (tmp_path / "empty.csv").write_text(text)
+        with pytest.raises(ValueError, match=r"empty\.csv must have at least one pair, got none: it has no rows"):
+            Table(tmp_path / "empty.csv")
+
+
+def test_a_column_has_one_meaning(tmp_path):
+    (tmp_path / "twice.csv").write_text("image,caption,caption\na.png,one,two\n")
+    with pytest.raises(ValueError, match=r"twice\.csv must name each column once, got caption more than once"):
+        Table(tmp_path / "twice.csv")
+    (tmp_path / "pairs.csv").write_text("file,,\na.png,,\n")
+    with pytest.raises(ValueError, match=r"columns must name two columns of pairs, got file twice: image=file text=file"):
+        Table(tmp_path / "pairs.csv", columns={"image": "file", "text": "file"})
+
+
+def test_parquet_that_is_damaged_is_named(tmp_path):
+    pytest.importorskip("pyarrow", reason="Parquet is read with pyarrow")
+    (tmp_path / "pairs.parquet").write_bytes(b"no Parquet at all")
+    with pytest.raises(ValueError, match=r"pairs\.parquet must be Parquet and cannot be read"):
+        Table(tmp_path / "pairs.parquet")
 
 
 def test_connected_through_others():
@@ -178,3 +195,47 @@ def test_a_path_that_is_none_is_unreadable(tmp_path):
     for index in range(2):
         with pytest.raises(UnreadableSampleError, match="cannot be read"):
             table.read(index, 0)
+
+
+def test_half_of_a_surrogate_pair_is_no_text(tmp_path):
+    texts = ["plain", "whole \U0001f600", "half \ud83d of one"]
+    lines = [json.dumps({"query": f"word {i}", "document": text}) for i, text in enumerate(texts)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    table = Table(tmp_path / "pairs.jsonl")
+    assert [table.read(i, 1) for i in range(len(table))] == texts[:2]
+    assert "half of a surrogate pair is no character" in table.problems[0]
+
+
+def pairs_of(path, *rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_json_lines_have_the_columns_of_all_rows(tmp_path):
+    plain, more = {"anchor": "a", "positive": "b"}, {"anchor": "c", "positive": "d", "negative": ["e", None, " "], "label": 1}
+    table = Table(pairs_of(tmp_path / "pairs.jsonl", plain, more))
+    assert table.negative_columns == ("negative",)
+    assert [table.read(index, 1) for index in table.negatives_of([0, 1]).tolist()] == ["e"]
+    assert table.label_column == "label"
+    columns = {"query": "anchor", "document": "positive", "negative": "negative"}
+    assert Table(tmp_path / "pairs.jsonl", columns=columns).negative_count(1) == 1
+
+
+@pytest.mark.parametrize("given", [[{"text": "c"}], 3, ["c", 4]])
+def test_a_negative_that_is_no_text_is_refused_with_its_row(tmp_path, given):
+    rows = ({"anchor": "a", "positive": "b", "negative": entry} for entry in (None, given))
+    with pytest.raises(
+        ValueError, match=r"pairs\.jsonl, row 2: negative must be a text or a list of texts, got (\{'text'|3|4)"
+    ):
+        Table(pairs_of(tmp_path / "pairs.jsonl", *rows))
+
+
+def test_rows_without_a_label_are_no_class(tmp_path):
+    (tmp_path / "cells.csv").write_text("anchor,positive,label\na,b,x\nc,d,\ne,f, \n")
+    keys = pairs_of(tmp_path / "keys.jsonl", {"anchor": "a", "positive": "b", "label": 0}, {"anchor": "c", "positive": "d"})
+    for path, count in ((tmp_path / "cells.csv", 2), (keys, 1)):
+        table = Table(path)  # other losses need no labels
+        with pytest.raises(
+            ValueError, match=rf"a label \(label\) in every row, got none in {count} rows, the first of them row 2"
+        ):
+            table.labels([0])

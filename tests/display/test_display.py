@@ -44,6 +44,14 @@ def record(step, **more):
 EVALUATION = {"image_to_text_R@1": 0.25, "text_to_image_R@1": 0.345, "text_to_image_R@10": 0.6, "num_samples": 9}
 
 
+def test_a_run_that_fails_before_its_first_step_has_written_nothing(tmp_path):
+    out = io.StringIO()
+    display = ProgressDisplay(out)
+    display.start(Run(tmp_path, first_step=40))
+    display.finish(Run(tmp_path))
+    assert "written to" not in out.getvalue()
+
+
 def test_lines_come_at_intervals_and_at_the_end(tmp_path):
     out, clock = io.StringIO(), Clock()
     display = ProgressDisplay(out, line_seconds=10, clock=clock)
@@ -288,6 +296,15 @@ def test_metrics_for_people():
     ]
     assert metrics.chance("R@5", 1000) == 0.005
     assert metrics.chance("mean_rank", 9) == 5.0
+
+
+def test_chance_with_several_captions_of_an_image():
+    # 1 - C(18, 10) / C(20, 10), and 18 wrong captions in the 3 gaps around 2 right ones
+    assert metrics.chance("R@10", 20, 2) == pytest.approx(1 - 43758 / 184756)
+    assert metrics.chance("mean_rank", 20, 2) == 7.0
+    evaluation = {f"{way}_{name}": 1.0 for way in ("image_to_text", "text_to_image") for name in ("R@10", "mean_rank")}
+    lines = metrics.table({**evaluation, "num_samples": 10, "num_texts": 20}).text().splitlines()
+    assert [line.split()[-2:] for line in lines if "by chance" in line] == [["76.3%", "7"], ["100.0%", "5.5"]]
 
 
 def test_an_evaluation_is_a_line_of_a_hundred_columns():

@@ -141,3 +141,52 @@ def test_spearman_is_what_scipy_says():
     assert spearman(x, x) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="needs at least two scored pairs, got 1"):
         spearman(x[:1], y[:1])
+
+
+class Classes(Vectors):
+    """Images with numbers of their own; the caption is the class."""
+
+    def __init__(self, counts=(2, 1, 3, 2), damaged=()):
+        super().__init__((1,) * sum(counts), damaged)
+        self.of_class = [number for number, count in enumerate(counts) for _ in range(count)]
+
+    def read(self, index, side):
+        return f"class {self.of_class[index]}" if side == 1 else super().read(index, side)
+
+    def classes(self):
+        return torch.tensor(self.of_class)
+
+
+def _of_classes(group, rank, counts):
+    return evaluate(model(), Classes(counts, damaged=(0,)), chunk_size=2, group=group)
+
+
+@pytest.mark.parametrize("damaged", [(), (0,), (2,)])
+def test_every_image_of_a_class_is_right(damaged):
+    data = Classes(damaged=damaged)
+    found = evaluate(model(), data, chunk_size=3)
+    kept = [index for index in range(8) if index not in damaged]
+    labels = torch.tensor([data.of_class[index] for index in kept])
+    names, labels = labels.unique(return_inverse=True)
+    pair = model()
+    s = pair.first.module(torch.tensor(kept)) @ pair.second.module(names).T  # (images, classes)
+    right = labels[:, None] == torch.arange(len(names))
+    ranks = (s > s[right][:, None]).sum(1)
+    back = [int((s[~right[:, c], c] > s[right[:, c], c].max()).sum()) for c in range(len(names))]
+    assert found["image_to_text_R@1"] == pytest.approx((ranks == 0).double().mean().item())
+    assert found["image_to_text_mean_rank"] == pytest.approx(ranks.double().mean().item() + 1)
+    assert found["text_to_image_mean_rank"] == pytest.approx(sum(back) / len(back) + 1)
+    assert (found["num_samples"], found["num_texts"], found["num_failed"]) == (len(kept), len(names), len(damaged))
+    logits = pair.logit_scale * s[:, labels]
+    wrong = (labels[:, None] == labels) & ~torch.eye(len(kept), dtype=torch.bool)
+    logits = logits.masked_fill(wrong, -torch.inf)
+    numbers = torch.arange(len(kept))
+    entropy = nn.functional.cross_entropy
+    assert found["clip_val_loss"] == pytest.approx(((entropy(logits, numbers) + entropy(logits.T, numbers)) / 2).item())
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 3, 2), (4, 3)])  # more and fewer classes than ranks
+def test_classes_on_many_ranks_count_as_on_one(pool, counts):
+    alone = evaluate(model(), Classes(counts, damaged=(0,)), chunk_size=2)
+    for found in pool.run(_of_classes, 3, counts):
+        assert found == pytest.approx(alone)

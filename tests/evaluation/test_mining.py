@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 
 import pytest
 import torch
@@ -69,7 +70,28 @@ def test_random_ones_are_of_the_range_and_the_same_every_time():
     assert all(set(row) < set(every) and len(set(row)) == 4 for row, every in zip(found.tolist(), among.tolist(), strict=True))
 
 
+def test_a_search_that_begins_later_draws_the_same(monkeypatch):
+    query, document, positive = unit(9, 6, seed=0), unit(40, 6, seed=1), torch.arange(9)
+    random = Choice(3, range_max=12, sampling="random")
+    found = torch.cat(list(hard_negatives(query, document, positive, random)))
+    monkeypatch.setattr(mining, "ROWS", 2)
+    rest = torch.cat(list(hard_negatives(query, document, positive, random, first=3)))
+    assert torch.equal(rest, found[3:])
+    monkeypatch.setattr(mining, "ROWS", 1)
+    same_query = hard_negatives(query[:1].expand(9, 6), document, positive[:1].expand(9), random)
+    assert len(torch.cat(list(same_query)).unique(dim=0)) > 1  # rows draw differently
+
+
 def test_messages():
+    for options, message in (
+        ({"negatives": 300, "sampling": "random"}, r"range_min \+ 4·negatives, if sampling is random, must be at most 1024"),
+        ({"negatives": 1000, "range_min": 100}, r"range_min \+ negatives must be at most 1024, got 1100"),
+        ({"negatives": 4, "range_max": 2000}, "range_max must be at most 1024, got 2000"),
+        ({"negatives": 4, "max_score": float("nan")}, "max_score must be a number, got nan"),
+        ({"negatives": 4, "relative_margin": float("nan")}, "relative_margin must be a number, got nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Choice(**options)
     with pytest.raises(ValueError, match="range_max must be at least range_min"):
         Choice(4, range_min=3, range_max=6)
     with pytest.raises(ValueError, match="sampling must be"):
@@ -135,12 +157,30 @@ def test_a_stopped_command_continues(place, monkeypatch):
     assert output.read_text() == whole.read_text()
 
 
-def test_work_of_another_model_is_not_continued(place, tmp_path):
-    output = tmp_path / "mined.jsonl"
-    mine(place, "--output", output, "--keep-embeddings")
-    about = json.loads((tmp_path / "mined.jsonl.work" / "about.json").read_text())
-    (tmp_path / "mined.jsonl.work" / "about.json").write_text(json.dumps({**about, "model": "another"}))
-    with pytest.raises(ValueError, match="must be of the same model and data, got another"):
-        mine(place, "--output", output)
+@pytest.mark.parametrize("what", ["the model's weights", "the first side of the pairs", "the texts"])
+def test_work_of_another_model_or_other_data_is_not_continued(place, tmp_path, what):
+    for name in ("run", "pairs.csv"):
+        (shutil.copytree if name == "run" else shutil.copy)(place / name, tmp_path / name)
+    output, pairs = tmp_path / "mined.jsonl", tmp_path / "pairs.csv"
+    mine(tmp_path, "--output", output, "--keep-embeddings")
+    mine(tmp_path, "--output", output, "--keep-embeddings", "--negatives", "2")  # the same model and data
+    if what == "the model's weights":
+        torch.manual_seed(1)
+        towers.save(towers.load("small", ("text", "text"), **SMALL), tmp_path / "run")
+    else:
+        word = "word 3," if what == "the first side of the pairs" else "of 8 things"
+        pairs.write_text(pairs.read_text().replace(word, word.replace("o", "a")))
+    with pytest.raises(ValueError, match=f"changed since: {what}. Remove the folder to embed everything again"):
+        mine(tmp_path, "--output", output)
+
+
+def test_a_score_is_not_rounded_to_the_type_of_embeddings():
+    query, document = torch.tensor([[1.0]]).half(), torch.tensor([[1.0], [0.5]]).half()
+    for least, wanted in ((0.5001, -1), (0.5, 1)):  # 0.5001 is 0.5 in half precision
+        (found,) = hard_negatives(query, document, torch.tensor([0]), Choice(1, min_score=least))
+        assert found.tolist() == [[wanted]]
+
+
+def test_the_output_is_json_lines(place, tmp_path):
     with pytest.raises(ValueError, match=r"--output must end in \.jsonl"):
         mine(place, "--output", tmp_path / "mined.csv")

@@ -194,9 +194,11 @@ def test_zero_shot_against_the_dense_computation(pool):
     assert pool.run(_classify_on_a_rank, 2, image, labels, classes) == [found, found]
 
 
-def test_templates_need_a_place_for_the_name():
-    with pytest.raises(ValueError, match=r'templates must have a "\{\}" where the name goes, got \'a photo\''):
-        classifier(lambda texts: torch.zeros(len(texts), 2), ["cat"], ["a photo"])
+@pytest.mark.parametrize("template", ["a photo", "{0} {1}", "a {name}", "a {} {", "{} {}", "{.x}"])
+def test_templates_need_a_place_for_the_name(template):
+    with pytest.raises(ValueError, match=r'templates must have a "\{\}" where the name goes, and no other') as caught:
+        classifier(lambda texts: torch.zeros(len(texts), 2), ["cat"], [template])
+    assert str(caught.value).endswith(repr(template))
 
 
 def test_results_may_hold_any_character_and_be_cut_off_in_one(tmp_path):

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import runs
+from megabatch import ClipLoss, HostSource
 from megabatch.towers.tower import Pair, Tower
+from megabatch.trainer import compiling
 from megabatch.trainer.patches import use_products
 from megabatch.world import World
 
@@ -124,3 +126,40 @@ def test_the_defaults_train(tmp_path):
         assert set(record["phases"]) >= {"data", "forward", "loss", "backward", "optimizer"}
         assert sum(record["phases"].values()) > 0
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_fast_step_rounds_like_the_plain_one(capsys):
+    """bf16: captions sorted and cut, layers compiled; against full captions and no compiler in two chunk sizes."""
+    open_clip = pytest.importorskip("open_clip")
+    from megabatch.integrations.open_clip import cached_backward
+
+    torch.manual_seed(0)
+    vision = open_clip.CLIPVisionCfg(layers=4, width=256, head_width=64, patch_size=32, image_size=224)
+    text = open_clip.CLIPTextCfg(layers=4, width=256, heads=4, vocab_size=1000)
+    model = open_clip.CLIP(64, vision, text).cuda()
+    images = torch.randn(256, 3, 224, 224, device="cuda")
+    lengths = torch.randint(4, 40, (256,))
+    texts = torch.randint(1, 900, (256, 77)) * (torch.arange(77) < lengths[:, None])
+    texts[torch.arange(256), lengths] = 999  # the end
+    texts = texts.cuda()
+
+    def gradients(chunk, captions, precision):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            cached_backward(model, images, captions, ClipLoss(), chunk_size=chunk)
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    padded = HostSource(texts, lengths=None)
+    wanted = gradients(64, padded, "fp32")
+    plain = [gradients(chunk, padded, "bf16") for chunk in (32, 128)]
+    assert compiling.compile_towers([model], World(torch.device("cuda")))
+    with compiling.settings():
+        fast = gradients(64, texts, "bf16")
+
+    def apart(one, other):
+        return float((one - other).norm() / wanted.norm())
+
+    with capsys.disabled():
+        print(f"\nplain {apart(*plain):.2e} apart; fast from plain {max(apart(fast, one) for one in plain):.2e};", end=" ")
+        print(f"from float32: plain {[f'{apart(one, wanted):.2e}' for one in plain]}, fast {apart(fast, wanted):.2e}")
+    assert apart(fast, wanted) <= 1.1 * max(apart(one, wanted) for one in plain)

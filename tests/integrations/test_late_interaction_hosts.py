@@ -52,6 +52,13 @@ def assert_same(found, wanted, factor=1.0, tolerance=1e-12):
     torch.testing.assert_close(found[1] * factor, wanted[1], rtol=0, atol=tolerance * factor)
 
 
+def test_queries_alone_are_refused():
+    from megabatch.integrations.late_interaction import ranking_loss
+
+    with pytest.raises(ValueError, match="at least two columns, queries and their documents, got 1"):
+        ranking_loss([torch.ones(2, 3, 4)], [None], 1.0)
+
+
 def test_sentence_transformers_ranking():
     pytest.importorskip("sentence_transformers")
     from sentence_transformers.multi_vector_encoder import losses, scoring

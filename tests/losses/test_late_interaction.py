@@ -142,6 +142,75 @@ def test_distillation_matches_kl_divergence():
         assert_equal_to_rounding(actual.detach(), expected.detach(), 30.0)
 
 
+def distillation_on_a_rank(group, rank, counts):
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    query, document = leaves(unit(3, 2, 4, seed=0)[own], unit(3, 5, 3, 4, seed=1)[own])
+    teacher = unit(3, 5, seed=2)[own]
+    loss = mb.late_distillation_loss(query, document, teacher, scale=3.0, group=group)
+    return [loss.detach(), *torch.autograd.grad(loss, (query, document))]
+
+
+@pytest.mark.parametrize("counts", [(3, 0), (1, 2)])
+def test_distillation_over_ranks_some_of_which_have_no_queries(pool, counts):
+    losses, *parts = zip(*pool.run(distillation_on_a_rank, 2, counts), strict=True)
+    wanted = distillation_on_a_rank(None, 0, (3,))
+    for found, expected in zip([sum(losses) / 2, *(torch.cat(part) / 2 for part in parts)], wanted, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_losses_need_a_pair():
+    query, document = unit(3, 2, 4, seed=0)[:0], unit(3, 5, 4, seed=1)[:0]
+    for call in (
+        lambda: mb.late_interaction_loss(query, document, scale=1.0),
+        lambda: mb.late_distillation_loss(query, document[:, None], torch.zeros(0, 1)),
+    ):
+        with pytest.raises(ValueError, match="query must have at least one item: the mean over no pairs is undefined"):
+            call()
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.0, -2.0])
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_an_own_document_without_vectors_makes_the_loss_infinite(scale, N, symmetric):
+    query_mask, document_mask = torch.ones(N, 2, dtype=torch.bool), torch.ones(N, 5, dtype=torch.bool)
+    document_mask[0] = False
+    for without_query in (False, True):
+        query_mask[0] = not without_query
+        losses = mb.late_interaction_loss(
+            unit(N, 2, 4, seed=0),
+            unit(N, 5, 4, seed=1),
+            scale=scale,
+            query_mask=query_mask,
+            document_mask=document_mask,
+            symmetric=symmetric,
+            reduction="none",
+        )
+        assert losses[0] == torch.inf
+        assert losses[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.0, -2.0])
+@pytest.mark.parametrize("query_counts", [True, False])
+def test_candidates_without_vectors_are_left_out_of_distillation(scale, query_counts):
+    query, document = leaves(unit(3, 2, 4, seed=0), unit(3, 4, 5, 4, seed=1))
+    teacher, mask = unit(3, 4, seed=2), torch.ones(3, 4, 5, dtype=torch.bool)
+    mask[0, 1:3], mask[1] = False, False
+    query_mask = torch.ones(3, 2, dtype=torch.bool)
+    query_mask[0] = query_counts
+    inputs, factor = (query, document), torch.tensor(scale, dtype=torch.float64, requires_grad=True)
+    options = {"scale": factor, "reduction": "none"}
+    losses = mb.late_distillation_loss(*inputs, teacher, query_mask=query_mask, document_mask=mask, **options)
+    found = [losses.detach(), *torch.autograd.grad(losses.sum(), (*inputs, factor))]
+    kept = [
+        mb.late_distillation_loss(query[:1], document[:1, [0, 3]], teacher[:1, [0, 3]], query_mask=query_mask[:1], **options),
+        torch.zeros(1, dtype=torch.float64),
+        mb.late_distillation_loss(query[2:], document[2:], teacher[2:], **options),
+    ]
+    losses = torch.cat(kept)
+    for actual, expected in zip(found, [losses.detach(), *torch.autograd.grad(losses.sum(), (*inputs, factor))], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_nothing_of_the_size_of_the_scores_is_saved():
     """Inputs, and two numbers of each query, in float32: shift and total."""
     N, query, document = 96, *leaves(unit(96, 2, 4, seed=0).float(), unit(96, 3, 4, seed=1).float())
@@ -173,6 +242,32 @@ def test_errors_name_the_argument():
     ):
         with pytest.raises(ValueError, match=message):
             mb.late_interaction_loss(*arguments, scale=1.0, **options)
+
+
+@pytest.mark.parametrize("exclude", ["rows", (None, None), (torch.arange(3), None), (torch.arange(3),), torch.arange(3)])
+def test_what_is_excluded_is_checked(exclude):
+    with pytest.raises((TypeError, ValueError), match="exclude"):
+        mb.maxsim_logsumexp(unit(3, 2, 4, seed=0), unit(3, 5, 4, seed=1), exclude=exclude)
+
+
+def test_errors_of_further_arguments():
+    query, document, candidates = unit(3, 2, 4, seed=0), unit(3, 5, 4, seed=1), unit(3, 2, 5, 4, seed=2)
+    packed = mb.Tokens(document.flatten(0, 1), lengths=torch.tensor(15))
+    teacher = torch.zeros(3, 2)
+    for call, message in (
+        (lambda: mb.late_interaction_loss(query, packed, scale=1.0), r"document.lengths must have shape \(items,\), got \(\)"),
+        (
+            lambda: mb.late_interaction_loss(query, document, scale=1.0, negatives=5),
+            "negatives must be a tensor, Tokens or a list",
+        ),
+        (lambda: mb.late_distillation_loss(query, candidates, teacher.to("meta")), "teacher must be on cpu, got meta"),
+        (
+            lambda: mb.late_distillation_loss(query, candidates, teacher, document_mask=5),
+            "the mask of document must have shape",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
 
 
 def test_compiled():

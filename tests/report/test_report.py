@@ -162,7 +162,7 @@ def test_what_is_missing_leaves_a_gap_and_says_so(tmp_path, pair, missing):
         "config.toml": "Not shown: the run has no data.",
         "command.txt": "batch_size = 1024",
         "metrics.jsonl": "there are no curves",
-        "model.safetensors": "Not shown: the run has no model.safetensors",
+        "model.safetensors": "must have a model.safetensors, got none: has the run come to its end?",
         "data": "Not shown: No such file: ",
     }
     assert says[missing] in told

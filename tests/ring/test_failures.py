@@ -158,14 +158,16 @@ def test_nodes_of_different_sizes_have_no_two_levels(pool):
 
 
 def gather(group, rank):
-    """All ranks have started and imported what they need; the default group waits longer than 4 s."""
+    """All ranks have started and imported what they need, also PyTorch's compiler; the default group waits longer than 6 s."""
+    x = torch.ones(3, 4, requires_grad=True)
+    mb.pairwise_logsumexp(x, x, 1.0).row.sum().backward()
     dist.barrier()
 
 
 @pytest.fixture
 def fragile():
-    """Ranks that wait 4 s for one another. Each test has its own: one that has died is of no use to the next."""
-    processes = Pool(3, seconds=4)
+    """Ranks that wait 6 s for one another. Each test has its own: one that has died is of no use to the next."""
+    processes = Pool(3, seconds=6)
     processes.run(gather, 3)
     yield processes
     processes.close()

@@ -80,6 +80,12 @@ def test_ties_go_to_the_first_and_nan_is_kept():
     assert col.isnan().tolist() == [False, True]
 
 
+def test_sums_of_vectors_may_overflow():
+    query, document = torch.full((2, 3, 4), 1e-38, device=DEVICE), torch.full((2, 5, 4), 3e38, device=DEVICE)
+    for backend in ("eager", "triton"):
+        assert mb.maxsim_logsumexp(query, document, backend=backend).row.isfinite().all()
+
+
 def test_the_same_bits_every_time():
     query, document = leaves(unit(4, 5, 8, seed=0, dtype=torch.float32), unit(4, 9, 8, seed=1, dtype=torch.float32))
     runs = []
@@ -88,3 +94,18 @@ def test_the_same_bits_every_time():
         runs.append([loss.detach(), *torch.autograd.grad(loss, (query, document))])
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("scale", [0.01, 20.0, 1000.0])
+def test_half_precision_gradients_at_any_scale(scale):
+    """The weights of a tile are rounded to fp16 before the scale, which could take them out of its range."""
+    sides = [unit(4, 3, 8, seed=0, dtype=torch.float16).to(DEVICE), unit(4, 5, 8, seed=1, dtype=torch.float16).to(DEVICE)]
+
+    def outcomes(dtype, **options):
+        values = leaves(*(side.to(dtype) for side in sides))
+        return torch.autograd.grad(mb.late_interaction_loss(*values, scale=scale, normalize=True, **options), values)
+
+    backends = ("triton", "eager") if DEVICE == "cuda" else ("triton",)
+    for backend in backends:
+        for found, wanted in zip(outcomes(torch.float16, backend=backend), outcomes(torch.float64), strict=True):
+            assert (found - wanted).abs().max() <= 4 * torch.finfo(torch.float16).eps * wanted.abs().max()

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import runs
 from helpers import PATIENCE
 from megabatch.trainer.lock import NAME, LockedError, locked
 
@@ -38,6 +40,28 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path, holder):
     holder.wait(PATIENCE)
     with locked(tmp_path / "run"):
         assert f'"process": {os.getpid()}' in (tmp_path / "run" / NAME).read_text()
+
+
+def test_a_trainer_is_a_writer(tmp_path, holder):
+    made = runs.trainer(tmp_path / "run", {"steps": 1})
+    with pytest.raises(LockedError, match=f"run is in use by process {holder.pid}"):
+        made.fit()
+
+
+def test_the_holder_may_ask_again_and_still_holds_it(tmp_path):
+    def another():
+        with pytest.raises(LockedError, match="another thread"), locked(tmp_path):
+            pytest.fail("two writers")
+        return True
+
+    with locked(tmp_path):
+        runs.trainer(tmp_path, {"steps": 1}).fit()
+        assert (tmp_path / NAME).exists()
+        told = subprocess.run([sys.executable, "-c", HOLDS, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
+        assert "LockedError" in told.stderr
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(another).result()
+    assert not (tmp_path / NAME).exists()
 
 
 def test_nothing_is_left_of_a_lock(tmp_path):

@@ -5,6 +5,7 @@ import json
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ def _after(wanted, tmp_path):
 @pytest.mark.thorough
 def test_two_ranks_killed_and_continued_end_with_the_same_bits(pool, tmp_path):
     wanted = pool.run(runs.on_rank, 2, tmp_path / "whole", SETTINGS, {"dropout": 0.2})
-    (_, first), (_, second) = runs.processes(tmp_path / "killed", SETTINGS, ranks=2, dropout=0.2, kill_at_read=68)
+    # In step 5: the checkpoint of step 4 was begun once that of step 2 was on the disk, however slow it is.
+    (_, first), (_, second) = runs.processes(tmp_path / "killed", SETTINGS, ranks=2, dropout=0.2, kill_at_read=86)
     assert second == -signal.SIGKILL
     assert first != 0
     found = pool.run(runs.on_rank, 2, tmp_path / "killed", SETTINGS, {"dropout": 0.2, "resume": True})
@@ -207,7 +209,7 @@ def test_a_disk_that_is_full_from_the_start_promises_nothing(tmp_path, caplog, m
 
 
 def test_a_model_that_does_not_fit_is_told_on_all_ranks(tmp_path, monkeypatch):
-    def full(pair, folder):
+    def full(pair, folder, *, step):
         raise OSError(28, "No space left on device")
 
     made = runs.trainer(tmp_path)
@@ -220,12 +222,55 @@ def test_a_model_that_does_not_fit_is_told_on_all_ranks(tmp_path, monkeypatch):
 def test_room_on_the_disk_is_checked_before_the_first_step(tmp_path, caplog, monkeypatch):
     made = runs.trainer(tmp_path / "none")
     monkeypatch.setattr("megabatch.trainer.run.free_bytes", lambda folder: 60_000)
-    with pytest.raises(ValueError, match=r"has 0\.1 MB free; the model takes .* Make room, or choose another folder"):
+    with pytest.raises(ValueError, match=r"has 0\.1 MB free; the model takes .* Make room, or use another folder"):
         made.fit()
     assert not (tmp_path / "none").exists()
     monkeypatch.setattr("megabatch.trainer.run.free_bytes", lambda folder: 150_000)
     runs.trainer(tmp_path / "some").fit()
     assert "2 of them, and the next, may not fit" in caplog.text
+
+
+def test_the_oldest_checkpoint_makes_room_for_the_next(tmp_path, caplog, monkeypatch):
+    runs.trainer(tmp_path / "one", {"steps": 1}).fit()
+    size = used(tmp_path / "one" / "checkpoints" / "step_00000001")
+    capacity = int(3.5 * size)
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=capacity - used(tmp_path / "run")))
+    write = Files.write
+
+    def bounded(files, folder):
+        write(files, folder)
+        if used(tmp_path / "run") > capacity:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Files, "write", bounded)
+    left = tmp_path / "run" / "checkpoints" / ".partial_step_00000009"  # of a run that was killed
+    left.mkdir(parents=True)
+    (left / "state.pt").write_bytes(bytes(size))
+    runs.trainer(tmp_path / "run", {"steps": 6, "checkpoint": {"every": 1, "keep": 5}}).fit()
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names[-1] == "step_00000006"
+    assert 1 < len(names) < 4
+    assert "could not be written" not in caplog.text
+    assert "the disk has no room for another checkpoint; the oldest, " in caplog.text
+
+
+def used(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_room_counts_the_best_model_and_old_checkpoints(tmp_path, monkeypatch):
+    runs.trainer(tmp_path, {"steps": 4}).fit()
+    made = runs.trainer(tmp_path, {"steps": 5})
+    assert made.resume()
+    model = sum(v.numel() * v.element_size() for tower in made.pair.towers for v in tower.module.state_dict().values())
+    monkeypatch.setattr("megabatch.trainer.run.free_bytes", lambda folder: 2 * model)
+    made.fit()  # the older of two checkpoints gives way
+    changes = {"steps": 7, "evaluate_every": 1, "checkpoint": {"keep": 1}}
+    monkeypatch.setattr("megabatch.trainer.run.free_bytes", lambda folder: int(1.5 * model))
+    made = runs.trainer(tmp_path, changes, validation=runs.Numbers(samples=20))
+    assert made.resume()
+    with pytest.raises(ValueError, match=r"checkpoint\.best.* use --resume .*checkpoints/step_… --output OTHER_FOLDER"):
+        made.fit()
 
 
 def test_checkpoints_that_cannot_be_written_are_named_once_until_they_can(tmp_path, caplog, monkeypatch):
@@ -461,13 +506,33 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 2
 
 
+def test_the_metric_of_the_best_weights_is_checked_at_the_start(tmp_path):
+    validation = {"one": runs.Numbers(samples=20), "two": runs.Numbers(samples=20)}
+    made = runs.trainer(tmp_path, {"steps": 1, "evaluate_every": 1}, validation=validation)
+    known = [key for key in made.fit() if "num_" not in key]
+    with pytest.raises(ValueError, match=r'checkpoint.best must be "auto", "none" or one of .*, got \'foo\'') as error:
+        runs.trainer(tmp_path, {"evaluate_every": 1, "checkpoint": {"best": "foo"}}, validation=validation)
+    assert sorted(str(error.value).partition("one of ")[2].rpartition(", got")[0].split(", ")) == sorted(known)
+    with pytest.raises(ValueError, match=r"checkpoint.best .* without evaluate_every, got 'two/clip_val_loss'"):
+        runs.trainer(tmp_path, {"checkpoint": {"best": "two/clip_val_loss"}}, validation=validation)
+
+
+def test_a_new_run_begins_without_the_best_weights_of_another(tmp_path):
+    about = tmp_path / "best" / "best.json"
+    about.parent.mkdir()
+    about.write_text(json.dumps({"step": 0, "metric": "text_to_image_R@1", "value": 2.0}))
+    (about.parent / "model.safetensors").write_text("old")
+    runs.trainer(tmp_path, {"steps": 2, "evaluate_every": 1}, validation=runs.Numbers(samples=20)).fit()
+    assert json.loads(about.read_text())["value"] <= 1
+
+
 def test_a_rank_is_better_if_it_is_lower_and_none_keeps_nothing(tmp_path):
-    made = runs.trainer(tmp_path, {"checkpoint": {"best": "mean_rank"}}, validation=runs.Numbers(samples=20))
+    metric = "image_to_text_mean_rank"
+    changes = {"evaluate_every": 3, "checkpoint": {"best": metric}}
+    made = runs.trainer(tmp_path, changes, validation=runs.Numbers(samples=20))
     for made.step, value in ((1, 3.0), (2, 5.0), (3, 2.0)):
-        made._keep_best({"mean_rank": value})
-    assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": 3, "metric": "mean_rank", "value": 2.0}
-    with pytest.raises(ValueError, match=r"checkpoint.best must be one of R, got 'mean_rank'"):
-        made._keep_best({"R": 1.0})
+        made._keep_best({metric: value})
+    assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": 3, "metric": metric, "value": 2.0}
     changes = {"evaluate_every": 3, "checkpoint": {"best": "none"}}
     runs.trainer(tmp_path / "none", changes, validation=runs.Numbers(samples=20)).fit()
     assert not (tmp_path / "none" / "best").exists()

@@ -5,15 +5,17 @@ import torch
 
 import runs
 from megabatch import towers
-from megabatch.trainer.weights import load_checkpoint
+from megabatch.trainer.stopping import StoppedError
+from megabatch.trainer.weights import load_checkpoint, load_newest
 
 
 @pytest.fixture(autouse=True)
 def tiny_by_name(monkeypatch):
     load = towers.load
-    monkeypatch.setattr(
-        towers, "load", lambda spec, *more, **options: runs.tiny() if spec == "tiny" else load(spec, *more, **options)
-    )
+    for module in (towers, towers.saved):
+        monkeypatch.setattr(
+            module, "load", lambda spec, *more, **options: runs.tiny() if spec == "tiny" else load(spec, *more, **options)
+        )
 
 
 @pytest.mark.parametrize("changes", [{}, {"ema": 0.5}, {"loss": {"name": "siglip"}}])
@@ -41,5 +43,34 @@ def test_a_checkpoint_in_parts_too(pool, tmp_path):
 
 
 def test_a_run_that_has_saved_nothing(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no model.safetensors and no checkpoint: the run has saved nothing yet"):
+    with pytest.raises(FileNotFoundError, match=r"has no model.safetensors and no intact checkpoint: the run has saved"):
         load_checkpoint(tmp_path)
+
+
+def test_the_newer_of_model_and_checkpoint_counts(tmp_path):
+    runs.trainer(tmp_path, {"steps": 2}).fit()
+    assert load_newest(tmp_path)[1] is None  # both of step 2: the model
+    data = runs.Numbers()
+    data.signalled_at = 60
+    made = runs.trainer(tmp_path, {"steps": 9}, data=data)
+    assert made.resume()
+    with pytest.raises(StoppedError):
+        made.fit()
+    pair, step = load_newest(tmp_path)
+    assert step == made.step > 2
+    assert torch.equal(pair.first.module.head.weight, made.pair.first.module.head.weight)
+    (tmp_path / "checkpoints" / f"step_{step:08d}" / "state.pt").write_bytes(b"damaged")
+    for other in (tmp_path / "checkpoints").glob("step_*"):
+        if not other.name.endswith(str(step)):
+            (other / "state.pt").write_bytes(b"damaged")
+    pair, step = load_newest(tmp_path)
+    assert step is None
+    assert not torch.equal(pair.first.module.head.weight, made.pair.first.module.head.weight)
+
+
+def test_a_model_of_a_later_step_is_set_aside_with_the_checkpoints(tmp_path):
+    runs.trainer(tmp_path).fit()
+    made = runs.trainer(tmp_path)
+    assert made.resume(tmp_path / "checkpoints" / "step_00000006")
+    assert (tmp_path / "abandoned_model.safetensors").is_file()
+    assert load_newest(tmp_path)[1] == 6

@@ -1,6 +1,8 @@
 """`megabatch eval`: recall and ranks of a model on data, and zero-shot classification."""
 
 import argparse
+import logging
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,15 +18,23 @@ from megabatch.display import metrics
 from megabatch.evaluation import classifier, embed, encode, evaluate, results, sts, zero_shot
 from megabatch.evaluation.embedding import read_or_none
 from megabatch.evaluation.zero_shot import TEMPLATES
+from megabatch.report import saved_run
 from megabatch.towers import Pair
 from megabatch.world import World, joined
+
+LOG = logging.getLogger("megabatch")
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluates, prints and writes the result."""
+    given = next((name for name in ("classes", "templates") if getattr(args, name)), None)
+    if given is not None and not args.zero_shot:
+        raise ValueError(f"--{given} must come with --zero-shot, which classifies; without it nothing uses {given}")
     threads = ThreadPoolExecutor(args.workers) if args.workers else nullcontext(0)
     with joined(args.device) as world, threads as workers:
         chosen = model.choose(args, world.device)
+        if world.rank == 0 and args.data is None and chosen.folder is not None:
+            _name_others(chosen.folder, chosen.data)
         if args.zero_shot:
             found = classified(chosen.pair, chosen.dataset, world, args, name=Path(chosen.data).stem, workers=workers)
         elif (scores := scores_of(chosen.dataset)) is not None:
@@ -41,6 +51,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _name_others(folder: Path, evaluated: str) -> None:
+    """Logs the run's other validation sets; `--data` takes one."""
+    sets = saved_run.read(folder).config.get("validation")
+    others = [name for name in sets if name != evaluated] if isinstance(sets, list) else []
+    if others:
+        LOG.info("evaluates on %s, the first validation set of the run; --data names another: %s", evaluated, ", ".join(others))
+
+
 def scores_of(dataset: Dataset) -> torch.Tensor | None:
     """The scores of a table of scored pairs of texts; None for other data."""
     return dataset.scores() if isinstance(dataset, Table) else None
@@ -54,6 +72,9 @@ def classified(
         raise ValueError(f"--zero-shot must have data with images, got {dataset.sides[0]} and {dataset.sides[1]}")
     captions = [read_or_none(dataset, index, 1) for index in range(len(dataset))]
     names = list(model.lines_of(args.classes)) if args.classes else sorted({text for text in captions if text is not None})
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"--classes must name each class once, got {twice!r} more than once in {args.classes}")
     numbers_of = {text: number for number, text in enumerate(names)}
     strange = next((text for text in captions if text is not None and text not in numbers_of), None)
     if strange is not None:

@@ -6,14 +6,16 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megabatch.cached.replay import checksum
 from megabatch.commands import model
-from megabatch.data.dataset import TEXT
+from megabatch.data.dataset import TEXT, Dataset, UnreadableSampleError
 from megabatch.evaluation import embedded
 from megabatch.evaluation.embedding import read_or_none
 from megabatch.evaluation.mining import Choice, hard_negatives
@@ -70,7 +72,8 @@ class Mine:
         candidates = document.rows()[kept]
         known = None if ids is None else (ids, ids[kept])
         found = hard_negatives(query.rows(), candidates, numbers, choice, ids=known, first=done, device=device)
-        with part.open("a", encoding="utf-8") as file:
+        # A path may have half of a surrogate pair, which UTF-8 has no code for; its backslash form is JSON's as well.
+        with part.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for rows in found:
                 for index, row in enumerate(rows.tolist(), start=done):
                     negatives = [None if place < 0 else self.texts[kept[place]] for place in row]
@@ -109,15 +112,25 @@ class Mine:
 
     def _continue_or_begin(self) -> None:
         """A folder of the same model and data is continued; another is an error."""
-        digest = hashlib.sha256("\n".join(str(text) for text in self.texts).encode()).hexdigest()
-        about = {"model": self.args.model, "data": self.chosen.data, "split": self.chosen.split, "texts": digest}
+        pair, everything = self.chosen.pair, range(len(self.dataset))
+        about = {
+            "the model": self.args.model,
+            "the model's weights": checksum(
+                [pair.name, dict(pair.options), [tower.module.state_dict() for tower in pair.towers]]
+            ),
+            "the data": [self.chosen.data, self.chosen.split],
+            "the first side of the pairs": _digest(_stored_or_none(self.dataset, index) for index in everything),
+            "the texts": _digest(self.texts),
+            "the ids of the pairs": checksum(self.dataset.ids(everything)),
+        }
         path = self.work / "about.json"
         if path.exists():
             before = json.loads(path.read_text())
-            if before != about:
+            changed = [name for name, value in about.items() if before.get(name) != value]
+            if changed:
                 raise ValueError(
-                    f"{self.work} must be of the same model and data, got {before['model']} on {before['data']}; remove it or "
-                    "choose another --output"
+                    f"{self.work} must be of the same model and data; changed since: {', '.join(changed)}. Remove the folder "
+                    "to embed everything again, or choose another --output"
                 )
             return
         self.work.mkdir(parents=True, exist_ok=True)
@@ -135,6 +148,22 @@ class Mine:
         part.write_bytes(b"")
         path.write_text(repr(choice))
         return 0, 0
+
+
+def _stored_or_none(dataset: Dataset, index: int) -> Any:
+    """The first side of a pair, an image still encoded; None if it cannot be read."""
+    try:
+        return dataset.stored(index, 0)
+    except UnreadableSampleError:
+        return None
+
+
+def _digest(samples: Iterable[Any]) -> str:
+    """Of any number of samples, one in memory at a time."""
+    total = hashlib.sha256()
+    for sample in samples:
+        total.update(f"{checksum(sample)},".encode())
+    return total.hexdigest()
 
 
 class Stored:

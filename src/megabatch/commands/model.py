@@ -13,7 +13,7 @@ from megabatch import names
 from megabatch.data import load as data
 from megabatch.data.dataset import Dataset
 from megabatch.report import saved_run
-from megabatch.towers import Pair, load, load_saved
+from megabatch.towers import Pair, load
 from megabatch.towers.load import image_size
 from megabatch.towers.saved import WEIGHTS
 
@@ -37,12 +37,15 @@ class Chosen:
 
 def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
     """Loads the model and the data that the arguments name."""
-    folder, checkpoint = _places(Path(args.model))
+    folder = _run_of(Path(args.model))
     if folder is None and args.model != "small" and ":" not in args.model:
-        raise ValueError(f"No such run or model: {args.model}. Possible are the folder of a run; {'; '.join(names.MODELS)}")
+        near = names.nearest(args.model, ["small"])
+        raise ValueError(
+            f"No such run or model: {args.model}{near}. Possible are the folder of a run; {'; '.join(names.MODELS)}"
+        )
     spec, split, options = _data(args, folder)
     if folder is not None:
-        pair = load_saved(args.model, device) if checkpoint is None else _from_checkpoint(checkpoint, device)
+        pair = _loaded(Path(args.model), device)
         dataset = data.load(spec, split, size=image_size(pair.name, pair.options), **options)
     else:
         dataset = data.load(spec, split, size=image_size(args.model, {}), **options)
@@ -52,22 +55,25 @@ def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
     return Chosen(pair, dataset, spec, split, folder)
 
 
-def _places(path: Path) -> tuple[Path | None, Path | None]:
-    """The run's folder, and the run or checkpoint to load from if the run has no final model; None for towers by name."""
+def _run_of(path: Path) -> Path | None:
+    """The folder of the run, which the path may be in; None for towers by name."""
     if not path.is_dir():
-        return None, None
+        return None
     if path.name.startswith("step_"):
-        return path.resolve().parent.parent, path
-    if path.name == "best" and (path / WEIGHTS).is_file():
-        return path.resolve().parent, None
-    return path, None if (path / WEIGHTS).is_file() else path
+        return path.resolve().parent.parent
+    return path.resolve().parent if path.name == "best" and (path / WEIGHTS).is_file() else path
 
 
-def _from_checkpoint(place: Path, device: torch.device) -> Pair:
-    from megabatch.trainer.weights import load_checkpoint
+def _loaded(place: Path, device: torch.device) -> Pair:
+    from megabatch.trainer.checkpoint import CheckpointError
+    from megabatch.trainer.weights import load_newest
 
-    pair, step = load_checkpoint(place, device)
-    LOG.info("weights after step %d, from a checkpoint of %s", step, place)
+    try:
+        pair, step = load_newest(place, device)
+    except CheckpointError as error:
+        raise ValueError(f"MODEL must be a checkpoint that is whole: {error}") from error
+    if step is not None:
+        LOG.info("weights after step %d, from a checkpoint of %s", step, place)
     return pair
 
 

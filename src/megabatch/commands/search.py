@@ -86,11 +86,11 @@ def _query(text: str) -> Shown:
 
 
 def _side(dataset: Dataset, kind: str, among: str | None) -> int:
-    """The side of the data to search. In text–text data it is the first, because a query is like the second."""
+    """The side of the data to search. In text–text data it is the second, because a query is like the first."""
     wanted = KINDS[among] if among else IMAGE if kind == TEXT and IMAGE in dataset.sides else TEXT
     if wanted not in dataset.sides:
         raise ValueError(f"--among must be a side of the data, {' or '.join(dataset.sides)}, got {wanted}")
-    return dataset.sides.index(wanted)
+    return 1 if dataset.sides[1] == wanted else 0
 
 
 def _encoder(pair: Pair, kind: str, *, other: int) -> Tower:

@@ -14,6 +14,7 @@ from megabatch import extras, settings, towers
 from megabatch.cached import randomness
 from megabatch.commands.arguments.train import AUTO
 from megabatch.data import load as data
+from megabatch.data import tables
 from megabatch.data.dataset import Dataset
 from megabatch.towers.load import image_size
 from megabatch.trainer import config as configs
@@ -66,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
 def _given(args: argparse.Namespace) -> list[settings.Table]:
     """The given settings; later tables win."""
     flags: settings.Table = {}
+    if args.steps and args.epochs is not None:
+        raise ValueError(f"--epochs must be left out with --steps, got {args.epochs} and {args.steps}")
     for name in FLAGS:
         if (value := getattr(args, name.rpartition(".")[2])) is not None:
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -77,7 +80,8 @@ def _given(args: argparse.Namespace) -> list[settings.Table]:
     if args.columns is not None:
         flags["data_options"] = {"columns": args.columns}
         if args.validation is not None and not set(args.validation) & set(data.WITH_SPLITS):
-            flags["validation_options"] = {"columns": args.columns}
+            needed = {role: name for role, name in args.columns.items() if role not in (tables.NEGATIVE, tables.LABEL)}
+            flags["validation_options"] = {"columns": needed}
     read = settings.read(args.config) if args.config is not None else {}
     return [read, flags, *(settings.assignment(text) for text in args.set)]
 

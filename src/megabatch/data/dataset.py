@@ -84,6 +84,10 @@ class Dataset(ABC):
         """For evaluation, an id per sample; samples with equal ids have the same first side. None if all differ."""
         return None
 
+    def classes(self) -> Tensor | None:  # (samples,) int64
+        """For evaluation, an id per sample; samples with equal ids have the same second side. None if it is not looked at."""
+        return None
+
     def source(
         self,
         indices: Sequence[int],

@@ -56,6 +56,10 @@ class Folders(Dataset):
         """Images of one class are not each other's negatives."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
 
+    def classes(self) -> Tensor:  # (samples,) int64
+        """Images of one class have the same text."""
+        return self._ids
+
 
 def class_folders(path: Path) -> list[Path]:
     """The folders in a folder that have images."""

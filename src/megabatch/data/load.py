@@ -1,6 +1,7 @@
 """Datasets by name: "emoji", "wordnet", a table of pairs, or a pattern of shards."""
 
 import inspect
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megabatch.data.shards import Shards
 from megabatch.data.split import parts
 from megabatch.data.tables import Table
 
+LOG = logging.getLogger("megabatch")
 WITH_SPLITS = ("emoji", "wordnet")
 
 
@@ -26,13 +28,23 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
         options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
             `Shards`.
     """
+    if holdout and spec in WITH_SPLITS:
+        raise ValueError(f"holdout must be 0 for {spec}, which has a test split of its own, got {holdout}")
     if spec == "emoji":
         given = {"size": size, **options} if size is not None else options
         return emoji.Emoji(split or "train", **_known(emoji.Emoji, given))
     if spec == "wordnet":
         return wordnet.WordNet(split or "train", **_known(wordnet.WordNet, options))
     if holdout and split in ("train", "test"):
-        return parts(load(spec, **options), holdout)[split == "test"]
+        train, test = parts(load(spec, **options), holdout)
+        share = len(test) / (len(train) + len(test))
+        if split == "train" and abs(share - holdout) > holdout / 10:
+            LOG.info(
+                "holdout: %.1f %% of %s is held out instead of %.1f %%, because samples that share an image or a text stay "
+                "together, and each of the others is drawn on its own",
+                *(100 * share, spec, 100 * holdout),
+            )
+        return test if split == "test" else train
     if split is not None and not (holdout and split == "all"):
         raise ValueError(
             f"split must be left out for files, got {split!r} for {spec!r}; {' and '.join(WITH_SPLITS)} have splits"
@@ -67,7 +79,10 @@ def _known(kind: type[Dataset], options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in names:
             has = f"has {', '.join(names)}" if names else "has none"
-            raise ValueError(f"data_options must be options of {kind.__name__}, which {has}, got {name!r}")
+            raise ValueError(
+                f"data_options (of validation data: validation_options) must be options of {kind.__name__}, which {has}, "
+                f"got {name!r}"
+            )
     return options
 
 

@@ -126,7 +126,7 @@ def _reopened(paths: list[Path], caption_ids: bool, folder: Path, groups: tuple[
 
 def text_id(text: str) -> int:
     """63-bit hash of a text; two texts collide with probability 10⁻¹⁹."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
 
 
 def expanded(shards: str | Path | Sequence[str | Path]) -> list[Path]:

@@ -1,6 +1,7 @@
-"""Holds out a part of a dataset for evaluation. Which samples it is follows from their ids, so it is the same in every run.
+"""Holds out a part of a dataset for evaluation. The samples' names decide, so it is the same in every run and on every rank.
 
-Samples with one id, such as the captions of one image, are on the same side of the split.
+Samples with one id, such as the captions of one image, are on the same side of the split. In a folder for each class the id is
+the class; there each image is on its own.
 """
 
 import itertools
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.cached.replay import sample_seed
 from megabatch.data.dataset import Dataset
+from megabatch.data.folders import Folders
+from megabatch.data.shards import text_id
 from megabatch.data.tables import Table
 
 STEPS = 10**9  # of the fraction
@@ -19,10 +21,16 @@ STEPS = 10**9  # of the fraction
 
 def parts(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     """The training part, and about `fraction` of the samples held out; each has at least one sample."""
-    everything = range(len(dataset))
-    ids = dataset.items() if dataset.ids(everything[:1]) is None else dataset.ids(everything)
-    numbers = list(everything) if ids is None else ids.tolist()
-    held = [sample_seed(0, number) % STEPS < fraction * STEPS for number in numbers]
+    keys = [text_id(dataset.name(index)) for index in range(len(dataset))]
+    ids = None if isinstance(dataset, Folders) else dataset.ids(range(len(dataset)))
+    units = dataset.items() if ids is None else ids
+    if units is not None:  # the smallest key of a unit's samples, whatever their order
+        least: dict[int, int] = {}
+        numbers = units.tolist()
+        for number, key in zip(numbers, keys, strict=True):
+            least[number] = min(key, least.get(number, key))
+        keys = [least[number] for number in numbers]
+    held = [key % STEPS < fraction * STEPS for key in keys]
     train, test = ([index for index, out in enumerate(held) if out is wanted] for wanted in (False, True))
     if not train or not test:
         raise ValueError(
@@ -77,4 +85,9 @@ class Part(Dataset):
     def items(self) -> Tensor | None:  # (samples,) int64
         """As in the whole."""
         found = self.whole.items()
+        return None if found is None else found[self.indices]
+
+    def classes(self) -> Tensor | None:  # (samples,) int64
+        """As in the whole."""
+        found = self.whole.classes()
         return None if found is None else found[self.indices]

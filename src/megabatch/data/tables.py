@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,13 @@ class Table(Dataset):
         self.problems: list[str] = []
         rows = _rows(self.path, encoding)
         beginning, names = _up_to_the_first_whole(rows)
-        if names is None and beginning:
+        if names is not None and self.path.suffix == ".jsonl":  # each row has its own keys
+            names = list(dict.fromkeys(name for _, values, _ in _rows(self.path, encoding) for name in values or ()))
+        if names is None and not beginning:
+            raise ValueError(f"{self.path} must have at least one pair, got none: it has no rows")
+        if names is None:
             raise self._without_pairs([_told(self.path, number, problem) for number, _, problem in beginning])
-        columns, found, self.negative_columns, self.label_column, self.score_column = _chosen(columns, names or [], self.path)
+        columns, found, self.negative_columns, self.label_column, self.score_column = _chosen(columns, names, self.path)
         texts = found if texts is None else texts
         self.sides = (TEXT if texts else IMAGE, TEXT)
         self._first: list[str] = []
@@ -83,6 +88,7 @@ class Table(Dataset):
         self._negatives: list[str] = []  # of all rows, in order
         self._negative_ends: list[int] = []  # of each row
         self._labels: list[str] = []
+        self._unlabelled: list[int] = []  # rows without a label
         self._score_list: list[float] = []
         for number, values, problem in itertools.chain(beginning, rows):
             self._add(number, values, problem, columns)
@@ -161,7 +167,16 @@ class Table(Dataset):
         return torch.tensor([-1 - i if row is None else int(self._ids[row]) for i, row in enumerate(rows)], dtype=torch.int64)
 
     def labels(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
-        """The class of each sample, by the column of labels."""
+        """The class of each sample, by the column of labels.
+
+        Raises:
+            ValueError: rows have no label; as one class they would be each other's positives.
+        """
+        if self._unlabelled:
+            raise ValueError(
+                f"{self.path} must have a label ({self.label_column}) in every row, got none in {len(self._unlabelled):,} "
+                f"rows, the first of them row {self._unlabelled[0]}; label these rows or leave them out"
+            )
         return self._label_numbers[torch.as_tensor(indices, dtype=torch.int64)]
 
     def items(self) -> Tensor:  # (samples,) int64
@@ -176,16 +191,23 @@ class Table(Dataset):
             self.problems.append(_told(self.path, number, problem))
             return
         pair = []
-        for column in columns:
+        for column, kind in zip(columns, self.sides, strict=True):
             value = values.get(column)
             if not isinstance(value, str) or not value.strip():
                 came = "nothing" if value is None or value == "" else repr(value)
                 self.problems.append(_told(self.path, number, f"{column} must be a text, got {came}"))
                 return
+            if kind == TEXT and _SURROGATE.search(value):
+                problem = f"{column} must be Unicode text, and half of a surrogate pair is no character"
+                self.problems.append(_told(self.path, number, problem))
+                return
             pair.append(value.strip())
-        negatives = [entry for column in self.negative_columns for entry in _texts(values.get(column))]
+        negatives = [entry for column in self.negative_columns for entry in self._texts(number, column, values.get(column))]
         if self.label_column is not None:
-            self._labels.append(str(values.get(self.label_column)))
+            label = values.get(self.label_column)
+            if label is None or label != label or not str(label).strip():  # nothing, NaN, an empty cell
+                self._unlabelled.append(number)
+            self._labels.append(str(label))
         if self.score_column is not None:
             try:
                 self._score_list.append(float(values.get(self.score_column, "")))
@@ -195,6 +217,18 @@ class Table(Dataset):
         self._negative_ends.append(len(self._negatives))
         self._first.append(pair[0])
         self._second.append(pair[1])
+
+    def _texts(self, number: int, column: str, value: Any) -> list[str]:
+        """A text, or a list of texts, without empty ones."""
+        found = value if isinstance(value, list | tuple) else [value]
+        wrong = next((entry for entry in found if entry is not None and not isinstance(entry, str)), None)
+        if wrong is not None:
+            told = _told(self.path, number, f"{column} must be a text or a list of texts, got {wrong!r}")
+            raise ValueError(f"{told}; --columns without {NEGATIVE}= reads the pairs without this column")
+        return [entry.strip() for entry in found if entry is not None and entry.strip()]
+
+
+_SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON may escape one alone; no encoding and no tokenizer takes it
 
 
 def connected(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) int64
@@ -250,14 +284,10 @@ def _chosen(
     if missing:
         raise ValueError(f"{path.name} has no column {' and no column '.join(missing)}; it has {', '.join(names) or 'none'}")
     chosen = by_role[sides[0][0]], by_role[sides[1][0]]
+    if chosen[0] == chosen[1]:
+        raise ValueError(f"columns must name two columns of pairs, got {chosen[0]} twice: {_told_columns(by_role)}")
     negatives = (by_role[NEGATIVE],) if NEGATIVE in by_role else ()
     return chosen, sides[0][0] == "query", negatives, by_role.get(LABEL), by_role.get(SCORE)
-
-
-def _texts(value: Any) -> list[str]:
-    """A text, or a list of texts, without empty ones."""
-    found = value if isinstance(value, list | tuple) else [value]
-    return [entry.strip() for entry in found if isinstance(entry, str) and entry.strip()]
 
 
 def _told_columns(by_role: Mapping[str, str]) -> str:
@@ -326,6 +356,13 @@ def _csv_rows(path: Path, encoding: str) -> Iterator[Row]:
     with path.open(encoding=encoding, newline="") as file:
         separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
         reader = csv.DictReader((line.replace("\0", "") for line in file), delimiter=separator)
+        try:
+            counts = Counter(reader.fieldnames or ())
+        except csv.Error as error:
+            raise ValueError(f"{path} must have a line of column names, which cannot be read: {error}") from error
+        twice = next((name for name, count in counts.items() if name and count > 1), None)
+        if twice is not None:
+            raise ValueError(f"{path} must name each column once, got {twice} more than once")
         for number in itertools.count(1):
             try:
                 values = next(reader)
@@ -359,8 +396,11 @@ def _json_rows(path: Path, encoding: str) -> Iterator[Row]:
 def _parquet_rows(path: Path) -> Iterator[Row]:
     parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
     number = 0
-    with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches():
-            for values in batch.to_pylist():
-                number += 1
-                yield number, values, ""
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for values in batch.to_pylist():
+                    number += 1
+                    yield number, values, ""
+    except (ValueError, OSError) as error:  # pyarrow's errors do not name the file
+        raise ValueError(f"{path} must be Parquet and cannot be read: {error}") from error

@@ -1,5 +1,6 @@
 """An evaluation's metrics for people: names, the most important one, the table."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,15 +43,23 @@ def table(evaluation: Mapping[str, Any], title: str = "") -> Table:
     columns.sort(key=lambda name: "R@" not in name)
     rows = [[words(way), *(_cell(name, evaluation.get(f"{way}_{name}")) for name in columns)] for way in ways]
     if samples := evaluation.get("num_samples"):
-        rows.append(["by chance", *(_cell(name, chance(name, samples)) for name in columns)])
+        texts = evaluation.get("num_texts", samples)
+        for way in ways if texts != samples else ways[:1]:
+            queries, found = (samples, texts) if way.endswith("_to_text") else (texts, samples)
+            named = "by chance" if texts == samples else f"{words(way)} by chance"
+            rows.append([named, *(_cell(name, chance(name, found, max(1.0, found / queries))) for name in columns)])
     return Table(["", *map(words, columns)], rows, title, notes)
 
 
-def chance(metric: str, samples: int) -> float | None:
-    """The value of a recall or rank if one of `samples` were drawn blindly; None for other metrics."""
+def chance(metric: str, samples: int, matches: float = 1) -> float | None:
+    """The mean recall or rank in a random order of `samples`, of which `matches` are right; None for other metrics."""
     if "R@" in metric:
-        return min(1.0, int(metric.rpartition("@")[2]) / samples)
-    return (samples + 1) / 2 if metric in ("mean_rank", "median_rank") else None
+        k = int(metric.rpartition("@")[2])
+        missed = (max(0.0, samples - matches - i) / (samples - i) for i in range(min(k, samples)))
+        return k / samples if matches == 1 and k < samples else 1 - math.prod(missed)
+    if metric == "median_rank" and matches > 1:
+        return None
+    return (samples - matches) / (matches + 1) + 1 if metric in ("mean_rank", "median_rank") else None
 
 
 def by_dataset(evaluation: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -81,6 +81,8 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        if self._done == self._first < self._total:
+            return  # failed before its first step: nothing was written
         took = numbers.duration(self._clock() - self._began)
         self._print(f"{self._done - self._first:,} steps in {took}; written to {run.folder}")
 

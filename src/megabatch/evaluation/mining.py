@@ -1,5 +1,6 @@
 """Hard negatives: for each query, the documents that a model takes for a match and that are none."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ from torch import Tensor
 
 import megabatch.pairwise
 from megabatch.tiles.block import windows
+from megabatch.tiles.precision import accumulator_dtype
+from megabatch.tiles.topk import MOST_OF_THE_BEST
 
 ROWS = 8192  # queries searched for at once
 
@@ -23,7 +26,7 @@ class Choice:
         max_score: no product above it.
         min_score: no product below it.
         absolute_margin: no product above that of the positive less this.
-        relative_margin: no product above (1 − this) times that of the positive.
+        relative_margin: no product above s − this·|s|, s being that of the positive.
         sampling: "top" for the best of the range, "random" for a random choice.
     """
 
@@ -46,8 +49,18 @@ class Choice:
             raise ValueError(
                 f"range_max must be at least range_min + negatives, {self.range_min + self.negatives}, got {self.range_max}"
             )
+        for name in ("max_score", "min_score", "absolute_margin", "relative_margin"):
+            value = getattr(self, name)
+            if value is not None and math.isnan(value):
+                raise ValueError(f"{name} must be a number, got nan")
         if self.sampling not in ("top", "random"):
             raise ValueError(f'sampling must be "top" or "random", got {self.sampling!r}')
+        if self.looked_at > MOST_OF_THE_BEST:
+            by_default = (
+                "range_min + negatives" if self.sampling == "top" else "range_min + 4·negatives, if sampling is random,"
+            )
+            what = by_default if self.range_max is None else "range_max"
+            raise ValueError(f"{what} must be at most {MOST_OF_THE_BEST}, got {self.looked_at}")
 
     @property
     def looked_at(self) -> int:
@@ -97,10 +110,11 @@ def hard_negatives(
     document = document.to(place, dtype)
     own, others = (positive, torch.arange(len(document))) if ids is None else ids
     others = others.to(place)
-    lowest = None if choice.min_score is None else document.new_tensor(choice.min_score).float()
+    wide = accumulator_dtype(dtype)
+    lowest = None if choice.min_score is None else torch.tensor(choice.min_score, dtype=wide, device=place)
     for rows in windows(slice(first, len(query)), ROWS):
         x = query[rows].to(place, dtype)
-        match = (x.float() * document[positive[rows].to(place)].float()).sum(1)
+        match = (x.to(wide) * document[positive[rows].to(place)].to(wide)).sum(1)
         found = megabatch.pairwise.pairwise_topk(
             x,
             document,
@@ -113,8 +127,9 @@ def hard_negatives(
 
 
 def _drawn(found: Tensor, count: int, rows: slice) -> Tensor:  # (n, k) → (n, count)
-    """A random choice of the documents found, in their order. The same rows always draw the same."""
-    generator = torch.Generator().manual_seed(rows.start)
-    keys = torch.rand(found.shape, generator=generator).to(found.device).masked_fill(found < 0, 2.0)
+    """A random choice of the documents found, in their order. A row always draws the same, wherever a search begins."""
+    generator = torch.Generator()
+    drawn = [torch.rand(found.shape[1], generator=generator.manual_seed(row)) for row in range(rows.start, rows.stop)]
+    keys = torch.stack(drawn).to(found.device).masked_fill(found < 0, 2.0)
     places = keys.topk(min(count, found.shape[1]), dim=1, largest=False).indices.sort(dim=1).values
     return found.gather(1, places)

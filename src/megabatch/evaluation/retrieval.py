@@ -26,6 +26,8 @@ def retrieval(
 ) -> dict[str, float]:
     """Recall@1, 5 and 10, mean reciprocal rank, nDCG@10, mean and median rank in both directions; ranks count from 1.
 
+    `num_samples` is N; `num_texts` is M, if it differs.
+
     Args:
         image: (N, D) embeddings of the first side.
         text: (M, D) embeddings of the second.
@@ -47,7 +49,8 @@ def retrieval(
     if not len(there) or not len(back):
         raise ValueError(f"image and text must have at least one row, got {len(there)} and {len(back)}")
     first, second = names
-    return {**_summary(f"{first}_to_{second}", there), **_summary(f"{second}_to_{first}", back), "num_samples": len(there)}
+    counts = {"num_samples": len(there)} | ({f"num_{second}s": len(back)} if len(back) != len(there) else {})
+    return {**_summary(f"{first}_to_{second}", there), **_summary(f"{second}_to_{first}", back), **counts}
 
 
 def _summary(name: str, ranks: Tensor) -> dict[str, float]:

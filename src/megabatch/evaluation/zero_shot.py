@@ -34,8 +34,12 @@ def classifier(
     if not names or not templates:
         raise ValueError(f"names and templates must not be empty, got {len(names)} and {len(templates)}")
     for template in templates:
-        if template.format("name") == template:
-            raise ValueError(f'templates must have a "{{}}" where the name goes, got {template!r}')
+        try:
+            has_name = template.format("name") != template
+        except (ValueError, LookupError, AttributeError):  # {name}, {0} {1}, {.x}, or a brace alone
+            has_name = False
+        if not has_name:
+            raise ValueError(f'templates must have a "{{}}" where the name goes, and no other braces, got {template!r}')
     found = []
     for start in range(0, len(names), at_once):
         part = names[start : start + at_once]

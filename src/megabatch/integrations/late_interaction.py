@@ -23,6 +23,8 @@ def ranking_loss(
     with_backward: bool = False,
 ) -> Tensor:  # ()
     """The loss of all columns; `with_backward` leaves the gradients in the `.grad` of what the columns are made of."""
+    if len(columns) < 2:
+        raise ValueError(f"the dataset must have at least two columns, queries and their documents, got {len(columns)}")
 
     def loss(scale: float | Tensor) -> Tensor:
         return mb.late_interaction_loss(

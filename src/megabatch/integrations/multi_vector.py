@@ -34,7 +34,8 @@ class CachedMultiVectorMultipleNegativesRankingLoss(originals.CachedMultiVectorM
 
     With `gather_across_devices` the tokens of documents go round in a ring (docs/ring.md) instead of being gathered, and ranks
     may have different numbers of pairs. Scores of float64 inputs are float64; the original rounds them to float32.
-    `score_mini_batch_size` has no effect. `similarity_fct` is `colbert_scores` or `mean_colbert_scores`.
+    `score_mini_batch_size` has no effect. `similarity_fct` is `colbert_scores` or `mean_colbert_scores`. A positive all of
+    whose tokens are masked makes the loss infinite.
 
     Args:
         model: a MultiVectorEncoder.

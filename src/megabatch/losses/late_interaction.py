@@ -33,7 +33,8 @@ def late_interaction_loss(
         scores = scale * torch.einsum("itd,jud->ijtu", query, document).amax(3).sum(2)
         return F.cross_entropy(scores, torch.arange(len(scores)))
 
-    Negatives add columns to the scores; ids set some of them to −inf. Masks, ties and memory are as in `maxsim_logsumexp`.
+    Negatives add columns to the scores; ids set some of them to −inf. Masks, ties and memory are as in `maxsim_logsumexp`. A
+    document without vectors is nobody's negative, and as the document of a pair it makes the loss of the pair infinite.
     Never negative, differentiable once, float32 (float64 for float64 inputs).
 
     Example:
@@ -63,9 +64,8 @@ def late_interaction_loss(
             "query and document must have the same number of items, because item i of one belongs to item i of the other; got "
             f"{batch.query.count} and {batch.document.count}"
         )
-    if not batch.run.group and batch.query.count == 0:
-        raise ValueError("query must have at least one item: the mean over no pairs is undefined")
-    batch.check_ids(ids, ids, ("ids", "ids"))
+    batch.check_pairs()
+    batch.check_ids(ids)
     row, col, match, share = batch.logsumexp(ids=(ids, ids), diagonal=APART, columns=symmetric)
     sums = [row]
     for i, further in enumerate(_several(negatives)):
@@ -78,9 +78,9 @@ def late_interaction_loss(
             **how,  # type: ignore[arg-type]
         )
         sums.append(against.logsumexp(diagonal=KEPT)[0])
-    losses = [cross_entropy(log_add(sums, match), match)]
+    losses = [_of_pairs(log_add(sums, match), match)]
     if symmetric:
-        losses.append(cross_entropy(col, match))
+        losses.append(_of_pairs(col, match))
     return reduced(losses, share, reduction)
 
 
@@ -104,7 +104,8 @@ def late_distillation_loss(
         return F.kl_div(scores.log_softmax(1), teacher.log_softmax(1), log_target=True, reduction="batchmean")
 
     in PyTorch operations on every device: there are N·K scores, not N². The products are held for some queries at a time, and
-    found again in backward. A document without vectors is left out, of the teacher's softmax as well.
+    found again in backward. A document without vectors is left out, of the teacher's softmax as well; a query all of whose
+    documents have none has the loss 0.
 
     Example:
         loss = mb.late_distillation_loss(query, document, teacher, document_mask=mask)
@@ -124,7 +125,7 @@ def late_distillation_loss(
     if not isinstance(teacher, Tensor) or teacher.dim() != 2 or not teacher.dtype.is_floating_point:
         raise ValueError("teacher must be a floating-point tensor of shape (N, K), a score for each document of a query")
     checks.without_gradient([teacher], ["teacher"])
-    flat_mask = document_mask.flatten(0, 1) if document_mask is not None and document_mask.dim() == 3 else document_mask
+    flat_mask = document_mask.flatten(0, 1) if isinstance(document_mask, Tensor) and document_mask.dim() == 3 else document_mask
     pairs = Similarities(
         query, _flat(document), scale, masks=(query_mask, flat_mask), normalize=normalize, group=group, purpose="distillation"
     )
@@ -133,15 +134,28 @@ def late_distillation_loss(
         raise ValueError(
             f"teacher must have a score for each document of a query, ({N}, {M // max(N, 1)}), got {tuple(teacher.shape)}"
         )
+    if teacher.device != pairs.document.values.device:
+        raise ValueError(f"teacher must be on {pairs.document.values.device}, got {teacher.device}")
+    pairs.check_pairs()
     scores, share = pairs.of_own()
+    scores = scores.view(teacher.shape)  # a rank without queries has no documents to count
     missing = scores.detach() == -torch.inf
-    target = teacher.to(scores.dtype).masked_fill(missing, -torch.inf).log_softmax(1)
-    student = scores.masked_fill(missing, -torch.inf).log_softmax(1)
+    left_out = missing & ~missing.all(1, keepdim=True)  # a softmax of nothing is NaN; where all are missing, no term counts
+    target = teacher.to(scores.dtype).masked_fill(left_out, -torch.inf).log_softmax(1)
+    student = scores.masked_fill(missing, 0.0).masked_fill(left_out, -torch.inf).log_softmax(1)
     terms = target.exp() * (target - student).masked_fill(missing, 0.0)
     return reduced([terms.sum(1)], share, reduction)
 
 
+def _of_pairs(negatives: Tensor, match: Tensor) -> Tensor:  # (N,) each
+    """The cross-entropies; infinite if the match is −inf, also where there are no negatives."""
+    nothing = (negatives.detach() == -torch.inf) & (match.detach() == -torch.inf)
+    return cross_entropy(negatives.masked_fill(nothing, 0.0), match)
+
+
 def _several(negatives: Tensor | Tokens | Sequence[Tensor | Tokens] | None) -> Sequence[Tensor | Tokens]:
+    if negatives is not None and not isinstance(negatives, Tensor | Sequence):
+        raise TypeError(f"negatives must be a tensor, Tokens or a list of these, got {type(negatives).__name__}")
     if negatives is None:
         return ()
     return [negatives] if isinstance(negatives, Tensor | Tokens) else negatives

@@ -95,8 +95,8 @@ def _assemble(given: Inputs, block: LateBlock, operation: str, *, mean: bool = F
         return _Team(*alone, 1 / max(block.N, 1))
     ranks = Ranks.at(given.group, operation, block.device)
     ranks = agree(ranks, {**given.terms(), "the route": ranks.route, **terms}, block.N, len(block.document.values))
-    if mean and sum(ranks.rows) == 0:
-        raise ValueError("the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank")
+    if mean:
+        _check_rows(ranks)
     column_bytes = block.document.D * (block.document.values.element_size() + block.dtype.itemsize)
     documents = Documents.of_all_ranks(block.document, ranks)
     ring = RingLate(ranks, settle(ranks, column_bytes), given.backend, documents)
@@ -105,6 +105,11 @@ def _assemble(given: Inputs, block: LateBlock, operation: str, *, mean: bool = F
         return torch.cat(ranks.all_gather(number.reshape(1))).amax()
 
     return _Team(ring.statistics, ring.gradients, ranks.size / max(sum(ranks.rows), 1), largest)
+
+
+def _check_rows(ranks: Ranks) -> None:
+    if sum(ranks.rows) == 0:
+        raise ValueError("the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank")
 
 
 def _shapes(given: Inputs) -> tuple[Tensor, ...]:
@@ -153,6 +158,7 @@ def maxsim_logsumexp_backward(
     used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "nothing"
     team = _assemble(given, block, "late interaction backward", used=used)
     unit = gradient_unit(block, drow, dcol, largest=team.largest)
+    factor = block.scale * unit
     dquery, ddocument = block.zeros(*given.query.shape), torch.empty_like(given.document)
     dscale = torch.zeros((), dtype=torch.float64, device=block.device)
     # One process rounds the gradients of some documents after the other. Those of a ring's columns travel as a whole.
@@ -172,8 +178,8 @@ def maxsim_logsumexp_backward(
         if dmatch is not None and block.N:
             pairs, own = block.pairs(items)
             dscale += late.pair_gradients(pairs, dmatch[items, None] / unit, dquery[own], sums)
-        ddocument[place] = sums.mul_(unit)
-    return dquery.mul_(unit).to(given.query.dtype), ddocument, (dscale * unit).to(given.scale.dtype)
+        ddocument[place] = sums.mul_(factor)
+    return dquery.mul_(factor).to(given.query.dtype), ddocument, (dscale * unit).to(given.scale.dtype)
 
 
 derivative(maxsim_logsumexp, maxsim_logsumexp_backward, Inputs, learned=3, results=3, saved=2, whole=False)
@@ -191,8 +197,9 @@ def maxsim_pairs(given: Inputs) -> tuple[Tensor, Tensor]:
     share = 1 / max(block.N, 1)
     if given.group:
         ranks = Ranks.at(given.group, "late interaction of pairs", block.device)
-        rows = sum(agree(ranks, given.terms(), block.N, 0).rows)
-        share = ranks.size / max(rows, 1)
+        ranks = agree(ranks, given.terms(), block.N, 0)
+        _check_rows(ranks)
+        share = ranks.size / sum(ranks.rows)
     return late.pair_scores(block), share_of_mean(given.query, share)
 
 
@@ -203,7 +210,8 @@ def maxsim_pairs_backward(given: Inputs, dscores: Tensor, needs: list[bool]) -> 
     unit = gradient_unit(block, dscores)
     dquery, ddocument = (block.zeros(*side.shape) for side in (given.query, given.document))
     dscale = late.pair_gradients(block, dscores / unit, dquery, ddocument)
-    sums = (total.mul_(unit).to(side.dtype) for total, side in ((dquery, given.query), (ddocument, given.document)))
+    factor = block.scale * unit
+    sums = (total.mul_(factor).to(side.dtype) for total, side in ((dquery, given.query), (ddocument, given.document)))
     return *sums, (dscale * unit).to(given.scale.dtype)
 
 

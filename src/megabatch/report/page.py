@@ -3,7 +3,7 @@
 import base64
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megabatch.evaluation.sheet import Found, Shown
 from megabatch.report.curves import curves, known, phase_shares
 from megabatch.report.gallery import PICTURE, Gallery, gallery
 from megabatch.report.saved_run import CONFIG, METRICS, SavedRun, read
+from megabatch.towers import Pair
 from megabatch.towers.load import image_size
 from megabatch.towers.saved import WEIGHTS, load_saved
 
@@ -24,7 +25,7 @@ NAME = "report.html"
 PICTURE_LIMIT = 160  # pixels: photographs are scaled down to this side length
 
 
-def write_report(folder: str | Path, queries: Sequence[str] = ()) -> Path:
+def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Callable[[Path], Pair] = load_saved) -> Path:
     """Writes report.html into a run's folder and returns its path.
 
     Reads the files in the folder and, for the gallery, the test data. A missing file leaves its section out.
@@ -32,6 +33,7 @@ def write_report(folder: str | Path, queries: Sequence[str] = ()) -> Path:
     Args:
         folder: the run's folder.
         queries: texts to search for in the gallery, before captions of the test data.
+        load: returns the model of the folder (default: `model.safetensors`); "megabatch report" takes a newer checkpoint.
 
     Example: `write_report("runs/emoji", ["smiling cat"])`
     """
@@ -43,7 +45,7 @@ def write_report(folder: str | Path, queries: Sequence[str] = ()) -> Path:
         _warnings(run),
         curves(run),
         _evaluation(run),
-        _gallery(run, queries),
+        _gallery(run, queries, load),
         _setting(run),
         _again(run),
         _credits(run),
@@ -134,13 +136,12 @@ def _setting(run: SavedRun) -> str:
     return pages.section("Setting", pages.table(Table(["", ""], [[name, told] for name, told in rows if told], names=(1,))))
 
 
-def _gallery(run: SavedRun, queries: Sequence[str]) -> str:
+def _gallery(run: SavedRun, queries: Sequence[str], load: Callable[[Path], Pair]) -> str:
     title = "Search results"
-    if not (run.folder / WEIGHTS).is_file() or run.test_data is None:
-        missing = WEIGHTS if run.test_data is not None else "data"
-        return pages.section(title, pages.faint(f"Not shown: the run has no {missing}."))
+    if run.test_data is None:
+        return pages.section(title, pages.faint("Not shown: the run has no data."))
     try:
-        pair = load_saved(run.folder)
+        pair = load(run.folder)
         small = run.test_set(size=image_size(pair.name, pair.options))
         found = gallery(pair, small, run.test_set(size=PICTURE) if run.test_data[0] == "emoji" else small, queries)
     except (OSError, ValueError, ImportError) as error:

@@ -58,7 +58,11 @@ def gradients(
     dquery: Tensor,  # (Tq, D) added to
     ddocument: Tensor,  # (Td, D) added to
 ) -> Tensor:  # () float64
-    """Adds the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩ to those of the vectors; returns that of the scale."""
+    """Adds the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩ to those of the vectors; returns that of the scale.
+
+    The vectors' gradients lack the factor `block.scale`: the weights of a tile are rounded to half precision, and with the
+    scale they could leave its range.
+    """
     dscale = torch.zeros((), dtype=torch.float64, device=block.device)
     if block.is_empty:
         return dscale
@@ -76,29 +80,33 @@ def gradients(
         weights = g if block.weight is None else g * block.weight[rows, None]
         known = largest if empty is None else largest.masked_fill(empty[columns], 0.0)  # 0·∞ is not 0
         dscale.add_((weights.double() * known).sum())
-        return g * block.factors(rows)
+        return weights
 
     backend_for(backend, block).add_gradients(block, weigh, dquery, ddocument)
     return dscale
 
 
 def pair_scores(block: LateBlock) -> Tensor:  # (N, K)
-    """s of each query with its own K documents."""
+    """s of each query with its own K documents; −inf for documents without vectors."""
     each = block.M // max(block.N, 1)
-    scores = block.zeros(block.N, each)
+    scores, empty = block.zeros(block.N, each), _empty_documents(block)
     for rows, pairs in maxsim.pair_tiles(block):
         scores[rows] = pairs.largest()[0] * block.factors(rows)
-    return scores
+    return scores if empty is None else scores.masked_fill_(empty.view(scores.shape), -torch.inf)
 
 
 def pair_gradients(block: LateBlock, dscores: Tensor, dquery: Tensor, ddocument: Tensor) -> Tensor:  # (N, K) → () float64
-    """Adds the gradients of ⟨dscores, pair_scores⟩ to those of the vectors; returns that of the scale."""
+    """Adds the gradients of ⟨dscores, pair_scores⟩ to those of the vectors, as `gradients`; returns that of the scale."""
     dscale = torch.zeros((), dtype=torch.float64, device=block.device)
+    empty = _empty_documents(block)
     for rows, pairs in maxsim.pair_tiles(block):
         largest, g = pairs.largest()[0], dscores[rows]
+        if empty is not None:
+            missing = empty.view(dscores.shape)[rows]
+            largest, g = largest.masked_fill(missing, 0.0), g.masked_fill(missing, 0.0)
         weights = g if block.weight is None else g * block.weight[rows, None]
-        dscale += (weights.double() * largest.masked_fill(largest.isinf(), 0.0)).sum()
-        pairs.add_gradients((g * block.factors(rows)).masked_fill(largest.isinf(), 0.0), dquery, ddocument)
+        dscale += (weights.double() * largest).sum()
+        pairs.add_gradients(weights, dquery, ddocument)
     return dscale
 
 

@@ -116,7 +116,7 @@ _TOPK_BYTES = 256 * 2**20
 
 
 def topk_rows(M: int) -> int:
-    """Rows of one launch of the top-k kernel: their group maxima take 256 MiB at most."""
+    """Rows of one launch of the top-k kernel: their group maxima take 256 MiB at most, or more if 256 rows do (M > 8M)."""
     return max(256, _TOPK_BYTES // 4 // -(-M // TOPK_GROUP) // 256 * 256)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+MOST_OF_THE_BEST = 1024  # k at most
 LARGEST_INDEX = 2**32 - 1  # an index takes half of a key
 
 

@@ -388,7 +388,8 @@ class _Operands:
 
 def _poison(tokens: Tokens) -> Tensor:  # (N,)
     """0 for each item; NaN where one of its valid vectors has a value that is not finite."""
-    each = tokens.values.sum(1, dtype=torch.float32) * 0.0
+    largest: Tensor = torch.linalg.vector_norm(tokens.values, torch.inf, dim=1, dtype=torch.float32)  # a sum could overflow
+    each = largest * 0.0
     if tokens.valid is not None:
         each = each.masked_fill(~tokens.valid, 0.0)
     if tokens.lengths is None:

@@ -5,7 +5,14 @@ maxima hold the k best columns: a column in another group comes after the maxima
 formed again, k·GROUP of M. Groups are ordered like columns, by maximum and then by index, and are found in two steps:
 supergroups of GROUP groups first. If k groups have more than a few percent of the columns, library products form
 tiles in memory (`eager`).
+
+The two passes round products differently. Without a limit this only orders columns whose products are equal to rounding. With
+one, a column may be below the limit in the first pass and above it in the second. Its group then took a place for nothing, and
+a better column of another group is lost. Such a column is above the limit by no more than the rounding error of two products
+(`_noise`). Rows with a column in that range are searched again in tiles in memory, where each product is formed once.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -132,10 +139,39 @@ def topk(block: Block, k: int) -> Best:  # (N, k)
         return eager.topk(block, k)
     operands = similarity_operands(block)
     found = Best.none(block.N, k, block.zeros(0))
+    limits = None if block.limit is None else (block.limit, block.limit + _noise(operands))
+    unsure = torch.zeros(block.N, dtype=torch.bool, device=block.x.device)
     for rows in windows(block.N, plan.topk_rows(block.M)):
         chosen = _best_groups(_group_maxima(block, operands, rows, group), k, group)
-        found.values[rows], found.indices[rows] = _among_groups(block, operands, rows, chosen, group)
+        s, indices = _among_groups(block, operands, rows, chosen, group)
+        if limits is not None:
+            limit, noisy = (part[rows, None] for part in limits)
+            above = s > limit
+            unsure[rows] = (above & (s <= noisy)).any(1)
+            s.masked_fill_(above, -torch.inf)
+        found.values[rows], found.indices[rows] = _best(s, indices, k)
+    if limits is not None and len(again := unsure.nonzero().flatten()):
+        found.values[again], found.indices[again] = eager.topk(_some_rows(block, again), k)
     return found
+
+
+def _noise(operands: Operands) -> Tensor:  # (N,)
+    """More than two products of a row with any column can differ by, if fp32 adds up the same factors in two orders.
+
+    A sum of D terms is off by D·2⁻²³·|x|·|y| at most, even if every addition truncates. A column with NaN is never chosen.
+    """
+    x, y = (torch.linalg.vector_norm(side, dim=1, dtype=torch.float32) for side in (operands.x, operands.y))
+    noise: Tensor = x * y.nan_to_num(0.0, torch.inf).amax() * (operands.x.shape[1] * 2.0**-22)
+    return noise
+
+
+def _some_rows(block: Block, rows: Tensor) -> Block:  # (n,) int64
+    """These rows; the main diagonal, which they no longer have, as ids."""
+    assert not (block.skip_diagonal and block.row_ids is not None), "`exclude` is either"
+    row_ids = None if block.row_ids is None else block.row_ids[rows]
+    row_ids, col_ids = (rows, torch.arange(block.M, device=rows.device)) if block.skip_diagonal else (row_ids, block.col_ids)
+    limit = None if block.limit is None else block.limit[rows]
+    return replace(block, x=block.x[rows], row_ids=row_ids, col_ids=col_ids, skip_diagonal=False, limit=limit)
 
 
 def _group_maxima(block: Block, operands: Operands, rows: slice, group: int) -> Tensor:  # (n, groups)
@@ -187,7 +223,8 @@ def _best_groups(maxima: Tensor, k: int, group: int) -> Tensor:  # (n, groups) �
     return _best(maxima.gather(1, members).masked_fill_(missing, -torch.inf), members, k).indices
 
 
-def _among_groups(block: Block, operands: Operands, rows: slice, chosen: Tensor, group: int) -> Best:  # (n, k)
+def _among_groups(block: Block, operands: Operands, rows: slice, chosen: Tensor, group: int) -> Best:  # (n, k·group)
+    """The products of the chosen groups and their columns, unordered; −inf for excluded pairs."""
     n, k = chosen.shape
     products = torch.empty(n, k, group, dtype=torch.float32, device=block.x.device)
     _group_products_kernel[(n, k)](
@@ -209,8 +246,6 @@ def _among_groups(block: Block, operands: Operands, rows: slice, chosen: Tensor,
     if operands.row_ids is not None and operands.col_ids is not None:
         theirs = operands.col_ids[indices.clamp(0, block.M - 1)]
         s.masked_fill_(operands.row_ids[rows, None] == theirs, -torch.inf)
-    if block.limit is not None:
-        s.masked_fill_(s > block.limit[rows, None], -torch.inf)
     if block.skip_diagonal:
         s.masked_fill_(indices == torch.arange(rows.start, rows.stop, device=s.device)[:, None], -torch.inf)
-    return _best(s, indices, k)
+    return Best(s, indices)

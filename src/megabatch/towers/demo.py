@@ -43,7 +43,19 @@ class SmallConfig:
     augmentation: Augmentation = field(default_factory=Augmentation)
 
     def __post_init__(self) -> None:
-        """Checks the kernel: an even one would change the image size, and the residual connection would fail."""
+        """Checks the sizes. An even kernel would change the image size, and the residual connection would fail."""
+        for name in ("width", "patch", "expansion", "buckets"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model_options.{name} must be at least 1, got {getattr(self, name)}")
+        if not self.channels or min(self.channels) < 1:
+            raise ValueError(f"model_options.channels must be numbers of at least 1, got {list(self.channels)}")
+        least = self.patch << (len(self.channels) - 1)
+        if self.image_size < least:
+            raise ValueError(
+                f"model_options.image_size must be at least {least} for this patch and these channels, got {self.image_size}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model_options.dropout must be at least 0 and less than 1, got {self.dropout}")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"kernel must be an odd number of pixels, got {self.kernel}")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megabatch.data.dataset import IMAGE, TEXT
-from megabatch.names import MODELS
+from megabatch.names import MODELS, nearest
 from megabatch.towers import demo, huggingface, open_clip
 from megabatch.towers.tower import Pair
 
@@ -39,7 +39,7 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), **options: Any) -> P
     elif family == "hf-config" and name:
         pair = huggingface.load_config(name)
     else:
-        raise ValueError(f"No such model: {spec}. Possible are: {'; '.join(MODELS)}")
+        raise ValueError(f"No such model: {spec}{nearest(spec, ['small'])}. Possible are: {'; '.join(MODELS)}")
     if (pair.first.kind, pair.second.kind) != tuple(kinds):
         raise ValueError(
             f"model must have towers for {kinds[0]} and {kinds[1]}, got {spec!r}, which is for {pair.first.kind} and "

@@ -9,6 +9,8 @@ beside it, so that nothing is downloaded again.
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ _HEADER = "megabatch"
 _FORMAT = 1
 
 
-def save(pair: Pair, folder: str | Path) -> Path:
+def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
     """Writes the pair with `pair.logit_scale` and `pair.logit_bias`, and returns the file.
 
     With FSDP2 all ranks must call it; the first one writes.
@@ -36,6 +38,7 @@ def save(pair: Pair, folder: str | Path) -> Path:
     Args:
         pair: from `towers.load`; after training with the learned scale, `dataclasses.replace(pair, logit_scale=…)`.
         folder: created if it does not exist.
+        step: of the training run, recorded in the file.
     """
     place = Path(folder)
     weights = _weights(pair)  # on all ranks: sharded weights are gathered
@@ -47,6 +50,7 @@ def save(pair: Pair, folder: str | Path) -> Path:
             "options": dict(pair.options),
             "logit_scale": pair.logit_scale,
             "logit_bias": pair.logit_bias,
+            "step": step,
         }
         _keep(pair, place)
         safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
@@ -71,6 +75,15 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
         module.to(device).eval()
     scale, bias = description["logit_scale"], description["logit_bias"]
     return Pair(pair.first, pair.second, scale, bias, name=pair.name, options=pair.options)
+
+
+def step(folder: str | Path) -> int | None:
+    """The training step of a folder's model; None if there is no model that records one."""
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        return None
+    found: int | None = _header(path).get("step")
+    return found
 
 
 def _built(description: dict[str, Any], place: Path) -> Pair:
@@ -123,14 +136,25 @@ def _keep(pair: Pair, place: Path) -> None:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
         raise FileNotFoundError(f"the folder {path.parent} must have a {path.name}, got none: has the run come to its end?")
+    header = _header(path)
+    with _opened(path) as file:
+        # safe_open has keys and is no mapping.
+        return header, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with _opened(path) as file:
+        header: dict[str, Any] | None = json.loads((file.metadata() or {}).get(_HEADER, "null"))
+    if header is None or header.get("format") != _FORMAT:
+        raise ValueError(f"{path} must be a model that megabatch saved in format {_FORMAT}, got a header of {header!r}")
+    return header
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     safetensors = extras.load("safetensors", extra="train", purpose="Loading a model")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
-            # safe_open has keys and is no mapping.
-            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            yield file
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} must be a whole safetensors file, got one that is not: {error}") from error
-    if header is None or header.get("format") != _FORMAT:
-        raise ValueError(f"{path} must be a model that megabatch saved in format {_FORMAT}, got a header of {header!r}")
-    return header, weights

@@ -1,7 +1,7 @@
 """What a loss takes beside the embeddings of a batch: hard negatives, labels, and the embeddings of a teacher or a guide."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,17 @@ from megabatch.data.negatives import WithNegatives
 from megabatch.data.tables import Table
 from megabatch.trainer.locked import SIDES, KeptEmbeddings
 from megabatch.trainer.objective import CONTRASTS, Beside, LossConfig
+from megabatch.trainer.weights import load_newest
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
 
 
-def with_negatives(config: LossConfig, dataset: Dataset) -> WithNegatives | None:
-    """The data with its hard negatives, if it has columns of them; checks that the loss uses what the data has."""
+def with_negatives(config: LossConfig, dataset: Dataset, known: Sequence[int] = ()) -> WithNegatives | None:
+    """The data with its hard negatives, if it has columns of them; checks that the loss uses what the data has.
+
+    `known` are the sides whose embeddings are kept.
+    """
     if config.name == "sup_con" and getattr(dataset, "label_column", None) is None:
         raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
     columns = getattr(dataset, "negative_columns", ())
@@ -31,6 +35,11 @@ def with_negatives(config: LossConfig, dataset: Dataset) -> WithNegatives | None
         raise ValueError(
             f"the data has hard negatives in the column {columns[0]}, and {why}. --loss info_nce uses them; --columns without "
             "negative=… leaves them out"
+        )
+    if 1 in known:
+        raise ValueError(
+            f"the data has hard negatives in the column {columns[0]}, and the embeddings of a locked second side are kept for "
+            "pairs alone. keep_locked=false computes them every time; --columns without negative=… leaves the negatives out"
         )
     return WithNegatives(dataset)
 
@@ -73,7 +82,7 @@ def teacher(
         chunk_size: samples encoded at once.
         workers: as for `Dataset.source`.
     """
-    pair = towers.load_saved(spec, world.device) if Path(spec).is_dir() else towers.load(spec, dataset.sides)
+    pair = load_newest(Path(spec), world.device)[0] if Path(spec).is_dir() else towers.load(spec, dataset.sides)
     for tower in pair.towers:
         tower.module.to(world.device).requires_grad_(False).eval()
     kept = partial(KeptEmbeddings, chunk_size=chunk_size, workers=workers, world=world, report=LOG.info)

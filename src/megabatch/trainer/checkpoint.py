@@ -115,12 +115,30 @@ class Checkpoints:
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".partial_{final.name}"
         made: list[Copy] = []
-        self._together(lambda: _emptied(partial), "prepared", partial, only_first=True)
+        self._together(lambda: self._prepare(partial), "prepared", partial, only_first=True)
         self._together(lambda: made.append(copied(partial)), "copied", partial)
         copy = made[0]
         self._together(copy.agree, "prepared", partial)
         work = _in_a_thread(lambda: _written(partial, copy.write))
         self._pending = _Pending(partial, final, about, copy, work)
+
+    def _prepare(self, partial: Path) -> None:
+        self._clear()
+        partial.mkdir(parents=True)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Deletes the oldest checkpoints while the disk has no room for another one. The newest intact one stays."""
+        kept = self._all()
+        size = sum(path.stat().st_size for path in kept[-1].iterdir()) if kept else 0
+        if len(kept) < 2 or shutil.disk_usage(self.folder).free >= size:
+            return
+        newest = self._newest()
+        for path in kept:
+            if newest is None or path == newest[0] or shutil.disk_usage(self.folder).free >= size:
+                break
+            LOG.warning("the disk has no room for another checkpoint; the oldest, %s, is deleted", path)
+            self._delete(path)
 
     def settle(self, *, wait: bool) -> Path | None:
         """Brings the checkpoint that is being written closer to its end.
@@ -188,7 +206,16 @@ class Checkpoints:
 
     def _forget_old(self) -> None:
         for path in self._all()[: -self._keep]:
-            path.rename(_free_name(path, ".deleted"))  # so that a half-deleted one is not taken for damaged
+            self._delete(path)
+        self._clear()
+
+    def _delete(self, path: Path) -> None:
+        path.rename(_free_name(path, ".deleted"))  # so that a half-deleted one is not taken for damaged
+        for left in self.folder.glob(".deleted_*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _clear(self) -> None:
+        """Deletes unfinished and half-deleted checkpoints."""
         for left in [*self.folder.glob(".deleted_*"), *self.folder.glob(".partial_*")]:
             shutil.rmtree(left, ignore_errors=True)
 
@@ -239,11 +266,6 @@ def _in_a_thread(work: Callable[[], None]) -> Future[None]:
         return executor.submit(work)
     finally:
         executor.shutdown(wait=False)  # the thread ends with its work, and Python with the thread
-
-
-def _emptied(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
 
 
 def _written(partial: Path, write: Callable[[Path], None]) -> None:

@@ -179,12 +179,18 @@ def resolved(*given: Mapping[str, Any]) -> TrainConfig:
 
 
 def merged(*tables: Mapping[str, Any]) -> settings.Table:
-    """Later values in place of earlier ones. A later warm-up in steps replaces an earlier one as a fraction, and vice versa."""
+    """Later values in place of earlier ones.
+
+    Two settings may say one thing in two ways. A later warm-up in steps replaces an earlier one as a fraction, later epochs
+    replace earlier steps, and vice versa.
+    """
     result: settings.Table = {}
     for one in tables:
         schedule, known = one.get("schedule"), result.get("schedule")
         if isinstance(schedule, Mapping) and isinstance(known, Mapping) and any(name in schedule for name in WARM_UPS):
             result["schedule"] = {key: value for key, value in known.items() if key not in WARM_UPS}
+        if "epochs" in one and "steps" not in one:
+            result["steps"] = 0
         result = settings.merged(result, one)
     return result
 

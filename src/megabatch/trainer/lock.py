@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,8 @@ from pathlib import Path
 
 LOG = logging.getLogger("megabatch")
 NAME = "run.lock"
-_HELD = (errno.EACCES, errno.EAGAIN)
+_REFUSED = (errno.EACCES, errno.EAGAIN)
+_HOLDERS: dict[Path, int] = {}  # threads of this process, by the folder they hold
 
 
 class LockedError(ValueError):
@@ -28,16 +30,27 @@ class LockedError(ValueError):
 def locked(folder: Path) -> Iterator[None]:
     """Holds the folder's lock. Creates the folder, and removes it afterwards if nothing is in it.
 
+    The thread that holds it may ask again: a command does, and the trainer that it calls. The second time nothing is opened,
+    because a process loses its record locks on a file with the first handle of the file that it closes.
+
     Raises:
-        LockedError: another process holds it.
+        LockedError: another process or thread holds it.
     """
+    key, me = folder.resolve(), threading.get_ident()
+    if _HOLDERS.get(key) == me:
+        yield
+        return
+    if key in _HOLDERS:
+        raise LockedError(f"{folder} is in use by another thread of this process")
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
     handle = _opened(path)
+    _HOLDERS[key] = me
     try:
         yield
     finally:
+        del _HOLDERS[key]
         path.unlink(missing_ok=True)  # before the lock is released: nobody removes the file of another
         os.close(handle)
         with suppress(OSError):
@@ -53,7 +66,7 @@ def _opened(path: Path) -> int:
         except OSError as error:
             holder = _holder(path)
             os.close(handle)
-            if error.errno in _HELD:
+            if error.errno in _REFUSED:
                 raise LockedError(f"{path.parent} is in use by {holder}") from error
             LOG.warning("%s cannot be locked (%s); no other run may write there", path.parent, error.strerror)
             return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from megabatch.data import readers
 from megabatch.data.dataset import Dataset
 from megabatch.data.order import Order
 from megabatch.evaluation import evaluate
-from megabatch.evaluation.retrieval import HEADLINES
+from megabatch.evaluation.retrieval import HEADLINES, RECALLS
 from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
-from megabatch.trainer import beside, compiling, locked, optim, parallel, room
+from megabatch.trainer import beside, compiling, lock, locked, optim, parallel, room
 from megabatch.trainer import run as runs
 from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents, reason
 from megabatch.trainer.config import FREE, TrainConfig, differences, reader_count
@@ -48,6 +48,13 @@ LOG = logging.getLogger("megabatch")
 SAMPLES_SHOWN = 2  # to towers, to find their used parameters
 SAMPLES_COUNTED = 64  # whose operations are counted
 SAMPLES_REPEATED = 64  # of which a chunk for the compiler is made
+
+
+def metric_names(sides: Sequence[str]) -> list[str]:
+    """The metrics of an evaluation by which the best weights can be kept."""
+    first, second = ("image", "text") if sides[0] != sides[1] else ("query", "text")
+    each = [*(f"R@{k}" for k in RECALLS), "MRR", "nDCG@10", "mean_rank", "median_rank"]
+    return [*(f"{way}_{name}" for way in (f"{first}_to_{second}", f"{second}_to_{first}") for name in each), "clip_val_loss"]
 
 
 class Trainer:
@@ -92,7 +99,9 @@ class Trainer:
             raise ValueError(
                 f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
             )
-        self._negatives = beside.with_negatives(config.loss, dataset)
+        self._check_best()
+        self._encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked.SIDES[side]]
+        self._negatives = beside.with_negatives(config.loss, dataset, [side for side in (0, 1) if side not in self._encoded])
         groups: Any = getattr(dataset, "groups", len(dataset))
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
         self.steps = config.total_steps(self.order.batches_per_epoch)
@@ -105,6 +114,18 @@ class Trainer:
         self._rate = optim.scaled_rate(config.optimizer, config.batch_size)
         self._build()
 
+    def _check_best(self) -> None:
+        """Checks the metric of `checkpoint.best` before the first step, and not at the first evaluation."""
+        name = self.config.checkpoint.best
+        if name in ("auto", "none"):
+            return
+        if not self.config.evaluate_every:
+            raise ValueError(f'checkpoint.best must be "auto" or "none" without evaluate_every, got {name!r}')
+        of_one = metric_names(self.dataset.sides)
+        known = [f"{prefix}/{metric}" if prefix else metric for prefix in self.validation for metric in of_one]
+        if name not in known:
+            raise ValueError(f'checkpoint.best must be "auto", "none" or one of {", ".join(known)}, got {name!r}')
+
     def _build(self) -> None:
         """Builds everything that is trained, from the towers."""
         config, modules = self.config, [tower.module.to(self.world.device) for tower in self.pair.towers]
@@ -112,7 +133,6 @@ class Trainer:
         if config.lock != "none":
             with randomness.untouched([self.world.device]):
                 locked.lock(self.pair, locked.SIDES.index(config.lock), shown)
-        self._encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked.SIDES[side]]
         self._utilisation = Utilisation(
             [self.pair.towers[side] for side in self._encoded],
             [partial(self._samples, side, SAMPLES_COUNTED) for side in self._encoded],
@@ -170,7 +190,15 @@ class Trainer:
             self._fit = Fit(tuple(about["chunk_sizes"]), about["graph_bytes"])
         if path.resolve().parent == self.checkpoints.folder.resolve():
             self.checkpoints.set_aside_after(self.step)
+            self._set_model_aside()
         return True
+
+    def _set_model_aside(self) -> None:
+        """Renames the model of a later step, as checkpoints of later steps are: it would count as newer than what follows."""
+        place = self.run.folder / towers.saved.WEIGHTS
+        if self.world.rank == 0 and (towers.saved.step(self.run.folder) or 0) > self.step:
+            aside = place.replace(place.with_name(f"abandoned_{place.name}"))
+            LOG.warning("the run continues from step %d; %s is now called %s", self.step, place, aside.name)
 
     def _fits_as_before(self, about: dict[str, Any]) -> bool:
         """Whether the chunk sizes of the checkpoint are valid for this run too."""
@@ -189,12 +217,29 @@ class Trainer:
         Raises:
             StoppedError: after Ctrl-C or SIGTERM, once a checkpoint is saved.
             CheckpointError: the last checkpoint or the model could not be written; `saved` tells what is on disk.
+            LockedError: another process or thread writes to the run's folder.
         """
+        problem = None
+        with ExitStack() as held:
+            if self.world.rank == 0:
+                try:
+                    held.enter_context(lock.locked(self.run.folder))
+                except lock.LockedError as error:
+                    problem = str(error)
+            if problem := self.world.from_first(problem):
+                raise lock.LockedError(problem)
+            return self._to_the_end()
+
+    def _to_the_end(self) -> dict[str, float] | None:
         moments = optim.MOMENTS[self.config.optimizer.name] + (self.average is not None)
-        room.check(self.run.folder, self._modules, moments, self.checkpoints, self.config.checkpoint.keep, self.world)
+        models = 2 if self.config.evaluate_every and self.config.checkpoint.best != "none" else 1
+        keep = self.config.checkpoint.keep
+        room.check(self.run.folder, self._modules, moments, self.checkpoints, keep, self.world, models=models)
         self._saved_at = time.monotonic()
         self.run.first_step = self.run.step = self.step
         if self.world.rank == 0:
+            if self.step == 0:  # the best weights of another run in this folder are none of this one's
+                runs.forget_best(self.run.folder)
             self.run.write(room.environment(self.config, self.pair, self.world, len(self.dataset), self.steps))
         self._observers.start(self.run)
         try:
@@ -229,7 +274,8 @@ class Trainer:
         loss, taught = self.config.loss, None
         if spec := loss.teacher or loss.guide:
             place, chunk_size = self.run.folder / TEACHER, min(self._fit.chunk_sizes)
-            with autocast(self.config.precision, self.world.device):
+            # After `resume` the generators are those of the checkpoint, and a teacher is built with random weights first.
+            with randomness.untouched([self.world.device]), autocast(self.config.precision, self.world.device):
                 taught, self.objective.teacher_scale = beside.teacher(
                     spec, self.dataset, place, self.world, chunk_size=chunk_size, workers=workers
                 )
@@ -369,8 +415,6 @@ class Trainer:
         """Saves the weights if no evaluation before was better."""
         name = self.config.checkpoint.best
         name = next(key for key in HEADLINES if key in result) if name == "auto" else name
-        if name not in result:
-            raise ValueError(f"checkpoint.best must be one of {', '.join(result)}, got {name!r}")
         value, lower = result[name], "rank" in name or "loss" in name
         before = self.world.from_first(runs.best(self.run.folder))
         if before is not None and before["metric"] == name and before["step"] < self.step:
@@ -453,7 +497,7 @@ class Trainer:
                 self.pair, logit_scale=numbers["scale"], logit_bias=numbers.get("bias", self.pair.logit_bias)
             )
             try:
-                towers.save(trained, self.run.folder / within)
+                towers.save(trained, self.run.folder / within, step=self.step)
             except OSError as error:  # on the first rank, which writes
                 problem = reason(error)
         if problem := self.world.from_first(problem):

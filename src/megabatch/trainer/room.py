@@ -18,7 +18,14 @@ LOG = logging.getLogger("megabatch")
 
 
 def check(
-    folder: Path, modules: Sequence[nn.Module], moments: float, checkpoints: Checkpoints, keep: int, world: World
+    folder: Path,
+    modules: Sequence[nn.Module],
+    moments: float,
+    checkpoints: Checkpoints,
+    keep: int,
+    world: World,
+    *,
+    models: int = 1,
 ) -> None:
     """Raises an error if the disk has no room for the model and a checkpoint, and warns if it has none for all of them.
 
@@ -29,17 +36,20 @@ def check(
         checkpoints: of the run.
         keep: number of checkpoints.
         world: the ranks.
+        models: number of models in the folder: the last, and the best if it is kept.
     """
     model = sum(value.numel() * value.element_size() for module in modules for value in module.state_dict().values())
     each = int(model * (1 + moments))
     free, there = world.from_first((run.free_bytes(folder), checkpoints.count()))
     told = (
-        f"the disk of {folder} has {free / 1e6:,.1f} MB free; the model takes {model / 1e6:,.1f} MB and each checkpoint "
-        f"{each / 1e6:,.1f} MB"
+        f"the disk of {folder} has {free / 1e6:,.1f} MB free; the model takes {model / 1e6:,.1f} MB"
+        + (", the best one as much (checkpoint.best)," if models > 1 else "")
+        + f" and each checkpoint {each / 1e6:,.1f} MB"
     )
-    if free < model + each:
-        raise ValueError(f"{told}. Make room, or choose another folder (--output)")
-    if free < model + each * (keep + 1 - there) and world.rank == 0:
+    if free + each * max(0, there - 1) < models * model + each:  # all but the newest checkpoint are deleted if need be
+        elsewhere = f"--resume {checkpoints.folder}/step_… --output OTHER_FOLDER" if there else "another folder (--output)"
+        raise ValueError(f"{told}. Make room, or use {elsewhere}")
+    if free < models * model + each * (keep + 1 - there) and world.rank == 0:
         LOG.warning("%s. %d of them, and the next, may not fit (checkpoint.keep)", told, keep)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megabatch import settings
 from megabatch.data import cache
+from megabatch.towers.saved import WEIGHTS
 from megabatch.trainer.config import TrainConfig
 
 BEST_ABOUT, ENVIRONMENT = "best.json", "environment.json"
@@ -71,6 +72,12 @@ def best(folder: Path) -> dict[str, Any] | None:
 def write_best(folder: Path, about: dict[str, Any]) -> None:
     """Notes which weights are the best."""
     cache.write(folder / BEST / BEST_ABOUT, lambda file: file.write(json.dumps(about).encode()))
+
+
+def forget_best(folder: Path) -> None:
+    """Removes the note and the weights that a run before left in the folder."""
+    for name in (BEST_ABOUT, WEIGHTS):
+        (folder / BEST / name).unlink(missing_ok=True)
 
 
 def free_bytes(folder: Path) -> int:

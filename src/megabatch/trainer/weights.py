@@ -1,4 +1,4 @@
-"""The towers of a run from a checkpoint, to search and evaluate with before the run has come to its end."""
+"""The towers of a run with its newest weights, which may be in a checkpoint, to search and evaluate with during the run."""
 
 import math
 import warnings
@@ -19,6 +19,26 @@ from megabatch.trainer.state import WHOLE
 from megabatch.world import World
 
 
+def load_newest(folder: Path, device: torch.device | str = "cpu") -> tuple[Pair, int | None]:
+    """The towers of a run after its last saved step: from `model.safetensors`, or from a newer checkpoint.
+
+    Args:
+        folder: of a run, or another one with a model; of a checkpoint, for its weights.
+        device: of the modules.
+
+    Returns:
+        The towers in evaluation mode, and the step of the checkpoint; None for the weights of `model.safetensors`.
+    """
+    if (folder / towers.saved.WEIGHTS).is_file():
+        step, checkpoints = towers.saved.step(folder), Checkpoints(folder / CHECKPOINTS, 1, World(torch.device("cpu")))
+        if step is None or (checkpoints.last_step() or 0) <= step:
+            return towers.load_saved(folder, device), None
+        found = checkpoints.newest()  # intact
+        if found is None or found[1]["step"] <= step:
+            return towers.load_saved(folder, device), None
+    return load_checkpoint(folder, device)
+
+
 def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[Pair, int]:
     """The towers with the weights that the run would save now, in evaluation mode, and the number of steps done.
 
@@ -31,7 +51,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[P
     else:
         found = (folder, contents(folder)) if folder.name.startswith("step_") else None
     if found is None:
-        raise FileNotFoundError(f"{folder} has no model.safetensors and no checkpoint: the run has saved nothing yet")
+        raise FileNotFoundError(f"{folder} has no model.safetensors and no intact checkpoint: the run has saved nothing yet")
     path, about = found
     config = settings.build(TrainConfig, about["config"])
     model = config.model.partition("@")[0]  # the weights come from the checkpoint

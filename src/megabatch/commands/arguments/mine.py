@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-score", type=float, metavar="S", help="no negative with a similarity below it")
     parser.add_argument("--absolute-margin", type=float, metavar="S", help="none above the similarity of the pair less this")
     parser.add_argument(
-        "--relative-margin", type=float, metavar="R", help="none above (1 - R) times the similarity of the pair"
+        "--relative-margin", type=float, metavar="R", help="none above s - R·|s|, s being the similarity of the pair"
     )
     parser.add_argument("--sampling", choices=("top", "random"), default="top", help="the best, or random ones of the range")
     parser.add_argument("--keep-embeddings", action="store_true", help="keep the folder OUTPUT.work for another call")

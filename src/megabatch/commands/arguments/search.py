@@ -11,7 +11,7 @@ Searches data with a model. A query is a text or the path of an image.
   megabatch search runs/emoji cat.png                       an image finds texts
   megabatch search runs/photos "dog on a beach" photo.jpg   both
   megabatch search runs/emoji cat.png --among images        an image finds images like it
-  megabatch search runs/wordnet "animal with a trunk"       texts find texts
+  megabatch search runs/wordnet "animal with a trunk"       a query finds documents
   megabatch search runs/photos "red car" --data new.csv --columns image=file text=description
   megabatch search open_clip:ViT-B-32@laion2b_s34b_b79k "dog on a beach" --data photos.csv
 
@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("queries", nargs="+", metavar="QUERY", help="a text, or the path of an image")
     parser.add_argument("-k", type=int, default=8, help="matches per query (default: %(default)s)")
     parser.add_argument(
-        "--among", choices=("images", "texts"), help="side of the data to search (default: images for texts, texts for images)"
+        "--among",
+        choices=("images", "texts"),
+        help="side of the data to search (default: images or documents for texts, texts for images)",
     )
     parser.add_argument("--sheet", metavar="PNG", default="found.png", help="file of the contact sheet (default: %(default)s)")
