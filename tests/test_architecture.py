@@ -11,7 +11,7 @@ import megabatch
 ROOT = Path(megabatch.__file__).parent
 
 # Needs torch alone, and any package may import it.
-FOUNDATIONS = {"extras", "machine", "names", "settings", "tracing", "world"}
+FOUNDATIONS = {"extras", "flops", "machine", "names", "settings", "tracing", "world"}
 
 # Package: the packages it may import, beside foundations.
 RULES: dict[str, set[str]] = {

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+
+from megabatch.flops import FlopCounter
 
 ALLOCATION_UNIT = 512  # bytes, of PyTorch's allocator for CUDA
 
@@ -40,15 +41,6 @@ _IN_FLOAT32: set[Callable[..., Any]] = {
     Tensor.norm,
 }
 
-_FLOPS: dict[Any, Any] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *rest, out_shape=None, **more: sdpa_flop(
-        q, k, v
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda dout, q, k, v, *rest, out_shape=None, **more: sdpa_backward_flop(dout, q, k, v)
-    ),
-}
-
 
 class Meter(TorchDispatchMode):
     """Bytes alive now and at the peak, and operations so far, of tensors made inside `metered`."""
@@ -58,12 +50,12 @@ class Meter(TorchDispatchMode):
         self.alive = 0
         self.peak = 0
         self._seen: set[int] = set()
-        self._counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+        self._counter = FlopCounter()
 
     @property
     def operations(self) -> int:
         """Floating-point operations of matrix products, convolutions and attention."""
-        return int(self._counter.get_total_flops())
+        return self._counter.total
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
         """Leaves these tensors out: they existed before."""

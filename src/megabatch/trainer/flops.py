@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from megabatch.cached.lengths import width_of
 from megabatch.cached.tower_io import call, count_rows, map_rows
 from megabatch.evaluation.embedding import evaluating
+from megabatch.flops import FlopCounter
 from megabatch.machine import peak_rates
 from megabatch.towers.tower import Tower
 from megabatch.world import World
@@ -61,13 +61,13 @@ def forward_flops(module: nn.Module, inputs: Any, device: torch.device) -> float
     # As plain products: the counter does not know PyTorch's one operator for a whole layer, nor every attention kernel.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    plain = sdpa_kernel(SDPBackend.MATH)
+    plain, counter = sdpa_kernel(SDPBackend.MATH), FlopCounter()
     try:
-        with torch.no_grad(), evaluating(module), plain, FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), evaluating(module), plain, counter:
             call(module, map_rows(lambda tensor: tensor.to(device), inputs))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    return float(counter.get_total_flops()) / count_rows(inputs, "inputs")
+    return counter.total / count_rows(inputs, "inputs")
 
 
 def _peak(precision: str, device: torch.device) -> float:

@@ -1,0 +1,39 @@
+"""Floating-point operations of matrix products, convolutions and attention.
+
+PyTorch's `FlopCounterMode` also follows modules, and then fails without gradients where a module is called with a view of a
+parameter, as in the attention pool of SigLIP's vision tower. Its formulas are used here, without its modules.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+# Attention on a CPU, which the registry does not know. The arguments are those of the operators.
+_MISSING: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *rest, **more: sdpa_flop(
+        q.shape, k.shape, v.shape
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dout, q, k, v, *rest, **more: (
+        sdpa_backward_flop(dout.shape, q.shape, k.shape, v.shape)
+    ),
+}
+
+
+class FlopCounter(TorchDispatchMode):
+    """Adds up the operations of everything inside the context, in `total`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts one operator."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._overloadpacket
+        formula = flop_registry.get(name) or _MISSING.get(name)
+        if formula is not None:
+            self.total += int(formula(*args, **kwargs, out_val=result))
+        return result
