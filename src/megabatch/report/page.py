@@ -103,11 +103,11 @@ def _evaluation(run: SavedRun) -> str:
     return pages.section(f"Evaluation after step {numbers.count(last['step'])}", pages.table(metrics.table(last["evaluation"])))
 
 
-def _setting(run: SavedRun) -> str:
-    """Date, hardware, versions, sizes and time: what a citation of the numbers needs."""
+def setting(run: SavedRun) -> Table | None:
+    """Date, hardware, versions, sizes and time: what a citation of the numbers needs; None if the run has not written them."""
     about, machine = run.environment, run.environment.get("machine", {})
     if not about:
-        return ""
+        return None
     resumed = f", last resumed {about['last_start']}" if about["last_start"] != about["started"] else ""
     gpu = f"{about['processes']} × {machine['gpu']}" if about["device"] == "cuda" else ""
     towers = ", ".join(f"{side} tower {numbers.count(count)}" for side, count in about["parameters_of"].items())
@@ -133,7 +133,12 @@ def _setting(run: SavedRun) -> str:
         ("time", "" if seconds is None else numbers.duration(seconds)),
         ("time by phase", ", ".join(f"{name} {share:.1f} %" for name, share in phases)),
     ]
-    return pages.section("Setting", pages.table(Table(["", ""], [[name, told] for name, told in rows if told], names=(1,))))
+    return Table(["", ""], [[name, told] for name, told in rows if told], names=(1,))
+
+
+def _setting(run: SavedRun) -> str:
+    found = setting(run)
+    return "" if found is None else pages.section("Setting", pages.table(found))
 
 
 def _gallery(run: SavedRun, queries: Sequence[str], load: Callable[[Path], Pair]) -> str:

@@ -54,7 +54,9 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "logit_bias": pair.logit_bias,
             "step": step,
         }
-        _keep(pair, place)
+        keep(pair, place)
+        if pair.first.module is pair.second.module:
+            huggingface.describe(pair, place)
         safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
         # transformers asks for the format "pt".
         about = {"format": "pt", _HEADER: json.dumps(description, default=dataclasses.asdict)}
@@ -76,7 +78,8 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
     for prefix, module in _modules(pair).items():
         own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
         module.load_state_dict(own)
-        module.to(device).eval()
+    for tower in pair.towers:
+        tower.module.to(device).eval()
     scale, bias = description["logit_scale"], description["logit_bias"]
     return Pair(pair.first, pair.second, scale, bias, name=pair.name, options=pair.options)
 
@@ -136,15 +139,14 @@ def _sorted(data: bytes) -> tuple[bytes, memoryview]:
     return len(text).to_bytes(8, "little") + text, memoryview(data)[end:]
 
 
-def _keep(pair: Pair, place: Path) -> None:
+def keep(pair: Pair, place: Path) -> None:
+    """Writes the files, besides weights, that rebuild the towers and their preprocessing."""
     place.mkdir(parents=True, exist_ok=True)
     together = pair.first.module is pair.second.module
     folders = {tower.keep: place if together else place / side for side, tower in zip(SIDES, pair.towers, strict=True)}
-    for keep, folder in folders.items():
-        if keep is not None:
-            keep(folder)
-    if together:
-        huggingface.describe(pair, place)
+    for write, folder in folders.items():
+        if write is not None:
+            write(folder)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
