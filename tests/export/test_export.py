@@ -78,6 +78,7 @@ def close(found, wanted):
     torch.testing.assert_close(torch.as_tensor(found), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_clip_model_in_open_clip_and_in_transformers(tmp_path, monkeypatch):
     open_clip, transformers = needed("open_clip", "transformers")
     pair = made("open_clip", tmp_path, monkeypatch)
@@ -120,6 +121,7 @@ def test_a_model_that_is_no_plain_clip_is_refused_by_transformers(tmp_path, monk
         call("small", "--to", "open_clip", tmp_path / "hf")
 
 
+@pytest.mark.thorough
 def test_one_encoder_in_sentence_transformers(tmp_path, monkeypatch):
     (library,) = needed("sentence_transformers")
     pair = made("one", tmp_path, monkeypatch)
