@@ -25,7 +25,7 @@ NAME = "report.html"
 PICTURE_LIMIT = 160  # pixels: photographs are scaled down to this side length
 
 
-def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Callable[[Path], Pair] = load_saved) -> Path:
+def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Callable[[Path], Pair] | None = load_saved) -> Path:
     """Writes report.html into a run's folder and returns its path.
 
     Reads the files in the folder and, for the gallery, the test data. A missing file leaves its section out.
@@ -33,7 +33,8 @@ def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Calla
     Args:
         folder: the run's folder.
         queries: texts to search for in the gallery, before captions of the test data.
-        load: returns the model of the folder (default: `model.safetensors`); "megabatch report" takes a newer checkpoint.
+        load: returns the model of the folder (default: `model.safetensors`); "megabatch report" takes a newer checkpoint. None
+            leaves the gallery out.
 
     Example: `write_report("runs/emoji", ["smiling cat"])`
     """
@@ -45,7 +46,7 @@ def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Calla
         _warnings(run),
         curves(run),
         _evaluation(run),
-        _gallery(run, queries, load),
+        "" if load is None else _gallery(run, queries, load),
         _setting(run),
         _again(run),
         _credits(run),
