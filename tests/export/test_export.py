@@ -175,8 +175,9 @@ def test_the_card_tells_the_run_and_push_uploads_it(tmp_path, monkeypatch, capsy
     lines = [*steps, {"step": 2, "evaluation": {"text_to_image_R@1": 0.375, "image_to_text_R@1": 0.25, "num_samples": 8}}]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    with pytest.raises(ValueError, match=r"--push must have a token .* The model is in"):
-        call(tmp_path / "run", "--to", "onnx", tmp_path / "a", "--push", "me/emoji")
+    with pytest.raises(ValueError, match="--push must have a token"):
+        call(tmp_path / "run", "--to", "onnx", tmp_path / "b", "--push", "me/emoji")
+    assert not (tmp_path / "b").exists()
     called = []
     api = types.SimpleNamespace(
         create_repo=lambda name, **options: (
@@ -199,7 +200,7 @@ def test_the_card_tells_the_run_and_push_uploads_it(tmp_path, monkeypatch, capsy
     for part in (
         "library_name: onnx",
         "# emoji",
-        "me/emoji/text.onnx",
+        'snapshot_download("me/emoji")',
         "`emoji`, in batches of 2,048 pairs",
         "37.5%",
         "OpenMoji",

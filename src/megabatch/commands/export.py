@@ -7,7 +7,7 @@ import torch
 
 from megabatch.commands import model
 from megabatch.data.dataset import IMAGE, TEXT
-from megabatch.export import export, push, write_card
+from megabatch.export import check_token, export, push, write_card
 
 
 def run(args: argparse.Namespace) -> int:
@@ -15,6 +15,8 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"FOLDER must be empty or not exist, got {folder}")
+    if args.push:
+        check_token()
     own = model.run_of(args.model)
     # Towers by name: one encoder of transformers is for texts alone.
     kinds = (TEXT, TEXT) if args.model.startswith("hf") and "+" not in args.model else (IMAGE, TEXT)

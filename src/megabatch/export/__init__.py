@@ -6,12 +6,12 @@ from pathlib import Path
 from megabatch import towers
 from megabatch.export import clip, onnx
 from megabatch.export.card import write_card
-from megabatch.export.hub import push
+from megabatch.export.hub import check_token, push
 from megabatch.towers import Pair, huggingface, saved
 from megabatch.towers.sentence_transformer import write_tensors
 
 FORMATS = ("hf", "open_clip", "onnx")
-__all__ = ["FORMATS", "export", "push", "write_card"]
+__all__ = ["FORMATS", "check_token", "export", "push", "write_card"]
 
 
 def export(pair: Pair, form: str, folder: Path) -> None:

@@ -14,6 +14,11 @@ from megabatch.towers.huggingface_inputs import Tokens
 
 NAME = "README.md"
 # Code that loads a model from its folder, or by its name on the hub.
+_DOWNLOADED = """
+from huggingface_hub import snapshot_download
+
+folder = snapshot_download("{folder}")
+"""
 _OPEN_CLIP = """
 import open_clip
 
@@ -35,7 +40,7 @@ _ENCODER = """
 import torch
 from transformers import AutoModel
 
-model = AutoModel.from_pretrained("{folder}")  # {inputs}
+model = AutoModel.from_pretrained("{folder}")  # tokens are the hashed words of `megabatch.towers`
 states = model(input_ids=tokens, attention_mask=mask).last_hidden_state  # (n, T, H)
 embeddings = torch.nn.functional.normalize((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=-1)
 """
@@ -44,7 +49,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-images, projection = AutoModel.from_pretrained("{folder}/image"), load_file("{folder}/image/projection.safetensors")["weight"]
+images = AutoModel.from_pretrained(folder + "/image")
+projection = load_file(folder + "/image/projection.safetensors")["weight"]
 states = images(pixel_values=pixels).last_hidden_state  # (n, places, H), or (n, H, h, w)
 pooled = states.mean(1) if states.dim() == 3 else states.mean((2, 3))
 image_embeddings = torch.nn.functional.normalize(pooled @ projection.T, dim=-1)
@@ -52,17 +58,17 @@ image_embeddings = torch.nn.functional.normalize(pooled @ projection.T, dim=-1)
 _TEXTS = """
 from sentence_transformers import SentenceTransformer
 
-texts = SentenceTransformer("{folder}/text")
+texts = SentenceTransformer(folder + "/text")
 text_embeddings = texts.encode_document(["a photo of a cat"])
 """
 _SESSION = """
-session = onnxruntime.InferenceSession("{folder}/{kind}.onnx")
+session = onnxruntime.InferenceSession(folder + "/{kind}.onnx")
 {kind}_embeds = session.run(None, {{{inputs}}})[0]
 """
 
 
 def write_card(pair: Pair, form: str, folder: Path, *, run: Path | None, name: str | None = None) -> Path:
-    """Writes README.md, and curves.png if the run has curves.
+    """Writes README.md, and its pictures if the run has curves.
 
     Args:
         pair: the exported model.
@@ -106,22 +112,20 @@ def _use(pair: Pair, form: str, folder: str, *, on_hub: bool) -> list[str]:
         if pair.options.get(key)
     ]
     texts = getattr(pair.second.collate, "__self__", None)
+    files = _DOWNLOADED.format(folder=folder) if on_hub else f'folder = "{folder}"\n'
     if form == "open_clip":
         code = _OPEN_CLIP.format(scheme="hf-hub" if on_hub else "local-dir", folder=folder)
     elif form == "onnx":
         towers = {tower.kind: tower for tower in pair.towers}
-        sessions = [_SESSION.format(folder=folder, kind=kind, inputs=_inputs(tower)) for kind, tower in towers.items()]
-        code = "import onnxruntime\n" + "".join(sessions)
+        sessions = [_SESSION.format(kind=kind, inputs=_inputs(tower)) for kind, tower in towers.items()]
+        code = f"import onnxruntime\n\n{files}" + "".join(sessions)
         prompts.append("Inputs are those of the model's own preprocessing, whose files are beside.")
     elif pair.name.startswith("open_clip:"):
         code = _CLIP.format(folder=folder)
     elif pair.first.kind == pair.second.kind:
-        hashed = "tokens are hashed words of `megabatch.towers`"
-        code = _SENTENCES.format(folder=folder) if isinstance(texts, Tokens) else _ENCODER.format(folder=folder, inputs=hashed)
+        code = (_SENTENCES if isinstance(texts, Tokens) else _ENCODER).format(folder=folder)
     else:
-        code = _TWO.format(folder=folder)
-        if isinstance(texts, Tokens):
-            code += _TEXTS.format(folder=folder)
+        code = files + _TWO + (_TEXTS if isinstance(texts, Tokens) else "")
     return [f"```python\n{code.strip()}\n```", *prompts]
 
 
