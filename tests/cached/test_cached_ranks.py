@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import megabatch as mb
 from helpers import unit
+from megabatch.integrations.wrapping import whole as gathered
 
 CHUNKS = (3, 2)
 
@@ -223,8 +223,8 @@ def with_fsdp(group, rank, counts, budget, whole, auxiliary, reshard):
     def scale():
         value = model.log_scale
         assert hasattr(value, "full_tensor") == bool(reshard)
-        if reshard:  # the gradient is each rank's own part, of which FSDP2 would take the mean
-            value = value.full_tensor(grad_placements=[Partial("avg")])
+        if reshard:  # the gradient is each rank's own part, of which FSDP2 would take the mean, as `whole` does
+            value = gathered(value)
         return value.exp()
 
     results = []

@@ -170,7 +170,8 @@ def test_search_by_image(place, tmp_path, capsys):
     query = place / "images" / "3.png"
     call(search_command, place / "run", query, "--among", "images", "-k", 2, "--sheet", tmp_path / "a.png")
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[1:] for line in printed[2:4]] == [["yellow", "1.000"], ["yellow", "1.000"]]  # itself, and its like
+    files = [str(place / "images" / f"{number}.png") for number in (3, 8)]
+    assert [line.split()[1:] for line in printed[2:4]] == [["yellow", file, "1.000"] for file in files]  # itself, and its like
     call(search_command, place / "run", query, "-k", 10, "--sheet", tmp_path / "b.png")
     printed = capsys.readouterr().out.splitlines()
     assert sorted(line.split()[1] for line in printed[2:12]) == sorted(2 * COLOURS)  # captions

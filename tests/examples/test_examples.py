@@ -96,3 +96,21 @@ def test_sentence_pairs(tmp_path, monkeypatch, capsys):
     assert 0 <= after <= 1
     assert scale != 20
     assert (tmp_path / "runs/sentences/model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_transformers_trainer(tmp_path, monkeypatch, capsys):
+    for package in ("transformers", "sentence_transformers", "accelerate"):
+        pytest.importorskip(package)
+    from transformers import AutoModel
+
+    import sentences
+
+    monkeypatch.chdir(tmp_path)
+    sentences.tiny_model(tmp_path / "encoder").float().save(str(tmp_path / "model"))
+    columns = sentences.columns(200)
+    (tmp_path / "pairs.csv").write_text("\n".join(",".join(row) for row in zip(*columns.values(), strict=True)))
+    arguments = "--model model --data pairs.csv --batch 64 --chunk 24 --steps 12 --lr 1e-2 --output run"
+    first, last = printed("transformers_trainer", arguments, capsys)[-2:]
+    assert last < first - 0.2
+    AutoModel.from_pretrained("run")

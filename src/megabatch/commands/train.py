@@ -224,6 +224,10 @@ def _observers(args: argparse.Namespace) -> list[Observer]:
         from megabatch.display.tensorboard import TensorBoardLog
 
         made.append(TensorBoardLog())
+    if not args.no_report:
+        from megabatch.report.live import LiveReport
+
+        made.append(LiveReport())
     if args.wandb:
         from megabatch.display.wandb import WandbLog
 

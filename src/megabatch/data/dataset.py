@@ -76,6 +76,10 @@ class Dataset(ABC):
     def name(self, index: int) -> str:
         """The name of a sample, for messages and contact sheets."""
 
+    def place(self, index: int) -> str | None:
+        """The path or address of the image of a sample; None if it has no file of its own."""
+        return None
+
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
         """An id per sample; samples with equal ids are not each other's negatives. None if all differ."""
         return None

@@ -127,6 +127,10 @@ class Table(Dataset):
         """The image's path, or the first text."""
         return self._first[self.check(index)]
 
+    def place(self, index: int) -> str | None:
+        """The image's path, with the folder it is relative to; None for texts."""
+        return str(self.root / self.name(index)) if self.sides[0] == IMAGE else None
+
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """Ids of the connected components of rows that share an image or a text."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]

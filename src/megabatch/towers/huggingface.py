@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megabatch import extras
 from megabatch.cached.lengths import from_mask
+from megabatch.towers import sentence_transformer
 from megabatch.towers.huggingface_inputs import HashedWords, Images, Tokens, images_of, longest, texts_of
 from megabatch.towers.tower import Pair, Tower
 
@@ -98,6 +99,16 @@ def cut(pair: Pair, length: int) -> None:
             texts.longest = length
 
 
+def describe(pair: Pair, folder: Path) -> None:
+    """Writes the files that sentence-transformers needs beside those of the text encoder; none without a tokenizer."""
+    texts: Any = getattr(pair.second.collate, "__self__", None)
+    if isinstance(texts, Tokens):
+        prompts = {name: pair.options.get(f"{name}_prompt", "") for name in ("query", "document")}
+        encoder: Any = pair.second.module
+        width = encoder.model.config.hidden_size
+        sentence_transformer.write(folder, width, texts.longest, encoder.head, {k: v for k, v in prompts.items() if v})
+
+
 def random_encoders(configs: Sequence[Any], name: str) -> list[TextEncoder | ImageEncoder]:
     """An encoder of texts, or one of images and one of texts, with random weights; all parameters are trained."""
     transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
@@ -120,6 +131,10 @@ class _Parts:
     model: Any
     texts: Callable[[], Tokens | HashedWords]
     images: Callable[[], Images]
+
+    def __post_init__(self) -> None:
+        """Names the class in the config, as `save_pretrained` does; FSDP will rename it."""
+        self.model.config.architectures = [type(self.model).__name__]
 
 
 def _parts(name: str) -> list[str]:

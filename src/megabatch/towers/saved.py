@@ -2,8 +2,10 @@
 
 `model.safetensors` has both: the tensors, and in its header the name of the towers, scale and bias, in one atomic file.
 An open_clip model is saved under open_clip's own names, with its config beside it:
-`open_clip.create_model("local-dir:FOLDER")` loads it. Towers of transformers have their configs and tokenizers in folders
-beside it, so that nothing is downloaded again.
+`open_clip.create_model("local-dir:FOLDER")` loads it. A text encoder of transformers is saved under its own names, with config
+and tokenizer beside it: `AutoModel.from_pretrained(FOLDER)` and `SentenceTransformer(FOLDER)` load it. Two encoders of
+transformers have their configs and tokenizers in the folders `first` and `second`, and their weights in one file, so that they
+are never of different steps; `megabatch export` writes a model of each.
 """
 
 import dataclasses
@@ -52,10 +54,14 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "logit_bias": pair.logit_bias,
             "step": step,
         }
-        _keep(pair, place)
+        keep(pair, place)
+        if pair.first.module is pair.second.module:
+            huggingface.describe(pair, place)
         safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
-        data = safetensors.save(weights, {_HEADER: json.dumps(description, default=dataclasses.asdict)})
-        cache.write(place / WEIGHTS, lambda file: file.write(data))
+        # transformers asks for the format "pt".
+        about = {"format": "pt", _HEADER: json.dumps(description, default=dataclasses.asdict)}
+        parts = _sorted(safetensors.save(weights, about))
+        cache.write(place / WEIGHTS, lambda file: file.writelines(parts))
     return place / WEIGHTS
 
 
@@ -72,7 +78,8 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
     for prefix, module in _modules(pair).items():
         own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
         module.load_state_dict(own)
-        module.to(device).eval()
+    for tower in pair.towers:
+        tower.module.to(device).eval()
     scale, bias = description["logit_scale"], description["logit_bias"]
     return Pair(pair.first, pair.second, scale, bias, name=pair.name, options=pair.options)
 
@@ -92,18 +99,16 @@ def _built(description: dict[str, Any], place: Path) -> Pair:
     if family == "open_clip":
         return adapted(open_clip.load_folder(name, place), description["options"])
     if family in ("hf", "hf-config"):
-        folders = [place / side for side in SIDES if (place / side).is_dir()]
+        folders = [place / side for side in SIDES] if "+" in name else [place]
         return adapted(huggingface.load_folders(description["name"], folders), description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
 
 
 def _modules(pair: Pair) -> dict[str, nn.Module]:
     """The modules to save by the prefix of their tensors' names; a module of both sides occurs once."""
-    if pair.name.startswith("open_clip:"):
-        model: Any = pair.first.module
-        return {"": model.model}
     if pair.first.module is pair.second.module:
-        return {f"{SIDES[0]}.": pair.first.module}
+        encoder: Any = pair.first.module
+        return {f"{SIDES[0]}.": encoder} if pair.name == "small" else {"": encoder.model}
     return {f"{side}.": tower.module for side, tower in zip(SIDES, pair.towers, strict=True)}
 
 
@@ -124,13 +129,24 @@ def _weights(pair: Pair) -> dict[str, Tensor]:
     return found
 
 
-def _keep(pair: Pair, place: Path) -> None:
+def _sorted(data: bytes) -> tuple[bytes, memoryview]:
+    """A safetensors file as header and tensors, with its metadata sorted: safetensors writes them in random order."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text, memoryview(data)[end:]
+
+
+def keep(pair: Pair, place: Path) -> None:
+    """Writes the files, besides weights, that rebuild the towers and their preprocessing."""
     place.mkdir(parents=True, exist_ok=True)
-    together = pair.name.startswith("open_clip:")
-    for side, tower in zip(SIDES, pair.towers, strict=True):
-        shared = side == SIDES[1] and tower.module is pair.first.module and not together
-        if tower.keep is not None and not shared:
-            tower.keep(place if together else place / side)
+    together = pair.first.module is pair.second.module
+    folders = {tower.keep: place if together else place / side for side, tower in zip(SIDES, pair.towers, strict=True)}
+    for write, folder in folders.items():
+        if write is not None:
+            write(folder)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

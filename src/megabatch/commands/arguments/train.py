@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any setting, such as ema=0.999; `megabatch config` lists all",
     )
     add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
-    add("--no-report", action="store_true", help="write no report.html at the end")
+    add("--no-report", action="store_true", help="write no report.html, neither during the run nor at the end")
 
 
 def _number_or_auto(text: str) -> int | str:
