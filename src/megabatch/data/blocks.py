@@ -1,0 +1,133 @@
+"""Pieces of remote files on the local disk: a cache of bounded size that any number of processes share.
+
+A piece is a file of its own, written under another name and renamed, so readers see all of it or nothing. The piece that was
+not used for longest is deleted first. A reader that has opened a deleted piece still reads it; others fetch it again. Of
+several processes that need the same piece, one fetches it, and the others wait.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megabatch.data import cache
+
+LOG = logging.getLogger("megabatch")
+DEFAULT_GIB = 64.0  # at most, and at most half of what the disk has left
+KEPT = 0.9  # fraction of the limit that is left after pieces were deleted
+ABANDONED = 3600  # seconds after which an unfinished file belongs to nobody
+LOCKS = 64  # files that processes lock while they fetch; each serves many pieces
+_warned = False
+
+
+def part(name: str, start: int, size: int, fetch: Callable[[], bytes]) -> bytes:
+    """Bytes of a piece, which `fetch` gets if it is not there. Without room or permission to write, it is fetched each time."""
+    place = cache.folder() / "remote" / name
+    if (found := _stored(place, start, size)) is not None:
+        return found
+    data = None
+    try:
+        with _locked(place.parent / f"lock-{zlib.crc32(name.encode()) % LOCKS}"):
+            if (found := _stored(place, start, size)) is not None:
+                return found
+            data = fetch()
+            _store(place, data)
+    except _UnwritableError as error:
+        _warn(place.parent, error)
+        data = fetch() if data is None else data
+    return data[start : start + size]
+
+
+class _UnwritableError(Exception):
+    """The cache cannot be written to."""
+
+
+def _stored(place: Path, start: int, size: int) -> bytes | None:
+    try:
+        number = os.open(place, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        with suppress(OSError):
+            os.utime(number)  # used now
+        return os.pread(number, size, start)
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Holds a lock, against threads too: `flock` belongs to the opened file, not to the process."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _UnwritableError(error.strerror) from error
+    try:
+        with suppress(OSError):  # a file system without locks: a piece may be fetched twice
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield number
+    finally:
+        os.close(number)
+
+
+def _store(place: Path, data: bytes) -> None:
+    """Counts the piece, deletes others until it fits, and writes it. A piece above the limit is not written."""
+    try:
+        with _locked(place.parent / "size") as number:
+            counted = os.pread(number, 32, 0)
+            total = int(counted) if counted.isdigit() else _deleted(place.parent, None)
+            most = _limit(place.parent, total)
+            if len(data) > most:
+                return
+            if total + len(data) > most:
+                total = _deleted(place.parent, int(KEPT * most) - len(data))
+            os.truncate(number, 0)
+            os.pwrite(number, str(total + len(data)).encode(), 0)
+        cache.write(place, lambda file: file.write(data))
+    except OSError as error:
+        raise _UnwritableError(error.strerror) from error
+
+
+def _limit(folder: Path, total: int) -> int:
+    asked = os.environ.get("MEGABATCH_CACHE_GIB")
+    if asked is None:
+        return min(int(DEFAULT_GIB * 2**30), total + shutil.disk_usage(folder).free // 2)
+    try:
+        return int(float(asked) * 2**30)
+    except (ValueError, OverflowError):
+        raise ValueError(f"MEGABATCH_CACHE_GIB must be a number of GiB, such as 64, got {asked!r}") from None
+
+
+def _deleted(folder: Path, most: int | None) -> int:
+    """Deletes the pieces unused for longest until `most` bytes are left, or none without `most`; returns the bytes left."""
+    pieces, now = [], time.time()
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):
+            status = entry.stat()
+            if entry.name.startswith(".") and now - status.st_mtime > ABANDONED:
+                os.unlink(entry)
+            elif entry.name != "size" and not entry.name.startswith("lock-"):
+                pieces.append((status.st_mtime, entry.path, status.st_size))
+    total = sum(size for _, _, size in pieces)
+    for _, path, size in sorted(pieces):
+        if most is None or total <= most:
+            break
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        total -= size
+    return total
+
+
+def _warn(folder: Path, reason: Exception) -> None:
+    global _warned
+    if not _warned:
+        LOG.warning(
+            "remote data is not cached, because %s cannot be written to: %s; MEGABATCH_CACHE names a folder", folder, reason
+        )
+        _warned = True
