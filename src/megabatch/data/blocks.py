@@ -2,17 +2,17 @@
 
 A piece is a file of its own, written under another name and renamed, so readers see all of it or nothing. The piece that was
 not used for longest is deleted first. A reader that has opened a deleted piece still reads it; others fetch it again. Of
-several processes that need the same piece, one fetches it, and the others wait.
+several processes that need the same piece, one fetches it, and the others wait. The limit may be exceeded by the pieces that
+are being written, one for each process.
 """
 
-import fcntl
 import logging
 import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from megabatch.data import cache
@@ -30,21 +30,19 @@ def part(name: str, start: int, size: int, fetch: Callable[[], bytes]) -> bytes:
     place = cache.folder() / "remote" / name
     if (found := _stored(place, start, size)) is not None:
         return found
-    data = None
-    try:
-        with _locked(place.parent / f"lock-{zlib.crc32(name.encode()) % LOCKS}"):
-            if (found := _stored(place, start, size)) is not None:
-                return found
-            data = fetch()
+    with ExitStack() as held:
+        try:
+            held.enter_context(cache.locked(place.parent / f"lock-{zlib.crc32(name.encode()) % LOCKS}"))
+        except OSError as error:
+            _warn(place.parent, error)
+        if (found := _stored(place, start, size)) is not None:
+            return found
+        data = fetch()
+        try:
             _store(place, data)
-    except _UnwritableError as error:
-        _warn(place.parent, error)
-        data = fetch() if data is None else data
+        except OSError as error:
+            _warn(place.parent, error)
     return data[start : start + size]
-
-
-class _UnwritableError(Exception):
-    """The cache cannot be written to."""
 
 
 def _stored(place: Path, start: int, size: int) -> bytes | None:
@@ -60,38 +58,19 @@ def _stored(place: Path, start: int, size: int) -> bytes | None:
         os.close(number)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """Holds a lock, against threads too: `flock` belongs to the opened file, not to the process."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise _UnwritableError(error.strerror) from error
-    try:
-        with suppress(OSError):  # a file system without locks: a piece may be fetched twice
-            fcntl.flock(number, fcntl.LOCK_EX)
-        yield number
-    finally:
-        os.close(number)
-
-
 def _store(place: Path, data: bytes) -> None:
     """Counts the piece, deletes others until it fits, and writes it. A piece above the limit is not written."""
-    try:
-        with _locked(place.parent / "size") as number:
-            counted = os.pread(number, 32, 0)
-            total = int(counted) if counted.isdigit() else _deleted(place.parent, None)
-            most = _limit(place.parent, total)
-            if len(data) > most:
-                return
-            if total + len(data) > most:
-                total = _deleted(place.parent, int(KEPT * most) - len(data))
-            os.truncate(number, 0)
-            os.pwrite(number, str(total + len(data)).encode(), 0)
-        cache.write(place, lambda file: file.write(data))
-    except OSError as error:
-        raise _UnwritableError(error.strerror) from error
+    with cache.locked(place.parent / "size") as number:
+        counted = os.pread(number, 32, 0)
+        total = int(counted) if counted.isdigit() else _deleted(place.parent, None)
+        most = _limit(place.parent, total)
+        if len(data) > most:
+            return
+        if total + len(data) > most:
+            total = _deleted(place.parent, int(KEPT * most) - len(data))
+        os.truncate(number, 0)
+        os.pwrite(number, str(total + len(data)).encode(), 0)
+    cache.write(place, lambda file: file.write(data))
 
 
 def _limit(folder: Path, total: int) -> int:
@@ -124,10 +103,12 @@ def _deleted(folder: Path, most: int | None) -> int:
     return total
 
 
-def _warn(folder: Path, reason: Exception) -> None:
+def _warn(folder: Path, error: OSError) -> None:
     global _warned
     if not _warned:
         LOG.warning(
-            "remote data is not cached, because %s cannot be written to: %s; MEGABATCH_CACHE names a folder", folder, reason
+            "remote data is not cached, because %s cannot be written to: %s; MEGABATCH_CACHE names a folder",
+            folder,
+            error.strerror,
         )
         _warned = True

@@ -1,8 +1,10 @@
-"""Cached files, written atomically."""
+"""Cached files, written atomically, and locks that processes hold on them."""
 
+import fcntl
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +44,16 @@ def write(path: Path, save: Callable[[Any], None]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Holds a lock and gives the number of its open file. It holds against threads too: `flock` belongs to the opened file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with suppress(OSError):  # a file system without locks: work may be done twice
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield number
+    finally:
+        os.close(number)

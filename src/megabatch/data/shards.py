@@ -2,9 +2,9 @@
 
 Each shard's table of contents (name, offset and size of each member) is made once and cached. Samples can then be read in any
 order, by any rank or worker, and again for a second pass. The tables are memory-mapped, so all readers of a machine share them,
-and a local shard stays open between samples. The table of a remote shard needs all blocks that have a member's header: the whole
-shard, unless images are larger than a block. `groups` is the number of samples of each shard; `Order` uses it to shuffle so
-that few shards are read at a time.
+and a local shard stays open between samples. The table of a remote shard needs all blocks that have a member's header: the
+whole shard, unless images are larger than a block. `groups` is the number of samples of each shard; `Order` uses it to shuffle
+so that few shards are read at a time.
 
 Damaged data does not end a run. Of a truncated shard the intact samples are used; samples without image or caption are skipped;
 `problems` lists both. An image that cannot be decoded is found when it is read, and listed in `failures`.
