@@ -25,8 +25,11 @@ LOCKS = 64  # files that processes lock while they fetch; each serves many piece
 _warned = False
 
 
-def part(name: str, start: int, size: int, fetch: Callable[[], bytes]) -> bytes:
-    """Bytes of a piece, which `fetch` gets if it is not there. Without room or permission to write, it is fetched each time."""
+def part(name: str, start: int, size: int | None, fetch: Callable[[], bytes]) -> bytes:
+    """Bytes of a piece from `start` on, `size` of them or all. `fetch` gets a piece that is not there.
+
+    Without room or permission to write, it is fetched each time.
+    """
     place = cache.folder() / "remote" / name
     if (found := _stored(place, start, size)) is not None:
         return found
@@ -42,10 +45,10 @@ def part(name: str, start: int, size: int, fetch: Callable[[], bytes]) -> bytes:
             _store(place, data)
         except OSError as error:
             _warn(place.parent, error)
-    return data[start : start + size]
+    return data[start:] if size is None else data[start : start + size]
 
 
-def _stored(place: Path, start: int, size: int) -> bytes | None:
+def _stored(place: Path, start: int, size: int | None) -> bytes | None:
     try:
         number = os.open(place, os.O_RDONLY)
     except OSError:
@@ -53,7 +56,7 @@ def _stored(place: Path, start: int, size: int) -> bytes | None:
     try:
         with suppress(OSError):
             os.utime(number)  # used now
-        return os.pread(number, size, start)
+        return os.pread(number, os.fstat(number).st_size if size is None else size, start)
     finally:
         os.close(number)
 

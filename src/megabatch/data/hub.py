@@ -16,6 +16,7 @@ from megabatch.data.tables import Table
 
 PREFIX = "datasets:"
 ROWS_AT_ONCE = 256
+TEXTS = ("string", "large_string")  # features
 SAVED = ("dataset_dict.json", "state.json")  # in the folder of save_to_disk, with and without splits
 
 
@@ -43,9 +44,9 @@ class HubDataset(Table):
     ) -> None:
         if streaming:
             raise ValueError(
-                "streaming must be false, got true: a stream gives only the next sample, and a run reads samples by number, in an "
-                "order that follows from its seed, and again for a second pass or after --resume. Without streaming the dataset "
-                'is on the disk; shards ("hf://datasets/NAME/*.tar") are read from the hub by byte ranges'
+                "streaming must be false, got true: a stream gives only the next sample, and a run reads samples by number, in "
+                "an order that follows from its seed, and again for a second pass or after --resume. Without streaming the "
+                'dataset is on the disk; shards ("hf://datasets/NAME/*.tar") are read from the hub by byte ranges'
             )
         super().__init__([HubRows(spec, config)], columns=columns, texts=texts, root=root)
 
@@ -86,8 +87,9 @@ class HubRows:
         """Classes as their names. Images are copied once, as of Parquet."""
         wanted, features = list(self._data.column_names if columns is None else columns), self._data.features
         images: Iterator[Any] | None = None
-        if image is not None and isinstance(features[image], self._library.Image):
-            stored = self._data.cast_column(image, self._library.Image(decode=False))
+        if image is not None and getattr(features[image], "dtype", None) not in TEXTS:
+            decodes = isinstance(features[image], self._library.Image)
+            stored = self._data.cast_column(image, self._library.Image(decode=False)) if decodes else self._data
             images = embedded.copied(self._data._fingerprint, image, self.name, lambda: _values(stored, image))
             wanted.remove(image)
         named = {name: features[name].int2str for name in wanted if isinstance(features[name], self._library.ClassLabel)}

@@ -59,7 +59,7 @@ _JITTER = random.Random()  # the program's own random numbers stay as they are
 _Result = TypeVar("_Result")
 
 
-class RemoteError(OSError):
+class RemoteError(ConnectionError):
     """A remote file cannot be read, and no further attempt is made."""
 
 
@@ -162,7 +162,7 @@ class Url:
         Raises:
             FileNotFoundError: there is no such file.
         """
-        return blocks.part(self._key("whole"), 0, 1 << 62, lambda: self._fetched(None, None))
+        return blocks.part(self._key("whole"), 0, None, lambda: self._fetched(None, None))
 
     def open(self, mode: str = "r", encoding: str | None = None, newline: str | None = None) -> Any:
         """A file object that reads and seeks."""

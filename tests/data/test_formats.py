@@ -1,0 +1,236 @@
+"""The same pairs in every format, and at every place: a run from each ends with the bits of the run from local files."""
+
+import csv
+import hashlib
+import io
+import json
+import pickle
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megabatch import cli
+from megabatch.data import blocks, remote
+from megabatch.data import load as data
+from servers import FileServer
+
+Image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")
+
+SAMPLES = 12
+SMALL = """
+batch_size = 4
+steps = 4
+chunk_size = 2
+[model_options]
+width = 8
+image_size = 8
+channels = [4, 8]
+blocks = 1
+buckets = 64
+[memory]  # nothing waits in memory: each sample is read twice
+inputs = 0.0
+graphs = 0.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGABATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "PAUSES", (0.02,) * 100)
+
+
+def png(number):
+    data = io.BytesIO()
+    Image.new("RGB", (9, 7), (number * 20, 40, 255 - number)).save(data, "PNG")
+    return data.getvalue()
+
+
+def pairs():
+    return [(f"{i:02d}.png", png(i), f"caption {i}") for i in range(SAMPLES)]
+
+
+def write_images(folder):
+    folder.mkdir(parents=True)
+    for name, image, _ in pairs():
+        (folder / name).write_bytes(image)
+    return folder
+
+
+def write_table(folder, ending):
+    write_images(folder)
+    path = folder / f"pairs{ending}"
+    if ending == ".jsonl":
+        path.write_text("\n".join(json.dumps({"image": name, "caption": text}) for name, _, text in pairs()))
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file, delimiter="\t" if ending == ".tsv" else ",")
+            writer.writerows([("image", "caption"), *((name, text) for name, _, text in pairs())])
+    return path
+
+
+def write_parquet(folder, shape):
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet is written with pyarrow")
+    from pyarrow import parquet
+
+    folder.mkdir(parents=True)
+    images = {
+        "struct": [{"bytes": image, "path": name} for name, image, _ in pairs()],
+        "bytes": [image for _, image, _ in pairs()],
+    }[shape]
+    for number, part in enumerate((slice(0, 5), slice(5, None))):
+        table = pyarrow.table({"image": images[part], "caption": [text for _, _, text in pairs()][part]})
+        parquet.write_table(table, folder / f"part-{number}.parquet", row_group_size=2)
+    return f"{folder}/part-*.parquet"
+
+
+def write_captions(folder, ending):
+    write_images(folder)
+    for name, _, text in pairs():
+        (folder / name).with_suffix(ending).write_text(text if ending == ".txt" else json.dumps({"caption": text}))
+    return folder
+
+
+def write_hub(folder, saved):
+    datasets = pytest.importorskip("datasets", reason="the library of Hugging Face datasets")
+    if not saved:
+        write_parquet(folder, "struct")
+        return f"datasets:{folder}"
+    values = {
+        "image": [{"bytes": image, "path": name} for name, image, _ in pairs()],
+        "caption": [text for *_, text in pairs()],
+    }
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(values, features=features)}).save_to_disk(folder)
+    return folder
+
+
+def write_shards(folder):
+    folder.mkdir(parents=True)
+    for number, part in enumerate((slice(0, 5), slice(5, None))):
+        with tarfile.open(folder / f"{number}.tar", "w") as archive:
+            for name, image, text in pairs()[part]:
+                for member, content in ((name, image), (f"{Path(name).stem}.txt", text.encode())):
+                    about = tarfile.TarInfo(member)
+                    about.size = len(content)
+                    archive.addfile(about, io.BytesIO(content))
+    return folder
+
+
+def train(spec, output, *options):
+    """The documented command. Returns the bits of the trained model."""
+    output.parent.mkdir(exist_ok=True)
+    (output.parent / "small.toml").write_text(SMALL)
+    common = ("--output", str(output), "--config", str(output.parent / "small.toml"), "--no-report")
+    assert cli.main(["train", "--data", str(spec), *common, *map(str, options)]) == 0
+    return hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
+
+
+LOCAL = {
+    ".csv": lambda folder: write_table(folder, ".csv"),
+    ".tsv": lambda folder: write_table(folder, ".tsv"),
+    ".jsonl": lambda folder: write_table(folder, ".jsonl"),
+    "parquet with {bytes, path}": lambda folder: write_parquet(folder, "struct"),
+    "parquet with bytes": lambda folder: write_parquet(folder, "bytes"),
+    "captions in .txt": lambda folder: write_captions(folder, ".txt"),
+    "captions in .json": lambda folder: write_captions(folder, ".json"),
+    "datasets, saved": lambda folder: write_hub(folder, True),
+    "datasets, by path": lambda folder: write_hub(folder, False),
+}
+
+
+@pytest.mark.thorough
+def test_a_run_has_the_same_bits_from_every_format(tmp_path, capsys):
+    found = {}
+    for number, (name, write) in enumerate(LOCAL.items()):
+        found[name] = train(write(tmp_path / str(number) / "photos"), tmp_path / "runs" / str(number))
+    assert found == dict.fromkeys(LOCAL, found[".csv"])
+    assert len(capsys.readouterr().err) < 20_000  # no image in the terminal
+
+
+@pytest.mark.parametrize("name", [name for name in LOCAL if "datasets" not in name])
+def test_the_same_pairs_from_every_format(tmp_path, name):
+    spec = LOCAL[name](tmp_path / "photos")
+    for _ in range(2):  # of images in Parquet the second time from the copy
+        found = data.load(str(spec))
+        assert found.problems == []
+        assert [(found.stored(i, 0).data, found.read(i, 1)) for i in range(len(found))] == [(b, c) for _, b, c in pairs()]
+    copy = pickle.loads(pickle.dumps(found))  # as for a reader process
+    assert torch.equal(copy.read(7, 0), found.read(7, 0))
+    assert found.ids([0, 1, 2]).unique().numel() == 3
+    assert [found.name(i) for i in range(2)] == ["00.png", "01.png"] or name == "parquet with bytes"
+
+
+@pytest.fixture
+def server(tmp_path):
+    (tmp_path / "served").mkdir()
+    with FileServer(tmp_path / "served") as made:
+        yield made
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """An S3 server of its own. Gives a function from a folder to its address in a bucket."""
+    moto = pytest.importorskip("moto.server", reason='S3 is tested with pip install "moto[server]" s3fs')
+    pytest.importorskip("s3fs", reason='S3 is tested with pip install "moto[server]" s3fs')
+    made = moto.ThreadedMotoServer(port=0, verbose=False)
+    made.start()
+    host, port = made.get_host_and_port()
+    for name, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "mine"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    remote._filesystem.cache_clear()
+    files = remote._filesystem("s3")
+    files.mkdir("photos")
+
+    def put(folder):
+        files.put(str(folder), "s3://photos/data", recursive=True)
+        return "s3://photos/data"
+
+    yield put
+    made.stop()
+    remote._filesystem.cache_clear()
+
+
+KINDS = {"shards": write_shards, **{name: LOCAL[name] for name in (".csv", ".jsonl", "parquet with {bytes, path}")}}
+
+
+def address_of(base, spec, folder):
+    return f"{base}/{Path(spec).relative_to(folder)}"
+
+
+@pytest.mark.quick({"kind": "shards"})
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_over_http_has_the_bits_of_local_files_though_the_server_dies_in_the_middle(tmp_path, server, monkeypatch, kind):
+    spec = KINDS[kind](tmp_path / "served" / "photos")
+    wanted = train(spec, tmp_path / "runs" / "local")
+    monkeypatch.setattr(remote, "BLOCK", 4000)  # many requests
+    monkeypatch.setenv("MEGABATCH_CACHE_GIB", str(9000 / 2**30))  # and few blocks in the cache
+    in_the_middle = tmp_path / "runs" / "http" / "checkpoints" / "step_00000002"
+    part, once, back = blocks.part, threading.Lock(), threading.Timer(0.2, server.__enter__)
+
+    def part_of_a_dying_server(*args):
+        if ("parquet" in kind or in_the_middle.exists()) and once.acquire(blocking=False):  # Parquet is read at the start
+            server.__exit__()
+            back.start()
+        return part(*args)
+
+    monkeypatch.setattr(blocks, "part", part_of_a_dying_server)
+    assert train(address_of(server.address, spec, server.folder), tmp_path / "runs" / "http") == wanted
+    assert once.locked()
+    back.join()
+    held = [entry.stat().st_size for entry in (tmp_path / "cache" / "remote").iterdir() if not entry.name.startswith("lock-")]
+    assert sum(held) <= 9000 + 8
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_from_s3_has_the_bits_of_local_files(tmp_path, bucket, kind):
+    spec = KINDS[kind](tmp_path / "photos")
+    base = bucket(tmp_path / "photos")
+    wanted = train(spec, tmp_path / "runs" / "local")
+    assert train(address_of(base, spec, tmp_path / "photos"), tmp_path / "runs" / "s3") == wanted
+    if kind == "shards":
+        assert train(f"{base}/*.tar", tmp_path / "runs" / "pattern", "--workers", 2) == wanted
