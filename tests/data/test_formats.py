@@ -183,11 +183,11 @@ def bucket(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     remote._filesystem.cache_clear()
     files = remote._filesystem("s3")
-    files.mkdir("photos")
+    files.mkdir("bucket")
 
     def put(folder):
-        files.put(str(folder), "s3://photos/data", recursive=True)
-        return "s3://photos/data"
+        files.put(f"{folder}/", f"s3://bucket/{folder.name}/", recursive=True)
+        return "s3://bucket"
 
     yield put
     made.stop()
@@ -226,11 +226,11 @@ def test_a_run_over_http_has_the_bits_of_local_files_though_the_server_dies_in_t
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_from_s3_has_the_bits_of_local_files(tmp_path, bucket, kind):
-    spec = KINDS[kind](tmp_path / "photos")
-    base = bucket(tmp_path / "photos")
-    wanted = train(spec, tmp_path / "runs" / "local")
-    assert train(address_of(base, spec, tmp_path / "photos"), tmp_path / "runs" / "s3") == wanted
-    if kind == "shards":
-        assert train(f"{base}/*.tar", tmp_path / "runs" / "pattern", "--workers", 2) == wanted
+def test_a_run_from_s3_has_the_bits_of_local_files(tmp_path, bucket):
+    for number, (kind, write) in enumerate(KINDS.items()):
+        spec = write(tmp_path / f"photos{number}")
+        base = bucket(tmp_path / f"photos{number}")
+        wanted = train(spec, tmp_path / "runs" / f"local{number}")
+        assert train(address_of(base, spec, tmp_path), tmp_path / "runs" / f"s3-{number}") == wanted, kind
+        if kind == "shards":
+            assert train(f"{base}/photos{number}/*.tar", tmp_path / "runs" / "pattern", "--workers", 2) == wanted

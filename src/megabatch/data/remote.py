@@ -211,13 +211,13 @@ class Url:
 
     def _passing(self, error: Exception) -> str:
         """The reason of a failure that may pass; raises for one that does not."""
-        if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        if self.protocol.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__  # fsspec says of every failure of a HEAD request that there is no file
         response = getattr(error, "response", None)
         status = getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", None)
         status = status if isinstance(status, int) else 0
         kind = type(error).__name__
-        reason = f"{kind}: {error}".replace(self.address, str(self)) if str(error) else kind
+        reason = f"{kind}: {error}".replace(self.address, str(self)).rstrip(".: ")
         if isinstance(error, FileNotFoundError) or status in (404, 410):
             raise FileNotFoundError(errno.ENOENT, "No such file on the server", str(self)) from error
         if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in kind:
