@@ -222,7 +222,7 @@ def test_a_run_over_http_has_the_bits_of_local_files_though_the_server_dies_in_t
     assert once.locked()
     back.join()
     held = [entry.stat().st_size for entry in (tmp_path / "cache" / "remote").iterdir() if not entry.name.startswith("lock-")]
-    assert sum(held) <= 9000 + 8
+    assert sum(held) <= 9000 + 4017  # and the piece that was written last
 
 
 @pytest.mark.thorough

@@ -21,6 +21,7 @@ LOG = logging.getLogger("megabatch")
 DEFAULT_GIB = 64.0  # at most, and at most half of what the disk has left
 KEPT = 0.9  # fraction of the limit that is left after pieces were deleted
 ABANDONED = 3600  # seconds after which an unfinished file belongs to nobody
+END = b"\nthis is the end\n"  # of each piece; missing if the machine stopped before the file was on the disk
 LOCKS = 64  # files that processes lock while they fetch; each serves many pieces
 _warned = False
 
@@ -56,24 +57,28 @@ def _stored(place: Path, start: int, size: int | None) -> bytes | None:
     try:
         with suppress(OSError):
             os.utime(number)  # used now
-        return os.pread(number, os.fstat(number).st_size if size is None else size, start)
+        end = os.fstat(number).st_size - len(END)
+        if end < 0 or os.pread(number, len(END), end) != END:
+            return None
+        return os.pread(number, (end if size is None else min(start + size, end)) - start, start)
     finally:
         os.close(number)
 
 
 def _store(place: Path, data: bytes) -> None:
     """Counts the piece, deletes others until it fits, and writes it. A piece above the limit is not written."""
+    size = len(data) + len(END)
     with cache.locked(place.parent / "size") as number:
         counted = os.pread(number, 32, 0)
         total = int(counted) if counted.isdigit() else _deleted(place.parent, None)
         most = _limit(place.parent, total)
-        if len(data) > most:
+        if size > most:
             return
-        if total + len(data) > most:
-            total = _deleted(place.parent, int(KEPT * most) - len(data))
+        if total + size > most:
+            total = _deleted(place.parent, int(KEPT * most) - size)
         os.truncate(number, 0)
-        os.pwrite(number, str(total + len(data)).encode(), 0)
-    cache.write(place, lambda file: file.write(data))
+        os.pwrite(number, str(total + size).encode(), 0)
+    cache.write(place, lambda file: file.write(data + END), durable=False)
 
 
 def _limit(folder: Path, total: int) -> int:

@@ -31,15 +31,19 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
     return value
 
 
-def write(path: Path, save: Callable[[Any], None]) -> None:
-    """Writes a temporary file and renames it, so that readers see the old file or the new one, never a part."""
+def write(path: Path, save: Callable[[Any], Any], *, durable: bool = True) -> None:
+    """Writes a temporary file and renames it, so that readers see the old file or the new one, never a part.
+
+    If the machine stops, a file that is not `durable` may be left empty or cut off; a durable one is flushed to the disk first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         with temporary.open("xb") as file:
             save(file)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
