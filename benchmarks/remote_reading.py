@@ -1,16 +1,17 @@
 """Reading shards over HTTP beside local files: samples a second, in the order of a training run.
 
 A server process sends byte ranges of the same files, at once or after a pause, as an object store does. Shards are read over it
-with an empty cache and with the cache of the reading before. The checksum of all samples must be that of the local files.
-Each measurement is a fresh process with readers in threads, without decoding.
+with an empty cache, whose blocks the tables of contents fetch; with tables of contents alone; and with both. The checksum of all
+samples must be that of the local files. Each measurement is a fresh process with readers in threads, without decoding.
 
-    python benchmarks/remote_reading.py --samples 2000 --rounds 1 --output demo        for a quick look
+    python benchmarks/remote_reading.py --samples 500 --rounds 1 --output demo        for a quick look
 """
 
 import argparse
 import hashlib
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -33,7 +34,7 @@ from megabatch.display.tables import Table
 
 SIDE = 192  # pixels of the noise: files of about 40 KB
 PAUSE = 0.05  # seconds before an answer, as of an object store
-LOCAL, COLD, WARM = "local files", "HTTP, empty cache", "HTTP, cached"
+LOCAL, FIRST, FETCHED, CACHED = "local files", "HTTP, first start", "HTTP, blocks not in the cache", "HTTP, blocks in the cache"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -97,7 +98,10 @@ def measure(folder: Path, samples: int, readers: int, pause: float) -> list[dict
     remote = [f"{address}/{name}" for name in names]
     results, right = [], None
     with tempfile.TemporaryDirectory() as cache:
-        for place, shards in ((LOCAL, [str(folder / name) for name in names]), (COLD, remote), (WARM, remote)):
+        for place in (LOCAL, FIRST, FETCHED, CACHED):
+            if place == FETCHED:
+                shutil.rmtree(Path(cache) / "remote")
+            shards = [str(folder / name) for name in names] if place == LOCAL else remote
             listed, seconds, found = fresh_process(read, shards, cache, readers)
             right = right or found
             if found != right:
@@ -129,9 +133,9 @@ def table(record: dict[str, Any]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=whole, default=6000, help="samples in all (6000)")
+    parser.add_argument("--samples", type=whole, default=3000, help="samples in all (3000)")
     parser.add_argument("--readers", type=whole, nargs="+", default=[1, 8], help="threads (1 and 8)")
-    parser.add_argument("--rounds", type=whole, default=3, help="measurements of each number, the best counts (3)")
+    parser.add_argument("--rounds", type=whole, default=2, help="measurements of each number, the best counts (2)")
     arguments(parser, "remote_reading")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
