@@ -1,7 +1,7 @@
 """Reading shards over HTTP beside local files: samples a second, in the order of a training run.
 
 A server process sends byte ranges of the same files, at once or after a pause, as an object store does. Shards are read over it
-with an empty cache, whose blocks the tables of contents fetch; with tables of contents alone; and with both. The checksum of all
+with an empty cache, which the tables of contents fill; with tables of contents alone; and with both. The checksum of all
 samples must be that of the local files. Each measurement is a fresh process with readers in threads, without decoding.
 
     python benchmarks/remote_reading.py --samples 500 --rounds 1 --output demo        for a quick look

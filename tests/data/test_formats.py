@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import pickle
+import re
 import tarfile
 import threading
 from pathlib import Path
@@ -223,6 +224,33 @@ def test_a_run_over_http_has_the_bits_of_local_files_though_the_server_dies_in_t
     back.join()
     held = [entry.stat().st_size for entry in (tmp_path / "cache" / "remote").iterdir() if not entry.name.startswith("lock-")]
     assert sum(held) <= 9000 + 4017  # and the piece that was written last
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_lost_its_server_says_so_and_continues_with_the_same_bits(tmp_path, server, monkeypatch, capsys, workers):
+    spec = write_shards(tmp_path / "served" / "photos")
+    wanted = train(spec, tmp_path / "runs" / "local")
+    monkeypatch.setattr(remote, "PAUSES", (0.01,))
+    monkeypatch.setattr(remote, "BLOCK", 4000)
+    monkeypatch.setenv("MEGABATCH_CACHE_GIB", "0")  # nothing is cached
+    part, output = blocks.part, tmp_path / "runs" / "http"
+
+    def part_of_a_dying_server(*args):
+        server.broken = [503] * 1000 if (output / "checkpoints" / "step_00000002").exists() else []
+        return part(*args)
+
+    monkeypatch.setattr(blocks, "part", part_of_a_dying_server)
+    with pytest.raises(AssertionError):
+        train(f"{server.address}/photos/*.tar", output, "--workers", workers)
+    told = capsys.readouterr().err
+    assert re.search(
+        r"megabatch train: http://\S+/photos/\d.tar could not be read in 2 attempts: .*503.*--resume continues", told
+    )
+    monkeypatch.setattr(blocks, "part", part)
+    server.broken = []
+    assert cli.main(["train", "--resume", str(output), "--no-report"]) == 0
+    assert hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest() == wanted
 
 
 @pytest.mark.thorough

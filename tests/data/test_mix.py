@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import runs
 from megabatch.data import load as data
 from megabatch.data.mix import Mix, parsed
 from megabatch.data.order import Mixture, Order
@@ -72,3 +73,22 @@ def test_sources_by_name(tmp_path):
     (tmp_path / "c.csv").write_text("query,document,negative\nq,d,n\n")
     with pytest.raises(ValueError, match="must be pairs, got hard negatives in the column negative"):
         data.load(f"{tmp_path}/a.csv + {tmp_path}/c.csv")
+
+
+@pytest.mark.thorough
+def test_a_run_on_a_mixture_continues_with_the_same_bits_and_with_any_number_of_readers(tmp_path):
+    def made(folder, **changes):
+        return runs.trainer(tmp_path / folder, changes, data=Mix([runs.Numbers(), runs.Numbers(samples=9)], [1, 3]))
+
+    whole, failed, readers = made("whole"), made("failed"), made("readers", workers=2)
+    whole.fit()
+    readers.fit()
+    failed.order = runs.Failing(failed.order, 5)
+    with pytest.raises(FloatingPointError, match="meant to fail"):
+        failed.fit()
+    resumed = made("failed")
+    assert resumed.resume()
+    assert 0 < resumed.step < whole.step
+    resumed.fit()
+    assert runs.same_bits(runs.weights(resumed), runs.weights(whole)) == []
+    assert runs.same_bits(runs.weights(readers), runs.weights(whole)) == []
