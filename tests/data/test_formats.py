@@ -164,6 +164,48 @@ def test_the_same_pairs_from_every_format(tmp_path, name):
     assert [found.name(i) for i in range(2)] == ["00.png", "01.png"] or name == "parquet with bytes"
 
 
+def test_captions_that_cannot_be_read_are_named(tmp_path):
+    write_captions(tmp_path / "photos", ".json")
+    for name, text in (("01", "no JSON"), ("02", '{"label": 3}'), ("03", "[]"), ("04", '{"caption": null}')):
+        (tmp_path / "photos" / f"{name}.json").write_text(text)
+    (tmp_path / "photos" / "05.json").unlink()
+    found = data.load(str(tmp_path / "photos"))
+    assert len(found) == SAMPLES - 5
+    assert [problem.partition(": ")[2] for problem in found.problems] == [
+        "01.json has no caption that can be read: Expecting value: line 1 column 1 (char 0)",
+        "02.json must be a JSON object with the key caption or text",
+        "03.json must be a JSON object with the key caption or text",
+        "caption must be a text, got nothing",
+        "05.png has no caption beside it (.txt or .json)",
+    ]
+
+
+def test_an_image_in_the_wrong_column_is_told_in_a_few_words(tmp_path):
+    spec = write_parquet(tmp_path / "photos", "struct")
+    with pytest.raises(
+        ValueError, match=r"caption must be a text|image must be a text, got \{'bytes': \d+ bytes, 'path'"
+    ) as told:
+        data.load(spec, columns={"query": "image", "document": "caption"})
+    assert len(str(told.value)) < 1000
+
+
+def test_datasets_that_cannot_be_read_say_why(tmp_path):
+    with pytest.raises(ValueError, match="streaming must be false, got true: a stream gives only the next sample"):
+        data.load("datasets:photos", streaming=True)
+    with pytest.raises(ValueError, match=r"options of HubDataset, which has .*config, streaming, got 'encoding'"):
+        data.load("datasets:photos", encoding="utf-8")
+
+
+@pytest.mark.thorough
+def test_splits_of_datasets(tmp_path):
+    spec = write_hub(tmp_path / "photos", True)
+    assert len(data.load(f"{spec}@train")) == SAMPLES
+    with pytest.raises(ValueError, match=r"photos has no split other; name one as .*photos@SPLIT: train"):
+        data.load(f"{spec}@other")
+    with pytest.raises(ValueError, match=r"the library datasets cannot load .*nowhere"):
+        data.load(f"datasets:{tmp_path}/nowhere")
+
+
 @pytest.fixture
 def server(tmp_path):
     (tmp_path / "served").mkdir()

@@ -20,6 +20,7 @@ from megabatch.data import cache
 LOG = logging.getLogger("megabatch")
 DEFAULT_GIB = 64.0  # at most, and at most half of what the disk has left
 KEPT = 0.9  # fraction of the limit that is left after pieces were deleted
+RECENT = 60  # seconds after which a piece is marked as used again
 ABANDONED = 3600  # seconds after which an unfinished file belongs to nobody
 END = b"\nthis is the end\n"  # of each piece; missing if the machine stopped before the file was on the disk
 LOCKS = 64  # files that processes lock while they fetch; each serves many pieces
@@ -55,9 +56,11 @@ def _stored(place: Path, start: int, size: int | None) -> bytes | None:
     except OSError:
         return None
     try:
-        with suppress(OSError):
-            os.utime(number)  # used now
-        end = os.fstat(number).st_size - len(END)
+        status = os.fstat(number)
+        if time.time() - status.st_mtime > RECENT:
+            with suppress(OSError):
+                os.utime(number)  # used now
+        end = status.st_size - len(END)
         if end < 0 or os.pread(number, len(END), end) != END:
             return None
         return os.pread(number, (end if size is None else min(start + size, end)) - start, start)

@@ -4,14 +4,14 @@ A saved dataset is recognised as a folder. `datasets:PATH` loads a folder or a n
 `datasets:PATH@SPLIT` another split than "train".
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megabatch import extras
-from megabatch.data import embedded
 from megabatch.data.places import Place
-from megabatch.data.rows import Row
+from megabatch.data.rows import Row, numbered
 from megabatch.data.tables import Table
 
 PREFIX = "datasets:"
@@ -66,10 +66,13 @@ class HubRows:
         self._data = self._loaded(split, config)
 
     def _loaded(self, split: str, config: str | None) -> Any:
-        if is_saved(Path(self.name)):
-            found = self._library.load_from_disk(self.name)
-        else:
-            found = self._library.load_dataset(self.name, config)
+        try:
+            if is_saved(self.name):
+                found = self._library.load_from_disk(self.name)
+            else:
+                found = self._library.load_dataset(self.name, config)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the library datasets cannot load {self.name}: {error}") from error
         if not isinstance(found, Mapping):
             if split:
                 raise ValueError(f"{self.name} must have splits for @{split}, got a dataset without")
@@ -84,30 +87,23 @@ class HubRows:
         return list(self._data.column_names) if len(self._data) else []
 
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
-        """Classes as their names. Images are copied once, as of Parquet."""
-        wanted, features = list(self._data.column_names if columns is None else columns), self._data.features
-        images: Iterator[Any] | None = None
-        if image is not None and getattr(features[image], "dtype", None) not in TEXTS:
-            decodes = isinstance(features[image], self._library.Image)
-            stored = self._data.cast_column(image, self._library.Image(decode=False)) if decodes else self._data
-            images = embedded.copied(self._data._fingerprint, image, self.name, lambda: _values(stored, image))
-            wanted.remove(image)
-        named = {name: features[name].int2str for name in wanted if isinstance(features[name], self._library.ClassLabel)}
-        rows = self._data.select_columns(wanted).with_format(None)
-        number = 0
-        for batch in rows.iter(ROWS_AT_ONCE):
+        """Classes are given by their names."""
+        if image is not None and getattr(self._data.features[image], "dtype", None) in TEXTS:
+            image = None  # paths
+        return numbered(self._read, list(columns or self._data.column_names), image, self._data._fingerprint, self.name)
+
+    def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
+        data = self._data.select_columns(columns).with_format(None)
+        for name, feature in data.features.items():
+            if isinstance(feature, self._library.Image):
+                data = data.cast_column(name, self._library.Image(decode=False))
+        named = {name: found.int2str for name, found in data.features.items() if isinstance(found, self._library.ClassLabel)}
+        for batch in data.iter(ROWS_AT_ONCE):
             for entries in zip(*batch.values(), strict=True):
-                number += 1
                 values = dict(zip(batch, entries, strict=True))
-                values |= {name: told(values[name]) for name, told in named.items() if values[name] is not None}
-                yield Row(number, values if images is None else {**values, image or "": next(images)})
+                yield values | {name: told(values[name]) for name, told in named.items() if values[name] is not None}
 
 
-def _values(data: Any, column: str) -> Iterator[Any]:
-    for batch in data.select_columns([column]).with_format(None).iter(ROWS_AT_ONCE):
-        yield from batch[column]
-
-
-def is_saved(folder: Path) -> bool:
+def is_saved(folder: str) -> bool:
     """Whether `save_to_disk` wrote the folder."""
-    return any((folder / name).is_file() for name in SAVED)
+    return any(os.path.isfile(os.path.join(folder, name)) for name in SAVED)

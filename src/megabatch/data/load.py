@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from megabatch.data import hub, mix
 from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.data.demo import emoji, wordnet
 from megabatch.data.folders import Folders, class_folders
-from megabatch.data.mix import Mix
 from megabatch.data.places import place
 from megabatch.data.remote import Url
 from megabatch.data.rows import captioned
@@ -33,14 +33,14 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
         options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
             `Shards`. Of a mixture they hold for all sources; those of one source are a table under its number, from "1" on.
     """
-    if mix.BETWEEN in spec and not Path(spec).exists():
+    if mix.BETWEEN in spec and not os.path.exists(spec):  # a Path refuses long names
         specs, weights = mix.parsed(spec)
         common = {name: value for name, value in options.items() if not name.isdecimal()}
         if wrong := [name for name in options if name.isdecimal() and not 1 <= int(name) <= len(specs)]:
             raise ValueError(f"options of a source must have its number, from 1 to {len(specs)}, got {wrong[0]}")
         own = [{**common, **options.get(str(number), {})} for number in range(1, len(specs) + 1)]
         sources = [load(one, split, size=size, holdout=holdout, **own[i]) for i, one in enumerate(specs)]
-        return Mix(sources, weights)
+        return mix.Mix(sources, weights)
     if holdout and spec in WITH_SPLITS:
         raise ValueError(f"holdout must be 0 for {spec}, which has a test split of its own, got {holdout}")
     if spec == "emoji":
@@ -66,7 +66,7 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
 
 
 def _from_files(spec: str, options: dict[str, Any]) -> Dataset:
-    if spec.startswith(hub.PREFIX) or hub.is_saved(Path(spec.partition("@")[0])):
+    if spec.startswith(hub.PREFIX) or hub.is_saved(spec.partition("@")[0]):
         return _with_images(hub.HubDataset, spec.removeprefix(hub.PREFIX), options)
     path = place(spec)
     if path.suffix == ".tar" and not (isinstance(path, Path) and path.is_dir()):

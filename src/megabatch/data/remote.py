@@ -2,7 +2,7 @@
 
 A file is cut into blocks of `BLOCK` bytes, and a block is fetched when a byte of it is needed: samples are read in any order,
 as from a local file. Blocks stay in a cache on the local disk (blocks.py). Their names follow from address, size and version,
-so a file that has changed on the server is not mixed with the blocks of the old one.
+so a file that has changed on the server is not mixed with the blocks of the old one. The version is the server's ETag or date.
 
 A request that fails for a reason that may pass (no connection, a busy server) is repeated after a growing pause. If it fails
 for good, a `RemoteError` ends the run: a sample that is skipped because of the network would make another run of it. A file
@@ -157,7 +157,7 @@ class Url:
         return b"".join(found)
 
     def read_bytes(self) -> bytes:
-        """The whole file in one request, without asking for its size and version: of an image that it does not change.
+        """The whole file in one request, without one for its size and version: it must not change, as images do not.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -9,7 +9,7 @@ import csv
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,8 +20,8 @@ from megabatch.data.folders import ENDINGS, is_image
 from megabatch.data.places import Place, identity
 from megabatch.data.remote import RemoteError
 
-CAPTIONS = (".txt", ".json")  # of a file beside an image; in JSON the key is one of
-CAPTION_KEYS = ("caption", "text")
+CAPTIONS = (".txt", ".json")  # endings of a file beside an image
+CAPTION_KEYS = ("caption", "text")  # in JSON
 ROWS_AT_ONCE = 1024
 
 
@@ -65,11 +65,9 @@ class TextRows:
     def columns(self) -> list[str]:
         """Of JSON lines the keys of all rows: each row has its own."""
         found = (row.values for row in self.rows() if row.values is not None)
-        return list(
-            dict.fromkeys(
-                name for values in (found if self._path.suffix == ".jsonl" else itertools.islice(found, 1)) for name in values
-            )
-        )
+        if self._path.suffix != ".jsonl":
+            return list(next(found, {}))
+        return list(dict.fromkeys(name for values in found for name in values))
 
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
         """All columns, as texts."""
@@ -97,15 +95,11 @@ class ParquetRows:
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
         """Reads the named columns alone."""
         with self._opened() as file:
-            wanted = list(file.schema_arrow.names if columns is None else columns)
-            inside = image is not None and not _is_text(file.schema_arrow.field(image).type)
-        images: Iterator[Any] = itertools.repeat(None)
-        if inside and image is not None:
-            wanted.remove(image)
-            name = "-".join(map(str, identity(self._path)))
-            images = iter(embedded.copied(name, image, self.name, lambda: (row[image] for row in self._read([image]))))
-        for number, (values, found) in enumerate(zip(self._read(wanted), images, strict=False), 1):
-            yield Row(number, {**values, image: found} if inside and image is not None else values)
+            schema = file.schema_arrow
+        wanted = [name for name in schema.names if columns is None or name in columns]
+        if image not in schema.names or "string" in str(schema.field(image).type).partition("<")[0]:
+            image = None  # paths
+        return numbered(self._read, wanted, image, "-".join(map(str, identity(self._path))), self.name)
 
     def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
         with self._opened() as file:
@@ -122,6 +116,19 @@ class ParquetRows:
             raise
         except (ValueError, OSError) as error:  # pyarrow's errors do not name the file
             raise ValueError(f"{self._path} must be Parquet and cannot be read: {error}") from error
+
+
+def numbered(
+    read: Callable[[list[str]], Iterator[dict[str, Any]]], columns: list[str], image: str | None, key: str, table: str
+) -> Iterator[Row]:
+    """The rows that `read` gives for some columns; the images of the column `image` are copied once (see embedded.py)."""
+    if image is None:
+        yield from (Row(number, values) for number, values in enumerate(read(columns), 1))
+        return
+    images = embedded.copied(key, image, table, lambda: (values[image] for values in read([image])))
+    others = read([name for name in columns if name != image])
+    for number, (values, found) in enumerate(zip(others, images, strict=True), 1):
+        yield Row(number, {**values, image: found})
 
 
 class CaptionedImages:
@@ -150,26 +157,21 @@ class CaptionedImages:
                 continue
             try:
                 text = caption.read_text("utf-8-sig")
-                if caption.suffix == ".json":
-                    values = json.loads(text)
-                    text = next(values[key] for key in CAPTION_KEYS if key in values)
-                yield Row(number, {"image": name, "caption": text})
-            except StopIteration:
-                yield Row(
-                    number, None, f"{caption.name} must have the key {' or '.join(CAPTION_KEYS)}, got {', '.join(values)}"
-                )
-            except (OSError, ValueError, TypeError) as error:
+                values = json.loads(text) if caption.suffix == ".json" else {CAPTION_KEYS[0]: text}
+            except (OSError, ValueError) as error:
                 yield Row(number, None, f"{caption.name} has no caption that can be read: {error}")
+                continue
+            key = next((key for key in CAPTION_KEYS if isinstance(values, dict) and key in values), None)
+            if key is None:
+                yield Row(number, None, f"{caption.name} must be a JSON object with the key {' or '.join(CAPTION_KEYS)}")
+            else:
+                yield Row(number, {"image": name, "caption": values[key]})
 
 
 def captioned(folder: Path) -> bool:
     """Whether an image of the folder or a subfolder has a caption beside it."""
     captions = (path for ending in CAPTIONS for path in folder.rglob(f"*{ending}"))
     return any(path.with_suffix(ending).exists() for path in captions for ending in ENDINGS)
-
-
-def _is_text(kind: Any) -> bool:
-    return any(name in str(kind) for name in ("string", "utf8")) and not str(kind).startswith("struct")
 
 
 def _not_decoded(path: Place, encoding: str) -> str:
