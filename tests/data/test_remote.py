@@ -58,6 +58,9 @@ def test_a_file_that_changes_is_not_mixed_with_what_is_cached_of_it(server):
     (server.folder / "x.bin").write_bytes(CONTENT[:7300])
     with pytest.raises(RemoteError, match=r"x\.bin must have 10000 bytes, got fewer: it has changed"):
         old.read(7000, 1000)
+    (server.folder / "x.bin").unlink()
+    with pytest.raises(RemoteError, match=r"x\.bin has gone from the server since the run began"):
+        old.read(8000, 1000)
 
 
 def test_failures_that_pass_are_repeated_and_others_are_not(server, caplog):

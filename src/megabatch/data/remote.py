@@ -175,7 +175,10 @@ class Url:
 
     def _block(self, number: int) -> bytes:
         start, end = number * BLOCK, min((number + 1) * BLOCK, self.about.size)
-        data = self._fetched(start, end)
+        try:
+            data = self._fetched(start, end)
+        except FileNotFoundError as error:  # no sample is skipped that was there at the start
+            raise RemoteError(f"{self} has gone from the server since the run began") from error
         if len(data) > end - start:
             raise self._without_ranges()
         if len(data) < end - start:
