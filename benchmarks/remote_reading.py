@@ -74,19 +74,20 @@ def serve(folder: Path, pause: float, connection: Connection) -> None:
     server.serve_forever()
 
 
-def read(shards: list[str], cache: str, readers: int) -> tuple[float, float, str]:
-    """Seconds for the tables of contents and for an epoch of samples, and their checksum. Runs in a process of its own."""
+def read(shards: list[str], cache: str, readers: int) -> tuple[float, float, float, str]:
+    """Seconds for tables of contents and for an epoch of samples, its CPU time, and a checksum. A process of its own."""
     os.environ["MEGABATCH_CACHE"] = cache
     started = time.perf_counter()
     data = Shards(shards)
-    order, listed = Order(data.groups, 1).epoch(0).tolist(), time.perf_counter()
+    order, listed, before = Order(data.groups, 1).epoch(0).tolist(), time.perf_counter(), time.process_time()
 
     def digest(index: int) -> bytes:
         return hashlib.sha256(data.stored(index, 0).data + data.stored(index, 1).encode()).digest()
 
     with ThreadPoolExecutor(readers) as threads:
         found = b"".join(threads.map(digest, order))
-    return listed - started, time.perf_counter() - listed, hashlib.sha256(found).hexdigest()
+    seconds, busy = time.perf_counter() - listed, time.process_time() - before
+    return listed - started, seconds, busy, hashlib.sha256(found).hexdigest()
 
 
 def measure(folder: Path, samples: int, readers: int, pause: float) -> list[dict[str, Any]]:
@@ -102,11 +103,12 @@ def measure(folder: Path, samples: int, readers: int, pause: float) -> list[dict
             if place == FETCHED:
                 shutil.rmtree(Path(cache) / "remote")
             shards = [str(folder / name) for name in names] if place == LOCAL else remote
-            listed, seconds, found = fresh_process(read, shards, cache, readers)
+            listed, seconds, busy, found = fresh_process(read, shards, cache, readers)
             right = right or found
             if found != right:
                 sys.exit(f"{place} has other samples than local files")
-            results.append({"place": place, "readers": readers, "pause": pause, "contents": listed, "rate": samples / seconds})
+            told = {"place": place, "readers": readers, "pause": pause, "contents": listed}
+            results.append(told | {"rate": samples / seconds, "cpu": busy / samples})
     server.terminate()
     server.join()
     return results
@@ -115,20 +117,12 @@ def measure(folder: Path, samples: int, readers: int, pause: float) -> list[dict
 def table(record: dict[str, Any]) -> Table:
     rows = []
     for result in record["results"]:
-        way = (
-            result["place"] if result["place"] == LOCAL else f"{result['place']}, {1000 * result['pause']:.0f} ms to an answer"
-        )
-        rows.append(
-            [
-                way,
-                result["readers"],
-                f"{result['contents']:.2f}",
-                f"{result['rate']:,.0f}",
-                f"{result['rate'] * record['bytes'] / 1e6:,.0f}",
-            ]
-        )
+        pause = "" if result["place"] == LOCAL else f", {1000 * result['pause']:.0f} ms to an answer"
+        rate, cpu = result["rate"], result["cpu"]
+        figures = f"{result['contents']:.2f}", f"{rate:,.0f}", f"{rate * record['bytes'] / 1e6:,.0f}", f"{1e6 * cpu:,.0f}"
+        rows.append([result["place"] + pause, result["readers"], *figures])
     title = f"{record['samples']:,} samples of {record['bytes'] / 1e3:.0f} KB in {record['shards']} shards"
-    return Table(["", "readers", "tables of contents, s", "samples/s", "MB/s"], rows, title)
+    return Table(["", "readers", "tables of contents, s", "samples/s", "MB/s", "CPU, µs a sample"], rows, title)
 
 
 def main() -> int:
