@@ -14,8 +14,10 @@ from megabatch import extras, settings, towers
 from megabatch.cached import randomness
 from megabatch.commands.arguments.train import AUTO
 from megabatch.data import load as data
-from megabatch.data import tables
+from megabatch.data.columns import LABEL, NEGATIVE
 from megabatch.data.dataset import Dataset
+from megabatch.data.hub import PREFIX
+from megabatch.data.mix import BETWEEN
 from megabatch.towers.load import image_size
 from megabatch.trainer import config as configs
 from megabatch.trainer import run as runs
@@ -80,7 +82,7 @@ def _given(args: argparse.Namespace) -> list[settings.Table]:
     if args.columns is not None:
         flags["data_options"] = {"columns": args.columns}
         if args.validation is not None and not set(args.validation) & set(data.WITH_SPLITS):
-            needed = {role: name for role, name in args.columns.items() if role not in (tables.NEGATIVE, tables.LABEL)}
+            needed = {role: name for role, name in args.columns.items() if role not in (NEGATIVE, LABEL)}
             flags["validation_options"] = {"columns": needed}
     read = settings.read(args.config) if args.config is not None else {}
     return [read, flags, *(settings.assignment(text) for text in args.set)]
@@ -103,8 +105,10 @@ def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
 
 
 def _run_name(source: str) -> str:
-    """The name of a run on this data: the file's name, or the folder's for a pattern of files."""
-    path = Path(source)
+    """The name of a run on this data: the file's name, the folder's for a pattern of files, "mix" for several sources."""
+    if BETWEEN in source:
+        return "mix"
+    path = Path(source.removeprefix(PREFIX))
     chosen = path.parent if any(mark in path.name for mark in "{*?[") else path
     return re.sub(r"[^\w.-]+", "-", chosen.stem).strip(".-") or "run"
 
