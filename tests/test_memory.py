@@ -50,10 +50,10 @@ def die() -> None:
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_four_times_the_batch_takes_at_most_four_times_the_memory(loss, dtype):
-    small, large = (fresh_process(step, loss, N, 64, dtype) for N in (4096, 16384))
+    small, large = (fresh_process(step, loss, N, 64, dtype) for N in (2048, 8192))
     assert large <= 4.1 * small
-    embeddings = 16384 * 64 * 4
-    assert large <= 6 * embeddings + 40 * MIB, "gradients, accumulators, and two tiles; the matrix alone would be 1024 MiB"
+    embeddings = 8192 * 64 * 4
+    assert large <= 6 * embeddings + 40 * MIB, "gradients, accumulators, and two tiles; the matrix alone would be 256 MiB"
 
 
 @linux
