@@ -94,10 +94,15 @@ def trained(folder, photos, **changes):
     return runs.weights(made)
 
 
-def test_the_same_bits_whoever_reads_and_how_often(photos, monkeypatch):
+def test_the_same_bits_whoever_reads_and_how_often(photos):
     wanted = trained(photos / "plain", photos)
     assert runs.same_bits(trained(photos / "twice", photos, memory={"graphs": 0.0, "inputs": 0.0}), wanted) == []
     assert runs.same_bits(trained(photos / "threads", photos, workers=3), wanted) == []
+
+
+@pytest.mark.thorough
+def test_the_same_bits_if_processes_read(photos, monkeypatch):
+    wanted = trained(photos / "plain", photos)
     opened = functools.partial(_as_processes, readers.opened)
     monkeypatch.setattr(loop.readers, "opened", opened)
     assert runs.same_bits(trained(photos / "processes", photos, workers=1), wanted) == []
