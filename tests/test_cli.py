@@ -295,7 +295,7 @@ def test_config_lists_settings_and_makes_their_page(pairs, capsys):
 
 
 def test_output_into_a_closed_pipe_is_quiet():
-    program = "import sys; from megabatch import cli; sys.stdout.flush(); sys.exit(cli.main(['--help']))"
+    program = "import sys; from megabatch import cli; sys.stdout.flush(); sys.exit(cli.main(['config']))"
     command = [sys.executable, "-u", "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
