@@ -117,7 +117,7 @@ def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argpar
     if part == "rate":
         return [chosen._replace(lr=rate) for rate in sizes.rates]
     tried = [line for line in lines if setting(line) in wanted("rate", lines, sizes, options)]
-    if options.lr is None and not tried:
+    if options.lr is None and len({line["lr"] for line in tried}) < len(sizes.rates):
         raise SystemExit(f"{part} needs the results of rate, or --lr")
     most = max((mean_recall(line) for line in tried), default=0.0)
     rate = options.lr or min(line["lr"] for line in tried if mean_recall(line) >= NEARLY * most)
