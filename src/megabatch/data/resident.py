@@ -1,7 +1,7 @@
 """A dataset in the memory of a device: images are decoded once, texts are tokenized once, and random crops are made there.
 
-Reading, decoding and cropping take a core about a millisecond per image, again in every epoch. A dataset that fits into the
-memory of the device needs no reader after the first pass, so a small model is not limited by the cores.
+Readers decode and crop every image again in every epoch, and a small model waits for them. A dataset that fits into the
+memory of the device needs no reader after the first pass.
 
 An image is stored as a square a little larger than the tower's input. A crop is a bilinear sample of a random part of it, where
 a reader resizes that part of the original image. Its numbers follow from (seed, epoch, sample, side), so they are the same on
