@@ -25,6 +25,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import multiprocessing
 import shutil
 import tempfile
@@ -41,7 +42,7 @@ from record import arguments
 from torch import Tensor
 
 from megabatch import machine, towers
-from megabatch.bench.loss_systems import DENSE, INF_CL, MEGABATCH, loss_of
+from megabatch.bench.loss_systems import DENSE, INF_CL, MEGABATCH, loss_of, open_clip_losses
 from megabatch.data.crops import RandomCrop
 from megabatch.data.resident import Resident
 from megabatch.evaluation import results
@@ -70,6 +71,7 @@ WEIGHT_DECAY, WARM_UP = 0.2, 0.1
 QUERIES = 6  # captions of the gallery
 FOUND = 6  # photographs for each
 GRACE = 15.0  # seconds after the limit in which a run may still end
+FIRST_GUESS = 40_000.0  # pairs a second of all runs together, until one has been measured
 
 
 class Setting(NamedTuple):
@@ -263,13 +265,14 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def other_loss(name: str, objective: Any, device: str) -> Callable[..., Tensor]:
     """The loss of another project in place of the trainer's, with the trainer's learned scale."""
-    loss = loss_of(name, device)
+    loss: Any = open_clip_losses().ClipLoss() if name == DENSE else loss_of(name, device)
 
     def forward(first: Tensor, second: Tensor, *rest: Any) -> Tensor:
         scale = objective.log_scale.exp()
-        if name == INF_CL:  # no autocast of its own
-            return loss(first.bfloat16(), second.bfloat16(), scale)
-        return loss(first, second, scale)
+        if name == INF_CL:  # its kernels know no autocast
+            first, second = first.bfloat16(), second.bfloat16()
+        found: Tensor = loss(first, second, scale)
+        return found
 
     return forward
 
@@ -333,7 +336,7 @@ class Bench:
         self.until = time.monotonic() + options.seconds
         self.machine = machine.summary(machine.describe())
         self.scratch = Path(tempfile.mkdtemp(prefix="image-study-"))
-        self.rate = 8000.0  # pairs a second of one run beside others, until one has been measured
+        self.rates = {line["batch_size"]: _rate(line) for line in self.known() if line.get("beside") == options.beside}
 
     def known(self) -> list[dict[str, Any]]:
         """All lines of the file."""
@@ -382,12 +385,17 @@ class Bench:
             one = next(waiting, None)
             if one is None:
                 return left
-            if time.monotonic() + one.batch_size * one.steps / self.rate > self.until:
+            if time.monotonic() + self.expected(one) > self.until:
                 left += 1
                 continue
             folder = Path(tempfile.mkdtemp(dir=self.scratch))
             running[pool.submit(make_run, one, folder)] = one, folder
         return left
+
+    def expected(self, one: Setting) -> float:
+        """Seconds of a run, from the last run of the nearest batch size with as many runs beside it."""
+        near = min(self.rates, key=lambda size: abs(math.log(size / one.batch_size)), default=None)
+        return one.batch_size * one.steps / (FIRST_GUESS / self.options.beside if near is None else self.rates[near])
 
     def _note(self, one: Setting, found: dict[str, Any], folder: Path) -> None:
         """Appends a line, but for a run that needs a package that is not here."""
@@ -397,7 +405,7 @@ class Bench:
             return
         line = {**one._asdict(), **found, "beside": self.options.beside, "machine": self.machine}
         if "failed" not in found:
-            self.rate = one.batch_size * one.steps / found["seconds"]
+            self.rates[one.batch_size] = _rate(line)
             self._keep_best(line, folder)
             told = f"mean recall {mean_recall(line):.1%}, {found['pairs_per_second']:,.0f} pairs/s, {found['seconds']:.0f} s"
         else:
@@ -443,6 +451,11 @@ class Bench:
         print(f"wrote {place}: recall@1 by text {line['text_to_image_R@1']:.1%}", flush=True)
 
 
+def _rate(line: dict[str, Any]) -> float:
+    """Pairs a second of a whole run; of a failed one nothing is known."""
+    return line["batch_size"] * line["steps"] / line["seconds"] if "seconds" in line else FIRST_GUESS / line["beside"]
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("choose", "rate", "study", "steps", "losses", "siglip")
@@ -457,7 +470,7 @@ def parse() -> argparse.Namespace:
         "--best", type=Path, default=Path("runs/image_study_best"), help="folder for the best model (%(default)s)"
     )
     parser.add_argument("--report", action="store_true", help="make the table, the plot and the text of the lines, and no run")
-    arguments(parser, "image_study", 530)
+    arguments(parser, "image_study", 500)
     options = parser.parse_args()
     if not options.report and not options.tiny and options.data is None:
         parser.error("--data is needed: the folder with Flickr8k's .bin and .json")

@@ -122,7 +122,7 @@ def _rules(study: Study) -> Table:
         for rule in RULES:
             found = study.of(size, rule)
             cells.append(str(Value.of(found)) if found else "")
-        rate = max(line["pairs_per_second"] * line["beside"] for line in study.best_lines(size))
+        rate = max(line.get("pairs_per_second", 0.0) * line["beside"] for line in study.best_lines(size))
         rows.append([*cells, f"{rate:,.0f}"])
     notes = (
         f"Mean recall in per cent, mean ± standard deviation over seeds; {study.samples:,} pairs seen by every run. The last "

@@ -100,6 +100,8 @@ def test_crops_are_those_of_readers_up_to_resizing():
     assert 0 < mirrored < 5
     assert (found - wanted).abs().mean() < 0.05  # the values of wanted have a deviation of about 1
     assert (found - wanted.flip(3)).abs().mean() > 0.3
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(whole(resident.source(indices, 0, PREPARATIONS[0], seed=4, epoch=1)), found)
     others = whole(resident.source(indices, 0, PREPARATIONS[0], seed=4, epoch=3))
     assert (found - others).abs().mean() > 0.1
 

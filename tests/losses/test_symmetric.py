@@ -332,8 +332,9 @@ def data(counts):
 
 
 @pytest.mark.quick(
-    {"world": 3, "route": "ring"},
-    {"world": 3, "route": "gather", "loss": "self"},
+    {"world": 3, "route": "ring", "loss": "self"},
+    {"world": 3, "route": "ring", "loss": "sup_con_loss in"},
+    {"world": 3, "route": "gather", "loss": "sup_con_loss out"},
     {"world": 4, "loss": "nt_xent_loss"},
 )
 @pytest.mark.parametrize("loss", ["self", *LOSSES])

@@ -66,11 +66,16 @@ class RandomCrop:
         return torch.stack([down * (1 - height), right * (1 - width), height, width, side], 1)
 
     def many(self, images: Tensor, parts: Tensor) -> Tensor:  # (n, 3, H, W) float32, (n, 5) -> (n, 3, *size) float32
-        """The crops of images that are little larger than a crop: sampled bilinearly, without antialiasing."""
-        top, left, height, width, side = parts.unbind(1)
-        zero = torch.zeros_like(top)
-        matrix = torch.stack([width * side, zero, 2 * left + width - 1, zero, height, 2 * top + height - 1], 1).view(-1, 2, 3)
-        grid = F.affine_grid(matrix, [len(images), 3, *self.size], align_corners=False)
+        """The crops of images that are little larger than a crop: sampled bilinearly, without antialiasing.
+
+        Positions are from -1 to 1. Not by `F.affine_grid`: autocast would round its matrix product, by up to half a pixel.
+        """
+        top, left, height, width, side = (part[:, None] for part in parts.unbind(1))
+        down, right = ((2 * torch.arange(n, device=images.device) + 1) / n - 1 for n in self.size)
+        y = height * down + 2 * top + height - 1  # (n, size[0])
+        x = width * side * right + 2 * left + width - 1  # (n, size[1])
+        whole = len(images), *self.size
+        grid = torch.stack([x[:, None].expand(whole), y[:, :, None].expand(whole)], 3)
         return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
     def one(self, image: Tensor, box: Box) -> Tensor:  # (3, H, W) uint8 -> (3, *size) uint8
