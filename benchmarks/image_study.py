@@ -23,10 +23,12 @@ captions (image_study_gallery.png).
 
 import argparse
 import dataclasses
+import gc
 import json
 import logging
 import math
 import multiprocessing
+import os
 import shutil
 import tempfile
 import time
@@ -66,7 +68,8 @@ TRIAL = 1000  # the seed of choices, which the study does not use
 SEEDS = (0, 1, 2)
 EQUAL_STEPS_OF = 4096  # pairs
 SIGLIP_SIZES = (1024, 8192)
-CHUNK = 4096  # pairs encoded at once
+CHUNK = 2048  # pairs encoded at once: 6 to 10 GB of activations
+GRAPHS = 0.3  # of the free memory, for graphs of all runs together
 WEIGHT_DECAY, WARM_UP = 0.2, 0.1
 QUERIES = 6  # captions of the gallery
 FOUND = 6  # photographs for each
@@ -240,7 +243,7 @@ class Worker:
                     "weight_decay": WEIGHT_DECAY,
                 },
                 "schedule": {"name": "cosine", "warm_up_fraction": WARM_UP},
-                "memory": {"graphs": 0.5 / self.beside},
+                "memory": {"graphs": GRAPHS / self.beside},
                 "checkpoint": {"every": wanted.steps, "minutes": 0.0, "keep": 1},
             }
         )
@@ -311,6 +314,7 @@ WORKER: Worker | None = None  # of this process
 
 def start_worker(*given: Any) -> None:
     global WORKER
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # processes share the memory
     WORKER = Worker(*given)
 
 
@@ -322,6 +326,14 @@ def make_run(wanted: Setting, folder: Path) -> dict[str, Any]:
         return {"missing": str(error)}
     except FloatingPointError as error:  # the loss is not finite any more
         return {"failed": str(error)}
+    except (RuntimeError, MemoryError) as error:
+        if not machine.ran_out_of_memory(error):
+            raise
+        return {"missing": "no memory beside the other runs; a later call with fewer of them (--beside) may have it"}
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 # Many runs
@@ -398,7 +410,7 @@ class Bench:
         return one.batch_size * one.steps / (FIRST_GUESS / self.options.beside if near is None else self.rates[near])
 
     def _note(self, one: Setting, found: dict[str, Any], folder: Path) -> None:
-        """Appends a line, but for a run that needs a package that is not here."""
+        """Appends a line, but for a run that could not be made here."""
         about = f"{one.batch_size:>6} {one.rule:<6} {one.loss} {one.tower} {one.area:g} rate {one.lr:g} seed {one.seed}"
         if "missing" in found:
             print(f"{about}: {found['missing']}", flush=True)
