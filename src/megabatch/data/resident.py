@@ -23,13 +23,14 @@ from megabatch.cached.streaming import closed_at_the_end
 from megabatch.cached.tower_io import map_rows, tensors
 from megabatch.data.crops import NUMBERS, TrainingImages
 from megabatch.data.dataset import IMAGE, Dataset, Preparation
+from megabatch.data.split import Part
 
 MARGIN = 1.125  # side of a stored image over that of a crop: parts of 80 % of it are then not enlarged much
 CHUNK = 1024  # images read, and cropped, at once
 
 
-class Resident(Dataset):
-    """A dataset whose samples are kept on a device, for training.
+class Resident(Part):
+    """All samples of a dataset, kept on a device for training.
 
     Args:
         dataset: is read once.
@@ -52,7 +53,8 @@ class Resident(Dataset):
         workers: int | Executor = 0,
         limit: float = float("inf"),
     ) -> None:
-        self.whole, self.sides, self.credits, self.failures = dataset, dataset.sides, dataset.credits, dataset.failures
+        super().__init__(dataset, range(len(dataset)))
+        self.failures = dataset.failures
         self._kept: dict[int, _Images | _Fixed] = {}
         room = _Room(limit)
         for side in sides:
@@ -87,34 +89,6 @@ class Resident(Dataset):
                 for index in (rows == row).nonzero().flatten().tolist():
                     self.failures.setdefault(index, reason)
 
-    def __len__(self) -> int:
-        """The number of samples."""
-        return len(self.whole)
-
-    def read(self, index: int, side: int) -> Any:
-        """As in the dataset."""
-        return self.whole.read(index, side)
-
-    def stored(self, index: int, side: int) -> Any:
-        """As in the dataset."""
-        return self.whole.stored(index, side)
-
-    def name(self, index: int) -> str:
-        """As in the dataset."""
-        return self.whole.name(index)
-
-    def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
-        """As in the dataset."""
-        return self.whole.ids(indices)
-
-    def items(self) -> Tensor | None:  # (samples,) int64
-        """As in the dataset."""
-        return self.whole.items()
-
-    def classes(self) -> Tensor | None:  # (samples,) int64
-        """As in the dataset."""
-        return self.whole.classes()
-
     def source(
         self,
         indices: Sequence[int],
@@ -124,15 +98,13 @@ class Resident(Dataset):
         seed: int = 0,
         epoch: int = 0,
         augment: bool = True,
-        workers: int | Executor = 0,
-        hold: int = 0,
+        **options: Any,
     ) -> Source:
-        """The kept samples; for evaluation, and for a side that is not kept, those that the dataset reads."""
-        if side not in self._kept or (not augment and isinstance(self._kept[side], _Images)):
-            return self.whole.source(
-                indices, side, preparation, seed=seed, epoch=epoch, augment=augment, workers=workers, hold=hold
-            )
-        return self._kept[side].source(torch.as_tensor(indices), sample_seed(sample_seed(seed, epoch), side))
+        """The kept samples; for evaluation, and for a side that is not kept, the dataset's own source with `options`."""
+        kept = self._kept.get(side)
+        if kept is None or (isinstance(kept, _Images) and not augment):
+            return self.whole.source(indices, side, preparation, seed=seed, epoch=epoch, augment=augment, **options)
+        return kept.source(torch.as_tensor(indices), sample_seed(sample_seed(seed, epoch), side))
 
 
 class _Room:
