@@ -71,8 +71,7 @@ SIGLIP_SIZES = (1024, 8192)
 CHUNK = 2048  # pairs encoded at once: 6 to 10 GB of activations
 GRAPHS = 0.3  # of the free memory, for graphs of all runs together
 WEIGHT_DECAY, WARM_UP = 0.2, 0.1
-QUERIES = 6  # captions of the gallery
-FOUND = 6  # photographs for each
+QUERIES, FOUND = 5, 5  # captions of the gallery, and photographs for each
 GRACE = 15.0  # seconds after the limit in which a run may still end
 FIRST_GUESS = 40_000.0  # pairs a second of all runs together, until one has been measured
 
@@ -129,10 +128,10 @@ def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argpar
     base = chosen._replace(lr=rate)
     if part == "study":
         return [
-            base._replace(batch_size=size, rule=rule if size != sizes.base else "none", steps=sizes.samples // size, seed=seed)
+            base._replace(batch_size=size, rule=rule, steps=sizes.samples // size, seed=seed)
             for seed in options.seeds
             for size in sorted(sizes.sizes, reverse=True)
-            for rule in (RULES if size != sizes.base else ("none",))
+            for rule in (("none",) if size == sizes.base else RULES)  # there the rules agree
         ]
     study = [line for line in lines if setting(line) in set(wanted("study", lines, sizes, options))]
 
@@ -142,9 +141,8 @@ def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argpar
         for line in study:
             if line["batch_size"] == size:
                 known.setdefault(line["rule"], []).append(mean_recall(line))
-        rule = max(
-            known, key=lambda name: sum(known[name]) / len(known[name]), default="sqrt" if size != sizes.base else "none"
-        )
+        untried = "none" if size == sizes.base else "sqrt"
+        rule = max(known, key=lambda name: sum(known[name]) / len(known[name]), default=untried)
         return base._replace(batch_size=size, rule=rule, steps=sizes.samples // size)
 
     if part == "steps":
@@ -228,7 +226,7 @@ class Worker:
         return configs.resolved(
             {
                 "data": "Flickr8k",
-                "model": f"open_clip:{wanted.tower}",
+                "model": f"open_clip:{add_model(wanted.tower, self.sizes)}",
                 "batch_size": wanted.batch_size,
                 "chunk_size": min(CHUNK, wanted.batch_size),
                 "steps": wanted.steps,
