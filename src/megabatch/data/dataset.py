@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megabatch.cached.replay import Checked, ReplaySource, checksum, sample_seed
+from megabatch.cached.sources import Source
 
 if TYPE_CHECKING:
     from megabatch.data.crops import TrainingImages
@@ -103,7 +104,7 @@ class Dataset(ABC):
         augment: bool = True,
         workers: int | Executor = 0,
         hold: int = 0,
-    ) -> ReplaySource:
+    ) -> Source:
         """One side of some samples as a source of a tower's inputs, identical each time they are read.
 
         Args:

@@ -33,10 +33,11 @@ class MemoryConfig:
     chunk: float = 0.25  # fraction for the activations of a chunk, if chunk_size is "auto"
     graphs: float = 0.6  # fraction for graphs kept from the first pass; 0 keeps none
     inputs: float = 0.3  # fraction of the host's memory for samples read ahead or waiting for the second pass; 0 reads twice
+    resident: float = 0.0  # fraction for the whole dataset on the device, decoded and tokenized once; 0 reads it in every epoch
 
     def __post_init__(self) -> None:
         """Checks the fractions."""
-        for name in ("chunk", "graphs", "inputs"):
+        for name in ("chunk", "graphs", "inputs", "resident"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"memory.{name} must be a fraction from 0 to 1, got {getattr(self, name)}")
 

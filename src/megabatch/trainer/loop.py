@@ -20,11 +20,13 @@ import torch
 
 from megabatch import settings, towers
 from megabatch.cached import randomness
+from megabatch.cached.budget import free_memory
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.timing import Clock, phase
 from megabatch.data import readers
 from megabatch.data.dataset import Dataset
 from megabatch.data.order import Order
+from megabatch.data.resident import Resident
 from megabatch.evaluation import evaluate
 from megabatch.evaluation.retrieval import HEADLINES, RECALLS
 from megabatch.machine import peak_bytes
@@ -267,6 +269,7 @@ class Trainer:
         if self.step == 0:
             self._seed(0)
         modules = [tower.module for tower in self.pair.towers]
+        dataset = self._resident(workers)  # before what is left of the memory is shared out
         if self._fit is None:
             share = -(-self.config.batch_size // self.world.size)
             with compiling.plain(modules), autocast(self.config.precision, self.world.device):
@@ -287,12 +290,23 @@ class Trainer:
             self.objective,
             self.optimizer,
             self._scaler,
-            self._negatives or self.dataset,
+            dataset,
             self._known(workers, self._fit),
             self.world,
             self._fit,
             workers,
         )
+
+    def _resident(self, workers: int | Executor) -> Dataset:
+        """The dataset of the steps, on the device if `memory.resident` says so."""
+        share = self.config.memory.resident
+        if not share or isinstance(self.dataset, Resident):
+            return self._negatives or self.dataset
+        if self._negatives is not None:
+            raise ValueError(f"memory.resident must be 0 with hard negatives, got {share}")
+        limit, device = share * free_memory(self.world.device), self.world.device
+        options: dict[str, Any] = {"sides": self._encoded, "augment": self.config.augment, "workers": workers}
+        return Resident(self.dataset, self.pair.towers, device, limit=limit, **options)
 
     def _compile(self, fit: Fit) -> None:
         """Compiles the towers for chunks of the training."""

@@ -35,13 +35,14 @@ class Inputs(NamedTuple):
     """The inputs of a batch, which readers read ahead of its step."""
 
     batch: Batch
-    sources: dict[int, ReplaySource]  # by the index of the side
+    sources: dict[int, Source]  # by the index of the side
     tokens: dict[int, Callable[[], Source]]  # of the sides with texts; waits for them
 
     def stop(self) -> None:
         """Ends the reading of the batch, after its step or without one, and frees what was read."""
         for source in self.sources.values():
-            source.stop()
+            if isinstance(source, ReplaySource):
+                source.stop()
 
 
 class Outcome(NamedTuple):
@@ -105,6 +106,8 @@ class Step:
                 hold=self._hold,
             )
             sources[side] = source
+            if not isinstance(source, ReplaySource):
+                continue  # on the device already
             if self.dataset.sides[side] == IMAGE:
                 source.start()
             else:
@@ -128,7 +131,7 @@ class Step:
         return Outcome(loss, norm, pairs)
 
     def _source(self, inputs: Inputs, side: int) -> Source:
-        if self.dataset.sides[side] == IMAGE:
+        if side not in inputs.tokens:
             return inputs.sources[side]
         with phase(DATA):
             return inputs.tokens[side]()
