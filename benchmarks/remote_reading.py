@@ -33,7 +33,7 @@ from megabatch.data.shards import Shards
 from megabatch.display.tables import Table
 
 SIDE = 192  # pixels of the noise: files of about 40 KB
-PAUSE = 0.05  # seconds before an answer, as of an object store
+PAUSES = [0.0, 0.05]  # seconds before an answer; an object store has the second
 LOCAL, FIRST, FETCHED, CACHED = "local files", "HTTP, first start", "HTTP, blocks not in the cache", "HTTP, blocks in the cache"
 
 
@@ -129,6 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=whole, default=3000, help="samples in all (3000)")
     parser.add_argument("--readers", type=whole, nargs="+", default=[1, 8], help="threads (1 and 8)")
+    parser.add_argument("--pauses", type=float, nargs="+", default=PAUSES, help="seconds before an answer (0 and 0.05)")
     parser.add_argument("--rounds", type=whole, default=2, help="measurements of each number, the best counts (2)")
     arguments(parser, "remote_reading")
     args = parser.parse_args()
@@ -137,11 +138,11 @@ def main() -> int:
         size = sum(path.stat().st_size for path in Path(made).glob("*.tar")) / args.samples
         record = Record("remote_reading", args, samples=args.samples, shards=4, bytes=size)
         for readers in args.readers:
-            for pause in (0.0, PAUSE):
+            for pause in args.pauses:
                 record.say(f"{readers} readers, {1000 * pause:.0f} ms to an answer")
                 rounds = [measure(Path(made), args.samples, readers, pause) for _ in range(args.rounds)]
                 best = [max(one, key=lambda result: result["rate"]) for one in zip(*rounds, strict=True)]
-                record["results"].extend(best if pause == 0.0 else best[1:])
+                record["results"].extend(best if pause == args.pauses[0] else best[1:])
                 record.save()
     text = table(record.contents).markdown()
     about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
