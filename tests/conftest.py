@@ -72,6 +72,7 @@ def _state() -> dict[str, Any]:
     if "torch._inductor.async_compile" in sys.modules:
         kept += ("ThreadPoolExecutor", "InductorSubproc", "subproc_worker_timer")  # threads of this project have its name
     ours = [t for t in threading.enumerate() if not t.name.startswith(kept) and not isinstance(t, threading._DummyThread)]
+    ours = [t for t in ours if not t.name.endswith("(_read_thread)")]  # of the compiler's processes, in PyTorch 2.8
     return {f"thread {thread.name}": thread for thread in ours} | {
         "working directory": os.getcwd(),
         "handler of SIGINT": signal.getsignal(signal.SIGINT),
