@@ -3,7 +3,8 @@
 `model.safetensors` has both: the tensors, and in its header the name of the towers, scale and bias, in one atomic file.
 An open_clip model is saved under open_clip's own names, with its config beside it:
 `open_clip.create_model("local-dir:FOLDER")` loads it. Towers of transformers have their configs and tokenizers in folders
-beside it, so that nothing is downloaded again.
+beside it, so that nothing is downloaded again. With LoRA on "hf:NAME" the file holds trained tensors only, and the rest is
+loaded by that name; the adapter is also in the folder of its tower as PEFT reads it. Merged weights are in one file there.
 """
 
 import dataclasses
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch import extras
+from megabatch import extras, settings
 from megabatch.data import cache
-from megabatch.towers import huggingface, open_clip
+from megabatch.towers import huggingface, lora, open_clip
 from megabatch.towers.load import adapted, load
 from megabatch.towers.tower import Pair
 from megabatch.world import World, default_group
@@ -42,6 +43,7 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
     """
     place = Path(folder)
     weights = _weights(pair)  # on all ranks: sharded weights are gathered
+    separate = pair.lora if pair.lora is not None and not pair.lora.merge else None
     if World.of(default_group()).rank == 0:
         description = {
             "format": _FORMAT,
@@ -50,12 +52,13 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "options": dict(pair.options),
             "logit_scale": pair.logit_scale,
             "logit_bias": pair.logit_bias,
+            "lora": None if separate is None else dataclasses.asdict(separate),
             "step": step,
         }
         _keep(pair, place)
-        safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
-        data = safetensors.save(weights, {_HEADER: json.dumps(description, default=dataclasses.asdict)})
-        cache.write(place / WEIGHTS, lambda file: file.write(data))
+        if pair.lora is not None:
+            weights = _with_adapters(pair, weights, place)
+        _write_tensors(place / WEIGHTS, weights, {_HEADER: json.dumps(description, default=dataclasses.asdict)})
     return place / WEIGHTS
 
 
@@ -70,11 +73,12 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
     description, weights = _read(place / WEIGHTS)
     pair = _built(description, place)
     for prefix, module in _modules(pair).items():
-        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-        module.load_state_dict(own)
+        own = _of(prefix, weights)
+        module.load_state_dict(own, strict=not pair.base_is_elsewhere)
+        if missing := lora.trained(module) - set(own) if pair.base_is_elsewhere else ():
+            raise ValueError(f"{place / WEIGHTS} must have all trained weights, got none for {', '.join(sorted(missing))}")
         module.to(device).eval()
-    scale, bias = description["logit_scale"], description["logit_bias"]
-    return Pair(pair.first, pair.second, scale, bias, name=pair.name, options=pair.options)
+    return dataclasses.replace(pair, logit_scale=description["logit_scale"], logit_bias=description["logit_bias"])
 
 
 def step(folder: str | Path) -> int | None:
@@ -92,8 +96,13 @@ def _built(description: dict[str, Any], place: Path) -> Pair:
     if family == "open_clip":
         return adapted(open_clip.load_folder(name, place), description["options"])
     if family in ("hf", "hf-config"):
-        folders = [place / side for side in SIDES if (place / side).is_dir()]
-        return adapted(huggingface.load_folders(description["name"], folders), description["options"])
+        adapters = settings.build(lora.LoraConfig, description["lora"]) if description.get("lora") else None
+        if family == "hf" and adapters is not None:
+            pair = huggingface.load(name, adapters)
+        else:
+            folders = [place / side for side in SIDES if (place / side).is_dir()]
+            pair = huggingface.load_folders(description["name"], folders, adapters)
+        return adapted(pair, description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
 
 
@@ -122,6 +131,35 @@ def _weights(pair: Pair) -> dict[str, Tensor]:
         if pair.logit_bias is not None and "logit_bias" in found:
             found["logit_bias"] = torch.full_like(found["logit_bias"], pair.logit_bias)
     return found
+
+
+def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
+    """Writes merged models or adapters into the folders of their towers, and returns the weights of the pair's own file."""
+    assert pair.lora is not None
+    found: dict[str, Tensor] = {}
+    for prefix, module in _modules(pair).items():
+        own, folder = _of(prefix, weights), place / prefix.rstrip(".")
+        if pair.lora.merge:
+            own = lora.merged(module, own)
+            _write_tensors(folder / WEIGHTS, _of("model.", own), {"format": "pt"})
+        else:
+            lora.write_adapter(module, own, folder)
+            if pair.base_is_elsewhere:
+                names = lora.trained(module)
+                own = {key: value for key, value in own.items() if key in names}
+        found |= {prefix + key: value for key, value in own.items()}
+    return found
+
+
+def _of(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+
+
+def _write_tensors(path: Path, weights: dict[str, Tensor], header: dict[str, str]) -> None:
+    safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
+    data = safetensors.save(weights, header)
+    cache.write(path, lambda file: file.write(data))
 
 
 def _keep(pair: Pair, place: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from megabatch import settings
+from megabatch.towers.lora import LoraConfig
 from megabatch.trainer.checkpoint import CheckpointConfig
 from megabatch.trainer.fit import MemoryConfig
 from megabatch.trainer.objective import LossConfig
@@ -51,6 +52,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
@@ -115,6 +117,7 @@ FIXED = (
     "augment",
     "model",
     "model_options",
+    "lora",
     "lock",
     "keep_locked",
     "loss",
@@ -175,7 +178,7 @@ def resolved(*given: Mapping[str, Any]) -> TrainConfig:
     """The settings of a run: the recipe for its model and data, overridden by the given tables, the last one winning."""
     asked = merged(*given)
     chosen = settings.build(TrainConfig, asked, meanings=MEANINGS)
-    return settings.build(TrainConfig, merged(recipe(chosen.model, chosen.data), asked))
+    return settings.build(TrainConfig, merged(recipe(chosen.model, chosen.data, adapters=chosen.lora.rank > 0), asked))
 
 
 def merged(*tables: Mapping[str, Any]) -> settings.Table:
@@ -195,9 +198,11 @@ def merged(*tables: Mapping[str, Any]) -> settings.Table:
     return result
 
 
-def recipe(model: str, data: str) -> settings.Table:
-    """Settings that suit a model and data; the measurements are in docs/log.md, "Emoji"."""
+def recipe(model: str, data: str, *, adapters: bool = False) -> settings.Table:
+    """Settings that suit a model and data, trained whole or by adapters; the measurements are in docs/log.md, "Emoji"."""
     found: settings.Table = {}
+    if adapters:  # those of the QLoRA paper
+        found = {"optimizer": {"lr": 2e-4, "weight_decay": 0.0}}
     if model == "small":
         optimizer = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
         found = {"optimizer": optimizer, "schedule": {"warm_up_steps": 20}}
