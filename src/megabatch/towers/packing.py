@@ -6,17 +6,23 @@ that exists: on CUDA, in half precision. Elsewhere, texts are padded for attenti
 """
 
 import inspect
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # before version 2.10
+    varlen = None  # type: ignore[assignment]
+
 ATTENTION = "megabatch_packed"  # the name in transformers' table of attention functions
 HALF = (torch.bfloat16, torch.float16)
 WIDEST_HEAD = 256  # of flash attention
 FIRST_CAPABILITY = (8, 0)  # of CUDA devices with flash attention
+# Its arguments differ between versions of PyTorch.
+ARGUMENTS = frozenset() if varlen is None else frozenset(inspect.signature(varlen.varlen_attn).parameters)
 # What a model may ask of its attention that neither of the two ways does.
 BEYOND = ("softcap", "s_aux", "position_bias", "head_mask")
 
@@ -43,12 +49,15 @@ class Packed(NamedTuple):
 
     def states(self, model: nn.Module) -> Tensor:  # (T, H)
         """The last layer of a model that `prepare` was called on."""
+        device = self.tokens.device
+        has_kernel = varlen is not None and device.type == "cuda"
+        has_kernel = has_kernel and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
         found = model(
             input_ids=self.tokens[None],
             position_ids=self.positions[None],
             use_cache=False,
             cu_seq_lens_q=self.limits,
-            cu_seq_lens_k=self.limits,
+            cu_seq_lens_k=self.limits if has_kernel else None,
             max_length_q=self.longest,
             max_length_k=self.longest,
         )
@@ -107,10 +116,14 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # (1, T, heads, d)
-    """Causal attention inside each text, as transformers calls it; PyTorch's ordinary one for texts that are not packed."""
+    """Causal attention inside each text, as transformers calls it; PyTorch's ordinary one for texts that are not packed.
+
+    `cu_seq_lens_q` are the limits of the texts; `cu_seq_lens_k` is the same, or None on a device without `varlen_attn`.
+    """
     if cu_seq_lens_q is None or max_length_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -124,49 +137,29 @@ def attention(
         query, key, value = (part.to(torch.get_autocast_dtype(kind)) for part in (query, key, value))
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # (T, heads, d)
-    if not dropout and _has_kernel(query):
+    has_kernel = cu_seq_lens_k is not None and query.dtype in HALF and query.shape[-1] <= WIDEST_HEAD
+    if has_kernel and not dropout and (window is None or "window_size" in ARGUMENTS):
         return _variable(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)[None], None
     return _padded_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, window, dropout)[None], None
-
-
-def _has_kernel(query: Tensor) -> bool:
-    if query.device.type != "cuda" or query.dtype not in HALF or query.shape[-1] > WIDEST_HEAD or _kernel() is None:
-        return False
-    return torch.cuda.get_device_capability(query.device) >= FIRST_CAPABILITY
-
-
-@cache
-def _kernel() -> tuple[Any, frozenset[str]] | None:
-    """`varlen_attn` and the names of its arguments, which differ between versions of PyTorch; None before version 2.10."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _variable(
     query: Tensor, key: Tensor, value: Tensor, limits: Tensor, longest: int, scaling: float | None, window: int | None
 ) -> Tensor:  # (T, heads, d)
-    found = _kernel()
-    assert found is not None
-    function, known = found
-    if "scale" not in known and scaling is not None:
+    if "scale" not in ARGUMENTS and scaling is not None:
         query = query * (scaling * query.shape[-1] ** 0.5)
-    options: dict[str, Any] = {"scale": scaling} if "scale" in known else {}
+    options: dict[str, Any] = {"scale": scaling} if "scale" in ARGUMENTS else {}
     if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in known:
+        if "enable_gqa" in ARGUMENTS:
             options["enable_gqa"] = True
         else:
             key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-    if "window_size" in known:
+    if "window_size" in ARGUMENTS:
         options["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is None:
-        options["is_causal"] = True
     else:
-        return _padded_attention(query, key, value, limits, longest, scaling, window, 0.0)
-    made: Tensor = function(query, key, value, limits, limits, longest, longest, **options)
-    return made
+        options["is_causal"] = True
+    made: Any = varlen.varlen_attn(query, key, value, limits, limits, longest, longest, **options)
+    return cast(Tensor, made)
 
 
 def _padded_attention(
