@@ -32,7 +32,7 @@ RUNS = Path("runs")
 PROBLEMS_NAMED = 5
 FLAGS = (  # that are settings
     *("data", "validation", "model", "batch_size", "chunk_size", "epochs", "steps", "precision", "seed", "workers", "compile"),
-    *("holdout", "evaluate_every", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm"),
+    *("holdout", "evaluate_every", "lora.rank", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm"),
 )
 
 

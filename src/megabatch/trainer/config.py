@@ -168,6 +168,9 @@ MEANINGS = {
     **dict.fromkeys(("micro_batch_size", "minibatch", "accum_freq"), "chunk_size"),
     **dict.fromkeys(("distributed", "strategy"), "parallel"),
     **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule.name"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "memory.checkpointing"),
+    **dict.fromkeys(("cpu_offload", "offload_params"), "memory.offload"),
+    **dict.fromkeys(("lora_rank", "lora_r"), "lora.rank"),
     "freeze": "lock",
 }
 

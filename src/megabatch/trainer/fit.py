@@ -38,7 +38,7 @@ class MemoryConfig:
     chunk: float = 0.25  # fraction for the activations of a chunk, if chunk_size is "auto"
     graphs: float = 0.6  # fraction for graphs kept from the first pass; 0 keeps none
     inputs: float = 0.3  # fraction of the host's memory for samples read ahead or waiting for the second pass; 0 reads twice
-    checkpointing: Literal["auto", "on", "off"] = "auto"  # computes activations again; "auto" if chunks are small, measured
+    checkpointing: Literal["auto", "on", "off"] = "auto"  # of activations; "auto" if small chunks are faster with it
     offload: bool = False  # weights, gradients and optimizer in host memory between their uses, with parallel = "fsdp"
 
     def __post_init__(self) -> None:
