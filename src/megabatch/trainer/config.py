@@ -76,6 +76,8 @@ class TrainConfig:
             raise ValueError(f"ema must be at least 0 and less than 1, got {self.ema}")
         if self.precision == "fp16" and self.parallel == "fsdp":
             raise ValueError('precision must be "bf16" or "fp32" with parallel "fsdp", got "fp16"')
+        if self.lora.quantize != "none" and self.parallel == "fsdp":
+            raise ValueError(f'lora.quantize must be "none" with parallel "fsdp", got {self.lora.quantize!r}; "ddp" takes it')
 
     def on(self, device: torch.device) -> "TrainConfig":
         """The settings with "auto" replaced where the device alone decides; `config.toml` keeps "auto"."""
@@ -174,6 +176,7 @@ MEANINGS = {
     "freeze": "lock",
 }
 
+ADAPTERS: settings.Table = {"optimizer": {"lr": 2e-4, "weight_decay": 0.0}}  # with LoRA, as in the QLoRA paper
 WARM_UPS = ("warm_up_steps", "warm_up_fraction")  # two ways to say one thing
 
 
@@ -181,7 +184,8 @@ def resolved(*given: Mapping[str, Any]) -> TrainConfig:
     """The settings of a run: the recipe for its model and data, overridden by the given tables, the last one winning."""
     asked = merged(*given)
     chosen = settings.build(TrainConfig, asked, meanings=MEANINGS)
-    return settings.build(TrainConfig, merged(recipe(chosen.model, chosen.data, adapters=chosen.lora.rank > 0), asked))
+    of_adapters = ADAPTERS if chosen.lora.rank else {}
+    return settings.build(TrainConfig, merged(recipe(chosen.model, chosen.data), of_adapters, asked))
 
 
 def merged(*tables: Mapping[str, Any]) -> settings.Table:
@@ -201,11 +205,9 @@ def merged(*tables: Mapping[str, Any]) -> settings.Table:
     return result
 
 
-def recipe(model: str, data: str, *, adapters: bool = False) -> settings.Table:
-    """Settings that suit a model and data, trained whole or by adapters; the measurements are in docs/log.md, "Emoji"."""
+def recipe(model: str, data: str) -> settings.Table:
+    """Settings that suit a model and data; the measurements are in docs/log.md, "Emoji"."""
     found: settings.Table = {}
-    if adapters:  # those of the QLoRA paper
-        found = {"optimizer": {"lr": 2e-4, "weight_decay": 0.0}}
     if model == "small":
         optimizer = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
         found = {"optimizer": optimizer, "schedule": {"warm_up_steps": 20}}
