@@ -1,4 +1,4 @@
-"""Decoders on a GPU: packed texts by PyTorch's variable-length attention, and activation checkpointing chosen by measurement."""
+"""Decoders on a GPU: packed texts by PyTorch's variable-length attention, and checkpointing chosen by measurement."""
 
 import pytest
 import torch

@@ -1,8 +1,9 @@
 """Model FLOPs utilisation (MFU): the share of the GPU's peak rate that a step's necessary operations reach.
 
 Necessary are a forward pass and two products for each of its products in the backward pass: three forward passes of a trained
-tower, one of a frozen tower, two of a tower with adapters, whose own products are few. The second forward pass of the cached step does not count, because it only saves memory. Padding
-does not count either: texts have the mean length of a few samples. The loss, a percent of a step or less, is left out.
+tower, one of a frozen tower. A tower with adapters has two, because its frozen weights need no gradients. The second forward
+pass of the cached step does not count, because it only saves memory. Padding does not count either: texts have the mean length
+of a few samples. The loss, a percent of a step or less, is left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ class Utilisation:
 
 
 def _passes(module: nn.Module) -> int:
-    """Forward passes that cost as much as the necessary operations. Frozen weights need no gradient of their own."""
+    """Forward passes that cost as much as the necessary operations; adapters are few beside frozen weights."""
     sizes = {True: 0, False: 0}
     for parameter in module.parameters():
         sizes[parameter.requires_grad] += parameter.numel()
