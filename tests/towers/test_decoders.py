@@ -20,10 +20,13 @@ from megabatch.world import World
 from ranks import CountedReduceScatter
 
 pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
-pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
 
 QUERIES, NEGATIVES = 7, 4
 TEXTS = ["one two three", "", "a b c d e f", "one"]
+
+
+def needs_peft():
+    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
 
 
 def same(found, wanted):
@@ -49,6 +52,8 @@ def same(found, wanted):
     ids=str,
 )
 def test_a_cached_step_of_a_decoder_is_the_plain_step(way, budget):
+    if way.lora:
+        needs_peft()
     wanted = decoders.plain(dataclasses.replace(way, left=False), QUERIES, NEGATIVES)
     encoder = decoder(way)
     inputs = decoders.batch(QUERIES, NEGATIVES, way.left)
@@ -58,6 +63,7 @@ def test_a_cached_step_of_a_decoder_is_the_plain_step(way, budget):
 
 def test_dropout_of_adapters_is_the_same_in_all_passes():
     """Four passes: without a graph, with it, and again for both checkpoints; a wrong one would change the gradient."""
+    needs_peft()
     found = []
     for budget in ("all", None):
         encoder = decoder(Way(lora=2, packed=True, checkpointing=True, dropout=0.5)).train()
@@ -94,6 +100,7 @@ def on_rank(group, rank, way, counts, offload, budget):
     ids=str,
 )
 def test_three_ranks_with_sharded_weights_are_one(pool, way, offload, budget, reductions):
+    needs_peft()
     counts = ([4, 1, 2], [0, 3, 1])
     answers = pool.run(on_rank, 3, way, counts, offload, budget)
     wanted = decoders.plain(dataclasses.replace(way, left=False), QUERIES, NEGATIVES)
@@ -208,6 +215,7 @@ def test_weights_to_be_trained_are_float32_and_empty_texts_have_a_token(pretrain
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_adapters_are_saved_as_peft_and_transformers_read_them(config, tmp_path, merge):
+    needs_peft()
     from peft import PeftModel
     from transformers import AutoConfig, AutoModel
 
@@ -231,6 +239,7 @@ def test_adapters_are_saved_as_peft_and_transformers_read_them(config, tmp_path,
 
 
 def test_adapters_of_a_model_with_a_name_are_all_that_is_saved(pretrained, tmp_path):
+    needs_peft()
     pair = trained(towers.load(f"hf:{pretrained}", ("text", "text"), lora=LoraConfig(2, targets=("q_proj", "down_proj"))))
     parameters = dict(pair.first.module.named_parameters())
     assert {p.dtype for p in parameters.values() if p.requires_grad} == {torch.float32}
@@ -246,6 +255,7 @@ def test_adapters_of_a_model_with_a_name_are_all_that_is_saved(pretrained, tmp_p
 
 
 def test_settings_of_lora_that_cannot_be(config, pretrained, monkeypatch):
+    needs_peft()
     for given, message in (
         ({"rank": -1}, "lora.rank must be at least 0"),
         ({"rank": 2, "alpha": 0.0}, "lora.alpha must be more than 0"),
@@ -271,6 +281,7 @@ def test_settings_of_lora_that_cannot_be(config, pretrained, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
 @pytest.mark.parametrize("how", ["int8", "nf4"])
 def test_quantised_weights_stay_near_and_adapters_learn(tmp_path, how):
+    needs_peft()
     pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
     pretrained = saved(tmp_path, hidden_size=64, intermediate_size=128, head_dim=32)  # on a CPU, nf4 takes multiples of 32
     whole = encode(towers.load(f"hf:{pretrained}", ("text", "text")).first, TEXTS)

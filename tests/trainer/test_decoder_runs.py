@@ -19,12 +19,12 @@ from megabatch.trainer.weights import load_newest
 from megabatch.world import World
 
 pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
-pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
 
 
 @pytest.fixture
 def base(tmp_path):
     """A decoder with weights, and words for a tokenizer of its own."""
+    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModel, PreTrainedTokenizerFast, Qwen3Config
 
