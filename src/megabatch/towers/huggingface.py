@@ -55,11 +55,11 @@ class TextEncoder(nn.Module):
         """Embeddings of unit length, of texts that are padded on either side."""
         if self.packed:
             packed = packing.Packed.of(input_ids, attention_mask)
-            states = _wide(packed.states(self.model))  # (tokens, H)
-            pooled = packed.last(states) if self.pooling == LAST else packed.mean(states)
+            states = packed.states(self.model)  # (tokens, H)
+            pooled = _wide(packed.last(states)) if self.pooling == LAST else packed.mean(_wide(states))
         else:
-            states = _wide(self._padded_states(input_ids, attention_mask))  # (n, T, H)
-            pooled = _last(states, attention_mask) if self.pooling == LAST else _mean(states, attention_mask)
+            states = self._padded_states(input_ids, attention_mask)  # (n, T, H)
+            pooled = _wide(_last(states, attention_mask)) if self.pooling == LAST else _mean(_wide(states), attention_mask)
         return F.normalize(self.head(pooled), dim=-1)
 
     def _padded_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # (n, T, H)

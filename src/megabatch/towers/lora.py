@@ -69,6 +69,8 @@ def inject(model: Any, config: LoraConfig, name: str = "") -> None:
     try:
         peft.inject_adapter_in_model(about, model, NAME)
     except ValueError as error:
+        if not config.targets:
+            raise
         named = ", ".join(
             sorted({key.rpartition(".")[2] for key, part in model.named_modules() if isinstance(part, nn.Linear)})
         )
@@ -101,7 +103,7 @@ def quantisation(how: str) -> dict[str, Any]:
     options: dict[str, Any] = {"load_in_8bit": True}
     if how == "nf4":
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     return {"quantization_config": transformers.BitsAndBytesConfig(**options), "device_map": {"": device}}
 
 

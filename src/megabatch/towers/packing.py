@@ -21,7 +21,7 @@ ATTENTION = "megabatch_packed"  # the name in transformers' table of attention f
 HALF = (torch.bfloat16, torch.float16)
 WIDEST_HEAD = 256  # of flash attention
 FIRST_CAPABILITY = (8, 0)  # of CUDA devices with flash attention
-# Its arguments differ between versions of PyTorch.
+# Arguments of `varlen_attn`, which differ between versions of PyTorch.
 ARGUMENTS = frozenset() if varlen is None else frozenset(inspect.signature(varlen.varlen_attn).parameters)
 # What a model may ask of its attention that neither of the two ways does.
 BEYOND = ("softcap", "s_aux", "position_bias", "head_mask")
@@ -43,9 +43,10 @@ class Packed(NamedTuple):
         mask = mask | (~mask.any(1, keepdim=True) & (torch.arange(mask.shape[1], device=mask.device) == 0))
         lengths = mask.sum(1)
         limits = F.pad(lengths.cumsum(0), (1, 0))
-        rows = mask.nonzero()[:, 0]  # the host waits for the number of tokens
+        places = mask.flatten().nonzero()[:, 0]  # the host waits for the number of tokens
+        rows = places // mask.shape[1]
         positions = torch.arange(len(rows), device=rows.device) - limits[rows]
-        return Packed(input_ids[mask], positions, rows, limits.to(torch.int32), int(lengths.max()))
+        return Packed(input_ids.flatten()[places], positions, rows, limits.to(torch.int32), int(lengths.max()))
 
     def states(self, model: nn.Module) -> Tensor:  # (T, H)
         """The last layer of a model that `prepare` was called on."""
