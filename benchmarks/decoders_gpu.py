@@ -17,6 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ LARGE = Shape(
 )
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 _TINY |= {"head_dim": 8, "vocab_size": 500, "max_position_embeddings": 512}
-TINY = [Shape("tiny, whole", _TINY, False, (24, 8), 8, (256, 1024)), Shape("tiny, LoRA", _TINY, True, (24, 8), 8, (256,))]
+TINY = [Shape("tiny, whole", _TINY, False, (24, 8), 8, (256, 1024)), Shape("tiny, in part", _TINY, True, (24, 8), 8, (256,))]
 
 
 class Texts(nn.Module):
@@ -157,7 +158,6 @@ def texts(pairs: int, vocabulary: int, device: str, longest: int) -> list[Featur
 
 def plain(s: Setting) -> Tensor:
     """One graph over everything, and a dense loss."""
-    s.encoder.pad()
     with s.cast():
         query, key, hard = (s.encoder(**column) for column in s.columns)
         loss = F.cross_entropy(SCALE * query @ torch.cat([key, hard]).T, torch.arange(len(query), device=query.device))
@@ -173,12 +173,8 @@ class _Loss:
         return mb.info_nce_loss(query, key, scale=SCALE, negatives=hard)
 
 
-def ours(s: Setting, *, packed: bool = True, budget: Budget = None) -> Tensor:
+def ours(s: Setting, budget: Budget = None) -> Tensor:
     """`cached_backward`; hard negatives are further documents."""
-    if packed and not s.encoder.packed and not s.encoder.pack():
-        raise RuntimeError("this version of transformers cannot pack texts")
-    if not packed:
-        s.encoder.pad()
     query, key, hard = s.columns
     width = max(key["input_ids"].shape[1], hard["input_ids"].shape[1])
     both = {name: torch.cat([F.pad(part[name], (0, width - part[name].shape[1])) for part in (key, hard)]) for name in query}
@@ -193,7 +189,6 @@ def theirs(s: Setting, *, by_tokens: bool = False) -> Tensor:
         from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss as Loss
     except ImportError:  # versions before 6
         from sentence_transformers.losses import CachedMultipleNegativesRankingLoss as Loss
-    s.encoder.pad()
     options: dict[str, Any] = {"mini_batch_size": max(1, s.tokens // s.columns[1]["input_ids"].shape[1])}
     if by_tokens:
         if "mini_batch_num_tokens" not in inspect.signature(Loss.__init__).parameters:  # versions before 5.6
@@ -206,35 +201,43 @@ def theirs(s: Setting, *, by_tokens: bool = False) -> Tensor:
     return value.detach()
 
 
-def compiled(step: Callable[[Setting], Tensor]) -> Callable[[Setting], Tensor]:
-    """The step with compiled layers."""
+@dataclass(frozen=True)
+class System:
+    """A step, and how the decoder is prepared for it, which is not timed."""
 
-    def made(s: Setting) -> Tensor:
-        blocks = layers(s.encoder)
-        for block in blocks:
+    step: Callable[[Setting], Tensor]
+    packed: bool = False
+    compiled: bool = False
+
+    def prepare(self, encoder: TextEncoder) -> None:
+        """Packs or pads texts, and compiles layers, or calls them as they are."""
+        for block in layers(encoder):
+            block._compiled_call_impl = None
+        if not self.packed:
+            encoder.pad()
+        elif not encoder.packed and not encoder.pack():
+            raise RuntimeError("this version of transformers cannot pack texts")
+        for block in layers(encoder) if self.compiled else ():
             if block not in _COMPILED:
                 block.compile(dynamic=True, **compiling.OPTIONS)
                 _COMPILED[block] = block._compiled_call_impl
             block._compiled_call_impl = _COMPILED[block]
-        try:
-            with compiling.settings(strict=True):
-                return step(s)
-        finally:
-            for block in blocks:
-                block._compiled_call_impl = None
 
-    return made
+    def __call__(self, s: Setting) -> Tensor:
+        """One step: gradients in the decoder, and the loss."""
+        with compiling.settings(strict=True) if self.compiled else nullcontext():
+            return self.step(s)
 
 
 _COMPILED: dict[nn.Module, Any] = {}
-SYSTEMS: dict[str, Callable[[Setting], Tensor]] = {  # the most important first, in case time runs out
-    COMPILED: compiled(ours),
-    THEIRS_COMPILED: compiled(lambda s: theirs(s, by_tokens=True)),
-    OURS: ours,
-    THEIRS: theirs,
-    THEIRS_TOKENS: lambda s: theirs(s, by_tokens=True),
-    KEPT: compiled(lambda s: ours(s, budget="auto")),
-    PADDED: lambda s: ours(s, packed=False),
+SYSTEMS = {  # the most important first, in case time runs out
+    COMPILED: System(ours, packed=True, compiled=True),
+    THEIRS_COMPILED: System(lambda s: theirs(s, by_tokens=True), compiled=True),
+    OURS: System(ours, packed=True),
+    THEIRS: System(theirs),
+    THEIRS_TOKENS: System(lambda s: theirs(s, by_tokens=True)),
+    KEPT: System(lambda s: ours(s, budget="auto"), packed=True, compiled=True),
+    PADDED: System(ours),
 }
 WITH_COMPILER = {COMPILED: OURS, KEPT: OURS, THEIRS_COMPILED: THEIRS_TOKENS}
 
@@ -262,6 +265,7 @@ class Bench:
         for shape in TINY:
             encoder, trained = decoder(shape, self.device, half=False)
             s = Setting(encoder, texts(CHECK, _TINY["vocab_size"], self.device, 64), CHECK_TOKENS, self.device, autocast=False)
+            encoder.pad()
             plain(s)
             wanted = gradients(encoder)
             length = torch.stack([one.norm() for one in wanted]).norm()
@@ -270,6 +274,7 @@ class Bench:
                     continue
                 result: dict[str, Any] = {"system": name, "trained": trained, "status": "ok"}
                 try:
+                    step.prepare(encoder)
                     step(s)
                     off = [(a - b).norm() for a, b in zip(gradients(encoder), wanted, strict=True)]
                     result["gradient_error"] = float(torch.stack(off).norm() / length)
@@ -301,6 +306,7 @@ class Bench:
                 if usable[name] != "ok" or self.record.left() < until:
                     break
                 try:
+                    step.prepare(encoder)
                     step(s)  # asks for memory, and compiles
                     tried[tokens] = self.seconds(step, s)
                 except Exception as error:
@@ -333,13 +339,14 @@ class Bench:
                 self.record["results"].append(result)
                 self.record.save()
 
-    def measure(self, step: Callable[[Setting], Tensor], s: Setting, result: dict[str, Any], work: float) -> None:
+    def measure(self, step: System, s: Setting, result: dict[str, Any], work: float) -> None:
         """One step: its time, its peak beyond weights and gradients, its share of the chip's rate."""
         gradients(s.encoder)
         clear(self.device)
         for p in s.encoder.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None  # as in every step but the first
         try:
+            step.prepare(s.encoder)
             seconds, result["peak_bytes"] = peak_memory(lambda: self.seconds(step, s, result), self.device)
             result |= {"seconds": seconds, "chunk_tokens": s.tokens}
             if self.peak and work:
@@ -351,7 +358,7 @@ class Bench:
             self.record.say(f"{result['model']} B = {result['B']} {result['system']}: {result['status']}")
         gradients(s.encoder)
 
-    def seconds(self, step: Callable[[Setting], Tensor], s: Setting, result: dict[str, Any] | None = None) -> float:
+    def seconds(self, step: System, s: Setting, result: dict[str, Any] | None = None) -> float:
         """Of one step."""
         begun = time.perf_counter()
         value = step(s).item()  # waits for the device

@@ -19,7 +19,7 @@ except ImportError:  # before version 2.10
 
 ATTENTION = "megabatch_packed"  # the name in transformers' table of attention functions
 HALF = (torch.bfloat16, torch.float16)
-WIDEST_HEAD = 256  # of flash attention
+WIDEST_HEAD, HEAD_MULTIPLE = 256, 8  # of flash attention
 FIRST_CAPABILITY = (8, 0)  # of CUDA devices with flash attention
 # Arguments of `varlen_attn`, which differ between versions of PyTorch.
 ARGUMENTS = frozenset() if varlen is None else frozenset(inspect.signature(varlen.varlen_attn).parameters)
@@ -138,8 +138,9 @@ def attention(
         query, key, value = (part.to(torch.get_autocast_dtype(kind)) for part in (query, key, value))
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # (T, heads, d)
-    has_kernel = cu_seq_lens_k is not None and query.dtype in HALF and query.shape[-1] <= WIDEST_HEAD
-    if has_kernel and not dropout and (window is None or "window_size" in ARGUMENTS):
+    width = query.shape[-1]
+    fits = query.dtype in HALF and width <= WIDEST_HEAD and width % HEAD_MULTIPLE == 0 and not dropout
+    if cu_seq_lens_k is not None and fits and (window is None or "window_size" in ARGUMENTS):
         return _variable(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)[None], None
     return _padded_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, window, dropout)[None], None
 
