@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,6 +199,44 @@ def test_packed_attention_is_that_of_each_text_alone(window):
         torch.testing.assert_close(found[0, start:end], (weights @ own[2]).transpose(0, 1), rtol=1e-12, atol=1e-12)
     with pytest.raises(NotImplementedError, match="packed texts have no attention with any of softcap"):
         packing.attention(torch.nn.Module(), q, k, v, None, softcap=30.0, **options)
+
+
+def reference(
+    query, key, value, limits, other, longest, most, *, scale=None, window_size=(-1, -1), is_causal=False, enable_gqa=False
+):
+    """`torch.nn.attention.varlen.varlen_attn` by its documentation, text by text."""
+    assert limits is other
+    assert (longest, most) == (int(limits.diff().max()),) * 2
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    found = torch.empty_like(query)
+    for start, end in zip(limits[:-1].tolist(), limits[1:].tolist(), strict=True):
+        q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))
+        k, v = (part.repeat_interleave(len(q) // len(part), 0) for part in (k, v))
+        behind = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        left, right = (-1, 0) if is_causal else window_size
+        seen = ((behind <= left) | (left < 0)) & ((-behind <= right) | (right < 0))
+        scores = (q @ k.transpose(1, 2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        found[start:end] = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("known", [("is_causal",), ("scale", "window_size"), ("scale", "window_size", "enable_gqa")], ids=str)
+def test_each_version_of_pytorchs_attention_is_called_as_it_wants(monkeypatch, known, window):
+    def called(*args, **options):
+        assert set(options) <= set(known)
+        return reference(*args, **options)
+
+    monkeypatch.setattr(packing, "varlen", SimpleNamespace(varlen_attn=called))
+    monkeypatch.setattr(packing, "ARGUMENTS", frozenset(known))
+    monkeypatch.setattr(packing, "HALF", (torch.float64,))
+    limits = torch.tensor([0, 4, 5, 14], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, 14, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2))
+    options = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": limits, "max_length_q": 9}
+    wanted, _ = packing.attention(torch.nn.Module(), q, k, v, None, **options)
+    found, _ = packing.attention(torch.nn.Module(), q, k, v, None, cu_seq_lens_k=limits, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_weights_to_be_trained_are_float32_and_empty_texts_have_a_token(pretrained):
