@@ -5,7 +5,6 @@ A saved adapter has PEFT's file names and tensor names: `PeftModel.from_pretrain
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -113,23 +112,13 @@ def trained(module: nn.Module) -> set[str]:
     return found | ({name for name, _ in module.named_buffers()} & set(module.state_dict()))
 
 
-def write_adapter(module: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes an adapter as PEFT reads it.
-
-    Args:
-        module: the tower, whose `model` has the adapters.
-        weights: of the tower by name, whole and on the host.
-        folder: created if it does not exist.
-    """
-    safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving an adapter")
-    folder.mkdir(parents=True, exist_ok=True)
-    own = {
+def adapter(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters among the weights of a tower, under PEFT's names."""
+    return {
         PREFIX + key.removeprefix("model.").replace(f".{NAME}.", "."): value
         for key, value in weights.items()
         if any(f".{part}.{NAME}." in key for part in PARTS)
     }
-    safetensors.save_file(own, folder / ADAPTER_WEIGHTS, {"format": "pt"})
-    module.model.peft_config[NAME].save_pretrained(folder)
 
 
 def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -138,12 +138,13 @@ def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[
     assert pair.lora is not None
     found: dict[str, Tensor] = {}
     for prefix, module in _modules(pair).items():
-        own, folder = _of(prefix, weights), place / prefix.rstrip(".")
+        own, folder, model = _of(prefix, weights), place / prefix.rstrip("."), cast(Any, module).model
         if pair.lora.merge:
             own = lora.merged(module, own)
             _write_tensors(folder / WEIGHTS, _of("model.", own), {"format": "pt"})
         else:
-            lora.write_adapter(module, own, folder)
+            _write_tensors(folder / lora.ADAPTER_WEIGHTS, lora.adapter(own), {"format": "pt"})
+            model.peft_config[lora.NAME].save_pretrained(folder)
             if pair.base_is_elsewhere:
                 names = lora.trained(module)
                 own = {key: value for key, value in own.items() if key in names}

@@ -73,7 +73,7 @@ def what_fits(
 ) -> Fit:
     """Chunk sizes for towers, memory for graphs and activation checkpointing, the same on all ranks.
 
-    The modules are left with checkpointing on or off, as found.
+    Checkpointing of the modules is left on or off accordingly.
 
     Args:
         config: fractions of the free memory.
@@ -206,11 +206,13 @@ class _Trial:
         for _ in range(2):  # the first time allocates memory and chooses kernels
             with torch.no_grad():
                 forward = _seconds(lambda: forward_backward(self._module, inputs), device)
+            torch.clear_autocast_cache()  # of casts without a graph
             before = torch.cuda.memory_allocated(device)
             output = opened(call(self._module, inputs), type(self._module).__name__).embeddings
             graph = float(torch.cuda.memory_allocated(device) - before)
             del output
             both = _seconds(lambda: forward_backward(self._module, inputs), device)
+            torch.clear_autocast_cache()
             self._module.zero_grad(set_to_none=True)
         return Pace(*self._world.max([forward / size, both / size, graph / size]))
 
