@@ -1,7 +1,8 @@
 """Floating-point operations of matrix products, convolutions and attention.
 
-PyTorch's `FlopCounterMode` also follows modules, and then fails without gradients where a module is called with a view of a
-parameter, as in the attention pool of SigLIP's vision tower. Its formulas are used here, without its modules.
+PyTorch's `FlopCounterMode` also follows modules, by hooks: they keep the tensors that a checkpoint computes again, and they fail
+without gradients where a module is called with a view of a parameter, as in the attention pool of SigLIP's vision tower. Its
+formulas are used here, without its modules.
 """
 
 from typing import Any
@@ -21,6 +22,13 @@ _MISSING: dict[Any, Any] = {
 }
 
 
+def flops(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Operations of one call of an operator that a dispatch mode sees."""
+    name = operator._overloadpacket
+    formula = flop_registry.get(name) or _MISSING.get(name)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
 class FlopCounter(TorchDispatchMode):
     """Adds up the operations of everything inside the context, in `total`."""
 
@@ -30,10 +38,6 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Counts one operator."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name = func._overloadpacket
-        formula = flop_registry.get(name) or _MISSING.get(name)
-        if formula is not None:
-            self.total += int(formula(*args, **kwargs, out_val=result))
+        result = func(*args, **(kwargs or {}))
+        self.total += flops(func, args, kwargs or {}, result)
         return result

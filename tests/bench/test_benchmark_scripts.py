@@ -321,6 +321,7 @@ def test_texts_of_different_lengths(tmp_path):
     [
         "family_gpu",
         "cached_step",
+        "decoders_gpu",
         "flickr8k",
         "late_interaction_gpu",
         "million",
@@ -332,6 +333,7 @@ def test_texts_of_different_lengths(tmp_path):
 )
 def test_tiny_runs(script, tmp_path):
     packages = {
+        "decoders_gpu": "sentence_transformers",
         "flickr8k": "open_clip",
         "million": "open_clip",
         "sentence_transformers_gpu": "sentence_transformers",
@@ -348,7 +350,9 @@ def test_tiny_runs(script, tmp_path):
         assert ended.value.code == 0
     record = json.loads((tmp_path / f"{script}.json").read_text())
     checks = {c.get("system"): c.get("status", "ok" if c.get("ok") else "WRONG") for c in record.get("checks", ())}
-    assert checks.get("megabatch", "ok") == checks.get("cached, budget 0", "ok") == "ok"
+    assert (
+        checks.get("megabatch, packed", "ok") == checks.get("megabatch", "ok") == checks.get("cached, budget 0", "ok") == "ok"
+    )
     assert record["results"] or record["runs"]
     failed = {row["system"] for row in record["results"] if "failed" in row}
     assert failed <= {"open_clip"}  # its trainer needs another version of webdataset

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import megabatch as mb
 from helpers import unit
 from megabatch.integrations.wrapping import whole as gathered
+from ranks import CountedReduceScatter
 
 CHUNKS = (3, 2)
 
@@ -187,25 +188,6 @@ def test_a_wrapper_for_each_tower_and_accumulation(pool, budget):
     ]
     for answers in zip(*pool.run(two_ddps, 2, counts, budget), strict=True):
         check(answers, wanted, once)
-
-
-class CountedReduceScatter:
-    """Counts reductions of FSDP2 by watching the collective it calls, whose name depends on the version of PyTorch."""
-
-    NAME = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
-    def __enter__(self):
-        self.calls, self._original = 0, getattr(dist, self.NAME)
-
-        def count(*args, **kwargs):
-            self.calls += 1
-            return self._original(*args, **kwargs)
-
-        setattr(dist, self.NAME, count)
-        return self
-
-    def __exit__(self, *error):
-        setattr(dist, self.NAME, self._original)
 
 
 def with_fsdp(group, rank, counts, budget, whole, auxiliary, reshard):

@@ -52,6 +52,16 @@ def test_two_towers_gain_by_the_correction(capsys):
     assert corrected > without + 0.05
 
 
+@pytest.mark.thorough
+def test_a_decoder_finds_words_by_their_definitions(capsys, tmp_path):
+    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+    pytest.importorskip("wn", reason='pip install "megabatch[wordnet]"')
+    *_, before, after = printed("decoder_lora", f"--pairs 60 --steps 25 --output {tmp_path}", capsys)
+    assert before < 0.2
+    assert after > 0.8
+    assert (tmp_path / "first" / "adapter_model.safetensors").is_file()
+
+
 def test_density_and_uniformity(capsys):
     density = load("density")
     z = torch.nn.functional.normalize(

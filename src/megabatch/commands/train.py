@@ -34,7 +34,7 @@ RUNS = Path("runs")
 PROBLEMS_NAMED = 5
 FLAGS = (  # that are settings
     *("data", "validation", "model", "batch_size", "chunk_size", "epochs", "steps", "precision", "seed", "workers", "compile"),
-    *("holdout", "evaluate_every", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm"),
+    *("holdout", "evaluate_every", "lora.rank", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm"),
 )
 
 
@@ -169,7 +169,7 @@ def _trainer(config: TrainConfig, folder: Path, world: World, args: argparse.Nam
     split = "train" if config.holdout else None
     dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)
     validation = _validation(config, size)
-    pair = towers.load(config.model, dataset.sides, **config.model_options)
+    pair = towers.load(config.model, dataset.sides, lora=config.lora, **config.model_options)
     if world.rank == 0:
         both = (problem for read in (dataset, *validation.values()) for problem in getattr(read, "problems", ()))
         _name_problems(list(dict.fromkeys(both)))  # one file may be both

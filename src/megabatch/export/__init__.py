@@ -1,5 +1,6 @@
 """Trained models for other programs: folders that transformers, sentence-transformers, open_clip and onnxruntime load."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from megabatch import towers
 from megabatch.export import clip, onnx
 from megabatch.export.card import write_card
 from megabatch.export.hub import check_token, push
-from megabatch.towers import Pair, huggingface, saved
+from megabatch.towers import Pair, huggingface, lora, saved
 from megabatch.towers.sentence_transformer import write_tensors
 
 FORMATS = ("hf", "open_clip", "onnx")
@@ -40,7 +41,9 @@ def _open_clip(pair: Pair, folder: Path) -> None:
 
 
 def _transformers(pair: Pair, folder: Path) -> None:
-    """One text encoder, or one folder for each of two."""
+    """One text encoder, or one folder for each of two. Adapters are added to the weights."""
+    if pair.lora is not None:
+        pair = dataclasses.replace(pair, lora=dataclasses.replace(pair.lora, merge=True))
     if pair.first.module is pair.second.module:
         towers.save(pair, folder)
         return
@@ -48,6 +51,8 @@ def _transformers(pair: Pair, folder: Path) -> None:
         place, module = folder / tower.kind, tower.module
         assert tower.keep is not None, "towers of transformers have files"
         tower.keep(place)
-        write_tensors(place / saved.WEIGHTS, module.get_submodule("model").state_dict())
+        model = module.get_submodule("model")
+        weights = model.state_dict() if pair.lora is None else lora.merged(model, model.state_dict())
+        write_tensors(place / saved.WEIGHTS, weights)
     write_tensors(folder / "image" / "projection.safetensors", {"weight": pair.first.module.get_parameter("head.weight")})
     huggingface.describe(pair, folder / "text")

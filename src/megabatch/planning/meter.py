@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megabatch.flops import FlopCounter
+from megabatch.flops import flops
 
 ALLOCATION_UNIT = 512  # bytes, of PyTorch's allocator for CUDA
 
@@ -49,21 +49,17 @@ class Meter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = 0
         self.peak = 0
+        self.operations = 0  # floating-point, of matrix products, convolutions and attention
         self._seen: set[int] = set()
-        self._counter = FlopCounter()
-
-    @property
-    def operations(self) -> int:
-        """Floating-point operations of matrix products, convolutions and attention."""
-        return self._counter.total
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
         """Leaves these tensors out: they existed before."""
         self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts the storages of all tensors that an operator returns."""
+        """Counts the storages of all tensors that an operator returns, and its operations."""
         result = func(*args, **(kwargs or {}))
+        self.operations += flops(func, args, kwargs or {}, result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._seen:
                 storage = tensor.untyped_storage()
@@ -83,7 +79,7 @@ class Meter(TorchDispatchMode):
 def metered(meter: Meter, half: torch.dtype | None) -> Iterator[None]:
     """Counts tensors made inside the context; `half` is autocast's type, or None. Use it inside `nowhere`."""
     autocast = torch.autocast("cpu", dtype=half or torch.bfloat16, enabled=half is not None)
-    with autocast, _Float32(half is not None), meter._counter, meter:
+    with autocast, _Float32(half is not None), meter:
         yield
 
 

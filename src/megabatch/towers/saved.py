@@ -6,6 +6,9 @@ An open_clip model is saved under open_clip's own names, with its config beside 
 and tokenizer beside it: `AutoModel.from_pretrained(FOLDER)` and `SentenceTransformer(FOLDER)` load it. Two encoders of
 transformers have their configs and tokenizers in the folders `first` and `second`, and their weights in one file, so that they
 are never of different steps; `megabatch export` writes a model of each.
+
+With LoRA on "hf:NAME" the file holds trained tensors only, and the rest is loaded by that name; the adapter is also beside the
+config of its tower, as PEFT reads it.
 """
 
 import dataclasses
@@ -19,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch import extras
+from megabatch import extras, settings
 from megabatch.data import cache
-from megabatch.towers import huggingface, open_clip
+from megabatch.towers import huggingface, lora, open_clip
 from megabatch.towers.load import adapted, load
+from megabatch.towers.sentence_transformer import write_tensors
 from megabatch.towers.tower import Pair
 from megabatch.world import World, default_group
 
@@ -44,6 +48,7 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
     """
     place = Path(folder)
     weights = _weights(pair)  # on all ranks: sharded weights are gathered
+    separate = pair.lora if pair.lora is not None and not pair.lora.merge else None
     if World.of(default_group()).rank == 0:
         description = {
             "format": _FORMAT,
@@ -52,10 +57,13 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "options": dict(pair.options),
             "logit_scale": pair.logit_scale,
             "logit_bias": pair.logit_bias,
+            "lora": None if separate is None else dataclasses.asdict(separate),
             "step": step,
         }
         keep(pair, place)
-        if pair.first.module is pair.second.module:
+        if pair.lora is not None:
+            weights = _with_adapters(pair, weights, place)
+        if pair.first.module is pair.second.module and (separate is None or pair.base_is_elsewhere):
             huggingface.describe(pair, place)
         safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
         # transformers asks for the format "pt".
@@ -76,12 +84,13 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
     description, weights = _read(place / WEIGHTS)
     pair = _built(description, place)
     for prefix, module in _modules(pair).items():
-        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-        module.load_state_dict(own)
+        own = _of(prefix, weights)
+        module.load_state_dict(own, strict=not pair.base_is_elsewhere)
+        if missing := lora.trained(module) - set(own) if pair.base_is_elsewhere else ():
+            raise ValueError(f"{place / WEIGHTS} must have all trained weights, got none for {', '.join(sorted(missing))}")
     for tower in pair.towers:
         tower.module.to(device).eval()
-    scale, bias = description["logit_scale"], description["logit_bias"]
-    return Pair(pair.first, pair.second, scale, bias, name=pair.name, options=pair.options)
+    return dataclasses.replace(pair, logit_scale=description["logit_scale"], logit_bias=description["logit_bias"])
 
 
 def step(folder: str | Path) -> int | None:
@@ -99,8 +108,13 @@ def _built(description: dict[str, Any], place: Path) -> Pair:
     if family == "open_clip":
         return adapted(open_clip.load_folder(name, place), description["options"])
     if family in ("hf", "hf-config"):
-        folders = [place / side for side in SIDES] if "+" in name else [place]
-        return adapted(huggingface.load_folders(description["name"], folders), description["options"])
+        adapters = settings.build(lora.LoraConfig, description["lora"]) if description.get("lora") else None
+        if family == "hf" and adapters is not None:
+            pair = huggingface.load(name, adapters)
+        else:
+            folders = [place / side for side in SIDES] if "+" in name else [place]
+            pair = huggingface.load_folders(description["name"], folders, adapters)
+        return adapted(pair, description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
 
 
@@ -127,6 +141,33 @@ def _weights(pair: Pair) -> dict[str, Tensor]:
         if pair.logit_bias is not None and "logit_bias" in found:
             found["logit_bias"] = torch.full_like(found["logit_bias"], pair.logit_bias)
     return found
+
+
+def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
+    """Writes adapters, or each of two merged models, into the folders of their towers; returns the weights of the pair's file."""
+    assert pair.lora is not None
+    found: dict[str, Tensor] = {}
+    for prefix, module in _modules(pair).items():
+        own, folder = _of(prefix, weights), place / prefix.rstrip(".")
+        inner = "model." if prefix else ""  # a tower of two has a projection beside its model
+        if pair.lora.merge:
+            own = lora.merged(module, own)
+            if prefix:
+                write_tensors(folder / WEIGHTS, _of(inner, own))
+        else:
+            write_tensors(folder / lora.ADAPTER_WEIGHTS, lora.adapter(_of(inner, own)))
+            model: Any = module.get_submodule(inner.rstrip("."))
+            model.peft_config[lora.NAME].save_pretrained(folder)
+            if pair.base_is_elsewhere:
+                names = lora.trained(module)
+                own = {key: value for key, value in own.items() if key in names}
+        found |= {prefix + key: value for key, value in own.items()}
+    return found
+
+
+def _of(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
 
 
 def _sorted(data: bytes) -> tuple[bytes, memoryview]:

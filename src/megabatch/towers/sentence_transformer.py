@@ -1,6 +1,6 @@
 """The files that make a folder with a transformers encoder a model of sentence-transformers.
 
-They describe mean pooling, the projection and unit length, in the format that all versions of sentence-transformers read.
+They describe pooling, the projection and unit length, in the format that all versions of sentence-transformers read.
 """
 
 import json
@@ -16,7 +16,9 @@ from megabatch.data import cache
 _LIBRARY = "sentence_transformers.models"
 
 
-def write(folder: Path, width: int, longest: int, head: nn.Module, prompts: Mapping[str, str]) -> None:
+def write(
+    folder: Path, width: int, longest: int, head: nn.Module, prompts: Mapping[str, str], *, last_token: bool
+) -> None:
     """Writes the files beside an encoder's own.
 
     Args:
@@ -25,10 +27,12 @@ def write(folder: Path, width: int, longest: int, head: nn.Module, prompts: Mapp
         longest: tokens of a text.
         head: a linear layer without bias after the pooling, or the identity.
         prompts: that texts begin with, by the names "query" and "document".
+        last_token: whether the state of the last token is the text's, and not the mean of all.
     """
+    pooling = {"pooling_mode_mean_tokens": not last_token, "pooling_mode_lasttoken": last_token}
     modules: list[tuple[str, Mapping[str, Any] | None]] = [
         ("Transformer", None),
-        ("Pooling", {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}),
+        ("Pooling", {"word_embedding_dimension": width, **pooling}),
     ]
     if isinstance(head, nn.Linear):
         projection = {"in_features": width, "out_features": head.out_features, "bias": False}

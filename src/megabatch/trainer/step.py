@@ -225,14 +225,14 @@ def _check_finite(step: int, numbers: dict[str, float]) -> None:
             )
 
 
-_AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Autocast for "bf16" and "fp16"; nothing for "fp32". Parameters keep their dtype."""
-    if precision not in _AUTOCAST_TYPES:
+    if precision not in AUTOCAST_TYPES:
         return nullcontext()
-    return torch.autocast(device.type, dtype=_AUTOCAST_TYPES[precision])
+    return torch.autocast(device.type, dtype=AUTOCAST_TYPES[precision])
 
 
 def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
@@ -247,7 +247,7 @@ def fast_products(precision: str, device: torch.device) -> Iterator[None]:
     With "fp32" nothing changes: towers and loss are float32 as PyTorch is set. The loss under autocast has autocast's type.
     """
     before = None
-    if device.type == "cuda" and precision in _AUTOCAST_TYPES:
+    if device.type == "cuda" and precision in AUTOCAST_TYPES:
         with suppress(RuntimeError):  # raised once PyTorch's newer settings are in use, which are then left as they are
             before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high")
