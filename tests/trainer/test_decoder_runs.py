@@ -89,9 +89,9 @@ def test_checkpoints_and_models_of_adapters_hold_what_is_trained(base):
     assert (base / "half" / "first" / "adapter_model.safetensors").is_file()
 
 
-def on_rank(group, rank, folder, precision):
-    """Two steps with sharded weights in host memory, and two more after a resumption."""
-    changes = {"parallel": "fsdp", "memory": {"offload": True}, "precision": precision}
+def on_rank(group, rank, folder, how, precision):
+    """Two steps, with sharded weights in host memory, and two more after a resumption."""
+    changes = {"parallel": how, "memory": {"offload": how == "fsdp"}, "precision": precision}
     world = World(torch.device("cpu"), group)
     trainer(folder, "ranks", world, steps=2, **changes).fit()
     made = trainer(folder, "ranks", world, **changes)
@@ -102,17 +102,18 @@ def on_rank(group, rank, folder, precision):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("precision", "stored", "tolerance"),
+    ("how", "precision", "stored", "tolerance"),
     [
-        ("fp32", torch.float32, 2e-4),
+        ("ddp", "fp32", torch.float32, 2e-4),
+        ("fsdp", "fp32", torch.float32, 2e-4),
         # Four steps of 0.01 in either direction: AdamW's first steps are as long for a gradient that is zero but for rounding.
-        ("bf16", torch.bfloat16, 2 * 4 * 1e-2),
+        ("fsdp", "bf16", torch.bfloat16, 2 * 4 * 1e-2),
     ],
 )
-def test_adapters_of_sharded_weights_are_trained_saved_and_resumed(base, pool, precision, stored, tolerance):
+def test_adapters_over_ranks_are_trained_saved_and_resumed(base, pool, how, precision, stored, tolerance):
     whole = trainer(base, "whole", precision=precision)
     whole.fit()
-    for found in pool.run(on_rank, 3, base, precision):
+    for found in pool.run(on_rank, 3, base, how, precision):
         for name, value in weights(whole).items():
             assert found[name].dtype == (torch.float32 if "lora_" in name else stored)
             torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
