@@ -1,7 +1,7 @@
 """Floating-point operations of matrix products, convolutions and attention.
 
-PyTorch's `FlopCounterMode` also follows modules, by hooks: they keep the tensors that a checkpoint computes again, and they fail
-without gradients where a module is called with a view of a parameter, as in the attention pool of SigLIP's vision tower. Its
+PyTorch's `FlopCounterMode` also follows modules, by hooks. They keep the tensors that a checkpoint computes again, and without
+gradients they fail where a module is called with a view of a parameter, as in the attention pool of SigLIP's vision tower. Its
 formulas are used here, without its modules.
 """
 

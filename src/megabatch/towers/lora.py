@@ -122,7 +122,7 @@ def adapter(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a tower or model without adapters, which are added to the layers beside them; under the model's own names."""
+    """The weights of a tower or model, adapters added to the layers beside them, under the model's own names."""
     found = {
         key.replace(".base_layer.", "."): value
         for key, value in weights.items()

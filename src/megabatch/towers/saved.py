@@ -144,7 +144,7 @@ def _weights(pair: Pair) -> dict[str, Tensor]:
 
 
 def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
-    """Writes adapters, or each of two merged models, into the folders of their towers; returns the weights of the pair's file."""
+    """Writes adapters, or two merged models, into the folders of their towers; returns the weights of the pair's file."""
     assert pair.lora is not None
     found: dict[str, Tensor] = {}
     for prefix, module in _modules(pair).items():

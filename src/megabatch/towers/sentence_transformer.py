@@ -16,9 +16,7 @@ from megabatch.data import cache
 _LIBRARY = "sentence_transformers.models"
 
 
-def write(
-    folder: Path, width: int, longest: int, head: nn.Module, prompts: Mapping[str, str], *, last_token: bool
-) -> None:
+def write(folder: Path, width: int, longest: int, head: nn.Module, prompts: Mapping[str, str], *, last_token: bool) -> None:
     """Writes the files beside an encoder's own.
 
     Args:
