@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import decoders
 import megabatch as mb
 from decoders import Loss, Way, decoder
-from megabatch import towers
+from megabatch import export, towers
 from megabatch.evaluation import encode
 from megabatch.towers import packing
 from megabatch.towers.huggingface import TextEncoder
@@ -267,7 +267,7 @@ def test_adapters_are_saved_as_peft_and_transformers_read_them(config, tmp_path,
     torch.testing.assert_close(encode(again.first, TEXTS), wanted, rtol=1e-4, atol=1e-6)
     assert (again.lora is None) == merge
     if merge:
-        read = AutoModel.from_pretrained(out / "first")
+        read = AutoModel.from_pretrained(out)
     else:
         base = AutoModel.from_config(AutoConfig.from_pretrained(config))
         frozen = {key: value for key, value in encoder.model.state_dict().items() if "lora_" not in key}
@@ -291,6 +291,14 @@ def test_adapters_of_a_model_with_a_name_are_all_that_is_saved(pretrained, tmp_p
     again = towers.load_saved(tmp_path / "out")
     assert torch.equal(encode(again.first, TEXTS), wanted)
     assert again.lora == pair.lora
+    exported = tmp_path / "exported"
+    export.export(pair, "hf", exported)  # adapters added to the weights
+    sentence_transformers = pytest.importorskip(
+        "sentence_transformers", reason='pip install "megabatch[sentence_transformers]"'
+    )
+    model = sentence_transformers.SentenceTransformer(str(exported), device="cpu", model_kwargs={"dtype": torch.float32})
+    found, some = torch.as_tensor(model.encode(TEXTS)), [0, 2, 3]  # an empty text has a token here, and none there
+    torch.testing.assert_close(found[some], wanted[some].float(), rtol=2e-2, atol=2e-2)  # weights are rounded to bfloat16
 
 
 def test_settings_of_lora_that_cannot_be(config, pretrained, monkeypatch):

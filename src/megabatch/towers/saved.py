@@ -7,8 +7,9 @@ and tokenizer beside it: `AutoModel.from_pretrained(FOLDER)` and `SentenceTransf
 transformers have their configs and tokenizers in the folders `first` and `second`, and their weights in one file, so that they
 are never of different steps; `megabatch export` writes a model of each.
 
-With LoRA on "hf:NAME" the file holds trained tensors only, and the rest is loaded by that name; the adapter is also beside the
-config of its tower, as PEFT reads it.
+Adapters are in the folders `first` and `second` too, as PEFT reads them, beside config and tokenizer: with these in the folder
+of the run, transformers would load a model without adapters. With LoRA on "hf:NAME" the file holds trained tensors only, and
+the rest is loaded by that name.
 """
 
 import dataclasses
@@ -48,7 +49,6 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
     """
     place = Path(folder)
     weights = _weights(pair)  # on all ranks: sharded weights are gathered
-    separate = pair.lora if pair.lora is not None and not pair.lora.merge else None
     if World.of(default_group()).rank == 0:
         description = {
             "format": _FORMAT,
@@ -57,13 +57,13 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "options": dict(pair.options),
             "logit_scale": pair.logit_scale,
             "logit_bias": pair.logit_bias,
-            "lora": None if separate is None else dataclasses.asdict(separate),
+            "lora": dataclasses.asdict(pair.lora) if pair.lora is not None and not pair.lora.merge else None,
             "step": step,
         }
         keep(pair, place)
         if pair.lora is not None:
             weights = _with_adapters(pair, weights, place)
-        if pair.first.module is pair.second.module and (separate is None or pair.base_is_elsewhere):
+        if _is_one_model(pair):
             huggingface.describe(pair, place)
         safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
         # transformers asks for the format "pt".
@@ -112,17 +112,26 @@ def _built(description: dict[str, Any], place: Path) -> Pair:
         if family == "hf" and adapters is not None:
             pair = huggingface.load(name, adapters)
         else:
-            folders = [place / side for side in SIDES] if "+" in name else [place]
+            sides = SIDES if "+" in name else SIDES[:1] if adapters is not None else ("",)
+            folders = [place / side for side in sides]
             pair = huggingface.load_folders(description["name"], folders, adapters)
         return adapted(pair, description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
 
 
+def _is_one_model(pair: Pair) -> bool:
+    """Whether the folder is a model of open_clip or transformers, with its names of weights and its files."""
+    known = pair.name.startswith(("open_clip:", "hf:", "hf-config:"))
+    return known and pair.first.module is pair.second.module and (pair.lora is None or pair.lora.merge)
+
+
 def _modules(pair: Pair) -> dict[str, nn.Module]:
     """The modules to save by the prefix of their tensors' names; a module of both sides occurs once."""
-    if pair.first.module is pair.second.module:
+    if _is_one_model(pair):
         encoder: Any = pair.first.module
-        return {f"{SIDES[0]}.": encoder} if pair.name == "small" else {"": encoder.model}
+        return {"": encoder.model}
+    if pair.first.module is pair.second.module:
+        return {f"{SIDES[0]}.": pair.first.module}
     return {f"{side}.": tower.module for side, tower in zip(SIDES, pair.towers, strict=True)}
 
 
@@ -183,11 +192,10 @@ def _sorted(data: bytes) -> tuple[bytes, memoryview]:
 def keep(pair: Pair, place: Path) -> None:
     """Writes the files, besides weights, that rebuild the towers and their preprocessing."""
     place.mkdir(parents=True, exist_ok=True)
-    together = pair.first.module is pair.second.module
-    folders = {tower.keep: place if together else place / side for side, tower in zip(SIDES, pair.towers, strict=True)}
-    for write, folder in folders.items():
-        if write is not None:
-            write(folder)
+    one, shared = _is_one_model(pair), pair.first.module is pair.second.module
+    for side, tower in zip(SIDES, pair.towers, strict=True):
+        if tower.keep is not None and (side == SIDES[0] or not shared):
+            tower.keep(place if one else place / side)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
