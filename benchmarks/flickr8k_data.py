@@ -1,4 +1,4 @@
-"""Flickr8k in memory for `flickr8k.py`: pictures decoded once, captions tokenised once, both kept where the towers are.
+"""Flickr8k in memory: for `flickr8k.py` decoded and tokenised on the device, for `image_study.py` a dataset to train on.
 
 The data are a pair of files, `NAME.bin` with encoded images one after another and `NAME.json` with `captions`, five for each
 image, and `offsets`: image i is `bin[offsets[i]:offsets[i + 1]]`. They are not part of the project.
@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.data.images import decode
+from megabatch.data.dataset import IMAGE, TEXT, Dataset
+from megabatch.data.images import Encoded, decode
 
 HELD_OUT = 1000  # images, never trained on
 WORKERS = 16
@@ -37,7 +39,7 @@ def read(folder: Path, limit: int | None = None) -> Pictures:
     about, data = json.loads(found[0].read_text()), found[0].with_suffix(".bin").read_bytes()
     count, offsets = limit or len(about["captions"]), about["offsets"]
     with ThreadPoolExecutor(WORKERS) as pool:
-        images = pool.map(lambda i: decode(data[offsets[i] : offsets[i + 1]], f"image {i}"), range(count))
+        images = pool.map(lambda i: decode(Encoded(data[offsets[i] : offsets[i + 1]], f"image {i}")), range(count))
         return Pictures(torch.stack(list(images)), about["captions"][:count])
 
 
@@ -45,6 +47,47 @@ def invented(count: int) -> Pictures:
     """Noise, and words that belong to it, for a run without the data."""
     pixels = torch.randint(0, 256, (count, 3, 128, 128), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     return Pictures(pixels, [[f"picture {i} in words, way {way}" for way in range(5)] for i in range(count)])
+
+
+class Captioned(Dataset):
+    """A pair for each caption; the captions of one image are not each other's negatives.
+
+    Args:
+        pictures: the whole data.
+        held_out: number of images, drawn with a fixed seed, that are not trained on.
+        test: whether to have these images instead of the others.
+    """
+
+    sides = (IMAGE, TEXT)
+    credits = ("Photographs: Flickr8k (Hodosh, Young and Hockenmaier, 2013), research use",)
+
+    def __init__(self, pictures: Pictures, held_out: int, *, test: bool) -> None:
+        super().__init__()
+        order = torch.randperm(len(pictures.captions), generator=torch.Generator().manual_seed(0)).tolist()
+        chosen = order[-held_out:] if test else order[:-held_out]
+        self._pixels = pictures.pixels
+        self._texts = [text for i in chosen for text in pictures.captions[i]]
+        self._images = torch.tensor([i for i in chosen for _ in pictures.captions[i]])
+
+    def __len__(self) -> int:
+        """Captions."""
+        return len(self._texts)
+
+    def read(self, index: int, side: int) -> Any:
+        """The image, or the caption."""
+        return self._texts[index] if side else self._pixels[self._images[index]]
+
+    def name(self, index: int) -> str:
+        """The caption, for contact sheets."""
+        return self._texts[index]
+
+    def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
+        """The image."""
+        return self._images[torch.as_tensor(indices)]
+
+    def items(self) -> Tensor:  # (captions,) int64
+        """The image."""
+        return self._images
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def systems(chunk: int) -> dict[str, Callable[[Setting], Tensor]]:
     except ImportError:
         return found
     found[THEIRS] = theirs
-    if "mini_batch_num_tokens" in inspect.signature(Loss.__mro__[1].__init__).parameters:  # versions since 5.6
+    if any("mini_batch_num_tokens" in inspect.signature(kind.__init__).parameters for kind in Loss.__mro__):  # since 5.6
         for tokens in (chunk * MEAN, chunk * LONGEST // 3, chunk * LONGEST):
             found[PACKED.format(tokens)] = partial(theirs, mini_batch_num_tokens=tokens)
     found[INTEGRATION] = integration

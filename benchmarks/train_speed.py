@@ -93,16 +93,18 @@ class Bench:
             timer.start()
         lines: list[str] = []
         assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if enough is not None and LOG.search(line):
-                enough -= 1
-                if enough == 0:
-                    process.terminate()
-        process.wait()
-        for timer in timers:
-            timer.cancel()
-        _end(process)
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if enough is not None and LOG.search(line):
+                    enough -= 1
+                    if enough == 0:
+                        process.terminate()
+            process.wait()
+        finally:  # also on Ctrl-C
+            for timer in timers:
+                timer.cancel()
+            _end(process)
         return "".join(lines), process.returncode == 0
 
     # The systems. Each returns a row: rate, steps, share of time spent waiting for data, peak; or "failed" and the reason.

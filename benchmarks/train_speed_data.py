@@ -1,4 +1,4 @@
-"""webdataset shards of JPEGs for `train_speed.py`, made of Flickr8k or of noise."""
+"""webdataset shards of JPEGs for `train_speed.py` and `remote_reading.py`, made of Flickr8k or of noise."""
 
 import io
 import itertools
@@ -15,7 +15,7 @@ SIDE, QUALITY = 256, 94  # files of about 18 KB from Flickr8k's thumbnails, as i
 WORKERS = 16
 
 
-def make(folder: Path, samples: int, shards: int, source: Path | None) -> str:
+def make(folder: Path, samples: int, shards: int, source: Path | None, side: int = 64) -> str:
     """Writes shards into a folder, once, and returns their pattern.
 
     Args:
@@ -23,12 +23,13 @@ def make(folder: Path, samples: int, shards: int, source: Path | None) -> str:
         samples: in all. Images come again, with other captions, once all have been used.
         shards: tar files.
         source: a folder with a `.bin` of encoded images and a `.json` with `captions` and `offsets`; None for noise.
+        side: of an image of noise, in pixels.
     """
     pattern, done = str(folder / f"{{00000..{shards - 1:05d}}}.tar"), folder / f"{samples}_samples"
     if done.exists():
         return pattern
     folder.mkdir(parents=True, exist_ok=True)
-    pairs = itertools.islice(_noise() if source is None else _flickr8k(source, samples), samples)
+    pairs = itertools.islice(_noise(side) if source is None else _flickr8k(source, samples), samples)
     for number in range(shards):
         count = samples // shards + (number < samples % shards)
         with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
@@ -59,10 +60,10 @@ def _flickr8k(folder: Path, samples: int) -> Iterator[tuple[bytes, str]]:
             yield image, texts[way % len(texts)]
 
 
-def _noise() -> Iterator[tuple[bytes, str]]:
+def _noise(side: int) -> Iterator[tuple[bytes, str]]:
     pillow: Any = extras.load("PIL.Image", extra="open_clip", purpose="Making JPEGs")
     for i in itertools.count():
-        yield _jpeg(pillow.effect_noise((64, 64), 100).convert("RGB")), f"picture {i} in words"
+        yield _jpeg(pillow.effect_noise((side, side), 100).convert("RGB")), f"picture {i} in words"
 
 
 def _jpeg(picture: Any) -> bytes:

@@ -9,6 +9,7 @@ from reports import Record, chip
 from megabatch.display import numbers, plots
 from megabatch.display.tables import Table
 
+COLOURS = {"megabatch": plots.GREEN, "open_clip": plots.ORANGE, "towers alone": plots.GREY}
 HEADINGS = ["system, batch", "pairs/s", "× open_clip's best", "waiting for data", "MFU", "peak, GiB", "steps"]
 
 
@@ -50,10 +51,11 @@ def shares(phases: dict[str, float]) -> str:
 
 def draw(record: Record) -> Any:
     """A bar for each run that has a rate."""
-    bars = [(name(row), row["rate"]) for row in record["results"] if "rate" in row]
+    rows = [row for row in record["results"] if "rate" in row]
+    bars = [(name(row), row["rate"]) for row in rows]
     size, about = (8.0, 1.5 + 0.4 * len(bars)), f"{record['model']}, {chip(record)}"
     figure, ((axes,),) = plots.figure("Pairs a second, from files to the optimizer", size=size, about=about)
-    plots.bars(axes, bars, "{:,.0f}")
+    plots.bars(axes, bars, "{:,.0f}", [COLOURS[row["system"]] for row in rows])
     return figure
 
 

@@ -14,6 +14,7 @@ LAYERS = [
         [
             ("trainer", "loop, checkpoints"),
             ("report", "one page per run"),
+            ("export", "other programs"),
             ("planning", "what fits"),
             ("bench", "peers, truth"),
             ("integrations", "other trainers"),

@@ -64,14 +64,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _state() -> dict[str, Any]:
-    """What tests share in one process, without the threads that libraries keep: tqdm its monitor, the compiler its workers.
+    """What tests share in one process, without the threads that libraries keep: tqdm its monitor, fsspec its event loop.
 
     A dummy stands for a thread that Python did not start, such as autograd's for a device, and stays when the thread has ended.
     """
-    kept: tuple[str, ...] = ("tqdm_monitor",)
+    kept: tuple[str, ...] = ("tqdm_monitor", "fsspecIO", "asyncio_")
     if "torch._inductor.async_compile" in sys.modules:
         kept += ("ThreadPoolExecutor", "InductorSubproc", "subproc_worker_timer")  # threads of this project have its name
     ours = [t for t in threading.enumerate() if not t.name.startswith(kept) and not isinstance(t, threading._DummyThread)]
+    ours = [t for t in ours if not t.name.endswith("(_read_thread)")]  # of the compiler's processes, in PyTorch 2.8
     return {f"thread {thread.name}": thread for thread in ours} | {
         "working directory": os.getcwd(),
         "handler of SIGINT": signal.getsignal(signal.SIGINT),

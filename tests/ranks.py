@@ -113,3 +113,22 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join(10)
+
+
+class CountedReduceScatter:
+    """Counts reductions of FSDP2 by watching the collective it calls, whose name depends on the version of PyTorch."""
+
+    NAME = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+    def __enter__(self):
+        self.calls, self._original = 0, getattr(dist, self.NAME)
+
+        def count(*args, **kwargs):
+            self.calls += 1
+            return self._original(*args, **kwargs)
+
+        setattr(dist, self.NAME, count)
+        return self
+
+    def __exit__(self, *error):
+        setattr(dist, self.NAME, self._original)

@@ -89,12 +89,16 @@ def trained(folder, loss_of, data, **arguments):
 
 
 def losses(library):
-    """The two classes of a library, by a short name; "theirs" is sentence-transformers itself."""
+    """The classes of a library, by a short name; "theirs" is sentence-transformers itself."""
     if library == "theirs":
         from sentence_transformers.sentence_transformer import losses as found
     else:
         from megabatch.integrations import sentence_transformers as found
-    return {"ranking": found.CachedMultipleNegativesRankingLoss, "gist": found.CachedGISTEmbedLoss}
+    return {
+        "ranking": found.CachedMultipleNegativesRankingLoss,
+        "symmetric": found.CachedMultipleNegativesSymmetricRankingLoss,
+        "gist": found.CachedGISTEmbedLoss,
+    }
 
 
 def loss_of(library, name, folder, options):

@@ -11,7 +11,7 @@ import megabatch
 ROOT = Path(megabatch.__file__).parent
 
 # Needs torch alone, and any package may import it.
-FOUNDATIONS = {"extras", "machine", "names", "settings", "tracing", "world"}
+FOUNDATIONS = {"extras", "flops", "machine", "names", "settings", "tracing", "world"}
 
 # Package: the packages it may import, beside foundations.
 RULES: dict[str, set[str]] = {
@@ -33,11 +33,12 @@ RULES: dict[str, set[str]] = {
     "trainer": {"data", "towers", "evaluation", "cached", "losses"},
     "display": {"__init__"},  # its version
     "report": {"__init__", "data", "towers", "evaluation", "display"},
+    "export": {"data", "towers", "display", "report"},
     "planning": {"ring", "tiles", "towers", "display"},
     "integrations": {"__init__", "late", "losses", "pairwise", "primitives", "cached", "data", "towers"},
     "bench": {"__init__", "losses", "pairwise", "primitives", "cached", "ring", "tiles", "display"},
     "commands": {
-        *("bench", "data", "display", "evaluation", "planning", "report", "tiles", "towers", "trainer", "cached"),
+        *("bench", "data", "display", "evaluation", "export", "planning", "report", "tiles", "towers", "trainer", "cached"),
         *("__init__", "pairwise", "losses"),
     },
     "cli": {"__init__", "commands"},

@@ -45,21 +45,31 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.quick({"loss": "clip", "dtype": torch.float32})
+def holds_no_matrix(size: int, N: int) -> None:
+    embeddings, matrix = N * 64 * 4, N * N * 4
+    allowed = 6 * embeddings + 40 * MIB  # gradients, accumulators, and two tiles
+    assert size <= allowed < matrix / 4
+
+
+@linux
+def test_no_matrix_is_held():
+    holds_no_matrix(fresh_process(step, "clip", 8192, 64, torch.float32), 8192)
+
+
+@pytest.mark.thorough
 @linux
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_four_times_the_batch_takes_at_most_four_times_the_memory(loss, dtype):
-    small, large = (fresh_process(step, loss, N, 64, dtype) for N in (4096, 16384))
+    small, large = (fresh_process(step, loss, N, 64, dtype) for N in (2048, 8192))
     assert large <= 4.1 * small
-    embeddings = 16384 * 64 * 4
-    assert large <= 6 * embeddings + 40 * MIB, "gradients, accumulators, and two tiles; the matrix alone would be 1024 MiB"
+    holds_no_matrix(large, 8192)
 
 
 @linux
 @pytest.mark.thorough
-def test_64k_pairs_on_a_cpu():
-    assert fresh_process(step, "clip", 65536, 64, torch.float32) < 700 * MIB  # dense: 16 GiB for one matrix of logits
+def test_32k_pairs_on_a_cpu():
+    assert fresh_process(step, "clip", 32768, 64, torch.float32) < 350 * MIB  # dense: 4 GiB for one matrix of logits
 
 
 @pytest.mark.thorough

@@ -89,7 +89,7 @@ def number(value: Any, name: str, like: Tensor) -> None:
         if not value.dtype.is_floating_point:
             raise TypeError(f"{name} must be a floating-point tensor, got {_dtype(value)}")
         _same_device(value, name, like)
-    elif isinstance(value, bool) or not isinstance(value, Real | torch.SymFloat | torch.SymInt):
+    elif isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a float or a tensor of one element, got {_kind(value)}")
 
 

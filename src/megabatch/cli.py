@@ -22,6 +22,8 @@ COMMANDS = {
     "train": "train a model on pairs, on a CPU or on many GPUs",
     "eval": "recall and ranks of a model, and zero-shot classification",
     "search": "the best matches of a text or an image, with a contact sheet",
+    "embed": "embeddings of data, as a NumPy or Parquet file",
+    "export": "a trained model for transformers, open_clip or onnxruntime, with a model card",
     "mine": "hard negatives of a trained model, as a table",
     "report": "a run on one HTML page: curves, search results, configuration",
     "config": "all settings of a training run, with their defaults",

@@ -7,9 +7,12 @@ TABLES = (".csv", ".tsv", ".jsonl", ".parquet")  # endings
 DATA = (
     "emoji (drawings by two artists and their names)",
     "wordnet (words and definitions)",
-    f"a table of pairs, or a folder with one ({', '.join(TABLES)})",
-    "a folder of images for each class, whose name is the caption",
+    f"a table of pairs, a folder with one, or a pattern ({', '.join(TABLES)})",
+    "a folder of images with captions beside them (.txt, .json), or with a folder for each class, whose name is the caption",
     'webdataset shards, as in "data/{00000..00099}.tar" or "data/*.tar", or a folder of them',
+    "tables and shards by address (s3://, gs://, hf://, https://)",
+    "datasets:PATH or datasets:PATH@SPLIT (Hugging Face datasets), or a folder of save_to_disk",
+    'several of them mixed, as in "3 * photos.csv + 1 * s3://bucket/*.tar"',
 )
 MODELS = (
     "small (a convolutional network and a bag of n-grams, for a CPU)",

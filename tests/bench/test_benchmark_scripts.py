@@ -2,10 +2,12 @@
 
 import importlib
 import json
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from helpers import PATIENCE
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+OWN_PROCESS = ("sentence_transformers_gpu", "train_speed")  # change settings of libraries, or the environment
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +126,68 @@ def test_images_are_those_of_their_captions():
     )
 
 
+def image_study_line(setting, recall):
+    from image_study_report import METRICS
+
+    figures = {"pairs_per_second": 100.0, "beside": 2, "machine": "here", "losses": [2.0, 1.0], "scale": 20.0}
+    return setting._asdict() | dict.fromkeys(METRICS, recall) | figures
+
+
+def test_runs_of_the_image_study_follow_from_those_before(tmp_path):
+    """Of made-up results: small towers are better, 2e-3 is the best rate and 5e-4 nearly as good, 2,048 the best batch."""
+    pytest.importorskip("matplotlib")
+    import image_study
+    import image_study_report
+
+    from megabatch.evaluation import results
+
+    sizes, options = image_study.Sizes(), mock.Mock(lr=None, seeds=[0, 1])
+    with pytest.raises(SystemExit, match="rate needs the results of choose"):
+        image_study.wanted("rate", [], sizes, options)
+    lines = [
+        image_study_line(one, 0.3 if one.tower == "64/8" and one.flip else 0.2)
+        for one in image_study.wanted("choose", [], sizes, options)
+    ]
+    with pytest.raises(SystemExit, match="study needs the results of rate, or --lr"):
+        image_study.wanted("study", lines, sizes, options)
+    by_rate = {2.5e-4: 0.25, 5e-4: 0.395, 1e-3: 0.3, 2e-3: 0.4, 4e-3: 0.1}
+    rates = image_study.wanted("rate", lines, sizes, options)
+    lines += [image_study_line(one, by_rate[one.lr]) for one in rates if one.lr != image_study.FIRST_RATE]  # it is known
+    study = image_study.wanted("study", lines, sizes, options)
+    assert {(one.tower, one.flip, one.lr) for one in study} == {("64/8", True, 5e-4)}
+    assert len(study) == len(set(study)) == 2 * (7 * 3 + 1)
+    assert {one.batch_size * one.steps for one in study} == {2**20}
+    assert {one.seed for one in study[: len(study) // 2]} == {0}  # each seed after the other
+    lines += [
+        image_study_line(one, 0.4 + 0.05 * (one.batch_size == 2048) + 0.02 * (one.rule == "linear") + 0.002 * one.seed)
+        for one in study
+    ]
+    longer = image_study.wanted("steps", lines, sizes, options)
+    assert {(one.batch_size, one.rule, one.steps) for one in longer} == {(size, "linear", 256) for size in (8192, 16384, 32768)}
+    lines += [image_study_line(one, 0.6) for one in longer]
+    losses = image_study.wanted("losses", lines, sizes, options)
+    assert [(one.loss, one.ids) for one in losses[:3]] == [("megabatch", False), ("open_clip", False), ("inf_cl", False)]
+    lines += [image_study_line(one, {"inf_cl": 0.1}.get(one.loss, 0.4) + 0.002 * one.seed) for one in losses]
+    siglip = image_study.wanted("siglip", lines, sizes, options)
+    assert [(one.batch_size, one.loss) for one in siglip[:2]] == [(1024, "siglip"), (8192, "siglip")]
+    lines += [image_study_line(one, 0.4) for one in siglip]
+    for line in lines:
+        results.append(tmp_path / "image_study.jsonl", line)
+    image_study_report.report(tmp_path / "image_study.jsonl")
+    text = (tmp_path / "image_study.md").read_text()
+    for words in (
+        "the best mean recall is 47.1 ± 0.1 % with 2,048 pairs in a batch (rate: linear).",
+        "With 32,768 pairs, and so 32 steps, it is 42.1 ± 0.1 %.",
+        "8,192 pairs with 256 steps reach 60.0 ± 0.0 %, more than the best at equal samples.",
+        "with the loss of open_clip reaches 40.1 ± 0.1 %, which is within seed noise of ours",
+        "with the loss of inf_cl reaches 10.1 ± 0.1 %, which differs from ours",
+        "| 2,048 | 512 | 45.1 ± 0.1 | 45.1 ± 0.1 | 47.1 ± 0.1 | 200 |",
+        "| 1,024 | SigLIP |",
+    ):
+        assert words in text, words
+    assert (tmp_path / "image_study.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_rates_of_training_runs_by_hand():
     from train_speed import from_log, from_metrics
 
@@ -185,6 +250,50 @@ def test_small_runs_on_a_cpu(command, tmp_path):
 
 
 @pytest.mark.thorough
+def test_reading_over_http(tmp_path):
+    command = [
+        sys.executable,
+        str(FOLDER / "remote_reading.py"),
+        "--samples",
+        "40",
+        "--readers",
+        "2",
+        "--rounds",
+        "1",
+        "--pauses",
+        "0",
+    ]
+    subprocess.run([*command, "--output", str(tmp_path)], check=True, capture_output=True, timeout=PATIENCE)
+    assert len(json.loads((tmp_path / "remote_reading.json").read_text())["results"]) == 4
+    assert "| local files | 2 |" in (tmp_path / "remote_reading.md").read_text()
+
+
+@pytest.mark.thorough
+def test_a_tiny_study_of_images_continues_where_it_was_stopped(tmp_path):
+    """Tower and rate are known from lines; a batch size and two losses are missing."""
+    pytest.importorskip("open_clip")
+    import image_study
+
+    from megabatch.evaluation import results
+
+    sizes, options = image_study.TINY, mock.Mock(lr=None, seeds=[0])
+    lines = [image_study_line(one, 0.3) for one in image_study.wanted("choose", [], sizes, options)]
+    rates = image_study.wanted("rate", lines, sizes, options)
+    for line in [*lines, *(image_study_line(one, 0.2) for one in rates if one.lr != image_study.FIRST_RATE)]:
+        results.append(tmp_path / "image_study.jsonl", line)
+    call = [sys.executable, str(FOLDER / "image_study.py"), "--tiny", "--beside", "1", "--seeds", "0"]
+    call += ["--parts", "choose", "study", "losses", "--output", str(tmp_path), "--best", str(tmp_path / "best")]
+    done = subprocess.run(call, check=True, capture_output=True, text=True, timeout=PATIENCE)
+    assert "choose: 0 runs to do, 2 known" in done.stdout
+    lines = results.read(tmp_path / "image_study.jsonl")
+    assert len(lines) == 3 + 4 + 2
+    ours, theirs = (line for line in lines if not line["ids"])
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-3)
+    assert (tmp_path / "image_study_gallery.png").read_bytes().startswith(b"\x89PNG")
+    assert str(tmp_path) not in (tmp_path / "image_study.md").read_text()
+
+
+@pytest.mark.thorough
 def test_texts_of_different_lengths(tmp_path):
     pytest.importorskip("transformers")
     command = [
@@ -212,8 +321,10 @@ def test_texts_of_different_lengths(tmp_path):
     [
         "family_gpu",
         "cached_step",
+        "decoders_gpu",
         "flickr8k",
         "late_interaction_gpu",
+        "million",
         "sentence_transformers_gpu",
         "small_gpu",
         "topk_gpu",
@@ -222,17 +333,26 @@ def test_texts_of_different_lengths(tmp_path):
 )
 def test_tiny_runs(script, tmp_path):
     packages = {
+        "decoders_gpu": "sentence_transformers",
         "flickr8k": "open_clip",
+        "million": "open_clip",
         "sentence_transformers_gpu": "sentence_transformers",
         "train_speed": "open_clip",
     }
     if script in packages:
         pytest.importorskip(packages[script])
-    command = [sys.executable, str(FOLDER / f"{script}.py"), "--tiny", "--output", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
+    command = [str(FOLDER / f"{script}.py"), "--tiny", "--output", str(tmp_path)]
+    if script in OWN_PROCESS:
+        subprocess.run([sys.executable, *command], check=True, capture_output=True, timeout=PATIENCE)
+    else:  # several seconds less
+        with mock.patch.object(sys, "argv", command), pytest.raises(SystemExit) as ended:
+            runpy.run_path(command[0], run_name="__main__")
+        assert ended.value.code == 0
     record = json.loads((tmp_path / f"{script}.json").read_text())
     checks = {c.get("system"): c.get("status", "ok" if c.get("ok") else "WRONG") for c in record.get("checks", ())}
-    assert checks.get("megabatch", "ok") == checks.get("cached, budget 0", "ok") == "ok"
+    assert (
+        checks.get("megabatch, packed", "ok") == checks.get("megabatch", "ok") == checks.get("cached, budget 0", "ok") == "ok"
+    )
     assert record["results"] or record["runs"]
     failed = {row["system"] for row in record["results"] if "failed" in row}
     assert failed <= {"open_clip"}  # its trainer needs another version of webdataset

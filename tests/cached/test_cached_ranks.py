@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import megabatch as mb
 from helpers import unit
+from megabatch.integrations.wrapping import whole as gathered
+from ranks import CountedReduceScatter
 
 CHUNKS = (3, 2)
 
@@ -189,25 +190,6 @@ def test_a_wrapper_for_each_tower_and_accumulation(pool, budget):
         check(answers, wanted, once)
 
 
-class CountedReduceScatter:
-    """Counts reductions of FSDP2 by watching the collective it calls, whose name depends on the version of PyTorch."""
-
-    NAME = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
-    def __enter__(self):
-        self.calls, self._original = 0, getattr(dist, self.NAME)
-
-        def count(*args, **kwargs):
-            self.calls += 1
-            return self._original(*args, **kwargs)
-
-        setattr(dist, self.NAME, count)
-        return self
-
-    def __exit__(self, *error):
-        setattr(dist, self.NAME, self._original)
-
-
 def with_fsdp(group, rank, counts, budget, whole, auxiliary, reshard):
     """Sharded: tower by tower, or one root over both with the scale in it, whose blocks are sharded too."""
     model = Model(auxiliary)
@@ -223,8 +205,8 @@ def with_fsdp(group, rank, counts, budget, whole, auxiliary, reshard):
     def scale():
         value = model.log_scale
         assert hasattr(value, "full_tensor") == bool(reshard)
-        if reshard:  # the gradient is each rank's own part, of which FSDP2 would take the mean
-            value = value.full_tensor(grad_placements=[Partial("avg")])
+        if reshard:  # the gradient is each rank's own part, of which FSDP2 would take the mean, as `whole` does
+            value = gathered(value)
         return value.exp()
 
     results = []

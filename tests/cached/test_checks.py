@@ -16,6 +16,7 @@ def loss(x, y):
 
 
 TWO = [(TOWER, X), (TOWER, X)]
+ENGINE = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})(4, 3)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,12 @@ TWO = [(TOWER, X), (TOWER, X)]
             {},
             TypeError,
             r"towers\[0\]\[0\] must be a module or another callable, got a tensor of float32",
+        ),
+        (
+            (loss, [(ENGINE, X)]),
+            {},
+            ValueError,
+            r"towers\[0\]\[0\] must be a module, or wrapped in DDP or FSDP2, got DeepSpeedEngine of DeepSpeed",
         ),
         ((loss, [(TOWER, "text")]), {}, ValueError, r"towers\[0\]\[1\] must contain a tensor with one row.*got str"),
         ((loss, [(TOWER, object())]), {}, TypeError, r"towers\[0\]\[1\] must be a tensor, a mapping.*got object"),

@@ -237,6 +237,7 @@ def run(*words):
     return bench.run(parser.parse_args(words))
 
 
+@pytest.mark.thorough
 def test_the_whole_command(tmp_path, capsys):
     assert (
         run("--quick", "--cpu", "--parts", "losses", "--batches", "64", "128", "--width", "16", "--output", str(tmp_path)) == 0

@@ -10,7 +10,8 @@ import torch
 
 import megabatch as mb
 from megabatch.data.order import Order
-from megabatch.data.shards import Shards, expanded
+from megabatch.data.places import expanded
+from megabatch.data.shards import Shards
 
 Image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")
 

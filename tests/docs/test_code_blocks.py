@@ -6,6 +6,7 @@ numbers of rows that a block draws are cut down.
 
 import argparse
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -26,7 +27,7 @@ ROWS = 64
 NEEDS = {
     "integrations": ("open_clip", "accelerate", "lightning", "transformers"),
     "sentence_transformers": ("sentence_transformers", "datasets", "accelerate"),
-    "runs": ("open_clip",),
+    "runs": ("open_clip", "sentence_transformers"),
 }
 AROUND = {"README": "group", "cached": "group", "ring": "group", "many_gpus": "launched"}  # fixtures
 PYTHON = [path for path in code_blocks.FILES if any(block.language == "python" for block in code_blocks.blocks(path))]
@@ -73,7 +74,21 @@ def runs(folder, monkeypatch):
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "ViT-B-32", config)
     towers.save(towers.load("small"), folder / "runs/emoji")
     towers.save(towers.load("open_clip:ViT-B-32"), folder / "runs/flickr")
+    bert = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    (folder / "config.json").write_text(json.dumps({**bert, "vocab_size": 9}))
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nmoon\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    towers.save(towers.load(f"hf-config:{folder}", ("text", "text")), folder / "runs/qa")
     return {}
+
+
+def test_links_of_the_readme_are_whole_addresses_of_files():
+    """A package index shows the README without the repository."""
+    links = re.findall(r"\]\(([^)\s]+)\)", (code_blocks.ROOT / "README.md").read_text("utf-8"))
+    own = [re.fullmatch(r"https://[\w.]+/megabatch/megabatch/(?:blob/)?main/(.+)", link) for link in links]
+    assert all(link.startswith("https://") for link in links)
+    assert sum(link is not None for link in own) > 10
+    assert all((code_blocks.ROOT / link[1].partition("#")[0]).is_file() for link in own if link is not None)
 
 
 def training(folder, monkeypatch):

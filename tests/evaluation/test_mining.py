@@ -150,7 +150,7 @@ def test_a_stopped_command_continues(place, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         mine(place, "--output", output)
     monkeypatch.setattr(mine_command.json, "dumps", real)
-    monkeypatch.setattr(mine_command, "embedded", None)  # is not called again
+    monkeypatch.setattr("megabatch.evaluation.stored.readable", None)  # is not called again
     with (place / "stopped.jsonl.part").open("a") as file:
         file.write('{"query": "cut o')
     mine(place, "--output", output)

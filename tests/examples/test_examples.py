@@ -52,6 +52,16 @@ def test_two_towers_gain_by_the_correction(capsys):
     assert corrected > without + 0.05
 
 
+@pytest.mark.thorough
+def test_a_decoder_finds_words_by_their_definitions(capsys, tmp_path):
+    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+    pytest.importorskip("wn", reason='pip install "megabatch[wordnet]"')
+    *_, before, after = printed("decoder_lora", f"--pairs 60 --steps 25 --output {tmp_path}", capsys)
+    assert before < 0.2
+    assert after > 0.8
+    assert (tmp_path / "first" / "adapter_model.safetensors").is_file()
+
+
 def test_density_and_uniformity(capsys):
     density = load("density")
     z = torch.nn.functional.normalize(
@@ -96,3 +106,21 @@ def test_sentence_pairs(tmp_path, monkeypatch, capsys):
     assert 0 <= after <= 1
     assert scale != 20
     assert (tmp_path / "runs/sentences/model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_transformers_trainer(tmp_path, monkeypatch, capsys):
+    for package in ("transformers", "sentence_transformers", "accelerate"):
+        pytest.importorskip(package)
+    from transformers import AutoModel
+
+    import sentences
+
+    monkeypatch.chdir(tmp_path)
+    sentences.tiny_model(tmp_path / "encoder").float().save(str(tmp_path / "model"))
+    columns = sentences.columns(200)
+    (tmp_path / "pairs.csv").write_text("\n".join(",".join(row) for row in zip(*columns.values(), strict=True)))
+    arguments = "--model model --data pairs.csv --batch 64 --chunk 24 --steps 12 --lr 1e-2 --output run"
+    first, last = printed("transformers_trainer", arguments, capsys)[-2:]
+    assert last < first - 0.2
+    AutoModel.from_pretrained("run")

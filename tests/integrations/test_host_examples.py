@@ -64,6 +64,7 @@ def shares(group, rank, options):
     return example["train"](argparse.Namespace(**options), torch.device("cpu"), group)
 
 
+@pytest.mark.thorough
 def test_two_processes_learn_what_one_learns(two):
     options = {"batch": 101, "chunk": 20, "steps": 3}
     found, alone = two.run(shares, 2, options), two.run(shares, 1, options)

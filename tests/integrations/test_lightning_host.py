@@ -150,7 +150,7 @@ def on_a_rank(group, rank, folder, accumulate, how):
     return weights, module.losses, module.validated
 
 
-@pytest.mark.quick({"accumulate": 3, "how": "fsdp2"})
+@pytest.mark.thorough
 @pytest.mark.parametrize(("accumulate", "how"), [(1, "ddp"), (3, "ddp"), (3, "ddp, unused"), (3, "fsdp2")])
 def test_lightning_follows_the_plain_loop_on_two_ranks(two, tmp_path, accumulate, how):
     wanted, losses = loops.plainly_trained(accumulate)

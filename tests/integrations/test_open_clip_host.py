@@ -187,6 +187,7 @@ def captions(rows, length, longest):
     return texts
 
 
+@pytest.mark.quick({"how": "alone"}, {"how": "taught"}, {"how": "compiled", "kind": "CLIP"})
 @pytest.mark.parametrize("kind", ["CLIP", "CustomTextCLIP"])
 @pytest.mark.parametrize("how", ["alone", "taught", "compiled"])
 def test_the_cached_step_cuts_texts_after_their_end_token(kind, how):

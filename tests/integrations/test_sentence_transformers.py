@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -118,6 +119,17 @@ def test_ranking_loss(model, options, hard):
     inputs = features(model, hard)
     steps = [gradients(sentences.losses(library)["ranking"](model, **options), inputs) for library in ("ours", "theirs")]
     assert_same_step(*steps)
+
+
+@pytest.mark.parametrize("hard", [0, 1])
+def test_the_symmetric_ranking_loss(model, hard):
+    inputs, arguments = features(model, hard), (12.0,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the original says that it is one of the other class
+        kinds = [sentences.losses(library)["symmetric"] for library in ("ours", "theirs")]
+        steps = [gradients(kind(model, *arguments, **MINI), inputs) for kind in kinds]
+    assert_same_step(*steps)
+    assert not torch.allclose(steps[0][0], gradients(sentences.losses("ours")["ranking"](model, *arguments, **MINI), inputs)[0])
 
 
 def long_and_short(rows, width=12):

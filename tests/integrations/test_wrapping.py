@@ -1,5 +1,7 @@
 """Towers that are parts of a wrapped model: called through the wrapper, or refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import loops
 import megabatch as mb
+from megabatch.integrations import accelerate
 from megabatch.integrations.wrapping import encoded, routed, unwrapped, whole
 
 UNITS = [("model",), ("image", "model"), ("model", "root"), ("image", "text", "root"), ("image", "text"), ("root",)]
@@ -85,6 +88,13 @@ def refused(group, rank):
 
 def test_what_nobody_would_average_is_refused(two):
     two.run(refused, 2)
+
+
+@pytest.mark.parametrize(("kind", "told"), [("DEEPSPEED", "FSDP2 shards what ZeRO shards"), ("FSDP", "fsdp_version: 2")])
+def test_other_ways_to_shard_are_refused_with_what_to_use(kind, told):
+    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), is_fsdp2=False)
+    with pytest.raises(ValueError, match=rf"accelerator must use one process, DDP or FSDP2, got .*{told}"):
+        accelerate.cached_backward(accelerator, None, lambda x: x.sum(), [])
 
 
 def test_one_process_needs_no_way_round():

@@ -141,6 +141,7 @@ def on_a_rank_by_kernels(group, rank, name, counts):
         return run(name, single(part(batch(sum(counts)), rank, counts)), group=group, backend="triton")
 
 
+@pytest.mark.quick({"name": "soft clip"})
 @pytest.mark.parametrize("name", ["guide", "soft clip", "margin"])
 def test_kernels_of_ranks_together_are_one_process(pool, name):
     """Sums of a guide's and a teacher's tiles are float32, those of other kernels float64: all of them go around."""

@@ -111,7 +111,7 @@ def exact_but_for_products(widths):
     return loss
 
 
-@pytest.mark.quick({"dtype": torch.float32})
+@pytest.mark.quick  # no case of it
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_error_is_at_most_twice_that_of_dense_or_of_similarities_rounded_twice(dtype):
     draws = [given(96, 48, 50.0, dtype=dtype, noise=2.0, seed=seed) for seed in range(0, 12, 2)]

@@ -129,7 +129,8 @@ def inputs(N=20):
     return [query, key, torch.tensor(10.0, requires_grad=True), negatives, torch.arange(N) % 7, torch.linspace(-2, 0, N)]
 
 
-@pytest.mark.parametrize("sizes", [(20,), pytest.param((20, 13), marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [(20,), (20, 13)])
 def test_compiles_whole(sizes):
     compiled = torch.compile(everything, fullgraph=True, dynamic=len(sizes) > 1, backend="aot_eager")
     for N in sizes:

@@ -242,3 +242,31 @@ def test_a_plan_asks_nobody(name, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"not in the local cache of the Hugging Face hub.* a plan downloads nothing"):
         models.model(name)
     assert not constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.thorough
+def test_a_decoder_with_adapters(tmp_path):
+    """Frozen weights in half precision, trained ones in float32 with their gradients and moments; no products for the rest."""
+    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128, "model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    spec, setup = f"hf-config:{tmp_path}", step.Setup(gpus.find("H200"), 1)
+    whole = step.make(models.model(spec, length=32), setup, 8)
+    adapters = step.make(models.model(spec, length=32, lora=2, frozen=torch.bfloat16), setup, 8)
+    layer = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 96), (64, 96), (96, 64)]
+    trained = 4 * 2 * sum(i + o for i, o in layer)
+    assert adapters.model.trained == trained
+    assert adapters.model.parameters == whole.model.parameters + trained
+    assert adapters.states.weights == 2 * whole.model.parameters + 4 * trained
+    assert (adapters.states.gradients, adapters.states.optimizer) == (4 * trained, 8 * trained)
+    assert adapters.encoders[0].backward_operations < 0.7 * whole.encoders[0].backward_operations
+    again = step.make(models.model(spec, length=32), setup, 8, checkpointing=True)
+    assert again.encoders[0].saved.each < 0.3 * whole.encoders[0].saved.each
+    assert again.encoders[0].backward.at(64) < 0.6 * whole.encoders[0].backward.at(64)
+    more = again.encoders[0].backward_operations - whole.encoders[0].backward_operations
+    assert 0.7 < more / whole.encoders[0].forward_operations <= 1  # the last product of a block is not needed again
+    assert whole.checkpointed_chunk == 1024  # chunks of 8 are small
+    assert again.checkpointed_chunk == 0
+    with pytest.raises(ValueError, match=r'lora must be left out for models other than "hf:"'):
+        models.model("small", lora=2)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import types
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import runs
 from megabatch import towers
 from megabatch.data.tables import Table
 from megabatch.evaluation import results
-from megabatch.report import curves, saved_run, write_report
+from megabatch.report import curves, live, saved_run, write_report
 from megabatch.report.gallery import gallery
 from megabatch.trainer.observers import MetricsFile
 
@@ -277,3 +278,30 @@ def test_the_rank_of_the_true_match(tmp_path, pair):
         places = [place for place, match in enumerate(row, 1) if match.right]
         assert not places or min(places) == rank, query
         assert 1 <= rank <= shown.searched
+
+
+def test_the_page_of_a_run_that_goes_on(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text("data = 'nowhere.csv'\nbatch_size = 8\n")
+    now, report, seen = [100.0], live.LiveReport(), []
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(live, "write_report", lambda *given, **options: seen.append(write_report(*given, **options)))
+    report.start(types.SimpleNamespace(folder=folder))
+    for step, (seconds, pages) in enumerate(((1, 0), (live.EVERY, 1), (live.EVERY + 9, 1), (2 * live.EVERY, 2)), 1):
+        results.append(folder / "metrics.jsonl", {"step": step, "loss": 1.0 / step, "pairs": 8})
+        now[0] = 100.0 + seconds
+        report.saved(folder) if step % 2 else report.evaluated({})
+        assert len(seen) == pages
+    page = (folder / "report.html").read_text("utf-8")
+    assert "Training curves" in page
+    assert "Search results" not in page
+
+    def fails(*given, **options):
+        raise ValueError("a strange file")
+
+    monkeypatch.setattr(live, "write_report", fails)
+    for _ in range(2):  # the run goes on, with one warning
+        now[0] += live.EVERY
+        report.evaluated({})
+    assert caplog.text.count("a strange file") == 1

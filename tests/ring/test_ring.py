@@ -261,6 +261,7 @@ def through_triton(group, rank, route):
     return value.detach(), x.grad, y.grad, scale.grad, bias.grad
 
 
+@pytest.mark.quick({"route": "ring"})
 @pytest.mark.parametrize("route", ["ring", "gather"])
 def test_kernels_go_round_too(pool, route):
     pytest.importorskip("triton")

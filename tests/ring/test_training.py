@@ -168,6 +168,7 @@ def in_other_ways(group, rank):
     return results
 
 
+@pytest.mark.thorough
 def test_compiled_and_checkpointed(pool):
     for plain, *others in pool.run(in_other_ways, 2):
         for other in others:

@@ -44,7 +44,7 @@ def limits_between(products, generator):
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@examples(12, quick=5)
+@examples(12, quick=3)
 @given(
     N=st.integers(0, 150),
     M=st.integers(0, 150),

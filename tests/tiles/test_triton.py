@@ -100,13 +100,12 @@ def test_losses_match_reference(N, D, log_scale, id_count, loss, seed):
         close(actual, expected, 10**log_scale, loss)
 
 
-@pytest.mark.quick(
-    {"loss": "clip", "dtype": torch.float32, "scale": 100.0},
-    {"loss": "siglip", "dtype": torch.float16, "scale": 14.0},
-)
+@pytest.mark.quick({"loss": "clip", "scale": 100.0})
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("noise", "scale"), [(1.0, 14.0), (2.0, 50.0), (0.5, 100.0), (3.0, 1000.0)])
+@pytest.mark.parametrize(
+    ("noise", "scale", "dtype"),
+    [(1.0, 14.0, torch.float16), (2.0, 50.0, torch.float16), (0.5, 100.0, torch.float32), (3.0, 1000.0, torch.float32)],
+)
 def test_error_is_at_most_twice_that_of_dense_or_of_similarities_rounded_twice(loss, dtype, noise, scale):
     numbers = [scale] if loss == "clip" else [scale, -10.0]
     mine, dense, truth = {
@@ -291,7 +290,7 @@ def test_bitwise_the_same_over_repeated_runs(N):
         return [loss, *torch.autograd.grad(loss, inputs)]
 
     first = run()
-    for _ in range(3):
+    for _ in range(3 if DEVICE == "cuda" else 1):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 

@@ -38,6 +38,11 @@ def configs(tmp_path, **named):
     return "hf-config:" + "+".join(str(tmp_path / name) for name in named)
 
 
+def tokenizer(folder):
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nred\nsquare\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+
+
 @pytest.mark.parametrize("kinds", [("image", "text"), ("text", "text")])
 def test_small_towers_come_back(tmp_path, kinds):
     torch.manual_seed(0)
@@ -76,7 +81,7 @@ def test_an_open_clip_model_comes_back_here_and_in_open_clip(tmp_path):
             assert name == "logit_scale" or torch.equal(value, expected[name]), name
 
 
-def test_transformers_encoders_come_back_without_their_first_folder(tmp_path):
+def test_a_transformers_encoder_comes_back_without_its_first_folder(tmp_path):
     pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
     pair = towers.load(configs(tmp_path, bert=BERT), ("text", "text"))
     towers.save(pair, tmp_path / "run")
@@ -84,6 +89,28 @@ def test_transformers_encoders_come_back_without_their_first_folder(tmp_path):
     again = towers.load_saved(tmp_path / "run")
     assert again.first is again.second
     assert torch.equal(embeddings(again)[0], embeddings(pair)[0])
+    assert not (tmp_path / "run" / "modules.json").exists()  # hashed words are nobody else's
+
+
+def test_transformers_and_sentence_transformers_load_a_run(tmp_path):
+    transformers = pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
+    library = pytest.importorskip("sentence_transformers", reason='pip install "megabatch[sentence_transformers]"')
+    torch.manual_seed(0)
+    spec = configs(tmp_path, bert=BERT)
+    tokenizer(tmp_path / "bert")
+    options = {"query_prompt": "a ", "document_prompt": "red ", "max_length": 6}
+    pair = towers.load(spec, ("text", "text"), **options)
+    towers.save(pair, tmp_path / "run")
+    texts = ["a red square", "square", "", "red " * 20]
+    model = library.SentenceTransformer(str(tmp_path / "run"), device="cpu", local_files_only=True)
+    for side, found in zip(pair.towers, (model.encode_query(texts), model.encode_document(texts)), strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), encode(side, texts), rtol=1e-5, atol=1e-6)
+    plain, missing = transformers.AutoModel.from_pretrained(tmp_path / "run", output_loading_info=True)
+    assert not any(missing[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for name, value in pair.first.module.model.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], value), name
+    again = towers.load_saved(tmp_path / "run")
+    assert torch.equal(encode(again.second, texts), encode(pair.second, texts))
 
 
 @pytest.mark.parametrize("images", [VIT, CONVNEXT], ids=["vit", "convnext"])
@@ -113,8 +140,7 @@ def test_images_and_texts_by_two_transformers_encoders(tmp_path, images):
 def test_an_image_processor_and_a_tokenizer_are_used_and_kept(tmp_path):
     transformers = pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
     spec = configs(tmp_path, images=VIT, texts=BERT)
-    (tmp_path / "texts" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nred\nsquare\n")
-    (tmp_path / "texts" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    tokenizer(tmp_path / "texts")
     processor = transformers.ViTImageProcessor(size={"height": 16, "width": 16}, image_mean=[0.1] * 3, image_std=[0.2] * 3)
     processor.save_pretrained(tmp_path / "images")
     pair = towers.load(spec)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import runs
+from megabatch.towers import blocks
 from megabatch.towers.tower import Pair, Tower
 from megabatch.trainer import compiling
 from megabatch.trainer.patches import PatchConv2d
@@ -54,15 +55,15 @@ def quick(monkeypatch):
 
 def test_layers_are_compiled_one_by_one_and_other_towers_whole():
     first, second = (tower.module for tower in deep().towers)
-    assert compiling.layers(first) == list(first.blocks)
-    assert compiling.layers(second) == [second]
+    assert blocks.layers(first) == list(first.blocks)
+    assert blocks.layers(second) == [second]
 
 
 def test_layers_of_known_models():
     open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
     with torch.device("meta"):
         model = open_clip.create_model("ViT-S-32-alt", device="meta")
-    assert compiling.layers(model) == [*model.visual.transformer.resblocks, *model.transformer.resblocks]
+    assert blocks.layers(model) == [*model.visual.transformer.resblocks, *model.transformer.resblocks]
 
 
 @pytest.mark.parametrize("changes", [{"ema": 0.5}, {"lock": "first"}, {"lock": "first", "keep_locked": False}])

@@ -65,3 +65,19 @@ def test_texts_are_counted_without_their_padding():
     assert [tuple(tensor.shape) for tensor in cut.values()] == [(2, 4, 3), (2, 4), (2,)]
     whole = Tower(nn.Linear(2, 2), "text", print, list)
     assert flops.of_mean_length(whole, mask) is mask
+
+
+class Pool(nn.Module):
+    """Attention with a learned query, as in SigLIP's vision tower: a layer is called with a view of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.latent, self.query = nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        query = self.query(self.latent.expand(len(x), -1, -1))
+        return nn.functional.scaled_dot_product_attention(query, x, x)[:, 0]
+
+
+def test_a_view_of_a_parameter_can_be_pooled_with():
+    assert flops.forward_flops(Pool(), torch.randn(2, 5, 8), torch.device("cpu")) == 2 * 8 * 8 + 2 * 2 * 5 * 8

@@ -186,6 +186,8 @@ def test_a_taught_run_that_resumes_ends_with_the_same_bits(place, flags):
         (["--data", "hard.jsonl", "--loss", "info_nce", "--set", "loss.guide=x"], "a guide is for pairs alone"),
         (["--loss", "matryoshka"], "loss.widths must be given for the loss 'matryoshka'"),
         (["--set", "loss.widths=[4]"], "loss.widths is for the losses matryoshka, got loss.name = 'clip'"),
+        (["--set", "loss.bias=-5"], "loss.bias is for the losses siglip, got loss.name = 'clip'"),
+        (["--loss", "dcl", "--set", "loss.tau_plus=0.2"], "loss.tau_plus is for the losses hcl, got loss.name = 'dcl'"),
         (["--loss", "distill"], "loss.teacher must be given"),
         (
             ["--loss", "sup_con", "--columns", "query=query", "document=positive"],

@@ -94,13 +94,32 @@ def trained(folder, photos, **changes):
     return runs.weights(made)
 
 
-def test_the_same_bits_whoever_reads_and_how_often(photos, monkeypatch):
+def test_the_same_bits_whoever_reads_and_how_often(photos):
     wanted = trained(photos / "plain", photos)
     assert runs.same_bits(trained(photos / "twice", photos, memory={"graphs": 0.0, "inputs": 0.0}), wanted) == []
     assert runs.same_bits(trained(photos / "threads", photos, workers=3), wanted) == []
+
+
+@pytest.mark.thorough
+def test_the_same_bits_if_processes_read(photos, monkeypatch):
+    wanted = trained(photos / "plain", photos)
     opened = functools.partial(_as_processes, readers.opened)
     monkeypatch.setattr(loop.readers, "opened", opened)
     assert runs.same_bits(trained(photos / "processes", photos, workers=1), wanted) == []
+
+
+def test_data_on_the_device_are_read_once_and_train_alike(photos, pool, monkeypatch):
+    wanted = trained(photos / "plain", photos, memory={"resident": 0.5}, augment=False)
+    assert runs.same_bits(trained(photos / "read", photos, augment=False), wanted) == []
+    read, reads = Shards.read, []
+    monkeypatch.setattr(Shards, "read", lambda self, index, side: reads.append(index) or read(self, index, side))
+    wanted = trained(photos / "crops", photos, memory={"resident": 0.5})
+    shown = 2 * loop.SAMPLES_SHOWN + 1
+    assert len(reads) == shown + 2 * 40  # the run has 60 samples
+    assert runs.same_bits(trained(photos / "twice", photos, memory={"resident": 0.5, "graphs": 0.0}), wanted) == []
+    for found in pool.run(_on_rank, 2, photos, {"memory": {"resident": 0.5}}):
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
 
 
 def _as_processes(opened, count, shared, *, processes):
@@ -109,14 +128,14 @@ def _as_processes(opened, count, shared, *, processes):
 
 def test_two_ranks_see_the_pictures_of_one(photos, pool):
     wanted = trained(photos / "one", photos)
-    for found in pool.run(_on_rank, 2, photos):
+    for found in pool.run(_on_rank, 2, photos, {}):
         for name, value in found.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
 
 
-def _on_rank(group, rank, photos):
+def _on_rank(group, rank, photos, changes):
     world = World(torch.device("cpu"), group)
-    made = runs.trainer(photos / "two", {"steps": 5}, pair=pair(), data=Shards(photos / "0.tar"), world=world)
+    made = runs.trainer(photos / "two", {"steps": 5, **changes}, pair=pair(), data=Shards(photos / "0.tar"), world=world)
     made.fit()
     return runs.weights(made)
 

@@ -39,6 +39,12 @@ def roles(towers: Any, chunk_size: Any, *, further_rows: bool = False) -> list[R
                 f"{role.name}[0] must be wrapped without static_graph=True, got a DistributedDataParallel with it, which "
                 "cannot skip a reduction; a cached step has a backward pass for every chunk and one reduction"
             )
+        for module in role.modules:
+            if type(module).__module__.split(".")[0] == "deepspeed":
+                raise ValueError(
+                    f"{role.name}[0] must be a module, or wrapped in DDP or FSDP2, got {type(module).__name__} of DeepSpeed, "
+                    "whose own backward pass reduces gradients; FSDP2 shards what ZeRO shards, and reduces once a step"
+                )
     counts = [len(role.source) for role in made]
     if len(set(counts)) > 1 and not further_rows:
         raise ValueError(

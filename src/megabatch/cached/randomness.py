@@ -4,6 +4,7 @@ Towers draw from PyTorch's generators of the CPU and of each device; some also f
 layer drop). All states are saved. A state that did not change between two chunks is stored once.
 """
 
+import importlib
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,7 @@ class States(NamedTuple):
 
 def capture(devices: Iterable[torch.device], before: States | None = None) -> States:
     """The current states; a state that equals the one in `before` is shared with it."""
-    numpy = sys.modules.get("numpy.random")
+    numpy = _numpy()
     now = States(
         torch.get_rng_state(),
         tuple((index, torch.cuda.get_rng_state(index)) for index in _cuda_indices(devices)),
@@ -49,7 +50,7 @@ def restore(states: States) -> None:
         torch.cuda.set_rng_state(state, index)
     random.setstate(states.python)
     if states.numpy is not None:
-        sys.modules["numpy.random"].set_state(states.numpy)
+        _numpy().set_state(states.numpy)
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def seed_host(seed: int) -> None:
     """Seeds the host generators of PyTorch, Python and NumPy; not those of devices."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    numpy = sys.modules.get("numpy.random")
+    numpy = _numpy()
     if numpy is not None:
         numpy.seed(seed % 2**32)
 
@@ -76,6 +77,11 @@ def _cuda_indices(devices: Iterable[torch.device]) -> list[int]:
         return []
     indices = {device.index for device in devices if device.type == "cuda" and device.index is not None}
     return sorted(indices | {torch.cuda.current_device()})
+
+
+def _numpy() -> Any:
+    """`numpy.random`, which NumPy imports at its first use: that may be inside a tower. None if NumPy was never imported."""
+    return importlib.import_module("numpy.random") if "numpy" in sys.modules else None
 
 
 def _same_numpy(first: Any, second: Any) -> bool:

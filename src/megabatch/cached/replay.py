@@ -320,6 +320,8 @@ def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any,
                 randomness.seed_host(seed)
             try:
                 sample = read(reference, torch.Generator().manual_seed(seed))
+            except ConnectionError:  # no fault of the sample; the message names the server
+                raise
             except Exception as error:
                 raise RuntimeError(
                     f"read failed for sample {position} ({reference!r}): {type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from megabatch.cached.sharding import shared_between_ranks
 from megabatch.cached.sources import Source, Span, TensorSource, as_source
 from megabatch.cached.streaming import closed_at_the_end
 from megabatch.cached.timing import DATA, phase
-from megabatch.cached.tower_io import Encoded, call, is_sharded, opened
+from megabatch.cached.tower_io import Encoded, call, is_sharded, opened, working_device
 
 DEVICE, HOST = "device", "host"
 
@@ -29,7 +29,7 @@ class Role:
         self.index, self.name, self.tower = index, f"towers[{index}]", tower
         self.modules = modules_of(tower)
         parameters = [p for module in self.modules for p in module.parameters()]
-        self.device = parameters[0].device if parameters else None
+        self.device = working_device(parameters[0]) if parameters else None
         self.source: Source = as_source(inputs, f"{self.name}[1]", self.device)
         inputs_train = isinstance(self.source, TensorSource) and self.source.requires_grad
         self.shared = shared_between_ranks(self.modules)
@@ -40,7 +40,7 @@ class Role:
         self.passes = len(self.spans)  # more if another rank has more chunks; the rest are dummy passes
         # A function whose modules are unknown counts as trained until a pass shows otherwise.
         self.trains = not self.modules or inputs_train or any(p.requires_grad for p in parameters)
-        self.devices = {p.device for p in parameters}  # whose random generators are replayed
+        self.devices = {working_device(p) for p in parameters}  # whose random generators are replayed
         self.states: dict[int, States] = {}
         self.kept: dict[int, Encoded] = {}
         self.graph_bytes: dict[tuple[Any, ...], int] = {}  # measured, by the shapes of a chunk's inputs

@@ -11,7 +11,8 @@ import torch
 
 from megabatch import names
 from megabatch.data import load as data
-from megabatch.data.dataset import Dataset
+from megabatch.data.dataset import IMAGE, TEXT, Dataset
+from megabatch.data.folders import Images, is_plain
 from megabatch.report import saved_run
 from megabatch.towers import Pair, load
 from megabatch.towers.load import image_size
@@ -35,28 +36,50 @@ class Chosen:
         return data.load(self.data, self.split, size=size) if self.data == "emoji" else self.dataset
 
 
-def choose(args: argparse.Namespace, device: torch.device) -> Chosen:
-    """Loads the model and the data that the arguments name."""
-    folder = _run_of(Path(args.model))
-    if folder is None and args.model != "small" and ":" not in args.model:
-        near = names.nearest(args.model, ["small"])
-        raise ValueError(
-            f"No such run or model: {args.model}{near}. Possible are the folder of a run; {'; '.join(names.MODELS)}"
-        )
+def choose(args: argparse.Namespace, device: torch.device, *, images_alone: bool = False) -> Chosen:
+    """Loads the model and the data that the arguments name.
+
+    Args:
+        args: see `commands.arguments.model`.
+        device: of the model.
+        images_alone: whether the data may be a folder of images without captions.
+    """
+    folder = run_of(args.model)
     spec, split, options = _data(args, folder)
+    alone = images_alone and is_plain(Path(spec))
+
+    def dataset(size: int | None) -> Dataset:
+        return Images(spec) if alone else data.load(spec, split, size=size, **options)
+
     if folder is not None:
-        pair = _loaded(Path(args.model), device)
-        dataset = data.load(spec, split, size=image_size(pair.name, pair.options), **options)
+        pair = load_pair(args.model, device)
+        found = dataset(image_size(pair.name, pair.options))
     else:
-        dataset = data.load(spec, split, size=image_size(args.model, {}), **options)
-        pair = load(args.model, dataset.sides)
-        for tower in pair.towers:
-            tower.module.to(device).eval()
-    return Chosen(pair, dataset, spec, split, folder)
+        found = dataset(image_size(args.model, {}))
+        pair = load_pair(args.model, device, found.sides)
+    return Chosen(pair, found, spec, split, folder)
+
+
+def load_pair(spec: str, device: torch.device, kinds: tuple[str, str] = (IMAGE, TEXT)) -> Pair:
+    """The model of a run, or towers by name for sides of these kinds."""
+    if run_of(spec) is not None:
+        return _loaded(Path(spec), device)
+    pair = load(spec, kinds)
+    for tower in pair.towers:
+        tower.module.to(device).eval()
+    return pair
+
+
+def run_of(spec: str) -> Path | None:
+    """The folder of the run, which the path may be in; None for towers by name; an error if it can be neither."""
+    folder = _run_of(Path(spec))
+    if folder is None and spec != "small" and ":" not in spec:
+        near = names.nearest(spec, ["small"])
+        raise ValueError(f"No such run or model: {spec}{near}. Possible are the folder of a run; {'; '.join(names.MODELS)}")
+    return folder
 
 
 def _run_of(path: Path) -> Path | None:
-    """The folder of the run, which the path may be in; None for towers by name."""
     if not path.is_dir():
         return None
     if path.name.startswith("step_"):

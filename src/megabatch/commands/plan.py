@@ -10,12 +10,15 @@ from megabatch.planning import gpus, step
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 2 if an argument is not understood."""
+    import torch
+
     from megabatch.planning import models, report
 
     try:
         setup = _setup(args)
-        model = models.model(args.model, image_size=args.image_size, length=args.length)
-        plan = step.make(model, setup, args.chunk)
+        frozen = step.AUTOCAST.get(setup.precision, torch.float32)
+        model = models.model(args.model, image_size=args.image_size, length=args.length, lora=args.lora, frozen=frozen)
+        plan = step.make(model, setup, args.chunk, checkpointing=args.checkpointing)
     except (ValueError, ModuleNotFoundError) as error:
         print(f"megabatch plan: {error}", file=sys.stderr)
         return 2

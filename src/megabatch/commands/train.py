@@ -14,8 +14,10 @@ from megabatch import extras, settings, towers
 from megabatch.cached import randomness
 from megabatch.commands.arguments.train import AUTO
 from megabatch.data import load as data
-from megabatch.data import tables
+from megabatch.data.columns import LABEL, NEGATIVE
 from megabatch.data.dataset import Dataset
+from megabatch.data.hub import PREFIX
+from megabatch.data.mix import BETWEEN
 from megabatch.towers.load import image_size
 from megabatch.trainer import config as configs
 from megabatch.trainer import run as runs
@@ -32,7 +34,7 @@ RUNS = Path("runs")
 PROBLEMS_NAMED = 5
 FLAGS = (  # that are settings
     *("data", "validation", "model", "batch_size", "chunk_size", "epochs", "steps", "precision", "seed", "workers", "compile"),
-    *("holdout", "evaluate_every", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm"),
+    *("holdout", "evaluate_every", "lora.rank", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm"),
 )
 
 
@@ -80,7 +82,7 @@ def _given(args: argparse.Namespace) -> list[settings.Table]:
     if args.columns is not None:
         flags["data_options"] = {"columns": args.columns}
         if args.validation is not None and not set(args.validation) & set(data.WITH_SPLITS):
-            needed = {role: name for role, name in args.columns.items() if role not in (tables.NEGATIVE, tables.LABEL)}
+            needed = {role: name for role, name in args.columns.items() if role not in (NEGATIVE, LABEL)}
             flags["validation_options"] = {"columns": needed}
     read = settings.read(args.config) if args.config is not None else {}
     return [read, flags, *(settings.assignment(text) for text in args.set)]
@@ -103,8 +105,10 @@ def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
 
 
 def _run_name(source: str) -> str:
-    """The name of a run on this data: the file's name, or the folder's for a pattern of files."""
-    path = Path(source)
+    """The name of a run on this data: the file's name, the folder's for a pattern of files, "mix" for several sources."""
+    if BETWEEN in source:
+        return "mix"
+    path = Path(source.removeprefix(PREFIX))
     chosen = path.parent if any(mark in path.name for mark in "{*?[") else path
     return re.sub(r"[^\w.-]+", "-", chosen.stem).strip(".-") or "run"
 
@@ -165,7 +169,7 @@ def _trainer(config: TrainConfig, folder: Path, world: World, args: argparse.Nam
     split = "train" if config.holdout else None
     dataset = data.load(config.data, split, size=size, holdout=config.holdout, **config.data_options)
     validation = _validation(config, size)
-    pair = towers.load(config.model, dataset.sides, **config.model_options)
+    pair = towers.load(config.model, dataset.sides, lora=config.lora, **config.model_options)
     if world.rank == 0:
         both = (problem for read in (dataset, *validation.values()) for problem in getattr(read, "problems", ()))
         _name_problems(list(dict.fromkeys(both)))  # one file may be both
@@ -224,6 +228,10 @@ def _observers(args: argparse.Namespace) -> list[Observer]:
         from megabatch.display.tensorboard import TensorBoardLog
 
         made.append(TensorBoardLog())
+    if not args.no_report:
+        from megabatch.report.live import LiveReport
+
+        made.append(LiveReport())
     if args.wandb:
         from megabatch.display.wandb import WandbLog
 

@@ -1,8 +1,10 @@
-"""Cached files, written atomically."""
+"""Cached files, written atomically, and locks that processes hold on them."""
 
+import fcntl
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,33 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
     return value
 
 
-def write(path: Path, save: Callable[[Any], None]) -> None:
-    """Writes a temporary file and renames it, so that readers see the old file or the new one, never a part."""
+def write(path: Path, save: Callable[[Any], Any], *, durable: bool = True) -> None:
+    """Writes a temporary file and renames it, so that readers see the old file or the new one, never a part.
+
+    If the machine stops, a file that is not `durable` may be left empty or cut off; a durable one is flushed to the disk first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         with temporary.open("xb") as file:
             save(file)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Holds a lock and gives the number of its open file. It holds against threads too: `flock` belongs to the opened file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with suppress(OSError):  # a file system without locks: work may be done twice
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield number
+    finally:
+        os.close(number)

@@ -54,6 +54,30 @@ class RandomCrop:
         w = min(width, max(1, round((wanted * ratio) ** 0.5)))
         return Box(int(down * (height - h + 1)), int(right * (width - w + 1)), h, w, self.flip and mirror < 0.5)
 
+    def parts(self, numbers: Tensor, shapes: Tensor) -> Tensor:  # (n, NUMBERS), (n,) width over height -> (n, 5)
+        """`box` of many images, in fractions of their sides: top, left, height, width; then -1 if mirrored, else 1."""
+        area, shape, down, right, mirror = numbers.unbind(1)
+        wanted = self.area[0] + area * (self.area[1] - self.area[0])
+        low, high = (math.log(limit) for limit in self.shape)
+        ratio = (low + shape * (high - low)).exp()
+        height = (wanted * shapes / ratio).sqrt().clamp_max(1.0)
+        width = (wanted * ratio / shapes).sqrt().clamp_max(1.0)
+        side = torch.where((mirror < 0.5) & self.flip, -1.0, 1.0)
+        return torch.stack([down * (1 - height), right * (1 - width), height, width, side], 1)
+
+    def many(self, images: Tensor, parts: Tensor) -> Tensor:  # (n, 3, H, W) float32, (n, 5) -> (n, 3, *size) float32
+        """The crops of images that are little larger than a crop: sampled bilinearly, without antialiasing.
+
+        Positions are from -1 to 1. Not by `F.affine_grid`: autocast would round its matrix product, by up to half a pixel.
+        """
+        top, left, height, width, side = (part[:, None] for part in parts.unbind(1))
+        down, right = ((2 * torch.arange(n, device=images.device) + 1) / n - 1 for n in self.size)
+        y = height * down + 2 * top + height - 1  # (n, size[0])
+        x = width * side * right + 2 * left + width - 1  # (n, size[1])
+        whole = len(images), *self.size
+        grid = torch.stack([x[:, None].expand(whole), y[:, :, None].expand(whole)], 3)
+        return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
     def one(self, image: Tensor, box: Box) -> Tensor:  # (3, H, W) uint8 -> (3, *size) uint8
         """The crop of an image."""
         part = image[None, :, box.top : box.top + box.height, box.left : box.left + box.width]
@@ -85,9 +109,11 @@ class TrainingImages:
 
     def inputs(self, crops: list[Tensor], device: torch.device | None) -> dict[str, Tensor]:  # (n, 3, *size) float32
         """The inputs of the tower, on `device` (None for the CPU): normalised crops. Bytes are copied, not floats."""
-        device = device or torch.device("cpu")
-        pixels = joined(crops, device).float()
-        factor, offset = _normalisation(self.mean, self.deviation, device)
+        return self.normalised(joined(crops, device or torch.device("cpu")).float())
+
+    def normalised(self, pixels: Tensor) -> dict[str, Tensor]:  # (n, 3, *size) float32
+        """The inputs of the tower, from crops with values of bytes, which are overwritten."""
+        factor, offset = _normalisation(self.mean, self.deviation, pixels.device)
         return {self.key: torch.addcmul(offset, pixels, factor, out=pixels)}
 
 

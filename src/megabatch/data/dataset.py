@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megabatch.cached.replay import Checked, ReplaySource, checksum, sample_seed
+from megabatch.cached.sources import Source
 
 if TYPE_CHECKING:
     from megabatch.data.crops import TrainingImages
@@ -76,6 +77,10 @@ class Dataset(ABC):
     def name(self, index: int) -> str:
         """The name of a sample, for messages and contact sheets."""
 
+    def place(self, index: int) -> str | None:
+        """The path or address of the image of a sample; None if it has no file of its own."""
+        return None
+
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
         """An id per sample; samples with equal ids are not each other's negatives. None if all differ."""
         return None
@@ -99,7 +104,7 @@ class Dataset(ABC):
         augment: bool = True,
         workers: int | Executor = 0,
         hold: int = 0,
-    ) -> ReplaySource:
+    ) -> Source:
         """One side of some samples as a source of a tower's inputs, identical each time they are read.
 
         Args:

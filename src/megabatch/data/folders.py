@@ -1,4 +1,4 @@
-"""A folder of images for each class: the caption of an image is the name of its folder, with spaces for underscores."""
+"""Folders of images: one for each class, whose name is the caption, with spaces for underscores; or one of images alone."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megabatch.data import images
 from megabatch.data.dataset import Dataset, UnreadableSampleError
+from megabatch.names import TABLES
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
@@ -52,6 +53,10 @@ class Folders(Dataset):
         """The image's path in the folder."""
         return str(self._files[self.check(index)].relative_to(self.path))
 
+    def place(self, index: int) -> str:
+        """The image's path."""
+        return str(self._files[self.check(index)])
+
     def ids(self, indices: Any) -> Tensor:  # (n,) int64
         """Images of one class are not each other's negatives."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
@@ -59,6 +64,29 @@ class Folders(Dataset):
     def classes(self) -> Tensor:  # (samples,) int64
         """Images of one class have the same text."""
         return self._ids
+
+
+class Images(Folders):
+    """Images without captions, to search or embed. In place of a caption is the name of the file.
+
+    Args:
+        path: of the folder; images of folders in it belong to it too.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        Dataset.__init__(self)
+        self.path = Path(path)
+        self._files = sorted(file for file in self.path.rglob("*") if is_image(file))
+        self._classes = [str(file.relative_to(self.path)) for file in self._files]
+        self._ids = torch.arange(len(self._files))
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a folder has images, and beside them nothing that could be captions or shards."""
+    if not path.is_dir():
+        return False
+    files = [entry for entry in path.iterdir() if entry.is_file()]
+    return any(map(is_image, files)) and not any(file.suffix in (".tar", ".txt", ".json", *TABLES) for file in files)
 
 
 def class_folders(path: Path) -> list[Path]:

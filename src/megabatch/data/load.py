@@ -1,14 +1,19 @@
-"""Datasets by name: "emoji", "wordnet", a table of pairs, or a pattern of shards."""
+"""Datasets by name: "emoji", "wordnet", tables of pairs, shards, folders of images, and mixtures of them."""
 
 import inspect
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from megabatch import extras, names
+from megabatch.data import hub, mix
 from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.data.demo import emoji, wordnet
 from megabatch.data.folders import Folders, class_folders
+from megabatch.data.places import place
+from megabatch.data.remote import Url
+from megabatch.data.rows import captioned
 from megabatch.data.shards import Shards
 from megabatch.data.split import parts
 from megabatch.data.tables import Table
@@ -26,8 +31,16 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
         holdout: fraction of files that is held out: split "test" is this part, "train" the rest.
         size: pixels of a side of emoji; photographs keep their size.
         options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
-            `Shards`.
+            `Shards`. Of a mixture they hold for all sources; those of one source are a table under its number, from "1" on.
     """
+    if mix.BETWEEN in spec and not os.path.exists(spec):  # a Path refuses long names
+        specs, weights = mix.parsed(spec)
+        common = {name: value for name, value in options.items() if not name.isdecimal()}
+        if wrong := [name for name in options if name.isdecimal() and not 1 <= int(name) <= len(specs)]:
+            raise ValueError(f"options of a source must have its number, from 1 to {len(specs)}, got {wrong[0]}")
+        own = [{**common, **options.get(str(number), {})} for number in range(1, len(specs) + 1)]
+        sources = [load(one, split, size=size, holdout=holdout, **own[i]) for i, one in enumerate(specs)]
+        return mix.Mix(sources, weights)
     if holdout and spec in WITH_SPLITS:
         raise ValueError(f"holdout must be 0 for {spec}, which has a test split of its own, got {holdout}")
     if spec == "emoji":
@@ -49,27 +62,49 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
         raise ValueError(
             f"split must be left out for files, got {split!r} for {spec!r}; {' and '.join(WITH_SPLITS)} have splits"
         )
-    if spec.endswith(".tar"):
-        extras.load("PIL.Image", extra="data", purpose="Reading images")
-        return Shards(spec, **_known(Shards, options))
-    if Path(spec).exists() or spec.endswith(names.TABLES):
-        return _from_place(Path(spec), options)
-    raise ValueError(f"No such data: {spec}. Possible are: {'; '.join(names.DATA)}")
+    return _from_files(spec, options)
 
 
-def _from_place(path: Path, options: dict[str, Any]) -> Dataset:
-    """A table, or all shards of a folder."""
-    shards = sorted(path.glob("*.tar")) if path.is_dir() else []
-    if shards:
+def _from_files(spec: str, options: dict[str, Any]) -> Dataset:
+    if spec.startswith(hub.PREFIX) or hub.is_saved(spec.partition("@")[0]):
+        return _with_images(hub.HubDataset, spec.removeprefix(hub.PREFIX), options)
+    path = place(spec)
+    if path.suffix == ".tar" and not (isinstance(path, Path) and path.is_dir()):
+        return _with_images(Shards, spec, options)
+    if path.suffix in names.TABLES:
+        return _with_images(Table, spec, options)
+    if isinstance(path, Url):
+        return _from_folder(path, options)
+    if not path.is_dir():
+        if path.exists():
+            return _with_images(Table, spec, options)  # says which endings a table may have
+        raise ValueError(f"No such data: {spec}. Possible are: {'; '.join(names.DATA)}")
+    if shards := sorted(path.glob("*.tar")):
+        return _with_images(Shards, shards, options)
+    if any(entry.suffix in names.TABLES for entry in path.iterdir()) or captioned(path) or not class_folders(path):
+        return _with_images(Table, path, options)
+    return _with_images(Folders, path, options)
+
+
+def _from_folder(folder: Url, options: dict[str, Any]) -> Dataset:
+    """The shards of a remote folder, or its table."""
+    if shards := (folder / "*.tar").matches():
+        return _with_images(Shards, shards, options)
+    tables = [table for ending in names.TABLES for table in (folder / f"*{ending}").matches()]
+    if len(tables) != 1:
+        found = ", ".join(table.name for table in tables) or "none"
+        raise ValueError(
+            f"{folder} must have shards (.tar) or one table ({', '.join(names.TABLES)}), got {found}; name the file"
+        )
+    return _with_images(Table, tables[0].address, options)
+
+
+def _with_images(kind: type[Dataset], files: Any, options: dict[str, Any]) -> Dataset:
+    """The dataset; if it has images, the package that reads them must be installed."""
+    made: Dataset = kind(files, **_known(kind, options))  # type: ignore[call-arg]
+    if IMAGE in made.sides:
         extras.load("PIL.Image", extra="data", purpose="Reading images")
-        return Shards(shards, **_known(Shards, options))
-    if path.is_dir() and not any(entry.suffix in names.TABLES for entry in path.iterdir()) and class_folders(path):
-        extras.load("PIL.Image", extra="data", purpose="Reading images")
-        return Folders(path, **_known(Folders, options))
-    table = Table(path, **_known(Table, options))
-    if IMAGE in table.sides:
-        extras.load("PIL.Image", extra="data", purpose="Reading images")
-    return table
+    return made
 
 
 def _known(kind: type[Dataset], options: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.cached.replay import ReplaySource
+from megabatch.cached.sources import Source
 from megabatch.data.dataset import Dataset, Preparation
 from megabatch.data.tables import Table
 
@@ -37,7 +37,7 @@ class WithNegatives(Dataset):
         """As the table's."""
         return self.table.ids(indices)
 
-    def source(self, indices: Sequence[int], side: int, preparation: Preparation, **options: Any) -> ReplaySource:
+    def source(self, indices: Sequence[int], side: int, preparation: Preparation, **options: Any) -> Source:
         """The second side is longer by the negatives, in the order of `Table.negatives_of`."""
         further = self.table.negatives_of(indices).tolist() if side == 1 else []
         return self.table.source([*indices, *further], side, preparation, **options)

@@ -4,6 +4,7 @@ Batches are numbered through all epochs, and batch number b is known without tho
 of an epoch from one number, and the batches are the same on one rank as on eight: rank r has a stretch of each of them.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,12 +24,49 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """Samples of several sources, numbered one source after another.
+
+    Args:
+        parts: of each source the number of samples, or the size of each shard.
+        weights: share of each source in an epoch; they need not sum to one.
+    """
+
+    parts: tuple[int | tuple[int, ...], ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        known = len(self.weights) == len(self.parts) and all(0 <= weight < math.inf for weight in self.weights)
+        if not known or not any(self.weights):
+            raise ValueError(
+                f"weights must be a number of at least 0 for each of {len(self.parts)} sources, got {self.weights}"
+            )
+
+    def shares(self) -> list[int]:
+        """Samples of each source in an epoch, which has as many as all sources together; the largest remainders round up."""
+        total, whole = sum(map(_count, self.parts)), sum(self.weights)
+        exact = [total * weight / whole for weight in self.weights]
+        found = [int(share) for share in exact]
+        for number in sorted(range(len(found)), key=lambda i: found[i] - exact[i])[: total - sum(found)]:
+            found[number] += 1
+        return found
+
+
+def _count(samples: "int | tuple[int, ...] | Mixture") -> int:
+    if isinstance(samples, Mixture):
+        return sum(map(_count, samples.parts))
+    return samples if isinstance(samples, int) else sum(samples)
+
+
+@dataclass(frozen=True)
 class Order:
     """Shuffled batches of samples. The last, incomplete batch of an epoch is dropped.
 
     Args:
         samples: number of samples; or the size of each shard. Shards are then shuffled, and samples within `window` shards
-            at a time, so that few shards are read at once.
+            at a time, so that few shards are read at once. Of a mixture, each source is shuffled like this on its own, and the
+            sources take turns at random.
         batch_size: pairs in a batch, over all ranks.
         seed: of the run.
         rank: of this process.
@@ -36,7 +74,7 @@ class Order:
         window: shards whose samples are shuffled together.
     """
 
-    samples: int | tuple[int, ...]
+    samples: int | tuple[int, ...] | Mixture
     batch_size: int
     seed: int = 0
     rank: int = 0
@@ -45,7 +83,7 @@ class Order:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        total = self.samples if isinstance(self.samples, int) else sum(self.samples)
+        total = _count(self.samples)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if total < self.batch_size:
@@ -58,7 +96,7 @@ class Order:
     @property
     def batches_per_epoch(self) -> int:
         """Complete batches in an epoch."""
-        return (self.samples if isinstance(self.samples, int) else sum(self.samples)) // self.batch_size
+        return _count(self.samples) // self.batch_size
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Batches `start` to `stop - 1`, or without end."""
@@ -78,6 +116,8 @@ class Order:
         generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch))
         if isinstance(self.samples, int):
             return torch.randperm(self.samples, generator=generator)
+        if isinstance(self.samples, Mixture):
+            return self._mixed(self.samples, epoch, generator)
         sizes = torch.tensor(self.samples, dtype=torch.int64)
         starts = sizes.cumsum(0) - sizes
         groups = torch.randperm(len(sizes), generator=generator).tolist()
@@ -87,3 +127,21 @@ class Order:
             members = torch.cat([torch.arange(int(starts[g]), int(starts[g] + sizes[g])) for g in together])
             parts.append(members[torch.randperm(len(members), generator=generator)])
         return torch.cat(parts)
+
+    def _mixed(self, mixture: Mixture, epoch: int, generator: torch.Generator) -> Tensor:  # (samples,) int64
+        shares = mixture.shares()
+        turns = torch.arange(len(shares)).repeat_interleave(torch.tensor(shares))
+        turns = turns[torch.randperm(len(turns), generator=generator)]
+        found, first = torch.empty_like(turns), 0
+        for number, (part, share) in enumerate(zip(mixture.parts, shares, strict=True)):
+            own = Order(part, 1, sample_seed(self.seed, number), window=self.window)
+            found[turns == number] = first + own.stretch(epoch * share, share)
+            first += _count(part)
+        return found
+
+    def stretch(self, start: int, count: int) -> Tensor:  # (count,) int64
+        """Samples `start` to `start + count - 1` of all epochs, one after another."""
+        size, end, found = _count(self.samples), start + count, [torch.empty(0, dtype=torch.int64)]
+        for epoch in range(start // size, -(-end // size)):
+            found.append(self.epoch(epoch)[max(start - epoch * size, 0) : end - epoch * size])
+        return torch.cat(found)

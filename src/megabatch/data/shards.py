@@ -1,59 +1,63 @@
-"""webdataset shards as img2dataset writes them: tar files of images and captions, with random access.
+"""webdataset shards as img2dataset writes them: tar files of images and captions, with random access, local or remote.
 
 Each shard's table of contents (name, offset and size of each member) is made once and cached. Samples can then be read in any
 order, by any rank or worker, and again for a second pass. The tables are memory-mapped, so all readers of a machine share them,
-and a shard stays open between samples. `groups` is the number of samples of each shard; `Order` uses it
-to shuffle so that few shards are read at a time.
+and a local shard stays open between samples. The table of a remote shard needs all blocks that have a member's header: the
+whole shard, unless images are larger than a block. `groups` is the number of samples of each shard; `Order` uses it to shuffle
+so that few shards are read at a time.
 
 Damaged data does not end a run. Of a truncated shard the intact samples are used; samples without image or caption are skipped;
 `problems` lists both. An image that cannot be decoded is found when it is read, and listed in `failures`.
 """
 
 import bisect
-import glob
 import hashlib
 import itertools
 import json
-import os
 import tarfile
-import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megabatch import extras
 from megabatch.data import cache, images
 from megabatch.data.dataset import Dataset, UnreadableSampleError
+from megabatch.data.places import OpenFiles, Place, expanded, identity
+from megabatch.data.remote import RemoteError, Url
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 TEXTS = ("txt", "json")  # the caption, or img2dataset's JSON with the key "caption"
 _FORMAT = 2  # version of the cached tables of contents
+REMOTE_SHARDS = 16  # whose tables of contents are made at once
 
 
 class Shards(Dataset):
     """Images and captions in tar files.
 
     Args:
-        shards: paths of tar files; or one pattern with `*` or braces, as in "data/{00000..00099}.tar".
+        shards: paths or addresses of tar files; or one pattern with `*` or braces, as in "s3://bucket/{00000..00099}.tar".
         caption_ids: whether samples with equal captions are not each other's negatives. The captions of each batch are then
             read once more.
         cache_folder: for tables of contents (default: `cache.folder()`).
     """
 
     def __init__(
-        self, shards: str | Path | Sequence[str | Path], *, caption_ids: bool = False, cache_folder: str | Path | None = None
+        self,
+        shards: str | Path | Sequence[str | Place],
+        *,
+        caption_ids: bool = False,
+        cache_folder: str | Path | None = None,
     ) -> None:
         super().__init__()
         self.problems: list[str] = []  # missing shards and samples, by name
         self._caption_ids = caption_ids
-        self.paths: list[Path] = []
+        self.paths: list[Place] = []
         self._tables: list[dict[str, Any]] = []
         folder = Path(cache_folder or cache.folder())
-        for path in expanded(shards):
-            table, problems = _contents(path, folder / "shards")
+        for path, (table, problems) in _all_contents(expanded(shards), folder / "shards"):
             self.problems += problems
             if table is not None and len(table["places"]):
                 self.paths.append(path)
@@ -83,7 +87,10 @@ class Shards(Dataset):
         offset, size, kind = self._tables[shard]["places"][row, side].tolist()
         name = f"{self._name(shard, row)}.{(IMAGES, TEXTS)[side][kind]}"
         try:
-            data = self._files.read(self.paths[shard], offset, size)
+            path = self.paths[shard]
+            data = path.read(offset, size) if isinstance(path, Url) else self._files.read(path, offset, size)
+        except RemoteError:
+            raise
         except OSError as error:
             raise UnreadableSampleError(f"{name} cannot be read: {error.strerror}") from error
         if len(data) < size:
@@ -117,7 +124,7 @@ class Shards(Dataset):
         return shard, index - (self._ends[shard - 1] if shard else 0)
 
 
-def _reopened(paths: list[Path], caption_ids: bool, folder: Path, groups: tuple[int, ...]) -> Shards:
+def _reopened(paths: list[Place], caption_ids: bool, folder: Path, groups: tuple[int, ...]) -> Shards:
     shards = Shards(paths, caption_ids=caption_ids, cache_folder=folder)
     if shards.groups != groups:
         raise RuntimeError(f"shards must not change while they are read, got {len(shards)} samples instead of {sum(groups)}")
@@ -129,70 +136,30 @@ def text_id(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
 
 
-def expanded(shards: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The paths that match a pattern; no match is an error. A plain path need not exist."""
-    if not isinstance(shards, str | Path):
-        paths = [Path(path) for path in shards]
-    else:
-        pattern = str(shards)
-        if "{" in pattern:
-            found: Iterable[str] = extras.load(
-                "webdataset.shardlists", extra="webdataset", purpose="A pattern of shards with braces"
-            ).expand_urls(pattern)
-        else:
-            found = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
-        paths = [Path(path) for path in found]
-    if not paths:
-        raise FileNotFoundError(f"shards must name tar files, got {shards!r}, which matches none")
-    return paths
+_Contents = tuple[dict[str, Any] | None, list[str]]
 
 
-class OpenFiles:
-    """Reads parts of files, the last few of which stay open. Threads may share it; a copy in another process opens its own."""
-
-    def __init__(self, most: int = 64) -> None:
-        self._most = most
-        self._open: dict[Path, _OpenFile] = {}
-        self._lock = threading.Lock()
-
-    def read(self, path: Path, offset: int, size: int) -> bytes:
-        """Bytes of a file; fewer than `size` at its end."""
-        with self._lock:
-            file = self._open.pop(path, None) or _OpenFile(path)
-            self._open[path] = file  # the last one used comes last
-            if len(self._open) > self._most:
-                del self._open[next(iter(self._open))]
-        return os.pread(file.number, size, offset)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has no open files."""
-        return OpenFiles, (self._most,)
+def _all_contents(paths: list[Place], folder: Path) -> Iterable[tuple[Place, _Contents]]:
+    """The tables of contents of all shards; of remote ones several at once."""
+    if not any(isinstance(path, Url) for path in paths):
+        return ((path, _contents(path, folder)) for path in paths)
+    with ThreadPoolExecutor(REMOTE_SHARDS, thread_name_prefix="megabatch-shards") as threads:
+        return list(zip(paths, threads.map(lambda path: _contents(path, folder), paths), strict=True))
 
 
-class _OpenFile:
-    """An open file, which is closed when no thread uses it any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
-
-
-def _contents(path: Path, folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+def _contents(path: Place, folder: Path) -> _Contents:
     """The table of contents of one shard, cached until the file changes, and its problems."""
     try:
-        status = path.stat()
+        name, version, size = identity(path)
+    except RemoteError:
+        raise
     except OSError as error:
         return None, [f"shard {path} cannot be read: {error.strerror}"]
-    name = hashlib.blake2b(str(path.resolve()).encode(), digest_size=12).hexdigest()
-    place = folder / f"{name}-{_FORMAT}-{status.st_size}-{status.st_mtime_ns}.pt"
-    table: dict[str, Any] = cache.kept(place, lambda: _listed(path, status.st_size))
+    table: dict[str, Any] = cache.kept(folder / f"{name}-{_FORMAT}-{size}-{version}.pt", lambda: _listed(path, size))
     return table, table["problems"]
 
 
-def _listed(path: Path, length: int) -> dict[str, Any]:
+def _listed(path: Place, length: int) -> dict[str, Any]:
     """Of each sample with both sides: its key, UTF-8 in one tensor, and offset, size and kind of each side's member."""
     members, problems = _members(path, length)
     keys, places = [], []
@@ -215,13 +182,13 @@ def _listed(path: Path, length: int) -> dict[str, Any]:
     }
 
 
-def _members(path: Path, length: int) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str]]:
+def _members(path: Place, length: int) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str]]:
     """(key, extension) → offset and size of every complete member; the key is the name up to its first dot."""
     members: dict[str, dict[str, tuple[int, int]]] = {}
     problems: list[str] = []
     end = 0
     try:
-        with tarfile.open(path, "r:") as archive:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 if not member.isfile():
@@ -235,6 +202,8 @@ def _members(path: Path, length: int) -> tuple[dict[str, dict[str, tuple[int, in
                     problems.append(f"sample {path.name}:{key} has {ending} twice; the first is used")
                 else:
                     members[key][ending] = (member.offset_data, member.size)
+    except RemoteError:
+        raise
     except (tarfile.TarError, OSError, EOFError) as error:
         if not any("is cut off" in problem for problem in problems):
             problems.append(f"shard {path} is not a whole tar file: {error}; what comes before is used")
@@ -243,7 +212,7 @@ def _members(path: Path, length: int) -> tuple[dict[str, dict[str, tuple[int, in
     return members, problems
 
 
-def _ends_at(path: Path, end: int) -> bool:
+def _ends_at(path: Place, end: int) -> bool:
     """Whether the final block of zeros is there. `tarfile` does not report a truncated file without it."""
     with path.open("rb") as file:
         file.seek(end)

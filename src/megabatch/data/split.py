@@ -78,6 +78,10 @@ class Part(Dataset):
         """As in the whole."""
         return self.whole.name(int(self.indices[self.check(index)]))
 
+    def place(self, index: int) -> str | None:
+        """As in the whole."""
+        return self.whole.place(int(self.indices[self.check(index)]))
+
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
         """As in the whole."""
         return self.whole.ids(self.indices[torch.as_tensor(indices, dtype=torch.int64)].tolist())

@@ -103,9 +103,9 @@ def legend(axes: Any, **style: Any) -> None:
         axes.legend(**{"frameon": False, "fontsize": 8, "labelcolor": INK} | style)
 
 
-def bars(axes: Any, values: Sequence[tuple[str, float]], form: str = "%.0f") -> None:
+def bars(axes: Any, values: Sequence[tuple[str, float]], form: str = "%.0f", colours: str | Sequence[str] = GREEN) -> None:
     """A horizontal bar for each (name, value), from top to bottom, with its value beside it."""
-    drawn = axes.barh([name for name, _ in values], [value for _, value in values], color=GREEN)
+    drawn = axes.barh([name for name, _ in values], [value for _, value in values], color=colours)
     axes.bar_label(drawn, fmt=form, padding=3, color=INK)
     axes.invert_yaxis()
     axes.margins(x=0.15)

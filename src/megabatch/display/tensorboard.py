@@ -1,13 +1,17 @@
 """A run's numbers for TensorBoard, in the folder `tensorboard` of the run: `tensorboard --logdir RUNS`."""
 
 import contextlib
+import logging
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megabatch import extras
 
+LOG = logging.getLogger("megabatch")
 FOLDER = "tensorboard"
+ADDRESS = "http://localhost:6006"  # TensorBoard's own default
 _NOT_DRAWN = ("step", "epoch", "pairs", "seconds")  # counters
 
 
@@ -37,6 +41,7 @@ class TensorBoardLog:
         config = run.folder / "config.toml"
         if config.is_file():
             self._writer.add_text("config", "".join(f"    {line}\n" for line in config.read_text("utf-8").splitlines()))
+        LOG.info("curves: tensorboard --logdir %s, then %s in a browser", shlex.quote(str(self._folder)), ADDRESS)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step has ended."""

@@ -1,5 +1,6 @@
 """Embeddings of samples for evaluation and search: chunk by chunk, without gradients and augmentation."""
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -50,6 +51,17 @@ def embedded(
         with evaluating(tower.module):
             found = call(tower.module, inputs)
         yield found  # outside of `evaluating`: the caller may train between chunks
+
+
+def readable(
+    tower: Tower, dataset: Dataset, side: int, indices: range, *, chunk_size: int, workers: int | Executor
+) -> Iterator[Tensor]:  # (n, D) each
+    """The same with NaN for unreadable samples, which find nothing and are never found."""
+    position = 0
+    for chunk in embedded(tower, dataset, side, indices, chunk_size=chunk_size, workers=workers):
+        usable = dataset.usable(indices[position : position + len(chunk)]).to(chunk.device)
+        position += len(chunk)
+        yield chunk.masked_fill(~usable[:, None], math.nan)
 
 
 @torch.no_grad()

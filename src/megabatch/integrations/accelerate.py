@@ -10,6 +10,11 @@ from megabatch.integrations.wrapping import Towers, everyone, routed, whole
 
 __all__ = ["cached_backward", "everyone", "whole"]
 
+_INSTEAD = {
+    "FSDP": "; fsdp_version: 2 in the accelerator's settings is FSDP2",
+    "DEEPSPEED": ", whose backward pass would reduce gradients once for each chunk. FSDP2 shards what ZeRO shards and reduces "
+    "once a step: fsdp_version: 2 in the accelerator's settings, with fsdp_offload_params as for ZeRO-Offload",
+}
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP")
 
 
@@ -41,7 +46,7 @@ def cached_backward(
     kind = accelerator.distributed_type.value
     if kind not in _KINDS or (kind == "FSDP" and not accelerator.is_fsdp2):
         name = "FSDP in its first version" if kind == "FSDP" else kind
-        raise ValueError(f"accelerator must use one process, DDP or FSDP2, got {name}")
+        raise ValueError(f"accelerator must use one process, DDP or FSDP2, got {name}{_INSTEAD.get(kind, '')}")
     steps: int = accelerator.gradient_accumulation_steps
     with accelerator.autocast():
         share = plain_cached_backward(

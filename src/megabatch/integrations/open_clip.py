@@ -45,17 +45,18 @@ class Installed(AbstractContextManager["Installed"]):
     """The effect of `install`. Use it in a `with` statement, or call `uninstall`, to restore open_clip's own losses.
 
     Attributes:
-        replaced: open_clip's classes that are replaced in its factory, by name.
+        replaced: open_clip's classes that are replaced, by name.
     """
 
-    def __init__(self, factory: Any, replaced: dict[str, type[nn.Module]]) -> None:
-        self._factory = factory
+    def __init__(self, modules: Sequence[Any], replaced: dict[str, type[nn.Module]]) -> None:
+        self._modules = modules
         self.replaced = replaced
 
     def uninstall(self) -> None:
         """Restores open_clip's own classes."""
-        for name, theirs in self.replaced.items():
-            setattr(self._factory, name, theirs)
+        for module in self._modules:
+            for name, theirs in self.replaced.items():
+                setattr(module, name, theirs)
         self.replaced = {}
 
     def __exit__(self, *error: object) -> None:
@@ -66,19 +67,25 @@ class Installed(AbstractContextManager["Installed"]):
         """For the log of a run."""
         if not self.replaced:
             return "open_clip.create_loss builds open_clip's losses"
-        names = ", ".join(self.replaced)
-        return f"open_clip.create_loss now builds megabatch's {names}; CoCaLoss stays open_clip's own"
+        who = (
+            "open_clip.create_loss and open_clip's tasks now build"
+            if len(self._modules) > 1
+            else "open_clip.create_loss now builds"
+        )
+        return f"{who} megabatch's {', '.join(self.replaced)}; CoCaLoss stays open_clip's own"
 
 
 def install() -> Installed:
     """Makes `open_clip.create_loss` build the losses of this library, for scripts that take their loss from there.
 
     Three names in `open_clip.factory` are replaced: `ClipLoss`, `SigLipLoss` and `DistillClipLoss`. A script that imported
-    `create_loss` before gets the new losses, too. `CoCaLoss` stays open_clip's. If open_clip's losses take arguments that ours
-    do not have, an error is raised and nothing is replaced.
+    `create_loss` before gets the new losses, too. In open_clip 4 they are also replaced in `open_clip.loss`, where its tasks
+    (`CLIPTask`, `SigLIPTask`, `CLAPTask`) take them from when they are built. `CoCaLoss` stays open_clip's. If open_clip's
+    losses take arguments that ours do not have, an error is raised and nothing is replaced.
 
     With `--accum-freq k` open_clip's loop computes the loss of the whole batch once for each of the k parts, and adds the
-    gradients of scale and bias k times. A loss built with such arguments divides these gradients by k.
+    gradients of scale and bias k times. A loss built with such arguments, or called by a task's `compute_accum_loss`, divides
+    these gradients by k.
 
         print(install())
         open_clip_train.main.main(sys.argv[1:])
@@ -93,20 +100,26 @@ def install() -> Installed:
     for loss in _LOSSES:
         if loss.__name__ in replaced:
             _same_arguments(replaced[loss.__name__], loss)
-    for name, build in _BUILDERS.items():
-        setattr(factory, name, build)
-    return Installed(factory, replaced)
+    modules = [factory]
+    if extras.installed("open_clip.task"):
+        modules.append(extras.load("open_clip.loss", extra="open_clip", purpose="Installing losses in open_clip"))
+    for module in modules:
+        for name, build in _BUILDERS.items():
+            setattr(module, name, build)
+    return Installed(modules, replaced)
 
 
 def _builder(kind: type[nn.Module]) -> Callable[..., nn.Module]:
-    """The replacement of open_clip's class in its factory: builds our loss, for the accumulation that the caller asks for."""
+    """The replacement of open_clip's class: builds our loss, for the accumulation that the caller asks for."""
 
     @wraps(kind, updated=())
     def build(*args: Any, **kwargs: Any) -> nn.Module:
-        loss = kind(*args, **kwargs)
-        parts = _accumulated_parts(sys._getframe(1))
+        loss, caller = kind(*args, **kwargs), sys._getframe(1)
+        parts = _accumulated_parts(caller)
         if parts > 1:
             loss.register_forward_pre_hook(partial(_shared_by_parts, parts), with_kwargs=True)
+        elif caller.f_globals.get("__name__", "").startswith("open_clip.task"):
+            loss.register_forward_pre_hook(_shared_by_the_parts_of_a_task, with_kwargs=True)
         return loss
 
     return build
@@ -139,6 +152,20 @@ def _shared_by_parts(
                 alias.register_hook(lambda gradient: gradient / parts)  # type: ignore[no-untyped-call]
                 given.arguments[name] = alias
     return given.args, given.kwargs
+
+
+def _shared_by_the_parts_of_a_task(
+    loss: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The same for a loss that a task's `compute_accum_loss` calls; the concatenation tells the number of parts."""
+    if torch.compiler.is_compiling():
+        return None
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_code.co_name != "compute_accum_loss":
+        caller = caller.f_back
+    node = next((value.grad_fn for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 2), None)
+    parts = 1 if caller is None or node is None else len(node.next_functions)
+    return _shared_by_parts(parts, loss, args, kwargs) if parts > 1 else None
 
 
 def _has_one_fresh_part(features: Tensor, parts: int) -> bool:
@@ -188,8 +215,9 @@ def cached_backward(
     causal. Models that are compiled, sharded by FSDP2 or of another kind get texts of full width.
 
     Args:
-        model: an open_clip `CLIP` or `CustomTextCLIP`; it may be wrapped in DDP, sharded by FSDP2, or compiled.
-        images: (N, 3, H, W), or a `Source`.
+        model: an open_clip `CLIP`, `CustomTextCLIP` or `CLAP` (audio); it may be wrapped in DDP, sharded by FSDP2, or compiled.
+            A task of open_clip 4 has it as `task.trainable_module`.
+        images: (N, 3, H, W), a dict of NaFlex patches, the dict of audio of a `CLAP`, or a `Source`.
         texts: (N, L) token ids, or a `Source`.
         loss: `ClipLoss`, `SigLipLoss` or `DistillClipLoss`, megabatch's or open_clip's; called with `output_dict=True`.
         teacher: for `DistillClipLoss`, the model to distil from; it gets no gradient.
@@ -206,7 +234,8 @@ def cached_backward(
         if one is not None:
             cut = _Cut.of(one)
             cuts += [] if cut is None else [cut]
-            towers += [(partial(encode, one, "image"), images), (partial(encode, one, "text"), _by_length(texts, cut))]
+            first = partial(encode, one, _first_side(one))
+            towers += [(first, images), (partial(encode, one, "text"), _by_length(texts, cut))]
     sizes *= len(towers) // 2
     losses: dict[str, Tensor] = {}
 
@@ -281,16 +310,22 @@ def _numbers(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def _features(model: Callable[..., Any], side: str, inputs: Tensor) -> Tensor:  # (n, D)
-    """Features of one side, through the model's wrapper."""
-    output = model(**{side: inputs})
+def _first_side(model: Any) -> str:
+    """What the model compares with texts: images, or audio."""
+    module = unwrapped(model)
+    return "audio" if hasattr(module, "encode_audio") and not hasattr(module, "encode_image") else "image"
+
+
+def _features(model: Callable[..., Any], side: str, /, *inputs: Any, **named: Any) -> Tensor:  # (n, D)
+    """Features of one side, through the model's wrapper. Inputs that are a dict, such as NaFlex' patches, come by name."""
+    output = model(**{side: named or inputs[0]})
+    known = (f"{_first_side(model)}_features", "text_features", "logit_scale", "logit_bias")
     if not isinstance(output, dict):
-        names = ("image_features", "text_features", "logit_scale", "logit_bias")
-        output = dict(zip(names, output, strict=False))
-    unknown = output.keys() - {"image_features", "text_features", "logit_scale", "logit_bias"}
+        output = dict(zip(known, output, strict=False))
+    unknown = output.keys() - set(known)
     if unknown:
         raise TypeError(
-            f"model must be an open_clip CLIP or CustomTextCLIP, whose loss depends on features alone, got "
+            f"model must be an open_clip CLIP, CustomTextCLIP or CLAP, whose loss depends on features alone, got "
             f"{type(unwrapped(model)).__name__}, which also returns {', '.join(sorted(unknown))}"
         )
     features: Tensor = output[f"{side}_features"]
@@ -298,8 +333,8 @@ def _features(model: Callable[..., Any], side: str, inputs: Tensor) -> Tensor:  
 
 
 @torch.no_grad()
-def _taught(teacher: Callable[..., Any], side: str, inputs: Tensor) -> Tensor:  # (n, E)
-    return _features(teacher, side, inputs)
+def _taught(teacher: Callable[..., Any], side: str, /, *inputs: Any, **named: Any) -> Tensor:  # (n, E)
+    return _features(teacher, side, *inputs, **named)
 
 
 _PREFIX = "module."  # DDP's, which open_clip writes when it trains on several processes and accepts everywhere

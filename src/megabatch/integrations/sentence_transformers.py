@@ -34,7 +34,7 @@ from sentence_transformers import MultiVectorEncoder, SentenceTransformer  # noq
 from sentence_transformers.sentence_transformer import losses as originals  # noqa: E402
 from sentence_transformers.util import cos_sim, dot_score  # noqa: E402
 
-__all__ = ["CachedGISTEmbedLoss", "CachedMultipleNegativesRankingLoss"]
+__all__ = ["CachedGISTEmbedLoss", "CachedMultipleNegativesRankingLoss", "CachedMultipleNegativesSymmetricRankingLoss"]
 
 QUERY_TO_DOC, DOC_TO_QUERY, DOC_TO_DOC = "query_to_doc", "doc_to_query", "doc_to_doc"
 _CONTRASTS: dict[str, Contrast] = {
@@ -234,6 +234,39 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
 
     def _group(self) -> Any:
         return default_group() if self.gather_across_devices else None
+
+
+class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRankingLoss):
+    """sentence-transformers' loss of this name: the mean of both directions, each with a softmax of its own.
+
+    The same as `CachedMultipleNegativesRankingLoss` with `directions=("query_to_doc", "doc_to_query")` and
+    `partition_mode="per_direction"`.
+
+    Args:
+        model: a SentenceTransformer.
+        scale: factor of the similarities.
+        similarity_fct: `cos_sim` or `dot_score`.
+        mini_batch_size: texts encoded at once.
+        kwargs: all other arguments of `CachedMultipleNegativesRankingLoss`.
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        scale: float = 20.0,
+        similarity_fct: Any = cos_sim,
+        mini_batch_size: int = 32,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            scale=scale,
+            similarity_fct=similarity_fct,
+            mini_batch_size=mini_batch_size,
+            directions=(QUERY_TO_DOC, DOC_TO_QUERY),
+            partition_mode="per_direction",
+            **kwargs,
+        )
 
 
 class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):

@@ -57,7 +57,11 @@ def whole(parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import Partial
 
     sharded: Any = parameter
-    found: Tensor = sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)
+    mesh = sharded.device_mesh
+    found: Tensor = sharded.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if found.requires_grad:
+        # The mean as a sum of shares: `Partial("avg")` is a sum in PyTorch 2.8 with gloo.
+        found.register_hook(lambda gradient: gradient / mesh.size())  # type: ignore[no-untyped-call]
     return found
 
 

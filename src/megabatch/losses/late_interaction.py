@@ -154,11 +154,11 @@ def _of_pairs(negatives: Tensor, match: Tensor) -> Tensor:  # (N,) each
 
 
 def _several(negatives: Tensor | Tokens | Sequence[Tensor | Tokens] | None) -> Sequence[Tensor | Tokens]:
-    if negatives is not None and not isinstance(negatives, Tensor | Sequence):
+    if negatives is not None and not isinstance(negatives, (Tensor, Sequence)):
         raise TypeError(f"negatives must be a tensor, Tokens or a list of these, got {type(negatives).__name__}")
     if negatives is None:
         return ()
-    return [negatives] if isinstance(negatives, Tensor | Tokens) else negatives
+    return [negatives] if isinstance(negatives, (Tensor, Tokens)) else negatives
 
 
 def _flat(value: Tensor | Tokens) -> Tensor | Tokens:

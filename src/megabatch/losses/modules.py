@@ -90,8 +90,8 @@ class ClipLoss(nn.Module):
 class SigLipLoss(nn.Module):
     """`siglip_loss` with the constructor and the call of `open_clip.SigLipLoss`.
 
-    `dist_impl` chooses how open_clip moves the texts between ranks, and `cache_labels` is not used there either: they are
-    accepted and change nothing.
+    `dist_impl` chooses how open_clip moves the texts between ranks, `chunk_size` (open_clip 4) how many texts it compares at
+    once, and `cache_labels` is not used there either: they are accepted and change nothing.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class SigLipLoss(nn.Module):
         rank: int = 0,
         world_size: int = 1,
         dist_impl: str | None = None,
+        chunk_size: int | None = None,
     ) -> None:
         super().__init__()
         if dist_impl is not None and dist_impl not in _DIST_IMPLS:
@@ -109,6 +110,7 @@ class SigLipLoss(nn.Module):
         self.rank = rank
         self.world_size = world_size
         self.dist_impl = dist_impl
+        self.chunk_size = chunk_size
 
     @overload
     def forward(

@@ -58,7 +58,7 @@ def checked(value: Any, query: Tensor, ids: Tensor | None, *, against_keys: bool
     """
     if value is None:
         return ()
-    several = not isinstance(value, Tensor | Negatives)
+    several = not isinstance(value, (Tensor, Negatives))
     if several and not isinstance(value, Sequence):
         raise TypeError(f"negatives must be a tensor, Negatives, a sequence of these or None, got {type(value).__name__}")
     named = [(f"negatives[{i}]", part) for i, part in enumerate(value)] if several else [("negatives", value)]

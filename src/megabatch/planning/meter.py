@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+
+from megabatch.flops import flops
 
 ALLOCATION_UNIT = 512  # bytes, of PyTorch's allocator for CUDA
 
@@ -40,15 +41,6 @@ _IN_FLOAT32: set[Callable[..., Any]] = {
     Tensor.norm,
 }
 
-_FLOPS: dict[Any, Any] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *rest, out_shape=None, **more: sdpa_flop(
-        q, k, v
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda dout, q, k, v, *rest, out_shape=None, **more: sdpa_backward_flop(dout, q, k, v)
-    ),
-}
-
 
 class Meter(TorchDispatchMode):
     """Bytes alive now and at the peak, and operations so far, of tensors made inside `metered`."""
@@ -57,21 +49,17 @@ class Meter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = 0
         self.peak = 0
+        self.operations = 0  # floating-point, of matrix products, convolutions and attention
         self._seen: set[int] = set()
-        self._counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
-
-    @property
-    def operations(self) -> int:
-        """Floating-point operations of matrix products, convolutions and attention."""
-        return int(self._counter.get_total_flops())
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
         """Leaves these tensors out: they existed before."""
         self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts the storages of all tensors that an operator returns."""
+        """Counts the storages of all tensors that an operator returns, and its operations."""
         result = func(*args, **(kwargs or {}))
+        self.operations += flops(func, args, kwargs or {}, result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._seen:
                 storage = tensor.untyped_storage()
@@ -91,7 +79,7 @@ class Meter(TorchDispatchMode):
 def metered(meter: Meter, half: torch.dtype | None) -> Iterator[None]:
     """Counts tensors made inside the context; `half` is autocast's type, or None. Use it inside `nowhere`."""
     autocast = torch.autocast("cpu", dtype=half or torch.bfloat16, enabled=half is not None)
-    with autocast, _Float32(half is not None), meter._counter, meter:
+    with autocast, _Float32(half is not None), meter:
         yield
 
 

@@ -20,6 +20,7 @@ from megabatch.names import MODELS
 from megabatch.planning.choices import STAND_IN, number
 from megabatch.planning.meter import nowhere, without_data
 from megabatch.towers.demo import SmallConfig, SmallImageTower, SmallTextTower
+from megabatch.towers.lora import LoraConfig, store_frozen
 
 SMALL_TEXT_GRAMS = 64  # n-grams of a name or a short sentence
 MOST_LAYERS = 1000
@@ -53,6 +54,11 @@ class Model:
         return sum(p.numel() for p in self._each_once())
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of these parameters."""
+        return sum(p.numel() * p.element_size() for p in self._each_once())
+
+    @property
     def trained(self) -> int:
         """Number of parameters that are trained."""
         return sum(p.numel() for p in self._each_once() if p.requires_grad)
@@ -61,14 +67,25 @@ class Model:
         return {id(p): p for side in self.sides for p in side.module.parameters()}.values()
 
 
-def model(spec: str, *, image_size: int | None = None, length: int | None = None) -> Model:
+def model(
+    spec: str,
+    *,
+    image_size: int | None = None,
+    length: int | None = None,
+    lora: int = 0,
+    frozen: torch.dtype = torch.float32,
+) -> Model:
     """The towers of a name, or of parameter counts.
 
     Args:
         spec: a name of `towers.load`, or `STAND_IN`.
         image_size: pixels of a side; None for the model's own.
         length: tokens of a text; None for the model's own.
+        lora: rank of the adapters of a transformers model, which are trained in place of its weights; 0 for none.
+        frozen: the type that weights beside adapters are stored in.
     """
+    if lora and not spec.startswith(("hf:", "hf-config:")):
+        raise ValueError(f'lora must be left out for models other than "hf:" and "hf-config:", got {lora} for {spec!r}')
     family, _, name = spec.partition(":")
     with torch.device("meta"), _offline():
         if spec == "small":
@@ -76,7 +93,7 @@ def model(spec: str, *, image_size: int | None = None, length: int | None = None
         elif family == "open_clip" and name:
             made = _open_clip(name.partition("@")[0], image_size, length)
         elif family in ("hf", "hf-config") and name:
-            made = _huggingface(spec, image_size, length)
+            made = _huggingface(spec, image_size, length, lora)
         elif spec[:1].isdigit():
             made = _stand_ins(spec)
         else:
@@ -86,6 +103,8 @@ def model(spec: str, *, image_size: int | None = None, length: int | None = None
             without_data(module)
         if family in ("hf", "hf-config"):
             _freeze_unused(made)
+        if lora:
+            store_frozen([side.module for side in made], frozen)
     return Model(spec, made)
 
 
@@ -154,7 +173,7 @@ def _no_word_of_missing_weights() -> Iterator[None]:
         logging.disable(before)
 
 
-def _huggingface(spec: str, image_size: int | None, length: int | None) -> tuple[Side, Side]:
+def _huggingface(spec: str, image_size: int | None, length: int | None, lora: int) -> tuple[Side, Side]:
     from megabatch.towers.huggingface import random_encoders, read_configs
     from megabatch.towers.huggingface_inputs import height_and_width, longest
 
@@ -164,7 +183,7 @@ def _huggingface(spec: str, image_size: int | None, length: int | None) -> tuple
     most = getattr(configs[-1], "max_position_embeddings", None)
     if length is not None and most is not None and length > most:
         raise ValueError(f"length must be at most {most} tokens for {spec!r}, got {length}")
-    encoders = random_encoders(configs, spec)
+    encoders = random_encoders(configs, spec, LoraConfig(lora) if lora else None)
     tokens = length or longest(configs[-1])
 
     def texts(n: int) -> dict[str, Tensor]:

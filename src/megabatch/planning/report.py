@@ -54,10 +54,16 @@ def advice(plan: Plan) -> str:
     dense, ours = plan.largest(LOCAL, REPLAY), plan.largest(MEGABATCH, REPLAY)
     if ours == 0:
         return f"Not even one pair a GPU fits in chunks of {plan.chunk}: try fsdp, a smaller chunk, or more memory."
-    return (
+    said = (
         f"A cached step with chunks of {plan.chunk} holds {gib(activations)} GiB of activations at any batch size.\n"
         f"Its limit is {dense:,} pairs with a dense loss and {ours:,} with megabatch, which holds no similarity matrix."
     )
+    if plan.checkpointed_chunk > plan.chunk:
+        said += (
+            f"\nChunks this small may leave the GPU idle. With activation checkpointing {plan.checkpointed_chunk} samples fit, "
+            'for one more forward pass; training measures which is faster (memory.checkpointing = "auto").'
+        )
+    return said
 
 
 def text(plan: Plan, batch: int) -> str:
@@ -65,11 +71,14 @@ def text(plan: Plan, batch: int) -> str:
     setup = plan.setup
     pair = sum(tower.forward_operations for tower in plan.encoders)
     shared = f"{setup.nodes} × {setup.per_node}" if setup.nodes > 1 else f"{setup.per_node}"
-    size = f"{plan.model.parameters / 1e6:.0f} M parameters, {pair / 1e9:.1f} GFLOP a pair forward"
+    trained, parameters = plan.model.trained, plan.model.parameters
+    learns = "" if 2 * trained > parameters else f", {trained / 1e6:.1f} M of them trained"
+    size = f"{parameters / 1e6:.0f} M parameters{learns}, {pair / 1e9:.1f} GFLOP a pair forward"
     about = [
         f"Model     {plan.model.name}: {size}, embeddings of {plan.encoders[0].width}",
         f"GPUs      {shared} × {setup.gpu.name}: {gib(setup.gpu.usable)} GiB usable of each",
-        f"Training  {setup.precision}, {setup.optimizer}, sharding {setup.sharding}, chunks of {plan.chunk}",
+        f"Training  {setup.precision}, {setup.optimizer}, sharding {setup.sharding}, chunks of {plan.chunk}"
+        + (", activation checkpointing" if plan.checkpointing else ""),
     ]
     tables = [_largest_batches(plan), _memory(plan, batch), _seconds(plan, batch)]
     parts = [verdict(plan, batch) + "\n" + advice(plan), "\n".join(about), *(table.text() for table in tables), _notes(plan)]
@@ -81,9 +90,12 @@ def data(plan: Plan, batch: int) -> dict[str, Any]:
     return {
         "model": plan.model.name,
         "parameters": plan.model.parameters,
+        "trained_parameters": plan.model.trained,
         "setup": asdict(plan.setup),
         "usable_bytes": plan.setup.gpu.usable,
         "chunk": plan.chunk,
+        "checkpointing": plan.checkpointing,
+        "checkpointed_chunk": plan.checkpointed_chunk,
         "batch": batch,
         "verdict": verdict(plan, batch),
         "towers": [asdict(tower) for tower in plan.encoders],

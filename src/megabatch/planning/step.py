@@ -18,6 +18,7 @@ from megabatch.planning.gpus import Gpu
 from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, Shape
 from megabatch.planning.models import Model
 from megabatch.planning.ring import Cluster, Link
+from megabatch.towers.blocks import set_checkpointing
 
 DEVICE, HOST, REPLAY = "device", "host", "replay"
 SOURCES = (DEVICE, HOST, REPLAY)
@@ -28,6 +29,9 @@ SYSTEMS = (VANILLA, LOCAL, INF_CL, MEGABATCH)
 # Chunk sizes that a plan chooses from: the largest whose activations take at most this share of a GPU. Larger chunks gain
 # nothing, because the matrix products already keep the device busy.
 CHUNKS, CHUNK_SHARE = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2), 0.2
+
+# Smaller chunks may leave the device idle. Training then measures whether activation checkpointing is faster.
+BUSY_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ class Plan:
     setup: Setup
     encoders: tuple[Encoder, ...]
     chunk: int
+    checkpointing: bool = False  # whether activations are computed again in the backward pass
+    checkpointed_chunk: int = 0  # samples that would fit with it, where chunks are small without; else 0
 
     # Memory
 
@@ -139,27 +145,27 @@ class Plan:
     @cached_property
     def states(self) -> Memory:
         """Memory held between steps, and the gradients."""
-        whole, trained = self.model.parameters * FLOAT, self.model.trained * FLOAT
+        whole, trained = self.model.weight_bytes, self.model.trained * FLOAT
         ranks, sharding = self.setup.ranks, self.setup.sharding
         optimizer = trained * OPTIMIZERS[self.setup.optimizer] / (ranks if sharding != "none" else 1)
         if sharding == "fsdp":
             # FSDP gathers one layer and prefetches the next; gradients stay unsharded until the last chunk.
-            return Memory(whole / ranks + 2 * self.largest_layer * FLOAT, trained, optimizer)
+            return Memory(whole / ranks + 2 * self.largest_layer_bytes, trained, optimizer)
         buckets = trained if ranks > 1 else 0  # DDP's
         return Memory(whole, trained + buckets, optimizer)
 
     @cached_property
-    def largest_layer(self) -> int:
-        """Parameters of the largest block that is repeated, or of the largest module with parameters of its own."""
+    def largest_layer_bytes(self) -> int:
+        """Bytes of the largest block that is repeated, or of the largest module with parameters of its own."""
         blocks = [
-            sum(p.numel() for p in child.parameters())
+            sum(p.numel() * p.element_size() for p in child.parameters())
             for side in self.model.sides
             for stack in side.module.modules()
             if isinstance(stack, torch.nn.ModuleList | torch.nn.Sequential)
             for child in stack
         ]
         own = [
-            sum(p.numel() for p in part.parameters(recurse=False))
+            sum(p.numel() * p.element_size() for p in part.parameters(recurse=False))
             for side in self.model.sides
             for part in side.module.modules()
         ]
@@ -271,22 +277,40 @@ class Plan:
         exposed = max(0.0, averaging - hidden_by)
         if self.setup.sharding == "fsdp":
             # FSDP gathers the weights for each chunk in both forward passes and in backward; each costs half an all-reduce.
-            gathering = ring.averaging_seconds(self.setup.all_links, self.model.parameters * FLOAT) / 2
+            gathering = ring.averaging_seconds(self.setup.all_links, self.model.weight_bytes) / 2
             passes, work = (3, 2 * forward + backward) if cached else (2, forward + backward)
             exposed += max(0.0, passes * chunks * gathering - work)
         return exposed
 
 
-def make(model: Model, setup: Setup, chunk: int | None = None) -> Plan:
-    """Measures the towers; chooses a chunk size if none is given."""
-    half = AUTOCAST.get(setup.precision)
+def make(model: Model, setup: Setup, chunk: int | None = None, *, checkpointing: bool = False) -> Plan:
+    """Measures the towers; chooses a chunk size if none is given.
+
+    Args:
+        model: the towers.
+        setup: GPUs and training options.
+        chunk: samples encoded at once.
+        checkpointing: whether the towers' blocks compute their activations again in the backward pass.
+    """
+    half, modules = AUTOCAST.get(setup.precision), [side.module for side in model.sides]
+    set_checkpointing(modules, checkpointing)
     if chunk is None:
-        tried = [encoder.measure(side, 32, half) for side in model.sides[: 1 if model.is_one_tower else 2]]
-        room = CHUNK_SHARE * setup.gpu.usable
-        chunk = next((c for c in CHUNKS if max(tower.backward.at(c) for tower in tried) <= room), CHUNKS[-1])
+        chunk = _chunk(model, setup)
     first = encoder.measure(model.sides[0], chunk, half)
     second = replace(first, name=model.sides[1].name) if model.is_one_tower else encoder.measure(model.sides[1], chunk, half)
-    return Plan(model, setup, (first, second), chunk)
+    larger = 0
+    if chunk < BUSY_CHUNK and not checkpointing:
+        set_checkpointing(modules, True)
+        larger = _chunk(model, setup)
+        set_checkpointing(modules, False)
+    return Plan(model, setup, (first, second), chunk, checkpointing, larger)
+
+
+def _chunk(model: Model, setup: Setup) -> int:
+    half = AUTOCAST.get(setup.precision)
+    tried = [encoder.measure(side, 32, half) for side in model.sides[: 1 if model.is_one_tower else 2]]
+    room = CHUNK_SHARE * setup.gpu.usable
+    return next((c for c in CHUNKS if max(tower.backward.at(c) for tower in tried) <= room), CHUNKS[-1])
 
 
 def on(plan: Plan, nodes: int, per_node: int) -> Plan:

@@ -19,8 +19,8 @@ def curves(run: SavedRun) -> str:
         told = f'No curves: matplotlib is not installed; pip install "megabatch[{plots.EXTRA}]" installs it.'
         return pages.section(title, pages.faint(told))
     drawn = [
-        _metric(run, "Loss", "loss", zero=False, smooth=True),
-        _recalls(run),
+        loss(run),
+        recalls(run),
         _metric(run, "Learning rate", "learning_rate"),
         _metric(run, "Scale", "scale", zero=False),
         _metric(run, "Bias", "bias", zero=False),
@@ -31,6 +31,11 @@ def curves(run: SavedRun) -> str:
         _phases(run),
     ]
     return pages.section(title, pages.figures(one for one in drawn if one is not None))
+
+
+def loss(run: SavedRun) -> tuple[str, Any] | None:
+    """The loss of each step, in words and as a figure; None if there is none."""
+    return _metric(run, "Loss", "loss", zero=False, smooth=True)
 
 
 def known(run: SavedRun, key: str) -> list[float]:
@@ -88,7 +93,7 @@ def _phases(run: SavedRun) -> tuple[str, Any] | None:
     return "Time by phase: " + ", ".join(f"{name} {share:.1f} %" for name, share in shares), figure
 
 
-def _recalls(run: SavedRun) -> tuple[str, Any] | None:
+def recalls(run: SavedRun) -> tuple[str, Any] | None:
     """One colour for each k; the direction of the headline solid, the other dashed."""
     last = run.evaluations[-1]["evaluation"] if run.evaluations else {}
     first = metrics.headline(last)

@@ -25,7 +25,7 @@ NAME = "report.html"
 PICTURE_LIMIT = 160  # pixels: photographs are scaled down to this side length
 
 
-def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Callable[[Path], Pair] = load_saved) -> Path:
+def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Callable[[Path], Pair] | None = load_saved) -> Path:
     """Writes report.html into a run's folder and returns its path.
 
     Reads the files in the folder and, for the gallery, the test data. A missing file leaves its section out.
@@ -33,7 +33,8 @@ def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Calla
     Args:
         folder: the run's folder.
         queries: texts to search for in the gallery, before captions of the test data.
-        load: returns the model of the folder (default: `model.safetensors`); "megabatch report" takes a newer checkpoint.
+        load: returns the model of the folder (default: `model.safetensors`); "megabatch report" takes a newer checkpoint. None
+            leaves the gallery out.
 
     Example: `write_report("runs/emoji", ["smiling cat"])`
     """
@@ -45,7 +46,7 @@ def write_report(folder: str | Path, queries: Sequence[str] = (), *, load: Calla
         _warnings(run),
         curves(run),
         _evaluation(run),
-        _gallery(run, queries, load),
+        "" if load is None else _gallery(run, queries, load),
         _setting(run),
         _again(run),
         _credits(run),
@@ -103,11 +104,11 @@ def _evaluation(run: SavedRun) -> str:
     return pages.section(f"Evaluation after step {numbers.count(last['step'])}", pages.table(metrics.table(last["evaluation"])))
 
 
-def _setting(run: SavedRun) -> str:
-    """Date, hardware, versions, sizes and time: what a citation of the numbers needs."""
+def setting(run: SavedRun) -> Table | None:
+    """Date, hardware, versions, sizes and time: what a citation of the numbers needs; None if the run has not written them."""
     about, machine = run.environment, run.environment.get("machine", {})
     if not about:
-        return ""
+        return None
     resumed = f", last resumed {about['last_start']}" if about["last_start"] != about["started"] else ""
     gpu = f"{about['processes']} × {machine['gpu']}" if about["device"] == "cuda" else ""
     towers = ", ".join(f"{side} tower {numbers.count(count)}" for side, count in about["parameters_of"].items())
@@ -133,7 +134,12 @@ def _setting(run: SavedRun) -> str:
         ("time", "" if seconds is None else numbers.duration(seconds)),
         ("time by phase", ", ".join(f"{name} {share:.1f} %" for name, share in phases)),
     ]
-    return pages.section("Setting", pages.table(Table(["", ""], [[name, told] for name, told in rows if told], names=(1,))))
+    return Table(["", ""], [[name, told] for name, told in rows if told], names=(1,))
+
+
+def _setting(run: SavedRun) -> str:
+    found = setting(run)
+    return "" if found is None else pages.section("Setting", pages.table(found))
 
 
 def _gallery(run: SavedRun, queries: Sequence[str], load: Callable[[Path], Pair]) -> str:

@@ -55,15 +55,22 @@ class Tokens:
 
     def __init__(self, tokenizer: Any, longest: int) -> None:
         self._tokenizer, self.longest = tokenizer, longest
+        tokenizer.padding_side = "right"  # chunks of similar length are cut there
+        if tokenizer.pad_token is None:  # of many decoders
+            tokenizer.pad_token = tokenizer.eos_token
 
     def prepare(self, text: str, generator: torch.Generator | None) -> str:
         """As it is."""
         return text
 
     def collate(self, samples: list[str]) -> dict[str, Tensor]:
-        """A chunk, padded to its longest."""
+        """A chunk, padded to its longest; an empty text has one token, the padding's."""
         tokens = self._tokenizer(samples, padding=True, truncation=True, max_length=self.longest, return_tensors="pt")
-        return {key: tokens[key] for key in ("input_ids", "attention_mask")}
+        ids, mask = (tokens[key].long() for key in ("input_ids", "attention_mask"))
+        if ids.shape[1] == 0:
+            ids, mask = ids.new_full((len(samples), 1), self._tokenizer.pad_token_id), mask.new_ones(len(samples), 1)
+        mask[:, 0] |= ~mask.any(1)
+        return {"input_ids": ids, "attention_mask": mask}
 
     def write(self, folder: Path) -> None:
         """The tokenizer's files."""

@@ -209,11 +209,11 @@ class _Texts:
     """Tokenizes each text where it is read, because open_clip's own tokenizer is Python code."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def prepare(self, text: str, generator: torch.Generator | None) -> bytes:
         """The tokens of a text, padded, as int32."""
-        tokens: bytes = self._tokenizer([text])[0].to(torch.int32).numpy().tobytes()
+        tokens: bytes = self.tokenizer([text])[0].to(torch.int32).numpy().tobytes()
         return tokens
 
     def collate(self, samples: list[bytes]) -> dict[str, Tensor]:
@@ -223,6 +223,6 @@ class _Texts:
 
     def write(self, folder: Path) -> None:
         """Writes a transformers tokenizer, which open_clip expects beside the model; its own tokenizers need no files."""
-        inner: Any = getattr(self._tokenizer, "tokenizer", None)
+        inner: Any = getattr(self.tokenizer, "tokenizer", None)
         if hasattr(inner, "save_pretrained"):
             inner.save_pretrained(folder)

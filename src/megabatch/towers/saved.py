@@ -2,8 +2,14 @@
 
 `model.safetensors` has both: the tensors, and in its header the name of the towers, scale and bias, in one atomic file.
 An open_clip model is saved under open_clip's own names, with its config beside it:
-`open_clip.create_model("local-dir:FOLDER")` loads it. Towers of transformers have their configs and tokenizers in folders
-beside it, so that nothing is downloaded again.
+`open_clip.create_model("local-dir:FOLDER")` loads it. A text encoder of transformers is saved under its own names, with config
+and tokenizer beside it: `AutoModel.from_pretrained(FOLDER)` and `SentenceTransformer(FOLDER)` load it. Two encoders of
+transformers have their configs and tokenizers in the folders `first` and `second`, and their weights in one file, so that they
+are never of different steps; `megabatch export` writes a model of each.
+
+Adapters are in the folders `first` and `second` too, as PEFT reads them, beside config and tokenizer: with these in the folder
+of the run, transformers would load a model without adapters. With LoRA on "hf:NAME" the file holds trained tensors only, and
+the rest is loaded by that name.
 """
 
 import dataclasses
@@ -17,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch import extras
+from megabatch import extras, settings
 from megabatch.data import cache
-from megabatch.towers import huggingface, open_clip
+from megabatch.towers import huggingface, lora, open_clip
 from megabatch.towers.load import adapted, load
+from megabatch.towers.sentence_transformer import write_tensors
 from megabatch.towers.tower import Pair
 from megabatch.world import World, default_group
 
@@ -50,12 +57,19 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "options": dict(pair.options),
             "logit_scale": pair.logit_scale,
             "logit_bias": pair.logit_bias,
+            "lora": dataclasses.asdict(pair.lora) if pair.lora is not None and not pair.lora.merge else None,
             "step": step,
         }
-        _keep(pair, place)
+        keep(pair, place)
+        if pair.lora is not None:
+            weights = _with_adapters(pair, weights, place)
+        if _is_one_model(pair):
+            huggingface.describe(pair, place)
         safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
-        data = safetensors.save(weights, {_HEADER: json.dumps(description, default=dataclasses.asdict)})
-        cache.write(place / WEIGHTS, lambda file: file.write(data))
+        # transformers asks for the format "pt".
+        about = {"format": "pt", _HEADER: json.dumps(description, default=dataclasses.asdict)}
+        parts = _sorted(safetensors.save(weights, about))
+        cache.write(place / WEIGHTS, lambda file: file.writelines(parts))
     return place / WEIGHTS
 
 
@@ -70,11 +84,13 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
     description, weights = _read(place / WEIGHTS)
     pair = _built(description, place)
     for prefix, module in _modules(pair).items():
-        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-        module.load_state_dict(own)
-        module.to(device).eval()
-    scale, bias = description["logit_scale"], description["logit_bias"]
-    return Pair(pair.first, pair.second, scale, bias, name=pair.name, options=pair.options)
+        own = _of(prefix, weights)
+        module.load_state_dict(own, strict=not pair.base_is_elsewhere)
+        if missing := lora.trained(module) - set(own) if pair.base_is_elsewhere else ():
+            raise ValueError(f"{place / WEIGHTS} must have all trained weights, got none for {', '.join(sorted(missing))}")
+    for tower in pair.towers:
+        tower.module.to(device).eval()
+    return dataclasses.replace(pair, logit_scale=description["logit_scale"], logit_bias=description["logit_bias"])
 
 
 def step(folder: str | Path) -> int | None:
@@ -92,16 +108,28 @@ def _built(description: dict[str, Any], place: Path) -> Pair:
     if family == "open_clip":
         return adapted(open_clip.load_folder(name, place), description["options"])
     if family in ("hf", "hf-config"):
-        folders = [place / side for side in SIDES if (place / side).is_dir()]
-        return adapted(huggingface.load_folders(description["name"], folders), description["options"])
+        adapters = settings.build(lora.LoraConfig, description["lora"]) if description.get("lora") else None
+        if family == "hf" and adapters is not None:
+            pair = huggingface.load(name, adapters)
+        else:
+            sides = SIDES if "+" in name else SIDES[:1] if adapters is not None else ("",)
+            folders = [place / side for side in sides]
+            pair = huggingface.load_folders(description["name"], folders, adapters)
+        return adapted(pair, description["options"])
     return load(description["name"], tuple(description["kinds"]), **description["options"])
+
+
+def _is_one_model(pair: Pair) -> bool:
+    """Whether the folder is a model of open_clip or transformers, with its names of weights and its files."""
+    known = pair.name.startswith(("open_clip:", "hf:", "hf-config:"))
+    return known and pair.first.module is pair.second.module and (pair.lora is None or pair.lora.merge)
 
 
 def _modules(pair: Pair) -> dict[str, nn.Module]:
     """The modules to save by the prefix of their tensors' names; a module of both sides occurs once."""
-    if pair.name.startswith("open_clip:"):
-        model: Any = pair.first.module
-        return {"": model.model}
+    if _is_one_model(pair):
+        encoder: Any = pair.first.module
+        return {"": encoder.model}
     if pair.first.module is pair.second.module:
         return {f"{SIDES[0]}.": pair.first.module}
     return {f"{side}.": tower.module for side, tower in zip(SIDES, pair.towers, strict=True)}
@@ -124,13 +152,50 @@ def _weights(pair: Pair) -> dict[str, Tensor]:
     return found
 
 
-def _keep(pair: Pair, place: Path) -> None:
+def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
+    """Writes adapters, or two merged models, into the folders of their towers; returns the weights of the pair's file."""
+    assert pair.lora is not None
+    found: dict[str, Tensor] = {}
+    for prefix, module in _modules(pair).items():
+        own, folder = _of(prefix, weights), place / prefix.rstrip(".")
+        inner = "model." if prefix else ""  # a tower of two has a projection beside its model
+        if pair.lora.merge:
+            own = lora.merged(module, own)
+            if prefix:
+                write_tensors(folder / WEIGHTS, _of(inner, own))
+        else:
+            write_tensors(folder / lora.ADAPTER_WEIGHTS, lora.adapter(_of(inner, own)))
+            model: Any = module.get_submodule(inner.rstrip("."))
+            model.peft_config[lora.NAME].save_pretrained(folder)
+            if pair.base_is_elsewhere:
+                names = lora.trained(module)
+                own = {key: value for key, value in own.items() if key in names}
+        found |= {prefix + key: value for key, value in own.items()}
+    return found
+
+
+def _of(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+
+
+def _sorted(data: bytes) -> tuple[bytes, memoryview]:
+    """A safetensors file as header and tensors, with its metadata sorted: safetensors writes them in random order."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text, memoryview(data)[end:]
+
+
+def keep(pair: Pair, place: Path) -> None:
+    """Writes the files, besides weights, that rebuild the towers and their preprocessing."""
     place.mkdir(parents=True, exist_ok=True)
-    together = pair.name.startswith("open_clip:")
+    one, shared = _is_one_model(pair), pair.first.module is pair.second.module
     for side, tower in zip(SIDES, pair.towers, strict=True):
-        shared = side == SIDES[1] and tower.module is pair.first.module and not together
-        if tower.keep is not None and not shared:
-            tower.keep(place if together else place / side)
+        if tower.keep is not None and (side == SIDES[0] or not shared):
+            tower.keep(place if one else place / side)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.data.crops import TrainingImages
+from megabatch.towers.lora import LoraConfig
 
 INITIAL_SCALE = 1 / 0.07  # CLIP's
 
@@ -37,11 +38,17 @@ class Pair:
     logit_bias: float | None = None  # for sigmoid losses
     name: str = ""  # argument of `load`
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load`
+    lora: LoraConfig | None = None  # of the adapters that are trained; None if there are none
 
     @property
     def towers(self) -> tuple[Tower, Tower]:
         """Both towers, in the order of a dataset's sides."""
         return self.first, self.second
+
+    @property
+    def base_is_elsewhere(self) -> bool:
+        """Whether frozen weights can be loaded again by the pair's name, so that its files hold trained weights only."""
+        return self.lora is not None and self.name.startswith("hf:")
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of both towers, each once."""

@@ -21,6 +21,7 @@ from torch import nn
 from megabatch.cached import randomness
 from megabatch.cached.tower_io import map_rows
 from megabatch.machine import ran_out_of_memory
+from megabatch.towers.blocks import layers
 from megabatch.trainer import patches
 from megabatch.trainer.fit import forward_backward
 from megabatch.world import World
@@ -106,26 +107,6 @@ def _encode(module: nn.Module, chunk: Any) -> None:
     finally:
         torch.clear_autocast_cache()
         module.zero_grad(set_to_none=True)  # also if memory ran out in the middle of backward
-
-
-def layers(module: nn.Module) -> list[nn.Module]:
-    """The parts of a tower that are compiled: the blocks of its lists of equal blocks, or else the tower itself."""
-    found: list[nn.Module] = []
-
-    def walk(part: nn.Module) -> None:
-        if isinstance(part, nn.ModuleList | nn.Sequential) and _repeats(list(part)):
-            found.extend(part)
-        else:
-            for child in part.children():
-                walk(child)
-
-    walk(module)
-    return found or [module]
-
-
-def _repeats(parts: list[nn.Module]) -> bool:
-    """Whether these are blocks of one class, made of several modules each."""
-    return len(parts) > 1 and len({type(part) for part in parts}) == 1 and all(any(part.children()) for part in parts)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from megabatch import settings
+from megabatch.towers.lora import LoraConfig
 from megabatch.trainer.checkpoint import CheckpointConfig
 from megabatch.trainer.fit import MemoryConfig
 from megabatch.trainer.objective import LossConfig
@@ -51,6 +52,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
@@ -74,6 +76,8 @@ class TrainConfig:
             raise ValueError(f"ema must be at least 0 and less than 1, got {self.ema}")
         if self.precision == "fp16" and self.parallel == "fsdp":
             raise ValueError('precision must be "bf16" or "fp32" with parallel "fsdp", got "fp16"')
+        if self.lora.quantize != "none" and self.parallel == "fsdp":
+            raise ValueError(f'lora.quantize must be "none" with parallel "fsdp", got {self.lora.quantize!r}; "ddp" takes it')
 
     def on(self, device: torch.device) -> "TrainConfig":
         """The settings with "auto" replaced where the device alone decides; `config.toml` keeps "auto"."""
@@ -115,6 +119,7 @@ FIXED = (
     "augment",
     "model",
     "model_options",
+    "lora",
     "lock",
     "keep_locked",
     "loss",
@@ -165,9 +170,13 @@ MEANINGS = {
     **dict.fromkeys(("micro_batch_size", "minibatch", "accum_freq"), "chunk_size"),
     **dict.fromkeys(("distributed", "strategy"), "parallel"),
     **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule.name"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "memory.checkpointing"),
+    **dict.fromkeys(("cpu_offload", "offload_params"), "memory.offload"),
+    **dict.fromkeys(("lora_rank", "lora_r"), "lora.rank"),
     "freeze": "lock",
 }
 
+ADAPTERS: settings.Table = {"optimizer": {"lr": 2e-4, "weight_decay": 0.0}}  # with LoRA, as in the QLoRA paper
 WARM_UPS = ("warm_up_steps", "warm_up_fraction")  # two ways to say one thing
 
 
@@ -175,7 +184,8 @@ def resolved(*given: Mapping[str, Any]) -> TrainConfig:
     """The settings of a run: the recipe for its model and data, overridden by the given tables, the last one winning."""
     asked = merged(*given)
     chosen = settings.build(TrainConfig, asked, meanings=MEANINGS)
-    return settings.build(TrainConfig, merged(recipe(chosen.model, chosen.data), asked))
+    of_adapters = ADAPTERS if chosen.lora.rank else {}
+    return settings.build(TrainConfig, merged(recipe(chosen.model, chosen.data), of_adapters, asked))
 
 
 def merged(*tables: Mapping[str, Any]) -> settings.Table:

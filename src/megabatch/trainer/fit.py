@@ -1,15 +1,19 @@
-"""Memory: the chunk size of each tower, and the budget for graphs.
+"""Memory: the chunk size of each tower, activation checkpointing, and the budget for graphs.
 
 The chunk size doubles while the next size surely fits into its fraction of the free memory. If memory runs out in training,
 both are halved and the step is repeated. A chunk only needs to keep the device busy; the rest of the memory is better spent on
 kept graphs, which save second passes, so the fraction is small. Checkpoints store the result, because another chunk size rounds
 differently, and a resumed run should give the same bits.
+
+Activation checkpointing needs one more forward pass, and makes room for larger chunks and for more kept graphs. Whether that
+is faster is measured: it is if chunks without it are too small to keep the device busy.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +23,7 @@ from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, free_memory
 from megabatch.cached.tower_io import call, count_rows, local, map_rows, opened
 from megabatch.evaluation.embedding import evaluating
 from megabatch.machine import available_memory, ran_out_of_memory
+from megabatch.towers.blocks import set_checkpointing
 from megabatch.world import World
 
 ON_CPU = 256  # samples: enough for two cores (docs/log.md, "Emoji"), and little memory
@@ -33,24 +38,30 @@ class MemoryConfig:
     chunk: float = 0.25  # fraction for the activations of a chunk, if chunk_size is "auto"
     graphs: float = 0.6  # fraction for graphs kept from the first pass; 0 keeps none
     inputs: float = 0.3  # fraction of the host's memory for samples read ahead or waiting for the second pass; 0 reads twice
+    resident: float = 0.0  # fraction for the whole dataset on the device, decoded and tokenized once; 0 reads it in every epoch
+    checkpointing: Literal["auto", "on", "off"] = "auto"  # of activations; "auto" if small chunks are faster with it
+    offload: bool = False  # weights, gradients and optimizer in host memory between their uses, with parallel = "fsdp"
 
     def __post_init__(self) -> None:
         """Checks the fractions."""
-        for name in ("chunk", "graphs", "inputs"):
+        for name in ("chunk", "graphs", "inputs", "resident"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"memory.{name} must be a fraction from 0 to 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Chunk sizes and memory for graphs."""
+    """Chunk sizes, memory for graphs, and whether activations are computed again."""
 
     chunk_sizes: tuple[int, ...]  # of each side
     graph_bytes: int
+    checkpointing: bool = False
 
     def halved(self) -> "Fit":
         """Half of both, after a step ran out of memory."""
-        return Fit(tuple(max(1, size // 2) for size in self.chunk_sizes), self.graph_bytes // 2)
+        return replace(
+            self, chunk_sizes=tuple(max(1, size // 2) for size in self.chunk_sizes), graph_bytes=self.graph_bytes // 2
+        )
 
 
 def what_fits(
@@ -61,7 +72,9 @@ def what_fits(
     pairs: int,
     world: World,
 ) -> Fit:
-    """Chunk sizes for towers and memory for graphs, the same on all ranks.
+    """Chunk sizes for towers, memory for graphs and activation checkpointing, the same on all ranks.
+
+    Checkpointing of the modules is left on or off accordingly.
 
     Args:
         config: fractions of the free memory.
@@ -73,19 +86,65 @@ def what_fits(
     """
     free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.local_size)
     free -= _coming(modules, samples, pairs, world.device)
+    graphs = max(0.0, config.graphs * free)
+    checkpointing = config.checkpointing == "on"
+    set_checkpointing(modules, checkpointing)
     if isinstance(chunk_size, int):
         sizes = [chunk_size] * len(modules)
     elif world.device.type == "cuda":
         with randomness.untouched([world.device]):
-            sizes = [
-                largest_chunk(pairs, _Peak(module, samples(side, min(pairs, FIRST_TRIED)), world), int(config.chunk * free))
-                for side, module in enumerate(modules)
-            ]
+            trials = [_Trial(module, samples(side, min(pairs, FIRST_TRIED)), world) for side, module in enumerate(modules)]
+            budget = int(config.chunk * free)
+            if config.checkpointing == "auto":
+                sizes, checkpointing = _faster(trials, modules, pairs, budget, graphs)
+                set_checkpointing(modules, checkpointing)
+            else:
+                sizes = [largest_chunk(pairs, trial, budget) for trial in trials]
     else:
         sizes = [ON_CPU] * len(modules)
     sizes = [max(1, min(size, pairs)) for size in sizes]
-    least = world.min([*sizes, max(0.0, config.graphs * free)])
-    return Fit(tuple(int(size) for size in least[:-1]), int(least[-1]))
+    least = world.min([*sizes, graphs])
+    return Fit(tuple(int(size) for size in least[:-1]), int(least[-1]), checkpointing)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds and bytes of one sample, of one tower in chunks of one size."""
+
+    forward: float  # without a graph
+    both: float  # a forward and a backward pass, and what is computed again
+    graph_bytes: float  # kept between them
+
+
+def pair_seconds(paces: Sequence[Pace], pairs: int, graph_bytes: float) -> float:
+    """Seconds of one pair in a cached step: chunks whose graph is kept have one forward pass less."""
+    needed = pairs * sum(pace.graph_bytes for pace in paces)
+    again = 1 - min(1.0, graph_bytes / needed) if needed else 0.0
+    return sum(pace.both + again * pace.forward for pace in paces)
+
+
+def _faster(
+    trials: "Sequence[_Trial]", modules: Sequence[nn.Module], pairs: int, budget: int, graphs: float
+) -> tuple[list[int], bool]:
+    """Chunk sizes, and whether activation checkpointing is faster, measured with the sizes that fit with and without it.
+
+    Chunks of `FIRST_TRIED` samples keep the device busy. Where they fit without checkpointing, nothing is measured.
+    """
+    found: dict[bool, tuple[float, list[int]]] = {}
+    for checkpointing in (False, True):
+        set_checkpointing(modules, checkpointing)
+        try:
+            sizes = [largest_chunk(pairs, trial, budget) for trial in trials]
+        except MemoryError:  # not even one sample fits
+            if checkpointing and not found:
+                raise
+            continue
+        if not checkpointing and min(sizes) >= min(FIRST_TRIED, pairs):
+            return sizes, False
+        paces = [trial.pace(size) for trial, size in zip(trials, sizes, strict=True)]
+        found[checkpointing] = pair_seconds(paces, pairs, graphs), sizes
+    checkpointing = min(found, key=lambda way: found[way][0])
+    return found[checkpointing][1], checkpointing
 
 
 def input_bytes(config: MemoryConfig, world: World) -> int:
@@ -121,8 +180,8 @@ def repeated(inputs: Any, size: int) -> Any:
     return map_rows(lambda tensor: torch.cat([tensor] * times)[:size], inputs)
 
 
-class _Peak:
-    """Peak memory of a forward and backward pass of n samples, on CUDA."""
+class _Trial:
+    """Peak memory of a forward and backward pass of n samples, and their pace, on CUDA."""
 
     def __init__(self, module: nn.Module, inputs: Any, world: World) -> None:
         self._module, self._world = module, world
@@ -141,6 +200,30 @@ class _Peak:
         self._module.zero_grad(set_to_none=True)
         used = self._world.max([used])[0]
         return None if math.isinf(used) else int(used)
+
+    def pace(self, size: int) -> Pace:
+        """Seconds and bytes of one sample in chunks of a size that fits; the slowest rank's."""
+        device, inputs = self._world.device, repeated(self._inputs, size)
+        for _ in range(2):  # the first time allocates memory and chooses kernels
+            with torch.no_grad():
+                forward = _seconds(lambda: forward_backward(self._module, inputs), device)
+            torch.clear_autocast_cache()  # of casts without a graph
+            before = torch.cuda.memory_allocated(device)
+            output = opened(call(self._module, inputs), type(self._module).__name__).embeddings
+            graph = float(torch.cuda.memory_allocated(device) - before)
+            del output
+            both = _seconds(lambda: forward_backward(self._module, inputs), device)
+            torch.clear_autocast_cache()
+            self._module.zero_grad(set_to_none=True)
+        return Pace(*self._world.max([forward / size, both / size, graph / size]))
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
 def forward_backward(module: nn.Module, inputs: Any) -> None:

@@ -1,8 +1,9 @@
 """Model FLOPs utilisation (MFU): the share of the GPU's peak rate that a step's necessary operations reach.
 
 Necessary are a forward pass and two products for each of its products in the backward pass: three forward passes of a trained
-tower, one of a frozen tower. The second forward pass of the cached step does not count, because it only saves memory. Padding
-does not count either: texts have the mean length of a few samples. The loss, a percent of a step or less, is left out.
+tower, one of a frozen tower. A tower with adapters has two, because its frozen weights need no gradients. The second forward
+pass of the cached step does not count, because it only saves memory. Padding does not count either: texts have the mean length
+of a few samples. The loss, a percent of a step or less, is left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from megabatch.cached.lengths import width_of
 from megabatch.cached.tower_io import call, count_rows, map_rows
 from megabatch.evaluation.embedding import evaluating
+from megabatch.flops import FlopCounter
 from megabatch.machine import peak_rates
 from megabatch.towers.tower import Tower
 from megabatch.world import World
 
-TRAINED, FROZEN = 3, 1  # forward passes
+TRAINED, ADAPTED, FROZEN = 3, 2, 1  # forward passes
 
 
 class Utilisation:
@@ -38,13 +39,22 @@ class Utilisation:
         self._flops = 0.0  # of a pair
         if self._peak:
             for tower, read in zip(towers, samples, strict=True):
-                trained = any(parameter.requires_grad for parameter in tower.module.parameters())
                 inputs = of_mean_length(tower, read())
-                self._flops += (TRAINED if trained else FROZEN) * forward_flops(tower.module, inputs, world.device)
+                self._flops += _passes(tower.module) * forward_flops(tower.module, inputs, world.device)
 
     def numbers(self, pairs: int, seconds: float) -> dict[str, float]:
         """{"mfu": …} of a step; empty on a CPU, and on a GPU whose peak rate is not known."""
         return {"mfu": pairs * self._flops / seconds / self._peak} if self._peak else {}
+
+
+def _passes(module: nn.Module) -> int:
+    """Forward passes that cost as much as the necessary operations; adapters are few beside frozen weights."""
+    sizes = {True: 0, False: 0}
+    for parameter in module.parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+    if not sizes[True]:
+        return FROZEN
+    return TRAINED if sizes[True] >= sizes[False] else ADAPTED
 
 
 def of_mean_length(tower: Tower, inputs: Any) -> Any:
@@ -61,13 +71,13 @@ def forward_flops(module: nn.Module, inputs: Any, device: torch.device) -> float
     # As plain products: the counter does not know PyTorch's one operator for a whole layer, nor every attention kernel.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    plain = sdpa_kernel(SDPBackend.MATH)
+    plain, counter = sdpa_kernel(SDPBackend.MATH), FlopCounter()
     try:
-        with torch.no_grad(), evaluating(module), plain, FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), evaluating(module), plain, counter:
             call(module, map_rows(lambda tensor: tensor.to(device), inputs))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    return float(counter.get_total_flops()) / count_rows(inputs, "inputs")
+    return counter.total / count_rows(inputs, "inputs")
 
 
 def _peak(precision: str, device: torch.device) -> float:

@@ -32,7 +32,7 @@ def norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:  # ()
             (sharded if is_sharded(parameter.grad) else whole).append(_square(local(parameter.grad)))
     total = torch.stack(whole).sum() if whole else torch.zeros((), device=world.device)
     if sharded:
-        parts = torch.stack(sharded).sum()
+        parts = torch.stack(sharded).sum().to(world.device)  # from the host, if FSDP2 keeps gradients there
         dist.all_reduce(parts, group=world.group)
         total = total + parts
     return total.sqrt()
@@ -45,7 +45,7 @@ def clip(parameters: Iterable[nn.Parameter], now: Tensor, longest: float) -> Non
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = local(parameter.grad)
-            gradient.mul_(share.to(gradient.dtype))
+            gradient.mul_(share.to(gradient))
 
 
 def _square(values: Tensor) -> Tensor:  # ()

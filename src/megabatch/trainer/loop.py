@@ -20,14 +20,18 @@ import torch
 
 from megabatch import settings, towers
 from megabatch.cached import randomness
+from megabatch.cached.budget import free_memory
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.timing import Clock, phase
 from megabatch.data import readers
 from megabatch.data.dataset import Dataset
 from megabatch.data.order import Order
+from megabatch.data.resident import Resident
 from megabatch.evaluation import evaluate
 from megabatch.evaluation.retrieval import HEADLINES, RECALLS
 from megabatch.machine import peak_bytes
+from megabatch.towers.blocks import set_checkpointing
+from megabatch.towers.lora import store_frozen
 from megabatch.towers.tower import Pair
 from megabatch.trainer import beside, compiling, lock, locked, optim, parallel, room
 from megabatch.trainer import run as runs
@@ -40,7 +44,7 @@ from megabatch.trainer.objective import Objective
 from megabatch.trainer.observers import Observer, Observers, Unreadable
 from megabatch.trainer.run import BEST, CHECKPOINTS, LOCKED, TEACHER, Run
 from megabatch.trainer.state import State
-from megabatch.trainer.step import Inputs, Outcome, Step, autocast, fast_products, grad_scaler
+from megabatch.trainer.step import AUTOCAST_TYPES, Inputs, Outcome, Step, autocast, fast_products, grad_scaler
 from megabatch.trainer.stopping import Request, StoppedError, requests
 from megabatch.world import World
 
@@ -128,7 +132,10 @@ class Trainer:
 
     def _build(self) -> None:
         """Builds everything that is trained, from the towers."""
-        config, modules = self.config, [tower.module.to(self.world.device) for tower in self.pair.towers]
+        config = self.config
+        if self.pair.lora is not None:
+            store_frozen([tower.module for tower in self.pair.towers], AUTOCAST_TYPES.get(config.precision, torch.float32))
+        modules = [tower.module.to(self.world.device) for tower in self.pair.towers]
         shown = [self._samples(side, SAMPLES_SHOWN) for side in (0, 1)]
         if config.lock != "none":
             with randomness.untouched([self.world.device]):
@@ -141,7 +148,7 @@ class Trainer:
         )
         self._compiled = config.compile == "on" and compiling.compile_towers(modules, self.world)
         with randomness.untouched([self.world.device]), compiling.plain(modules):
-            self._called = parallel.wrapped(modules, shown, self.world, config.parallel)
+            self._called = parallel.wrapped(modules, shown, self.world, config.parallel, offload=config.memory.offload)
         self._modules = parallel.distinct(modules)
         dtype = torch.float64 if next(modules[0].parameters()).dtype == torch.float64 else torch.float32
         self.objective = Objective(config.loss, self.pair.logit_scale, self.pair.logit_bias, dtype).to(self.world.device)
@@ -151,7 +158,15 @@ class Trainer:
         self.average = Average(named, config.ema) if config.ema else None
         self._scaler = grad_scaler(config.precision, self.world.device)
         sharded = self.world.size > 1 and config.parallel == parallel.FSDP
-        self._state = State(named, self.optimizer, self.average, self._scaler, self.world, sharded=sharded)
+        self._state = State(
+            named,
+            self.optimizer,
+            self.average,
+            self._scaler,
+            self.world,
+            sharded=sharded,
+            trained_only=self.pair.base_is_elsewhere,
+        )
         self._fit: Fit | None = None
 
     def _samples(self, side: int, count: int) -> Any:
@@ -187,7 +202,8 @@ class Trainer:
             self._seed(about["step"])
         self.step, self.pairs, self.seconds = about["step"], about["pairs"], about["seconds"]
         if self._fits_as_before(about):
-            self._fit = Fit(tuple(about["chunk_sizes"]), about["graph_bytes"])
+            self._fit = Fit(tuple(about["chunk_sizes"]), about["graph_bytes"], about.get("checkpointing", False))
+            set_checkpointing([tower.module for tower in self.pair.towers], self._fit.checkpointing)
         if path.resolve().parent == self.checkpoints.folder.resolve():
             self.checkpoints.set_aside_after(self.step)
             self._set_model_aside()
@@ -234,7 +250,7 @@ class Trainer:
         moments = optim.MOMENTS[self.config.optimizer.name] + (self.average is not None)
         models = 2 if self.config.evaluate_every and self.config.checkpoint.best != "none" else 1
         keep = self.config.checkpoint.keep
-        room.check(self.run.folder, self._modules, moments, self.checkpoints, keep, self.world, models=models)
+        room.check(self.run.folder, self.pair, moments, self.checkpoints, keep, self.world, models=models)
         self._saved_at = time.monotonic()
         self.run.first_step = self.run.step = self.step
         if self.world.rank == 0:
@@ -267,6 +283,7 @@ class Trainer:
         if self.step == 0:
             self._seed(0)
         modules = [tower.module for tower in self.pair.towers]
+        dataset = self._resident(workers)  # before what is left of the memory is shared out
         if self._fit is None:
             share = -(-self.config.batch_size // self.world.size)
             with compiling.plain(modules), autocast(self.config.precision, self.world.device):
@@ -287,12 +304,23 @@ class Trainer:
             self.objective,
             self.optimizer,
             self._scaler,
-            self._negatives or self.dataset,
+            dataset,
             self._known(workers, self._fit),
             self.world,
             self._fit,
             workers,
         )
+
+    def _resident(self, workers: int | Executor) -> Dataset:
+        """The dataset of the steps, on the device if `memory.resident` says so."""
+        share = self.config.memory.resident
+        if not share or isinstance(self.dataset, Resident):
+            return self._negatives or self.dataset
+        if self._negatives is not None:
+            raise ValueError(f"memory.resident must be 0 with hard negatives, got {share}")
+        limit, device = share * free_memory(self.world.device), self.world.device
+        options: dict[str, Any] = {"sides": self._encoded, "augment": self.config.augment, "workers": workers}
+        return Resident(self.dataset, self.pair.towers, device, limit=limit, **options)
 
     def _compile(self, fit: Fit) -> None:
         """Compiles the towers for chunks of the training."""
@@ -444,6 +472,7 @@ class Trainer:
             "device": self.world.device.type,
             "chunk_sizes": list(self._fit.chunk_sizes),
             "graph_bytes": self._fit.graph_bytes,
+            "checkpointing": self._fit.checkpointing,
             "config": settings.table(self.config),
         }
         self._saved_at = time.monotonic()

@@ -56,14 +56,14 @@ class LossConfig:
         if not 0 <= self.tau_plus < 1:
             raise ValueError(f"loss.tau_plus must be at least 0 and less than 1, got {self.tau_plus}")
         of = {
-            "symmetric": CONTRASTS,
-            "margin": CONTRASTS,
-            "guide": CONTRASTS,
+            "bias": ("siglip",),
+            **dict.fromkeys(("symmetric", "margin", "guide"), CONTRASTS),
+            **dict.fromkeys(("beta", "tau_plus"), ("hcl",)),
             "widths": ("matryoshka",),
-            "teacher": ("distill",),
+            **dict.fromkeys(("teacher", "teacher_weight"), ("distill",)),
         }
         for name, losses in of.items():
-            if getattr(self, name) not in (False, None, "", ()) and self.name not in losses:
+            if getattr(self, name) != getattr(LossConfig, name) and self.name not in losses:
                 raise ValueError(f"loss.{name} is for the losses {', '.join(losses)}, got loss.name = {self.name!r}")
         for name in ("widths", "teacher"):
             if self.name in of[name] and not getattr(self, name):

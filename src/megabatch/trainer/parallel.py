@@ -22,7 +22,9 @@ def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return list({id(module): module for module in modules}.values())
 
 
-def wrapped(modules: Sequence[nn.Module], samples: Sequence[Any], world: World, how: str) -> list[nn.Module]:
+def wrapped(
+    modules: Sequence[nn.Module], samples: Sequence[Any], world: World, how: str, *, offload: bool = False
+) -> list[nn.Module]:
     """The modules wrapped for training, in the same order.
 
     Args:
@@ -30,14 +32,18 @@ def wrapped(modules: Sequence[nn.Module], samples: Sequence[Any], world: World, 
         samples: inputs of a few samples of each side, to find unused parameters.
         world: the ranks; one rank needs no wrapper.
         how: "ddp" or "fsdp".
+        offload: whether FSDP2 keeps weights, gradients and so the optimizer's state in host memory.
     """
+    if offload and (how != FSDP or world.size == 1):
+        got = f"one rank with parallel = {how!r}" if world.size == 1 else f"parallel = {how!r}"
+        raise ValueError(f'memory.offload needs parallel = "fsdp" on several ranks (torchrun), got {got}')
     made: dict[int, nn.Module] = {}
     for module in distinct(modules):
         learns = any(parameter.requires_grad for parameter in module.parameters())
         if world.size == 1 or not learns:  # frozen: no gradients to reduce
             made[id(module)] = module
         elif how == FSDP:
-            made[id(module)] = _sharded(module, world)
+            made[id(module)] = _sharded(module, world, offload)
         else:
             inputs = [sample for side, sample in zip(modules, samples, strict=True) if side is module]
             made[id(module)] = DistributedDataParallel(
@@ -49,18 +55,21 @@ def wrapped(modules: Sequence[nn.Module], samples: Sequence[Any], world: World, 
     return [made[id(module)] for module in modules]
 
 
-def _sharded(module: nn.Module, world: World) -> nn.Module:
+def _sharded(module: nn.Module, world: World, offload: bool) -> nn.Module:
     """Shards in place: each layer of a `ModuleList` by itself, so that one is gathered at a time, then the rest."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    mesh = DeviceMesh.from_group(world.group, world.device.type)
+    how: Any = {
+        "mesh": DeviceMesh.from_group(world.group, world.device.type),
+        "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy(),
+    }
     for part in module.modules():
         if isinstance(part, nn.ModuleList):
             for layer in part:
                 if any(True for _ in layer.parameters()) and not isinstance(layer, nn.ModuleList):
-                    fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+                    fully_shard(layer, **how)
+    fully_shard(module, **how)
     return module
 
 

@@ -1,11 +1,11 @@
 """Where a run takes place: the room on its disk, and hardware, versions and sizes, for a report that can be cited."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 from megabatch import machine
 from megabatch.towers.tower import Pair
@@ -19,7 +19,7 @@ LOG = logging.getLogger("megabatch")
 
 def check(
     folder: Path,
-    modules: Sequence[nn.Module],
+    pair: Pair,
     moments: float,
     checkpoints: Checkpoints,
     keep: int,
@@ -31,15 +31,17 @@ def check(
 
     Args:
         folder: of the run.
-        modules: of the towers, each once.
-        moments: bytes of a checkpoint for each byte of a module, besides the module's own.
+        pair: the towers.
+        moments: bytes of a checkpoint for each byte of a trained weight, besides the weights.
         checkpoints: of the run.
         keep: number of checkpoints.
         world: the ranks.
         models: number of models in the folder: the last, and the best if it is kept.
     """
-    model = sum(value.numel() * value.element_size() for module in modules for value in module.state_dict().values())
-    each = int(model * (1 + moments))
+    modules = {id(tower.module): tower.module for tower in pair.towers}.values()
+    learned = _bytes(parameter for parameter in pair.parameters() if parameter.requires_grad)
+    model = learned if pair.base_is_elsewhere else _bytes(value for module in modules for value in module.state_dict().values())
+    each = int(model + moments * learned)
     free, there = world.from_first((run.free_bytes(folder), checkpoints.count()))
     told = (
         f"the disk of {folder} has {free / 1e6:,.1f} MB free; the model takes {model / 1e6:,.1f} MB"
@@ -51,6 +53,10 @@ def check(
         raise ValueError(f"{told}. Make room, or use {elsewhere}")
     if free < models * model + each * (keep + 1 - there) and world.rank == 0:
         LOG.warning("%s. %d of them, and the next, may not fit (checkpoint.keep)", told, keep)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def environment(config: TrainConfig, pair: Pair, world: World, samples: int, steps: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from megabatch.cached import randomness
 from megabatch.cached.tower_io import is_sharded
+from megabatch.towers.lora import trained
 from megabatch.trainer.ema import Average
 from megabatch.world import World
 
@@ -33,6 +34,7 @@ class State:
         scaler: for fp16, or None.
         world: the ranks.
         sharded: whether FSDP2 shards the towers.
+        trained_only: whether frozen weights are left out, because the towers have them before a checkpoint is read.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class State:
         world: World,
         *,
         sharded: bool,
+        trained_only: bool = False,
     ) -> None:
         self._modules, self._optimizer, self._average, self._scaler = nn.ModuleDict(modules), optimizer, average, scaler
-        self._world, self._sharded = world, sharded
+        self._world, self._sharded, self._trained_only = world, sharded, trained_only
         self._host = _HostCopies()
 
     def copied(self, folder: Path) -> "Files":
@@ -79,7 +82,7 @@ class State:
         if self._sharded:
             raise ValueError(f'parallel must be "ddp" to continue from {path.parent}, which is in one piece, got "fsdp"')
         state = torch.load(path, map_location="cpu", weights_only=True)
-        self._modules.load_state_dict(state["model"])
+        self._modules.load_state_dict(state["model"], strict=not self._trained_only)
         self._optimizer.load_state_dict(state["optimizer"])
         for name, value in state["average"].items():
             self._averages()[name].copy_(value)
@@ -89,18 +92,28 @@ class State:
     def _read_parts(self, folder: Path) -> None:
         """Loads a distributed checkpoint, written by any number of ranks."""
         from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
         parts, alone = self._parts(), self._world.group is None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose, for one process
             load(parts, storage_reader=FileSystemReader(folder), process_group=self._world.group, no_dist=alone)
-        set_state_dict(self._modules, self._optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+        set_state_dict(
+            self._modules,
+            self._optimizer,
+            model_state_dict=parts["model"],
+            optim_state_dict=parts["optimizer"],
+            options=StateDictOptions(ignore_frozen_params=self._trained_only, strict=not self._trained_only),
+        )
 
     def _all(self) -> dict[str, Any]:
+        model = self._modules.state_dict()
+        if self._trained_only:
+            names = trained(self._modules)
+            model = {name: value for name, value in model.items() if name in names}
         return {
-            "model": self._modules.state_dict(),
+            "model": model,
             "optimizer": self._optimizer.state_dict(),
             "average": self._averages(),
             "scaler": {} if self._scaler is None else self._scaler.state_dict(),
@@ -108,9 +121,10 @@ class State:
 
     def _parts(self) -> dict[str, Any]:
         """The same with parameters by name instead of index, as distributed checkpoints need it."""
-        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-        model, optimizer = get_state_dict(self._modules, self._optimizer)
+        options = StateDictOptions(ignore_frozen_params=self._trained_only)
+        model, optimizer = get_state_dict(self._modules, self._optimizer, options=options)
         return {"model": model, "optimizer": optimizer, "average": self._averages()}
 
     def _averages(self) -> dict[str, torch.Tensor]:

@@ -35,13 +35,14 @@ class Inputs(NamedTuple):
     """The inputs of a batch, which readers read ahead of its step."""
 
     batch: Batch
-    sources: dict[int, ReplaySource]  # by the index of the side
+    sources: dict[int, Source]  # by the index of the side
     tokens: dict[int, Callable[[], Source]]  # of the sides with texts; waits for them
 
     def stop(self) -> None:
         """Ends the reading of the batch, after its step or without one, and frees what was read."""
         for source in self.sources.values():
-            source.stop()
+            if isinstance(source, ReplaySource):
+                source.stop()
 
 
 class Outcome(NamedTuple):
@@ -105,6 +106,8 @@ class Step:
                 hold=self._hold,
             )
             sources[side] = source
+            if not isinstance(source, ReplaySource):
+                continue  # on the device already
             if self.dataset.sides[side] == IMAGE:
                 source.start()
             else:
@@ -128,7 +131,7 @@ class Step:
         return Outcome(loss, norm, pairs)
 
     def _source(self, inputs: Inputs, side: int) -> Source:
-        if self.dataset.sides[side] == IMAGE:
+        if side not in inputs.tokens:
             return inputs.sources[side]
         with phase(DATA):
             return inputs.tokens[side]()
@@ -222,14 +225,14 @@ def _check_finite(step: int, numbers: dict[str, float]) -> None:
             )
 
 
-_AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Autocast for "bf16" and "fp16"; nothing for "fp32". Parameters keep their dtype."""
-    if precision not in _AUTOCAST_TYPES:
+    if precision not in AUTOCAST_TYPES:
         return nullcontext()
-    return torch.autocast(device.type, dtype=_AUTOCAST_TYPES[precision])
+    return torch.autocast(device.type, dtype=AUTOCAST_TYPES[precision])
 
 
 def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
@@ -244,7 +247,7 @@ def fast_products(precision: str, device: torch.device) -> Iterator[None]:
     With "fp32" nothing changes: towers and loss are float32 as PyTorch is set. The loss under autocast has autocast's type.
     """
     before = None
-    if device.type == "cuda" and precision in _AUTOCAST_TYPES:
+    if device.type == "cuda" and precision in AUTOCAST_TYPES:
         with suppress(RuntimeError):  # raised once PyTorch's newer settings are in use, which are then left as they are
             before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high")

@@ -55,13 +55,14 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[P
     path, about = found
     config = settings.build(TrainConfig, about["config"])
     model = config.model.partition("@")[0]  # the weights come from the checkpoint
-    pair = replace(towers.load(model, tuple(about["sides"]), **config.model_options), name=config.model)
+    pair = replace(towers.load(model, tuple(about["sides"]), lora=config.lora, **config.model_options), name=config.model)
     modules = dict(zip(locked.SIDES, distinct([tower.module for tower in pair.towers]), strict=False))
     state = _state(path)
     state = state["model"] | state["average"]  # the average is what a run saves
     for name, module in modules.items():
         prefix = f"{name}."
-        module.load_state_dict({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        module.load_state_dict(own, strict=not pair.base_is_elsewhere)
         module.to(device).eval()
     bias = state.get("loss.bias")
     scale = math.exp(state["loss.log_scale"].item())

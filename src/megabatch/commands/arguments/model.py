@@ -5,14 +5,16 @@ import argparse
 from megabatch import names
 from megabatch.commands.arguments.options import add_columns, whole
 
+IMAGES_ALONE = "a folder of images without captions"
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name the model and the data."""
+
+def add_arguments(parser: argparse.ArgumentParser, *further: str) -> None:
+    """Adds the arguments that name the model and the data, which may be of further kinds."""
     parser.add_argument(
         "model", metavar="MODEL", help=f"folder of a run or a checkpoint, or towers by name: {'; '.join(names.MODELS)}"
     )
     parser.add_argument(
-        "--data", help=f"{'; '.join(names.DATA)} (default: the run's validation data, or else its training data)"
+        "--data", help=f"{'; '.join((*names.DATA, *further))} (default: the run's validation data, or else its training data)"
     )
     add_columns(parser)
     parser.add_argument("--split", choices=("train", "test", "all"), help="split of emoji and wordnet (default: test)")

@@ -14,6 +14,7 @@ step, without running on them. The first line says whether the loss or the encod
 
   megabatch plan --model open_clip:ViT-L-14 --gpus 8xA800-80GB
   megabatch plan --model open_clip:ViT-B-16 --gpus 8xH100 --nodes 4 --batch 1M --output plan
+  megabatch plan --model hf:Qwen/Qwen3-Embedding-8B --lora 16 --length 512 --gpus 1xH200
   megabatch plan --model 304M:257x1024,124M:77x768 --gpus 8x80GB@312TFLOPS --sharding fsdp
 """
 
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=whole, metavar="C", help="samples encoded at once (default: activations take a fifth of a GPU)")
     add("--image-size", type=whole, metavar="PIXELS", help="side length of an image (default: the model's own)")
     add("--length", type=whole, metavar="TOKENS", help="tokens of a text (default: the model's own)")
+    add("--lora", type=whole, default=0, metavar="RANK", help="train adapters of this rank in place of an hf: model's weights")
+    checkpointing = "compute activations again in the backward pass: larger chunks, one more forward pass"
+    add("--checkpointing", action="store_true", help=checkpointing)
     add("--precision", choices=list(choices.PRECISIONS), default="bf16", help="bf16 and fp16: autocast (default: %(default)s)")
     add("--optimizer", choices=list(choices.OPTIMIZERS), default="adamw", help="default: %(default)s")
     sharding = "none: DDP; optimizer: ZeRO 1; fsdp: weights, too (default: %(default)s)"

@@ -16,6 +16,7 @@ Trains two encoders (towers) with a contrastive loss: each sample becomes most s
   megabatch train --data "cc12m/{{00000..01242}}.tar" --validation coco.csv --model open_clip:ViT-B-16 --batch-size 65536
   megabatch train --data photos.csv --columns image=file text=description --batch-size 4096
   megabatch train --data triples.jsonl --loss info_nce --model hf:BAAI/bge-small-en --holdout 0.01
+  megabatch train --data triples.jsonl --loss info_nce --model hf:Qwen/Qwen3-Embedding-0.6B --lora 16
   megabatch train --data wordnet --batch-size 8192 --set optimizer.scaling=sqrt
   torchrun --nproc-per-node 8 -m megabatch train --config run.toml
   megabatch train --resume runs/emoji-1            from its last checkpoint, with its settings
@@ -38,6 +39,7 @@ all settings. Some of them:
   optimizer.scaling = "sqrt"     or "linear": the learning rate grows with the batch size
   loss.name = "siglip"           the same as --loss siglip
   ema = 0.999                    evaluate and save averaged weights
+  memory.checkpointing = "on"    compute activations again in the backward pass, for larger chunks
   memory.chunk = 0.25            fraction of free memory for the activations of a chunk
   checkpoint.every = 500         steps between checkpoints, at most checkpoint.minutes = 15; checkpoint.keep = 2
 
@@ -59,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--holdout", type=float, metavar="X", help="fraction of the data to hold out for evaluation, such as 0.01")
     add_columns(parser)
     add("--model", metavar="MODEL", help="towers to train (default: small)")
+    add("--lora", dest="rank", type=int, metavar="RANK", help="train adapters of this rank in place of an hf: model's weights")
     add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 512 for emoji, else 1024)")
     add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
     add("--epochs", type=float, metavar="N", help="passes over the data (default: 28 for emoji, 4 for wordnet, else 32)")
@@ -91,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any setting, such as ema=0.999; `megabatch config` lists all",
     )
     add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
-    add("--no-report", action="store_true", help="write no report.html at the end")
+    add("--no-report", action="store_true", help="write no report.html, neither during the run nor at the end")
 
 
 def _number_or_auto(text: str) -> int | str:

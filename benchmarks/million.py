@@ -1,0 +1,184 @@
+"""One complete training step of a million pairs, and one of four million, on one GPU, beside what `megabatch plan` says first.
+
+    python benchmarks/million.py --data FOLDER
+
+A small CLIP on Flickr8k, by `megabatch.trainer`: 35,000 pairs of a photograph and a caption, repeated until the batch is full.
+Each repetition has a crop of its own; pairs of one photograph are not each other's negatives (`ids`). Photographs and tokens
+are on the GPU, crops are made for each chunk and again in the second pass, and no graph is kept (`memory.graphs` is 0): the
+step that the plan describes. A step before the first one loads kernels and is not counted.
+
+Writes a JSON file after every batch size, and a table of time by phase and of both peaks.
+"""
+
+import argparse
+import copy
+import dataclasses
+import gc
+import resource
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from flickr8k_data import Captioned, invented, read
+from image_study import Sizes, add_model
+from record import Record, arguments, device_of
+from reports import paragraphs
+from torch import Tensor
+
+from megabatch import machine, towers
+from megabatch.data.resident import Resident
+from megabatch.display.tables import Table
+from megabatch.evaluation import results
+from megabatch.planning import gpus, models, step
+from megabatch.planning.losses import MEGABATCH
+from megabatch.trainer import config as configs
+from megabatch.trainer.loop import Trainer
+from megabatch.trainer.observers import METRICS, MetricsFile
+from megabatch.world import World
+
+BATCHES = [1 << 20, 1 << 22]
+TOWER, CHUNK, HELD_OUT = "96/16", 4096, 1000
+PHASES = ("data", "forward", "loss", "backward", "optimizer")
+
+
+class Repeated(Resident):
+    """The samples of a resident dataset several times, each time with crops of their own."""
+
+    def __init__(self, once: Resident, times: int) -> None:
+        vars(self).update(vars(once))
+        self._once, self._times = once, times
+        self._kept = {side: dataclasses.replace(kept, rows=kept.rows.repeat(times)) for side, kept in once._kept.items()}
+
+    def __len__(self) -> int:
+        """All repetitions."""
+        return self._times * len(self._once)
+
+    def read(self, index: int, side: int) -> Any:
+        """As the first time."""
+        return self._once.read(index % len(self._once), side)
+
+    def name(self, index: int) -> str:
+        """As the first time."""
+        return self._once.name(index % len(self._once))
+
+    def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
+        """As the first time."""
+        return self._once.ids(torch.as_tensor(indices) % len(self._once))  # type: ignore[arg-type]
+
+
+class Bench:
+    """Towers, data and record."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, torch.device(device_of(args))
+        self.record = Record("million", args, args.seconds, tower=args.tower, chunk=args.chunk)
+        self.sizes = Sizes((1, 1), 32) if args.tiny else Sizes()
+        self.name = f"open_clip:{add_model(args.tower, self.sizes)}"
+        torch.manual_seed(0)
+        self.pair = towers.load(self.name)
+        pictures = invented(48) if args.data is None else read(args.data)
+        self.once = Resident(Captioned(pictures, 12 if args.tiny else HELD_OUT, test=False), self.pair.towers, self.device)
+        self.record.say(f"{len(self.once):,} pairs on the device")
+
+    def planned(self, batch: int) -> dict[str, float]:
+        """Seconds and bytes, before the step."""
+        model = models.model(self.name)
+        plan = step.make(model, step.Setup(gpus.find("H200"), 1), self.args.chunk)
+        seconds = plan.seconds(batch)
+        return {
+            "forward": seconds.encode,
+            "loss": seconds.loss,
+            "backward": seconds.recompute + seconds.backward,
+            "seconds": seconds.total,
+            "gpu_bytes": plan.cached(batch, MEGABATCH, step.REPLAY).total,
+        }
+
+    def measured(self, batch: int) -> dict[str, Any]:
+        """The last step of a run; the first run has another one before it."""
+        steps = 1 if self.record["results"] else 2
+        config = configs.resolved(
+            {
+                "data": "Flickr8k",
+                "model": self.name,
+                "batch_size": batch,
+                "chunk_size": self.args.chunk,
+                "steps": steps,
+                "workers": 0,
+                "compile": self.args.compile,
+                "memory": {"graphs": 0.0},
+                "checkpoint": {"every": steps},
+            }
+        )
+        data = Repeated(self.once, -(-batch // len(self.once)))
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with tempfile.TemporaryDirectory() as folder:
+            Trainer(
+                config, copy.deepcopy(self.pair), data, Path(folder), observers=[MetricsFile()], world=World(self.device)
+            ).fit()
+            lines = results.read(Path(folder) / METRICS)
+        last = [line for line in lines if "loss" in line][-1]
+        return {
+            **last["phases"],
+            "seconds": batch / last["pairs_per_second"],
+            "loss_value": last["loss"],
+            "gpu_bytes": last["memory_bytes"],
+            "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+    def work(self) -> None:
+        """All batch sizes; the plan comes first."""
+        for batch in self.args.batches:
+            plan = self.planned(batch)
+            self.record.say(f"{batch:,} pairs: the plan says {plan['seconds']:.1f} s, {plan['gpu_bytes'] / 2**30:.1f} GiB")
+            found = self.measured(batch)
+            self.record["results"].append({"batch": batch, "planned": plan, "measured": found})
+            self.record.say(f"{batch:,} pairs: {found['seconds']:.1f} s, {found['gpu_bytes'] / 2**30:.1f} GiB")
+            self.record.save()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def table(record: dict[str, Any]) -> Table:
+    rows = []
+    for result in record["results"]:
+        for who in ("planned", "measured"):
+            numbers = result[who]
+            phases = [f"{numbers[name]:.2f}" if name in numbers else "" for name in PHASES]
+            host = f"{numbers['host_bytes'] / 2**30:.1f}" if "host_bytes" in numbers else ""
+            gpu = f"{numbers['gpu_bytes'] / 2**30:.1f}"
+            rows.append([f"{result['batch']:,}", who, *phases, f"{numbers['seconds']:.2f}", gpu, host])
+    headings = ["pairs", "", *(f"{name}, s" for name in PHASES), "step, s", "GPU, GiB", "host, GiB"]
+    notes = "Backward includes encoding each chunk again. The host's peak is that of the whole process, data included."
+    return Table(headings, rows, notes=notes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with Flickr8k's .bin and .json; left out, a tiny run invents some")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="pairs (1048576 4194304)")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="pairs encoded at once (%(default)s)")
+    parser.add_argument("--tower", default=TOWER, metavar="PIXELS/PATCH", help="(%(default)s)")
+    parser.add_argument("--compile", choices=("on", "off"), default="off", help="layers by torch.compile (%(default)s)")
+    arguments(parser, "million", 500)
+    args = parser.parse_args()
+    if args.tiny:
+        args.batches, args.chunk, args.tower = [512, 2048], 64, "32/16"
+    elif args.data is None:
+        parser.error("--data is needed: the folder with Flickr8k's .bin and .json")
+    bench = Bench(args)
+    bench.work()
+    record = bench.record.contents
+    made = table(record)
+    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
+    bench.record.path.with_suffix(".md").write_text(paragraphs(made.markdown(), about), "utf-8")
+    made.print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""`megabatch embed`: embeddings of one side of the data, as a NumPy or Parquet file."""
+
+import argparse
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megabatch.commands import model
+from megabatch.commands.arguments.embed import SIDES
+from megabatch.data.dataset import IMAGE, TEXT, Dataset
+from megabatch.display.numbers import duration
+from megabatch.evaluation import stored
+from megabatch.evaluation.embedding import read_or_none
+from megabatch.world import joined
+
+
+def run(args: argparse.Namespace) -> int:
+    """Embeds, and writes the file."""
+    output = Path(args.output)
+    if output.suffix not in stored.FORMATS:
+        raise ValueError(f"--output must end in {' or '.join(stored.FORMATS)}, got {args.output!r}")
+    with joined(args.device) as world:
+        if world.size > 1:
+            raise ValueError(f"megabatch embed must be one process, got {world.size}; start it without torchrun")
+        chosen = model.choose(args, world.device, images_alone=True)
+        dataset, side = chosen.dataset, side_of(chosen.dataset, args.side)
+        about = {
+            "model": args.model,
+            "weights": stored.fingerprint(chosen.pair),
+            "data": chosen.data,
+            "split": chosen.split,
+            "sides": list(dataset.sides),
+            "side": side,
+            "samples": stored.digest(_key(dataset, index, side) for index in range(len(dataset))),
+        }
+        work = stored.work_folder(output)
+        stored.continue_or_begin(work, about)
+        rows = stored.Stored(work / "rows", len(dataset))
+        options = {"chunk_size": args.chunk_size, "workers": args.workers}
+        rows.fill(chosen.pair.towers[side], dataset, side, **options, report=progress())
+    stored.write(output, rows, (sample(dataset, index, side) for index in range(len(dataset))), about)
+    unreadable = int(rows.rows()[:, 0].isnan().sum())
+    shutil.rmtree(work)
+    print(
+        f"{rows.done:,} embeddings of width {rows.width} in {output}"
+        + (f"; {unreadable:,} samples could not be read, their rows are NaN" if unreadable else "")
+    )
+    return 0
+
+
+def side_of(dataset: Dataset, name: str | None) -> int:
+    """The side with this name: images and texts, or queries and documents."""
+    known = SIDES[:2] if dataset.sides[0] == IMAGE else SIDES[2:]
+    chosen = name or (known[0] if dataset.sides[0] == IMAGE else known[1])
+    if chosen not in known:
+        raise ValueError(f"--side must be {' or '.join(known)} for this data, got {chosen}")
+    return known.index(chosen)
+
+
+def sample(dataset: Dataset, index: int, side: int) -> dict[str, Any]:
+    """Name, path and text of a sample; the text of an image is its caption."""
+    found = {
+        "name": dataset.name(index),
+        "path": dataset.place(index),
+        "text": read_or_none(dataset, index, side if dataset.sides[side] == TEXT else 1),
+    }
+    # A path may have half of a surrogate pair, which UTF-8 has no code for.
+    return {key: value and value.encode("utf-8", "backslashreplace").decode() for key, value in found.items()}
+
+
+def _key(dataset: Dataset, index: int, side: int) -> Any:
+    """What tells samples apart without reading images."""
+    return read_or_none(dataset, index, side) if dataset.sides[side] == TEXT else dataset.name(index)
+
+
+def progress(before: str = "") -> Callable[[int, int, float], None]:
+    """Prints how many samples are embedded, and the time left."""
+
+    def report(done: int, total: int, seconds: float) -> None:
+        left = f", {duration(seconds)} left" if done < total else ""
+        print(f"{before}{done:,} of {total:,} embedded{left}", flush=True)
+
+    return report

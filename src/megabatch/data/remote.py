@@ -1,0 +1,273 @@
+"""Files behind an address (s3://, gs://, hf://, http://, https://), read by byte ranges through fsspec.
+
+A file is cut into blocks of `BLOCK` bytes, and a block is fetched when a byte of it is needed: samples are read in any order,
+as from a local file. Blocks stay in a cache on the local disk (blocks.py). Their names follow from address, size and version,
+so a file that has changed on the server is not mixed with the blocks of the old one. The version is the server's ETag or date.
+
+A request that fails for a reason that may pass (no connection, a busy server) is repeated after a growing pause. If it fails
+for good, a `RemoteError` ends the run: a sample that is skipped because of the network would make another run of it. A file
+that does not exist raises FileNotFoundError, as on a disk.
+"""
+
+import errno
+import functools
+import hashlib
+import io
+import logging
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple, TypeVar
+
+from megabatch import extras
+from megabatch.data import blocks
+
+LOG = logging.getLogger("megabatch")
+BLOCK = 1 << 23  # bytes: a request takes about 0.1 s, so that the latency of an object store is a small part
+PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)  # seconds between attempts, about two minutes in all
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
+ACCESS = {  # how to get access
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads a public bucket without",
+    "gs": "run `gcloud auth application-default login`; FSSPEC_GS_TOKEN=anon reads a public bucket without",
+    "hf": "run `hf auth login`, or set HF_TOKEN, and accept the terms of the dataset on its page",
+    "http": "check the address and the token in it",
+}
+VERSIONS = (
+    "ETag",
+    "etag",
+    "Content-MD5",
+    "Digest",
+    "md5Hash",
+    "generation",
+    "blob_id",
+    "VersionId",
+    "LastModified",
+    "Last-Modified",
+)
+AGAIN = (408, 425, 429)  # HTTP statuses below 500 that may pass
+_JITTER = random.Random()  # the program's own random numbers stay as they are
+_Result = TypeVar("_Result")
+
+
+class RemoteError(ConnectionError):
+    """A remote file cannot be read, and no further attempt is made."""
+
+
+class About(NamedTuple):
+    """A file as the server describes it."""
+
+    size: int
+    version: str  # changes with the contents
+
+
+def is_url(spec: str) -> bool:
+    """Whether the text begins with a protocol."""
+    return re.match(r"\w[\w+.-]*://", spec) is not None
+
+
+class Url:
+    """The part of `pathlib.Path` that datasets use, for an address.
+
+    Args:
+        address: of the file or folder.
+        about: what the server said about it (default: asked for when it is needed). Copies take it along.
+    """
+
+    def __init__(self, address: str, about: About | None = None) -> None:
+        self.address, self._about = address, about
+        self.protocol = address.partition("://")[0].lower()
+
+    def __str__(self) -> str:
+        """The address, without a query: it may hold a token."""
+        return self.address.partition("?")[0] if self.protocol.startswith("http") else self.address
+
+    __repr__ = __str__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy asks for nothing that is known."""
+        return Url, (self.address, self._about)
+
+    def __truediv__(self, name: str) -> "Url":
+        """An address in this folder, or the other one if it is whole."""
+        return Url(name if is_url(name) else f"{str(self).rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the address."""
+        return str(self).rstrip("/").rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The ending of the name."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> "Url":
+        """The folder."""
+        return Url(str(self).rstrip("/").rpartition("/")[0])
+
+    @property
+    def about(self) -> About:
+        """Size and version.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        if self._about is None:
+            found = self._patiently(lambda: _filesystem(self.protocol).info(self.address))
+            if found.get("size") is None or found.get("type") == "directory":
+                raise RemoteError(f"{self} must be a file whose size the server knows, got none; is it a folder or a web page?")
+            if found.get("partial") is False:
+                raise self._without_ranges()
+            version = [f"{key}={found[key]}" for key in VERSIONS if found.get(key)]
+            self._about = About(int(found["size"]), " ".join(version))
+        return self._about
+
+    def exists(self) -> bool:
+        """Whether there is such a file."""
+        try:
+            return self.about.size >= 0
+        except FileNotFoundError:
+            return False
+
+    def matches(self) -> "list[Url]":
+        """The files that match the pattern in the address, sorted."""
+        filesystem = _filesystem(self.protocol)
+        found = self._patiently(lambda: filesystem.glob(self.address))
+        return [Url(filesystem.unstrip_protocol(name)) for name in sorted(found)]
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes of the file; fewer than `size` at its end."""
+        end, found = min(offset + size, self.about.size), []
+        while offset < end:
+            number, start = divmod(offset, BLOCK)
+            here = min(end - offset, BLOCK - start)
+            found.append(blocks.part(self._key(number), start, here, functools.partial(self._block, number)))
+            offset += here
+        return b"".join(found)
+
+    def read_bytes(self) -> bytes:
+        """The whole file in one request, without one for its size and version: it must not change, as images do not.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        return blocks.part(self._key("whole"), 0, None, lambda: self._fetched(None, None))
+
+    def open(self, mode: str = "r", encoding: str | None = None, newline: str | None = None) -> Any:
+        """A file object that reads and seeks."""
+        file = io.BufferedReader(_Raw(self), 1 << 16)
+        return file if "b" in mode else io.TextIOWrapper(file, encoding=encoding, newline=newline)
+
+    def _key(self, piece: int | str) -> str:
+        whose = self.address if piece == "whole" else f"{self.address} {self.about} {BLOCK}"
+        return f"{hashlib.blake2b(whose.encode(), digest_size=12).hexdigest()}-{piece}"
+
+    def _block(self, number: int) -> bytes:
+        start, end = number * BLOCK, min((number + 1) * BLOCK, self.about.size)
+        try:
+            data = self._fetched(start, end)
+        except FileNotFoundError as error:  # no sample is skipped that was there at the start
+            raise RemoteError(f"{self} has gone from the server since the run began") from error
+        if len(data) > end - start:
+            raise self._without_ranges()
+        if len(data) < end - start:
+            raise RemoteError(f"{self} must have {self.about.size} bytes, got fewer: it has changed; start the run again")
+        return data
+
+    def _fetched(self, start: int | None, end: int | None) -> bytes:
+        data: bytes = self._patiently(lambda: _filesystem(self.protocol).cat_file(self.address, start=start, end=end))
+        return data
+
+    def _without_ranges(self) -> RemoteError:
+        return RemoteError(
+            f"{self} is on a server that sends whole files instead of byte ranges, so single samples cannot be read. Copy the "
+            "file to a disk, an object store or a server with ranges, such as nginx"
+        )
+
+    def _patiently(self, request: Callable[[], _Result]) -> _Result:
+        """Makes a request, again and again while the failure may pass."""
+        for attempt, pause in enumerate((*PAUSES, None), 1):
+            try:
+                return request()
+            except Exception as error:
+                reason = self._passing(error)
+                if pause is None:
+                    raise RemoteError(
+                        f"{self} could not be read in {attempt} attempts: {reason}. Check the connection and the server; "
+                        "--resume continues a run from its last checkpoint"
+                    ) from error
+                seconds = pause * _JITTER.uniform(1.0, 1.5)
+                LOG.warning("%s cannot be read: %s; attempt %d follows in %.1f s", self, reason, attempt + 1, seconds)
+                time.sleep(seconds)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _passing(self, error: Exception) -> str:
+        """The reason of a failure that may pass; raises for one that does not."""
+        if self.protocol.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__  # fsspec says of every failure of a HEAD request that there is no file
+        response = getattr(error, "response", None)
+        status = getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", None)
+        status = status if isinstance(status, int) else 0
+        kind = type(error).__name__
+        reason = f"{kind}: {error}".replace(self.address, str(self)).rstrip(".: ")
+        if isinstance(error, FileNotFoundError) or status in (404, 410):
+            raise FileNotFoundError(errno.ENOENT, "No such file on the server", str(self)) from error
+        if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in kind:
+            how = ACCESS.get(self.protocol, ACCESS["http"])
+            raise RemoteError(f"{self} cannot be read, because access was denied ({reason}); {how}") from error
+        if isinstance(error, ImportError | ValueError | TypeError | RemoteError):
+            raise error
+        if 400 <= status < 500 and status not in AGAIN:
+            raise RemoteError(f"{self} cannot be read, because the server refuses the request: {reason}") from error
+        return reason
+
+
+class _Raw(io.RawIOBase):
+    """A remote file as `io` wants it."""
+
+    def __init__(self, url: Url) -> None:
+        self._url, self._position = url, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._url.about.size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, room: Any) -> int:
+        data = self._url.read(self._position, len(room))
+        room[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+@functools.cache
+def _filesystem(protocol: str) -> Any:
+    """One for the whole process: fsspec makes one for each thread, with connections of its own."""
+    package = PACKAGES.get(protocol)
+    if package is None:
+        known = ", ".join(f"{name}://" for name in PACKAGES)
+        raise ValueError(f"an address must begin with {known} or file://, got {protocol}://")
+    for module in ("fsspec", package):
+        extras.load(module, extra="remote", purpose=f"Reading {protocol}:// addresses")
+    options = {"headers": {"Accept-Encoding": "identity"}} if protocol.startswith("http") else {}
+    return extras.load("fsspec", extra="remote", purpose="Reading addresses").filesystem(protocol, **options)

@@ -1,0 +1,228 @@
+"""Rows of pairs, whatever they are stored in: CSV, TSV, JSON lines, Parquet, captions beside images.
+
+A source of rows knows the names of its columns, and gives the rows with some of them. Damaged rows come with a problem in place
+of values. An image is a path or address, or, if it is stored in the row, an `embedded.Embedded`.
+"""
+
+import codecs
+import csv
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from megabatch import extras
+from megabatch.data import embedded
+from megabatch.data.folders import ENDINGS, is_image
+from megabatch.data.places import Place, identity
+from megabatch.data.remote import RemoteError
+
+CAPTIONS = (".txt", ".json")  # endings of a file beside an image
+CAPTION_KEYS = ("caption", "text")  # in JSON
+ROWS_AT_ONCE = 1024
+
+
+class Row(NamedTuple):
+    """A row of a table."""
+
+    number: int  # from 1
+    values: dict[str, Any] | None
+    problem: str = ""  # if there are no values
+
+
+class Source(Protocol):
+    """A table, or anything else with rows."""
+
+    name: str  # for messages
+    folder: Place  # that paths of images are relative to
+
+    def columns(self) -> list[str]:
+        """The names of the columns; none if there is no intact row."""
+
+    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+        """The rows, with these columns at least; the column `image` may hold images instead of paths."""
+
+
+class TextRows:
+    """CSV, TSV or JSON lines.
+
+    Args:
+        path: of the file.
+        encoding: of its text.
+    """
+
+    def __init__(self, path: Place, encoding: str) -> None:
+        self.name, self.folder, self._path = path.name, path.parent, path
+        try:
+            codecs.lookup(encoding)
+        except LookupError as error:
+            raise ValueError(f"encoding must be one that Python knows, such as utf-8 or latin-1, got {encoding!r}") from error
+        self._encoding = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+
+    def columns(self) -> list[str]:
+        """Of JSON lines the keys of all rows: each row has its own."""
+        found = (row.values for row in self.rows() if row.values is not None)
+        if self._path.suffix != ".jsonl":
+            return list(next(found, {}))
+        return list(dict.fromkeys(name for values in found for name in values))
+
+    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+        """All columns, as texts."""
+        try:
+            yield from (_json_rows if self._path.suffix == ".jsonl" else _csv_rows)(self._path, self._encoding)
+        except UnicodeDecodeError as error:
+            raise ValueError(_not_decoded(self._path, self._encoding)) from error
+
+
+class ParquetRows:
+    """Parquet. Images that are stored in it are copied once, because it cannot be read row by row.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Place) -> None:
+        self.name, self.folder, self._path = path.name, path.parent, path
+
+    def columns(self) -> list[str]:
+        """The columns of the schema."""
+        with self._opened() as file:
+            return list(file.schema_arrow.names) if file.metadata.num_rows else []
+
+    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+        """Reads the named columns alone."""
+        with self._opened() as file:
+            schema = file.schema_arrow
+        wanted = [name for name in schema.names if columns is None or name in columns]
+        if image not in schema.names or "string" in str(schema.field(image).type).partition("<")[0]:
+            image = None  # paths
+        return numbered(self._read, wanted, image, "-".join(map(str, identity(self._path))), self.name)
+
+    def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
+        with self._opened() as file:
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns):
+                yield from batch.to_pylist()
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+        try:
+            with self._path.open("rb") as opened, parquet.ParquetFile(opened) as file:
+                yield file
+        except RemoteError:
+            raise
+        except (ValueError, OSError) as error:  # pyarrow's errors do not name the file
+            raise ValueError(f"{self._path} must be Parquet and cannot be read: {error}") from error
+
+
+def numbered(
+    read: Callable[[list[str]], Iterator[dict[str, Any]]], columns: list[str], image: str | None, key: str, table: str
+) -> Iterator[Row]:
+    """The rows that `read` gives for some columns; the images of the column `image` are copied once (see embedded.py)."""
+    if image is None:
+        yield from (Row(number, values) for number, values in enumerate(read(columns), 1))
+        return
+    images = embedded.copied(key, image, table, lambda: (values[image] for values in read([image])))
+    others = read([name for name in columns if name != image])
+    for number, (values, found) in enumerate(zip(others, images, strict=True), 1):
+        yield Row(number, {**values, image: found})
+
+
+class CaptionedImages:
+    """Images of a folder and its subfolders, each with a caption in a file of the same name, `.txt` or `.json`.
+
+    Args:
+        folder: of the images.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self._folder = folder.name, folder
+        self.folder: Place = folder
+
+    def columns(self) -> list[str]:
+        """The path of the image, and the caption."""
+        return ["image", "caption"]
+
+    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+        """Images in the order of their paths."""
+        found = (path for path in sorted(self._folder.rglob("*")) if is_image(path))
+        for number, path in enumerate(found, 1):
+            name = str(path.relative_to(self._folder))
+            caption = next((file for ending in CAPTIONS if (file := path.with_suffix(ending)).exists()), None)
+            if caption is None:
+                yield Row(number, None, f"{name} has no caption beside it ({' or '.join(CAPTIONS)})")
+                continue
+            try:
+                text = caption.read_text("utf-8-sig")
+                values = json.loads(text) if caption.suffix == ".json" else {CAPTION_KEYS[0]: text}
+            except (OSError, ValueError) as error:
+                yield Row(number, None, f"{caption.name} has no caption that can be read: {error}")
+                continue
+            key = next((key for key in CAPTION_KEYS if isinstance(values, dict) and key in values), None)
+            if key is None:
+                yield Row(number, None, f"{caption.name} must be a JSON object with the key {' or '.join(CAPTION_KEYS)}")
+            else:
+                yield Row(number, {"image": name, "caption": values[key]})
+
+
+def captioned(folder: Path) -> bool:
+    """Whether an image of the folder or a subfolder has a caption beside it."""
+    captions = (path for ending in CAPTIONS for path in folder.rglob(f"*{ending}"))
+    return any(path.with_suffix(ending).exists() for path in captions for ending in ENDINGS)
+
+
+def _not_decoded(path: Place, encoding: str) -> str:
+    data = path.read_bytes()
+    try:
+        data.decode(encoding)
+    except UnicodeDecodeError as error:
+        where = f"the byte 0x{data[error.start]:02x} in line {data.count(bytes([10]), 0, error.start) + 1} is not"
+        return (
+            f"{path} must be {encoding.removesuffix('-sig')}, and {where}. If the file is Latin-1, convert it (iconv -f latin1 "
+            "-t utf-8), or train with --set data_options.encoding=latin-1"
+        )
+    return f"{path} has changed while it was read"
+
+
+def _csv_rows(path: Place, encoding: str) -> Iterator[Row]:
+    with path.open(encoding=encoding, newline="") as file:
+        separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
+        reader = csv.DictReader((line.replace("\0", "") for line in file), delimiter=separator)
+        try:
+            counts = Counter(reader.fieldnames or ())
+        except csv.Error as error:
+            raise ValueError(f"{path} must have a line of column names, which cannot be read: {error}") from error
+        twice = next((name for name, count in counts.items() if name and count > 1), None)
+        if twice is not None:
+            raise ValueError(f"{path} must name each column once, got {twice} more than once")
+        for number in itertools.count(1):
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Row(number, None, f"cannot be read: {error}")
+                continue
+            if None in values:  # more fields than the header: an unquoted comma would cut a caption
+                expected = len(reader.fieldnames or ())
+                came = len(values) - 1 + len(values[None])
+                told = f"must have {expected} fields, got {came}; a {called} in a text needs quotes around the text"
+                yield Row(number, None, told)
+            else:
+                yield Row(number, dict(values))
+
+
+def _json_rows(path: Place, encoding: str) -> Iterator[Row]:
+    with path.open(encoding=encoding) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                yield Row(number, None, f"must be a JSON object: {error}")
+                continue
+            yield Row(number, values) if isinstance(values, dict) else Row(number, None, "must be a JSON object")

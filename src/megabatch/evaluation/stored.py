@@ -1,0 +1,215 @@
+"""Embeddings in files: written chunk by chunk, so that a stopped command continues, and read again by a search.
+
+`megabatch embed` writes one file for each side: NumPy's format with the samples in JSON lines beside it, or Parquet with both.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import extras
+from megabatch.cached.replay import checksum
+from megabatch.data import cache
+from megabatch.data.dataset import Dataset
+from megabatch.evaluation.embedding import readable
+from megabatch.evaluation.search import ROWS
+from megabatch.towers import Pair, Tower
+
+FORMATS = (".npy", ".parquet")
+EMBEDDING = "embedding"  # column of a Parquet file
+_ABOUT = "megabatch"  # key of the file's metadata
+_SECONDS = 5.0  # between two lines of progress
+
+
+class Stored:
+    """Embeddings of one side in a file, written chunk by chunk, in float32."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self.path, self.total = path.with_suffix(".bin"), total
+        self._width = path.with_suffix(".width")
+        self.width = int(self._width.read_text()) if self._width.exists() else 0
+        size = self.path.stat().st_size if self.path.exists() else 0
+        self.done = size // (4 * self.width) if self.width else 0
+        if self.path.exists():
+            os.truncate(self.path, self.done * 4 * self.width)  # a row that was cut off
+
+    def append(self, chunk: Tensor) -> None:  # (n, D)
+        """Adds rows."""
+        if not self.width:
+            self.width = chunk.shape[1]
+            self._width.write_text(str(self.width))
+        with self.path.open("ab") as file:
+            file.write(chunk.float().cpu().contiguous().numpy().tobytes())
+        self.done += len(chunk)
+
+    def rows(self) -> Tensor:  # (N, D)
+        """All rows, mapped from the file and not read into memory."""
+        return torch.from_file(str(self.path), shared=False, size=self.done * self.width).view(self.done, self.width)
+
+    def fill(
+        self,
+        tower: Tower,
+        dataset: Dataset,
+        side: int,
+        *,
+        chunk_size: int,
+        workers: int | Executor,
+        report: Callable[[int, int, float], None],
+    ) -> None:
+        """Embeds the samples that are not in the file yet. Rows of unreadable ones are NaN.
+
+        Args:
+            tower: of the side.
+            dataset: with `total` samples.
+            side: 0 or 1.
+            chunk_size: samples encoded at once.
+            workers: as for `embed`.
+            report: called every few seconds and at the end with the samples done, their number and the seconds left.
+        """
+        begin, began = self.done, time.monotonic()
+        rest, told = range(begin, self.total), began
+        if not rest:
+            return
+        for chunk in readable(tower, dataset, side, rest, chunk_size=chunk_size, workers=workers):
+            self.append(chunk)
+            now = time.monotonic()
+            if now - told >= _SECONDS or self.done == self.total:
+                told = now
+                report(self.done, self.total, (now - began) / (self.done - begin) * (self.total - self.done))
+
+
+def fingerprint(pair: Pair) -> Any:
+    """A checksum of a model: embeddings of different models are not compared."""
+    return checksum([pair.name, dict(pair.options), [tower.module.state_dict() for tower in pair.towers]])
+
+
+def digest(samples: Iterable[Any]) -> str:
+    """A checksum of any number of samples, one in memory at a time."""
+    total = hashlib.sha256()
+    for sample in samples:
+        total.update(f"{checksum(sample)},".encode())
+    return total.hexdigest()
+
+
+def work_folder(output: Path) -> Path:
+    """Where embeddings wait until the output is complete."""
+    return output.with_name(output.name + ".work")
+
+
+def continue_or_begin(work: Path, about: dict[str, Any]) -> None:
+    """A folder of the same model and data is continued; another is an error."""
+    path = work / "about.json"
+    if path.exists():
+        before = json.loads(path.read_text())
+        changed = [name for name, value in about.items() if before.get(name) != value]
+        if changed:
+            raise ValueError(
+                f"{work} must be of the same model and data; changed since: {', '.join(changed)}. Remove the folder "
+                "to embed everything again, or choose another --output"
+            )
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(about))
+
+
+def write(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Writes embeddings and samples as one Parquet file, or as an array with the samples and `about` beside it.
+
+    Args:
+        output: ends in one of `FORMATS`.
+        stored: all embeddings.
+        samples: one table row for each, with the same keys.
+        about: the model and the data.
+    """
+    if output.suffix == ".parquet":
+        _write_parquet(output, stored, samples, about)
+        return
+    numpy = extras.load("numpy", extra="train", purpose="Writing embeddings")
+    header = {"descr": "<f4", "fortran_order": False, "shape": (stored.done, stored.width)}
+
+    def array(file: Any) -> None:
+        numpy.lib.format.write_array_header_1_0(file, header)
+        with stored.path.open("rb") as rows:
+            shutil.copyfileobj(rows, file, 1 << 24)
+
+    # The array comes last: with it the output is complete.
+    lines = (json.dumps(sample, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n" for sample in samples)
+    cache.write(output.with_suffix(".jsonl"), lambda file: file.writelines(lines))
+    cache.write(output.with_suffix(".json"), lambda file: file.write(json.dumps(about, indent=1).encode()))
+    cache.write(output, array)
+
+
+def _write_parquet(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about: dict[str, Any]) -> None:
+    arrow = extras.load("pyarrow", extra="parquet", purpose="Writing Parquet")
+    parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Writing Parquet")
+    texts, kind = iter(samples), arrow.list_(arrow.float32(), stored.width)
+    metadata = {_ABOUT: json.dumps(about)}
+
+    def table(file: Any) -> None:
+        writer = None
+        for rows in torch.split(stored.rows(), ROWS):
+            some = [next(texts) for _ in range(len(rows))]
+            columns = {key: arrow.array([sample[key] for sample in some], arrow.string()) for key in some[0]}
+            columns[EMBEDDING] = arrow.FixedSizeListArray.from_arrays(rows.flatten().numpy(), type=kind)
+            made = arrow.table(columns).replace_schema_metadata(metadata)
+            writer = writer or parquet.ParquetWriter(file, made.schema)
+            writer.write_table(made)
+        assert writer is not None, "a dataset has at least one sample"
+        writer.close()
+
+    cache.write(output, table)
+
+
+class Saved:
+    """Embeddings that `write` wrote.
+
+    Args:
+        path: ends in one of `FORMATS`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.suffix not in FORMATS:
+            raise ValueError(f"embeddings must be a file that ends in {' or '.join(FORMATS)}, got {path}")
+        if not path.is_file():
+            raise FileNotFoundError(f"No such file: {path}")
+        self.path = path
+        if path.suffix == ".parquet":
+            parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+            about = (parquet.read_schema(path).metadata or {}).get(_ABOUT.encode(), b"null")
+            self.about: dict[str, Any] = json.loads(about)
+            names = [name for name in parquet.read_schema(path).names if name != EMBEDDING]
+            self.samples: list[dict[str, Any]] = parquet.read_table(path, columns=names).to_pylist()
+        else:
+            beside = [path.with_suffix(ending) for ending in (".json", ".jsonl")]
+            if not all(place.is_file() for place in beside):
+                raise FileNotFoundError(
+                    f"{path} must have {beside[0].name} and {beside[1].name} beside it, as embed writes them"
+                )
+            self.about = json.loads(beside[0].read_text("utf-8"))
+            with beside[1].open("rb") as lines:
+                self.samples = [json.loads(line) for line in lines]
+        if not isinstance(self.about, dict) or "weights" not in self.about:
+            raise ValueError(f"{path} must be a file that `megabatch embed` wrote, got one that names no model")
+
+    def chunks(self) -> Iterator[Tensor]:  # (n, D) each
+        """The embeddings, some rows at a time."""
+        if self.path.suffix == ".parquet":
+            parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+            with parquet.ParquetFile(self.path) as file:
+                for batch in file.iter_batches(ROWS, columns=[EMBEDDING]):
+                    flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
+                    yield torch.tensor(flat).view(len(batch), -1)
+            return
+        numpy = extras.load("numpy", extra="train", purpose="Reading embeddings")
+        array = numpy.load(self.path, mmap_mode="r")
+        for first in range(0, len(array), ROWS):
+            yield torch.from_numpy(numpy.array(array[first : first + ROWS]))

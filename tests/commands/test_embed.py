@@ -1,0 +1,116 @@
+"""`megabatch embed`: the rows of `embed`, after a stop too, and `megabatch search` over them."""
+
+import argparse
+import importlib
+import json
+import math
+
+import pytest
+import torch
+
+from megabatch import towers
+from megabatch.data.folders import Images
+from megabatch.data.tables import Table
+from megabatch.evaluation import embed, stored
+
+TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
+COLOURS = ("red", "green", "blue", "yellow", "black", "white", "gray")
+
+
+def call(command, *arguments):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"megabatch.commands.arguments.{command}").add_arguments(parser)
+    words = [str(argument) for argument in (*arguments, "--device", "cpu", "--chunk-size", "2")]
+    return importlib.import_module(f"megabatch.commands.{command}").run(parser.parse_args(words))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run, a table of images and captions, and a folder of images without captions; one image is damaged."""
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    folder = tmp_path_factory.mktemp("embed")
+    torch.manual_seed(0)
+    towers.save(towers.load("small", **TINY), folder / "run")
+    (folder / "images").mkdir()
+    for number, colour in enumerate(COLOURS):
+        pillow.new("RGB", (20, 24), colour).save(folder / "images" / f"{number}.png")
+    (folder / "images" / "4.png").write_bytes(b"no image")
+    rows = [f"images/{number}.png,a {colour} square" for number, colour in enumerate(COLOURS)]
+    (folder / "pairs.csv").write_text("\n".join(["image,caption", *rows]))
+    return folder
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("ending", [".npy", ".parquet"])
+def test_a_stopped_command_continues_and_its_file_is_searched(place, tmp_path, capsys, monkeypatch, ending, side):
+    output, real, calls = tmp_path / f"x{ending}", stored.Stored.append, []
+    arguments = (place / "run", "--data", place / "pairs.csv", "--output", output, "--side", ("images", "texts")[side])
+
+    def stops(self, chunk):
+        real(self, chunk)
+        calls.append(chunk)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(stored.Stored, "append", stops)
+    with pytest.raises(KeyboardInterrupt):
+        call("embed", *arguments)
+    assert not output.exists()
+    with (tmp_path / f"x{ending}.work" / "rows.bin").open("ab") as file:
+        file.write(b"cut off")
+    call("embed", *arguments)
+    assert len(calls) == 4  # of two rows each, none of them twice
+    assert not list(tmp_path.glob("*.work"))
+    pair, table = towers.load_saved(place / "run"), Table(place / "pairs.csv")
+    expected = embed(pair.towers[side], table, side, chunk_size=2)
+    if side == 0:
+        expected[4] = math.nan
+    assert ("1 samples could not be read" in capsys.readouterr().out) == (side == 0)
+    saved = stored.Saved(output)
+    torch.testing.assert_close(torch.cat(list(saved.chunks())), expected, rtol=0, atol=0, equal_nan=True)
+    wanted = [{"name": f"images/{i}.png", "path": str(place / "images" / f"{i}.png")} for i in range(7)]
+    assert saved.samples == [{**row, "text": f"a {colour} square"} for row, colour in zip(wanted, COLOURS, strict=True)]
+    found = []
+    for where in (("--embeddings", output), ("--data", place / "pairs.csv", "--among", ("images", "texts")[side])):
+        call("search", place / "run", "a red square", place / "images" / "2.png", "--json", "-k", 3, *where)
+        found.append(json.loads(capsys.readouterr().out))
+    for match, other in zip(*([match for query in queries for match in query["matches"]] for queries in found), strict=True):
+        assert match == {**other, "similarity": pytest.approx(other["similarity"], abs=1e-6)}
+    assert [list(match) for match in found[0][0]["matches"]] == 3 * [["rank", "similarity", "index", "name", "path", "text"]]
+    assert not (tmp_path / "found.png").exists()
+
+
+def test_a_folder_of_images_alone(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call("embed", place / "run", "--data", place / "images", "--output", "x.npy")
+    for arguments in (("--data", place / "images"), ("--embeddings", "x.npy")):
+        capsys.readouterr()
+        call("search", place / "run", "a red square", place / "images" / "2.png", "-k", 9, *arguments)
+        printed = capsys.readouterr().out
+        assert str(place / "images" / "5.png") in printed
+        assert "images/4.png" not in printed.partition("1 samples")[0]
+        lines = printed.partition("2.png\n")[2].splitlines()
+        assert lines[1].split()[1:] == ["2.png", str(place / "images" / "2.png"), "1.000"]
+    with pytest.raises(ValueError, match="--among must be a side of the data, image, got text"):
+        call("search", place / "run", "red", "--data", place / "images", "--among", "texts")
+
+
+def test_embeddings_of_other_weights_and_wrong_arguments(place, tmp_path):
+    call("embed", place / "run", "--data", place / "images", "--output", tmp_path / "x.npy")
+    torch.manual_seed(1)
+    towers.save(towers.load("small", **TINY), tmp_path / "other")
+    for arguments, message in (
+        ((tmp_path / "other", "red", "--embeddings", tmp_path / "x.npy"), "must be of the same model and weights"),
+        ((place / "run", "red", "--embeddings", tmp_path / "x.npy", "--data", "emoji"), "--data must be left out"),
+        ((place / "run", "red", "--embeddings", place / "pairs.csv"), r"ends in \.npy or \.parquet"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call("search", *arguments)
+    (tmp_path / "x.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"must have x\.json and x\.jsonl beside it"):
+        call("search", place / "run", "red", "--embeddings", tmp_path / "x.npy")
+    with pytest.raises(ValueError, match=r"--output must end in \.npy or \.parquet"):
+        call("embed", place / "run", "--data", place / "images", "--output", tmp_path / "x.csv")
+    with pytest.raises(ValueError, match="--side must be images or texts for this data, got queries"):
+        call("embed", place / "run", "--data", place / "images", "--output", tmp_path / "y.npy", "--side", "queries")
+    assert len(Images(place / "images")) == 7
