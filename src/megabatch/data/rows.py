@@ -9,7 +9,7 @@ import csv
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -188,31 +188,83 @@ def _not_decoded(path: Place, encoding: str) -> str:
 
 
 def _csv_rows(path: Place, encoding: str) -> Iterator[Row]:
+    separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
+    plain = path.suffix == ".tsv" and not _well_quoted(path, encoding)
     with path.open(encoding=encoding, newline="") as file:
-        separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
-        reader = csv.DictReader((line.replace("\0", "") for line in file), delimiter=separator)
+        taken: list[str] = []  # lines of a row
+        lines = _kept(file, taken)
+        reader = csv.DictReader(lines, delimiter=separator, quoting=csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL)
         try:
             counts = Counter(reader.fieldnames or ())
         except csv.Error as error:
             raise ValueError(f"{path} must have a line of column names, which cannot be read: {error}") from error
+        expected = len(reader.fieldnames or ())
+        if not plain and (problem := _misquoted(taken, separator, expected)):
+            raise ValueError(f"{path} must begin with a line of column names: {problem}")
         twice = next((name for name, count in counts.items() if name and count > 1), None)
         if twice is not None:
             raise ValueError(f"{path} must name each column once, got {twice} more than once")
         for number in itertools.count(1):
+            taken.clear()
             try:
                 values = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Row(number, None, f"cannot be read: {error}")
+                yield Row(number, None, f"cannot be read: {error}, {_lines(reader, taken)}")
                 continue
-            if None in values:  # more fields than the header: an unquoted comma would cut a caption
-                expected = len(reader.fieldnames or ())
+            if not plain and (problem := _misquoted(taken, separator, expected)):
+                yield Row(number, None, f"{_lines(reader, taken)}: {problem}")
+            elif None in values:  # more fields than the header: an unquoted comma would cut a caption
                 came = len(values) - 1 + len(values[None])
                 told = f"must have {expected} fields, got {came}; a {called} in a text needs quotes around the text"
                 yield Row(number, None, told)
             else:
                 yield Row(number, dict(values))
+
+
+def _lines(reader: "csv.DictReader[str]", taken: list[str]) -> str:
+    last = reader.reader.line_num  # DictReader's own number does not count lines that cannot be read
+    return f"line {last}" if len(taken) == 1 else f"lines {last - len(taken) + 1} to {last}"
+
+
+def _kept(file: Iterable[str], taken: list[str]) -> Iterator[str]:
+    """The lines of a file; each is also appended to `taken`."""
+    for line in file:
+        taken.append(line.replace("\0", ""))
+        yield taken[-1]
+
+
+def _misquoted(lines: list[str], separator: str, fields: int) -> str:
+    """What is wrong with the quotes of a row, given its lines; empty if nothing is."""
+    several = len(lines) > 1
+    if not several and not sum(line.count('"') for line in lines) % 2:
+        return ""
+    how = 'a text with quotation marks needs quotes around it, and each mark of its own twice ("")'
+    try:
+        list(csv.reader(lines, delimiter=separator, strict=True))
+    except csv.Error as error:
+        return f"a quoted field does not end where it should ({error}); {how}"
+    rows = [line for line in lines if line.strip()]  # with the row come empty lines before it
+    if several and len(rows) > 1 and all(line.count(separator) == fields - 1 for line in rows):
+        return f"a quoted field has whole rows in it; {how}"
+    return ""
+
+
+def _well_quoted(path: Place, encoding: str) -> bool:
+    """Whether the quotes of a TSV file are those of CSV. Otherwise they are part of the texts."""
+    with path.open(encoding=encoding, newline="") as file:
+        taken: list[str] = []
+        reader, fields = csv.reader(_kept(file, taken), delimiter="\t", strict=True), 0
+        try:
+            for row in reader:
+                fields = fields or len(row)
+                if len(taken) > 1 and _misquoted(taken, "\t", fields):
+                    return False
+                taken.clear()
+        except csv.Error:
+            return False
+    return True
 
 
 def _json_rows(path: Place, encoding: str) -> Iterator[Row]:
