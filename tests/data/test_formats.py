@@ -180,6 +180,24 @@ def test_captions_that_cannot_be_read_are_named(tmp_path):
     ]
 
 
+def test_captions_beside_most_images_are_read_whatever_the_case_of_their_endings(tmp_path, caplog):
+    for number in range(4):
+        path = tmp_path / "rose" / f"IMG_{number}.JPG"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    (tmp_path / "rose" / "IMG_0.json").write_text("{}")
+    (tmp_path / "rose" / "LICENSE.txt").touch()
+    assert data.load(str(tmp_path)).read(0, 1) == "rose"
+    assert ".txt and .json files beside 1 of 4 images are not read" in caplog.text
+    for number, ending in ((1, ".txt"), (2, ".TXT")):
+        (tmp_path / "rose" / f"IMG_{number}{ending}").write_text(f"caption {number}")
+    found = data.load(str(tmp_path))
+    assert [(found.name(i), found.read(i, 1)) for i in range(len(found))] == [
+        ("rose/IMG_1.JPG", "caption 1"),
+        ("rose/IMG_2.JPG", "caption 2"),
+    ]
+
+
 def test_an_image_in_the_wrong_column_is_told_in_a_few_words(tmp_path):
     spec = write_parquet(tmp_path / "photos", "struct")
     with pytest.raises(

@@ -8,6 +8,7 @@ import codecs
 import csv
 import itertools
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ from typing import Any, NamedTuple, Protocol
 
 from megabatch import extras
 from megabatch.data import embedded
-from megabatch.data.folders import ENDINGS, is_image
+from megabatch.data.folders import class_folders, is_image
 from megabatch.data.places import Place, identity
 from megabatch.data.remote import RemoteError
 
-CAPTIONS = (".txt", ".json")  # endings of a file beside an image
+LOG = logging.getLogger("megabatch")
+CAPTIONS = (".txt", ".json")  # endings of a file beside an image; upper case counts too
 CAPTION_KEYS = ("caption", "text")  # in JSON
 ROWS_AT_ONCE = 1024
 
@@ -151,13 +153,14 @@ class CaptionedImages:
         found = (path for path in sorted(self._folder.rglob("*")) if is_image(path))
         for number, path in enumerate(found, 1):
             name = str(path.relative_to(self._folder))
-            caption = next((file for ending in CAPTIONS if (file := path.with_suffix(ending)).exists()), None)
+            endings = (form for ending in CAPTIONS for form in (ending, ending.upper()))
+            caption = next((file for ending in endings if (file := path.with_suffix(ending)).exists()), None)
             if caption is None:
                 yield Row(number, None, f"{name} has no caption beside it ({' or '.join(CAPTIONS)})")
                 continue
             try:
                 text = caption.read_text("utf-8-sig")
-                values = json.loads(text) if caption.suffix == ".json" else {CAPTION_KEYS[0]: text}
+                values = json.loads(text) if caption.suffix.lower() == ".json" else {CAPTION_KEYS[0]: text}
             except (OSError, ValueError) as error:
                 yield Row(number, None, f"{caption.name} has no caption that can be read: {error}")
                 continue
@@ -169,9 +172,19 @@ class CaptionedImages:
 
 
 def captioned(folder: Path) -> bool:
-    """Whether an image of the folder or a subfolder has a caption beside it."""
-    captions = (path for ending in CAPTIONS for path in folder.rglob(f"*{ending}"))
-    return any(path.with_suffix(ending).exists() for path in captions for ending in ENDINGS)
+    """Whether images of a folder have captions beside them. If it could be a folder of classes, at least half must have one."""
+    files = list(folder.rglob("*"))
+    stems = [path.with_suffix("") for path in files if is_image(path)]
+    captions = {path.with_suffix("") for path in files if path.suffix.lower() in CAPTIONS}
+    count = sum(stem in captions for stem in stems)
+    if 0 < 2 * count < len(stems) and class_folders(folder):
+        LOG.warning(
+            "%s: the folders' names are the captions; %s files beside %d of %d images are not read, because captions beside "
+            "images must be there for at least half of them",
+            *(folder, " and ".join(CAPTIONS), count, len(stems)),
+        )
+        return False
+    return count > 0
 
 
 def _not_decoded(path: Place, encoding: str) -> str:
