@@ -57,7 +57,9 @@ class Part(Dataset):
         self.sides, self.credits = dataset.sides, dataset.credits
         self.problems = list(getattr(dataset, "problems", ()))
         sizes = getattr(dataset, "groups", None)
-        if sizes is not None:  # shards, whose samples are read together
+        if sizes is not None and len(self) == len(dataset):
+            self.groups = sizes
+        elif sizes is not None:  # shards, whose samples are read together
             ends = torch.tensor(list(itertools.accumulate(sizes)))
             counts = torch.bincount(torch.bucketize(self.indices, ends, right=True), minlength=len(sizes))
             self.groups = tuple(count for count in counts.tolist() if count)
