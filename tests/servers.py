@@ -10,12 +10,13 @@ from pathlib import Path
 class FileServer:
     """Serves a folder on this machine while it is entered.
 
-    Attributes set between requests: `ranges` (whether parts of files are sent), `broken` (statuses for the next requests, in
+    Attributes set between requests: `ranges` (whether parts of files are sent), `versions` (whether ETags are), `broken` (statuses for the next requests, in
     order). `requests` has the path and the range of each GET.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.ranges, self.port = folder, True, 0
+        self.versions = True
         self.broken: list[int] = []
         self.requests: list[tuple[str, str | None]] = []
 
@@ -65,7 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
         part = data[int(found[1]) : int(found[2]) + 1] if found else data
         self.send_response(206 if found else 200)
         self.send_header("Content-Length", str(len(part)))
-        self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
+        if self.served.versions:
+            self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(part)

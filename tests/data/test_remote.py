@@ -63,6 +63,25 @@ def test_a_file_that_changes_is_not_mixed_with_what_is_cached_of_it(server):
         old.read(8000, 1000)
 
 
+def test_a_file_of_the_same_size_that_changes_during_the_run_ends_it(server):
+    url = Url(f"{server.address}/x.bin")
+    assert url.read(0, 500) == CONTENT[:500]
+    (server.folder / "x.bin").write_bytes(CONTENT[::-1])
+    assert url.read(0, 500) == CONTENT[:500]  # from the cache
+    with pytest.raises(RemoteError, match=r"x\.bin has changed since the run began.*start the run again"):
+        url.read(1000, 500)
+
+
+def test_without_versions_nothing_is_kept_for_another_run(server, caplog):
+    server.versions = False
+    for content in (CONTENT, CONTENT[::-1]):
+        (server.folder / "x.bin").write_bytes(content)
+        url = Url(f"{server.address}/x.bin")
+        assert pickle.loads(pickle.dumps(url)).read(0, 500) == url.read(0, 500) == content[:500]
+        remote._run.cache_clear()  # as in another process
+    assert [record.getMessage().partition(" ")[2][:30] for record in caplog.records] == ["sends neither ETag nor Last-Mo"] * 2
+
+
 def test_failures_that_pass_are_repeated_and_others_are_not(server, caplog):
     url = Url(f"{server.address}/x.bin")
     assert url.about.size == 10_000
