@@ -10,8 +10,8 @@ from pathlib import Path
 class FileServer:
     """Serves a folder on this machine while it is entered.
 
-    Attributes set between requests: `ranges` (whether parts of files are sent), `versions` (whether ETags are), `broken` (statuses for the next requests, in
-    order). `requests` has the path and the range of each GET.
+    Attributes set between requests: `ranges` (whether parts of files are sent), `versions` (whether ETags are), `broken`
+    (statuses for the next requests, in order). `requests` has the path and the range of each GET.
     """
 
     def __init__(self, folder: Path) -> None:

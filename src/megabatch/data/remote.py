@@ -275,8 +275,8 @@ class _Raw(io.RawIOBase):
 def _run(server: str) -> str:
     """The version of files whose server sends none: another one in every run, so that nothing old is read from the cache."""
     LOG.warning(
-        "%s sends neither ETag nor Last-Modified, so a changed file of the same size is not noticed. Its files are fetched anew "
-        "in every run, and must not change during one",
+        "%s sends neither ETag nor Last-Modified, so a changed file of the same size is not noticed. Its files are fetched "
+        "anew in every run, and must not change during one",
         server,
     )
     return f"{os.getpid()} {time.time_ns()}"

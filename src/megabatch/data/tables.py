@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,10 @@ class Table(Dataset):
                 self._add(source, row, chosen.pair)
         if not self._first:
             raise self._without_pairs(self.problems)
-        self._items, self._label_numbers = _numbered(self._first), _numbered(self._labels)
+        self._items, self._label_numbers = numbered(self._first), numbered(self._labels)
         self._row_of: dict[str, int] | None = None  # made when it is needed
         self._scores = torch.tensor(self._score_list, dtype=torch.float64)
-        self._ids = connected(self._items, _numbered(self._second))
+        self._ids = connected(self._items, numbered(self._second))
 
     def __len__(self) -> int:
         """The number of pairs."""
@@ -263,8 +263,9 @@ def connected(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (
     return torch.tensor([root(row) for row in range(len(first))], dtype=torch.int64)
 
 
-def _numbered(values: list[str]) -> Tensor:  # (n,) int64
-    numbers: dict[str, int] = {}
+def numbered(values: Sequence[Hashable]) -> Tensor:  # (n,) int64
+    """A number for each value, the same for equal ones."""
+    numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(value, len(numbers)) for value in values], dtype=torch.int64)
 
 
