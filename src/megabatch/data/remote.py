@@ -20,6 +20,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -185,7 +186,8 @@ class Url:
         try:
             data = self._fetched(start, end)
             if self.protocol not in UNCHECKED:
-                _filesystem(self.protocol).invalidate_cache(self.address)  # of listings
+                with suppress(KeyError):  # another thread does the same
+                    _filesystem(self.protocol).invalidate_cache(self.address)  # of listings
                 if len(data) == end - start and self._asked() != self.about:
                     raise RemoteError(f"{self} has changed since the run began; start the run again")
         except FileNotFoundError as error:  # no sample is skipped that was there at the start
