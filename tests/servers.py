@@ -5,6 +5,7 @@ import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 
 class FileServer:
@@ -53,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self.headers["Range"])
 
     def _answer(self, asked: str | None) -> None:
-        path = self.served.folder / self.path.partition("?")[0].lstrip("/")
+        path = self.served.folder / unquote(self.path.partition("?")[0]).lstrip("/")
         if self.served.broken:
             return self.send_error(self.served.broken.pop(0))
         if path.is_dir():

@@ -139,6 +139,22 @@ def test_a_missing_image_is_skipped_and_a_lost_server_is_not(server, tmp_path):
         table.stored(1, 0)
 
 
+def test_names_of_images_are_quoted(server):
+    names = ["a b.png", "ü.png", "50%.png", "a%20b.png", "x#1.png", "what?.png", "plus+.png", "sub/c.png"]
+    (server.folder / "sub").mkdir()
+    for name in names:
+        (server.folder / name).write_text(name)
+    (server.folder / "pairs.csv").write_text("image,caption\n" + "".join(f"{name},a\n" for name in names))
+    table = Table(f"{server.address}/pairs.csv?token=secret")
+    assert [table.name(index) for index in range(len(table))] == names
+    assert [table.stored(index, 0).data.decode() for index in range(len(table))] == names
+    (server.folder / "y.csv").write_text("image,caption\ny.png,a\n")
+    other = Table(f"{server.address}/y.csv?token=secret")
+    server.broken = [403]
+    with pytest.raises(RemoteError, match=r"/y\.png .*access was denied.* requested without the table's token"):
+        other.stored(0, 0)
+
+
 def stress(number):
     """Reads pieces at random; returns how many it fetched, and the largest size of the cache that it saw."""
     chosen, fetched, largest = random.Random(number), [], 0

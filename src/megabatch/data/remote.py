@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from megabatch import extras
 from megabatch.data import blocks
@@ -44,7 +44,7 @@ ACCESS = {  # how to get access
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads a public bucket without",
     "gs": "run `gcloud auth application-default login`; FSSPEC_GS_TOKEN=anon reads a public bucket without",
     "hf": "run `hf auth login`, or set HF_TOKEN, and accept the terms of the dataset on its page",
-    "http": "check the address and the token in it",
+    "http": "check the address and the token in it; images with relative names are requested without the table's token",
 }
 VERSIONS = (  # the first that the server sends counts; a list of files and a single one differ in the others
     "ETag",
@@ -103,8 +103,12 @@ class Url:
         return Url, (self.address, self._about)
 
     def __truediv__(self, name: str) -> "Url":
-        """An address in this folder, or the other one if it is whole."""
-        return Url(name if is_url(name) else f"{str(self).rstrip('/')}/{name}")
+        """An address in this folder, or the other one if it is whole. For HTTP, a name is quoted; a pattern stays one."""
+        if is_url(name):
+            return Url(name)
+        return Url(
+            f"{str(self).rstrip('/')}/{quote(name, safe='/*', errors='surrogatepass') if self.protocol.startswith('http') else name}"
+        )
 
     @property
     def name(self) -> str:
