@@ -106,9 +106,9 @@ class Url:
         """An address in this folder, or the other one if it is whole. For HTTP, a name is quoted; a pattern stays one."""
         if is_url(name):
             return Url(name)
-        return Url(
-            f"{str(self).rstrip('/')}/{quote(name, safe='/*', errors='surrogatepass') if self.protocol.startswith('http') else name}"
-        )
+        if self.protocol.startswith("http"):
+            name = quote(name, safe="/*", errors="surrogatepass")
+        return Url(f"{str(self).rstrip('/')}/{name}")
 
     @property
     def name(self) -> str:

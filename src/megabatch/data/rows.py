@@ -9,6 +9,7 @@ import csv
 import itertools
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ class ParquetRows:
         with self._opened() as file:
             schema = file.schema_arrow
         wanted = [name for name in schema.names if columns is None or name in columns]
-        if image not in schema.names or "string" in str(schema.field(image).type).partition("<")[0]:
+        if image not in schema.names or re.match(r"(dictionary<values=)?(large_)?string", str(schema.field(image).type)):
             image = None  # paths
         return numbered(self._read, wanted, image, "-".join(map(str, identity(self._path))), self.name)
 

@@ -24,7 +24,7 @@ from megabatch.data import images
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
 from megabatch.data.embedded import Embedded
 from megabatch.data.places import OpenFiles, Place, expanded, place
-from megabatch.data.remote import RemoteError, Url, is_url
+from megabatch.data.remote import RemoteError, is_url
 from megabatch.data.rows import CaptionedImages, ParquetRows, Row, Source, TextRows, captioned
 from megabatch.names import TABLES
 
@@ -99,7 +99,7 @@ class Table(Dataset):
         value = (self._first, self._second)[side][self.check(index)]
         if self.sides[side] == TEXT:
             return value
-        file = Url(value) if is_url(value) else self.root / value
+        file = self._file(value)
         try:
             if (inside := self._embedded.get(value)) is not None:
                 return images.Encoded(self._files.read(inside.file, inside.offset, inside.size), inside.name)
@@ -118,7 +118,10 @@ class Table(Dataset):
 
     def place(self, index: int) -> str | None:
         """The image's path, with the folder it is relative to; None for texts."""
-        return str(self.root / self.name(index)) if self.sides[0] == IMAGE else None
+        return str(self._file(self.name(index))) if self.sides[0] == IMAGE else None
+
+    def _file(self, name: str) -> Place:
+        return place(name) if is_url(name) else self.root / name
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """Ids of the connected components of rows that share an image or a text."""
