@@ -63,6 +63,7 @@ class TextRows:
             codecs.lookup(encoding)
         except LookupError as error:
             raise ValueError(f"encoding must be one that Python knows, such as utf-8 or latin-1, got {encoding!r}") from error
+        self._quoted: bool | None = None  # whether quotes are those of CSV; found when it is needed
         self._encoding = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
 
     def columns(self) -> list[str]:
@@ -75,7 +76,12 @@ class TextRows:
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
         """All columns, as texts."""
         try:
-            yield from (_json_rows if self._path.suffix == ".jsonl" else _csv_rows)(self._path, self._encoding)
+            if self._path.suffix == ".jsonl":
+                yield from _json_rows(self._path, self._encoding)
+                return
+            if self._quoted is None:
+                self._quoted = self._path.suffix != ".tsv" or _well_quoted(self._path, self._encoding)
+            yield from _csv_rows(self._path, self._encoding, self._quoted)
         except UnicodeDecodeError as error:
             raise ValueError(_not_decoded(self._path, self._encoding)) from error
 
@@ -201,19 +207,18 @@ def _not_decoded(path: Place, encoding: str) -> str:
     return f"{path} has changed while it was read"
 
 
-def _csv_rows(path: Place, encoding: str) -> Iterator[Row]:
+def _csv_rows(path: Place, encoding: str, quoted: bool) -> Iterator[Row]:
     separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
-    plain = path.suffix == ".tsv" and not _well_quoted(path, encoding)
     with path.open(encoding=encoding, newline="") as file:
         taken: list[str] = []  # lines of a row
         lines = _kept(file, taken)
-        reader = csv.DictReader(lines, delimiter=separator, quoting=csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL)
+        reader = csv.DictReader(lines, delimiter=separator, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
         try:
             counts = Counter(reader.fieldnames or ())
         except csv.Error as error:
             raise ValueError(f"{path} must have a line of column names, which cannot be read: {error}") from error
         expected = len(reader.fieldnames or ())
-        if not plain and (problem := _misquoted(taken, separator, expected)):
+        if quoted and (problem := _misquoted(taken, separator, expected)):
             raise ValueError(f"{path} must begin with a line of column names: {problem}")
         twice = next((name for name, count in counts.items() if name and count > 1), None)
         if twice is not None:
@@ -227,7 +232,7 @@ def _csv_rows(path: Place, encoding: str) -> Iterator[Row]:
             except csv.Error as error:
                 yield Row(number, None, f"cannot be read: {error}, {_lines(reader, taken)}")
                 continue
-            if not plain and (problem := _misquoted(taken, separator, expected)):
+            if quoted and (problem := _misquoted(taken, separator, expected)):
                 yield Row(number, None, f"{_lines(reader, taken)}: {problem}")
             elif None in values:  # more fields than the header: an unquoted comma would cut a caption
                 came = len(values) - 1 + len(values[None])
