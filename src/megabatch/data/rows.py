@@ -256,16 +256,15 @@ def _kept(file: Iterable[str], taken: list[str]) -> Iterator[str]:
 
 def _misquoted(lines: list[str], separator: str, fields: int) -> str:
     """What is wrong with the quotes of a row, given its lines; empty if nothing is."""
-    several = len(lines) > 1
-    if not several and not sum(line.count('"') for line in lines) % 2:
+    if len(lines) < 2 and not sum(line.count('"') for line in lines) % 2:
         return ""
     how = 'a text with quotation marks needs quotes around it, and each mark of its own twice ("")'
     try:
         list(csv.reader(lines, delimiter=separator, strict=True))
     except csv.Error as error:
         return f"a quoted field does not end where it should ({error}); {how}"
-    rows = [line for line in lines if line.strip()]  # with the row come empty lines before it
-    if several and len(rows) > 1 and all(line.count(separator) == fields - 1 for line in rows):
+    rows = list(itertools.dropwhile(lambda line: not line.strip(), lines))  # with the row come empty lines before it
+    if len(rows) > 1 and all(line.count(separator) == fields - 1 for line in rows):
         return f"a quoted field has whole rows in it; {how}"
     return ""
 

@@ -1,7 +1,8 @@
 """Holds out a part of a dataset for evaluation. The samples' names decide, so it is the same in every run and on every rank.
 
 Samples with one id, such as the captions of one image, are on the same side of the split. In a folder for each class the id is
-the class; there each image is on its own. Sources of a mixture are split together, so that no image is on both sides.
+the class; there each image is on its own. Sources of a mixture are split together, and images with
+one name or path are on the same side.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megabatch.data.dataset import Dataset
 from megabatch.data.folders import Folders
+from megabatch.data.remote import is_url
 from megabatch.data.shards import text_id
 from megabatch.data.tables import Table, connected, numbered
 
@@ -32,7 +34,7 @@ def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, D
     names, units = each(lambda dataset, index: dataset.name(index)), _units(datasets[0])
     if len(datasets) > 1:
         units = numbered([(which, unit) for which, one in enumerate(datasets) for unit in _units(one).tolist()])
-        places = each(lambda one, index: os.path.abspath(found) if (found := one.place(index)) else (id(one), index))
+        places = each(lambda one, index: _path(one, index) or (id(one), index))
         texts = each(lambda one, index: one.stored(index, 1) if isinstance(one, Table) else (id(one), index))
         for shared in (names, places, texts):
             units = connected(units, numbered(shared))
@@ -42,6 +44,12 @@ def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, D
         least[number] = min(key, least.get(number, key))
     held = iter([least[number] % STEPS < fraction * STEPS for number in numbers])
     return [_split(dataset, list(itertools.islice(held, len(dataset))), fraction) for dataset in datasets]
+
+
+def _path(dataset: Dataset, index: int) -> str | None:
+    """Where the image is; None if its name is an address, which says so with its query, or if it has no file of its own."""
+    found = None if is_url(dataset.name(index)) else dataset.place(index)
+    return found and os.path.abspath(found)
 
 
 def _units(dataset: Dataset) -> Tensor:  # (samples,) int64
