@@ -133,7 +133,10 @@ class Url:
             FileNotFoundError: there is no such file.
         """
         if self._about is None:
-            self._about = self._asked()
+            found = self._asked()
+            self._about = (
+                found if found.version else found._replace(version=_run(urlsplit(self.address).netloc.rpartition("@")[2]))
+            )
         return self._about
 
     def _asked(self) -> About:
@@ -142,8 +145,7 @@ class Url:
             raise RemoteError(f"{self} must be a file whose size the server knows, got none; is it a folder or a web page?")
         if found.get("partial") is False:
             raise self._without_ranges()
-        version = next((f"{key}={found[key]}" for key in VERSIONS if found.get(key)), None)
-        return About(int(found["size"]), _run(urlsplit(self.address).netloc.rpartition("@")[2]) if version is None else version)
+        return About(int(found["size"]), next((f"{key}={found[key]}" for key in VERSIONS if found.get(key)), ""))
 
     def exists(self) -> bool:
         """Whether there is such a file."""
@@ -192,7 +194,8 @@ class Url:
             if self.protocol not in UNCHECKED:
                 with suppress(KeyError):  # another thread does the same
                     _filesystem(self.protocol).invalidate_cache(self.address)  # of listings
-                if len(data) == end - start and self._asked() != self.about:
+                now = self._asked()
+                if len(data) == end - start and now != (self.about if now.version else (self.about.size, "")):
                     raise RemoteError(f"{self} has changed since the run began; start the run again")
         except FileNotFoundError as error:  # no sample is skipped that was there at the start
             raise RemoteError(f"{self} has gone from the server since the run began") from error
