@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from megabatch.data import images
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
 from megabatch.data.embedded import Embedded
 from megabatch.data.places import OpenFiles, Place, expanded, place
-from megabatch.data.remote import RemoteError, Url, is_url
+from megabatch.data.remote import RemoteError, is_url
 from megabatch.data.rows import CaptionedImages, ParquetRows, Row, Source, TextRows, captioned
 from megabatch.names import TABLES
 
@@ -78,10 +78,10 @@ class Table(Dataset):
                 self._add(source, row, chosen.pair)
         if not self._first:
             raise self._without_pairs(self.problems)
-        self._items, self._label_numbers = _numbered(self._first), _numbered(self._labels)
+        self._items, self._label_numbers = numbered(self._first), numbered(self._labels)
         self._row_of: dict[str, int] | None = None  # made when it is needed
         self._scores = torch.tensor(self._score_list, dtype=torch.float64)
-        self._ids = connected(self._items, _numbered(self._second))
+        self._ids = connected(self._items, numbered(self._second))
 
     def __len__(self) -> int:
         """The number of pairs."""
@@ -99,7 +99,7 @@ class Table(Dataset):
         value = (self._first, self._second)[side][self.check(index)]
         if self.sides[side] == TEXT:
             return value
-        file = Url(value) if is_url(value) else self.root / value
+        file = self._file(value)
         try:
             if (inside := self._embedded.get(value)) is not None:
                 return images.Encoded(self._files.read(inside.file, inside.offset, inside.size), inside.name)
@@ -118,7 +118,10 @@ class Table(Dataset):
 
     def place(self, index: int) -> str | None:
         """The image's path, with the folder it is relative to; None for texts."""
-        return str(self.root / self.name(index)) if self.sides[0] == IMAGE else None
+        return str(self._file(self.name(index))) if self.sides[0] == IMAGE else None
+
+    def _file(self, name: str) -> Place:
+        return place(name) if is_url(name) else self.root / name
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """Ids of the connected components of rows that share an image or a text."""
@@ -263,8 +266,9 @@ def connected(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (
     return torch.tensor([root(row) for row in range(len(first))], dtype=torch.int64)
 
 
-def _numbered(values: list[str]) -> Tensor:  # (n,) int64
-    numbers: dict[str, int] = {}
+def numbered(values: Sequence[Hashable]) -> Tensor:  # (n,) int64
+    """A number for each value, the same for equal ones."""
+    numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(value, len(numbers)) for value in values], dtype=torch.int64)
 
 
