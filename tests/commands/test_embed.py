@@ -114,3 +114,32 @@ def test_embeddings_of_other_weights_and_wrong_arguments(place, tmp_path):
     with pytest.raises(ValueError, match="--side must be images or texts for this data, got queries"):
         call("embed", place / "run", "--data", place / "images", "--output", tmp_path / "y.npy", "--side", "queries")
     assert len(Images(place / "images")) == 7
+
+
+@pytest.mark.parametrize("ending", [".npy", ".parquet"])
+def test_only_files_of_an_earlier_embed_are_replaced(place, tmp_path, ending):
+    pytest.importorskip("pyarrow", reason='pip install "megabatch[parquet]"')
+    output = tmp_path / f"pairs{ending}"
+    table = tmp_path / ("pairs.jsonl" if ending == ".npy" else "pairs.parquet")
+    arguments = (place / "run", "--output", output, "--data")
+    table.write_text('{"image": "a.png", "caption": "a dog"}\n')
+    with pytest.raises(ValueError, match=f"must replace only files that `megabatch embed` wrote, got {table}"):
+        call("embed", *arguments, place / "pairs.csv")
+    assert table.read_text() == '{"image": "a.png", "caption": "a dog"}\n'
+    table.unlink()
+    for _ in range(2):
+        call("embed", *arguments, place / "pairs.csv")
+    for spec in (table, f"{table} + {table}", tmp_path / f"[p]airs{table.suffix}", tmp_path):
+        with pytest.raises(ValueError, match=f"--output must not replace the data, got {table}"):
+            call("embed", *arguments, spec, "--columns", "image=path", "text=text")
+    (tmp_path / f"folder{ending}").mkdir()
+    with pytest.raises(ValueError, match="--output must be a file, got "):
+        call("embed", place / "run", "--data", place / "pairs.csv", "--output", tmp_path / f"folder{ending}")
+
+
+def test_rows_and_samples_have_the_same_length(place, tmp_path):
+    call("embed", place / "run", "--data", place / "pairs.csv", "--output", tmp_path / "x.npy")
+    lines = (tmp_path / "x.jsonl").read_text().splitlines()
+    (tmp_path / "x.jsonl").write_text("\n".join(lines[:6]))
+    with pytest.raises(ValueError, match=r"must have a row for each line of x\.jsonl, got 7 and 6"):
+        stored.Saved(tmp_path / "x.npy")

@@ -20,10 +20,12 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
     if output.suffix not in stored.FORMATS:
         raise ValueError(f"--output must end in {' or '.join(stored.FORMATS)}, got {args.output!r}")
+    stored.check_targets(output)
     with joined(args.device) as world:
         if world.size > 1:
             raise ValueError(f"megabatch embed must be one process, got {world.size}; start it without torchrun")
         chosen = model.choose(args, world.device, images_alone=True)
+        chosen.keep_data(stored.targets(output))
         dataset, side = chosen.dataset, side_of(chosen.dataset, args.side)
         about = {
             "model": args.model,
@@ -60,11 +62,8 @@ def side_of(dataset: Dataset, name: str | None) -> int:
 
 def sample(dataset: Dataset, index: int, side: int) -> dict[str, Any]:
     """Name, path and text of a sample; the text of an image is its caption."""
-    found = {
-        "name": dataset.name(index),
-        "path": dataset.place(index),
-        "text": read_or_none(dataset, index, side if dataset.sides[side] == TEXT else 1),
-    }
+    text = read_or_none(dataset, index, side if dataset.sides[side] == TEXT else 1)
+    found = dict(zip(stored.SAMPLE, (dataset.name(index), dataset.place(index), text), strict=True))
     # A path may have half of a surrogate pair, which UTF-8 has no code for.
     return {key: value and value.encode("utf-8", "backslashreplace").decode() for key, value in found.items()}
 

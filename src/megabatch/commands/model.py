@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 
 from megabatch import names
 from megabatch.data import load as data
+from megabatch.data import mix
 from megabatch.data.dataset import IMAGE, TEXT, Dataset
 from megabatch.data.folders import Images, is_plain
+from megabatch.data.places import expanded, place
 from megabatch.report import saved_run
 from megabatch.towers import Pair, load
 from megabatch.towers.load import image_size
@@ -34,6 +37,14 @@ class Chosen:
     def drawn(self, size: int) -> Dataset:
         """The same samples as they are shown: emoji are drawn in this size."""
         return data.load(self.data, self.split, size=size) if self.data == "emoji" else self.dataset
+
+    def keep_data(self, targets: Sequence[Path]) -> None:
+        """Checks that no file which will be written is one of the data."""
+        specs = [self.data] if os.path.exists(self.data) else mix.parsed(self.data)[0]
+        files = [file for spec in specs for file in _local_files(spec) if os.path.exists(file)]
+        for target in targets:
+            if target.exists() and any(target.samefile(file) for file in files):
+                raise ValueError(f"--output must not replace the data, got {target}; choose another --output")
 
 
 def choose(args: argparse.Namespace, device: torch.device, *, images_alone: bool = False) -> Chosen:
@@ -120,6 +131,16 @@ def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | Non
         options = {**options, "columns": args.columns}
     split = args.split or chosen_split or ("test" if spec in data.WITH_SPLITS else None)
     return spec, split, options
+
+
+def _local_files(spec: str) -> list[Path]:
+    """The tables or shards of a path, a pattern or a folder; none for an address."""
+    path = place(spec)
+    if not isinstance(path, Path):
+        return []
+    if os.path.isdir(path):
+        return list(path.glob("*.tar")) or [entry for entry in path.iterdir() if entry.suffix in names.TABLES]
+    return [Path(str(file)) for file in ([path] if os.path.exists(path) else expanded(str(path)))]
 
 
 def lines_of(path: str) -> Sequence[str]:
