@@ -10,6 +10,7 @@ import torch
 
 from megabatch import towers
 from megabatch.data.folders import Images
+from megabatch.data.load import load
 from megabatch.data.tables import Table
 from megabatch.evaluation import embed, stored
 
@@ -143,3 +144,23 @@ def test_rows_and_samples_have_the_same_length(place, tmp_path):
     (tmp_path / "x.jsonl").write_text("\n".join(lines[:6]))
     with pytest.raises(ValueError, match=r"must have a row for each line of x\.jsonl, got 7 and 6"):
         stored.Saved(tmp_path / "x.npy")
+
+
+def test_places_of_images_are_what_train_reads(place, tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason='pip install "megabatch[parquet]"')
+    parquet = importlib.import_module("pyarrow.parquet")
+    images = [{"bytes": (place / "images" / f"{i}.png").read_bytes(), "path": "same.png"} for i in (0, 1)]
+    images.append({"bytes": None, "path": str(place / "images" / "2.png")})
+    parquet.write_table(arrow.table({"image": images, "caption": ["a", "b", "c"]}), tmp_path / "inside.parquet")
+    (tmp_path / "remote.csv").write_text("image,caption\nhttps://host/a.png?token=x,d\n")
+    mixed = load(f"{tmp_path / 'inside.parquet'} + {tmp_path / 'remote.csv'}")
+    wanted = [None, None, str(place / "images" / "2.png"), "https://host/a.png?token=x"]
+    assert [mixed.place(index) for index in range(4)] == wanted
+    with pytest.raises(ValueError, match=r"--data must have images that are files or addresses, .* got 'same\.png'"):
+        call("mine", place / "run", "--data", tmp_path / "inside.parquet", "--output", tmp_path / "x.jsonl")
+    assert not (tmp_path / "x.jsonl.work").exists()
+    for output in (place / "mined.jsonl", tmp_path / "mined.jsonl"):  # beside the table, where names stay, and elsewhere
+        call("mine", place / "run", "--data", place / "pairs.csv", "--negatives", "1", "--output", output)
+        mined = Table(output)
+        assert [mined.place(index) for index in range(7)] == [str(place / "images" / f"{index}.png") for index in range(7)]
+        assert (mined.name(0) == "images/0.png") == (output.parent == place)

@@ -13,7 +13,8 @@ from torch import Tensor
 from megabatch.cached.replay import checksum
 from megabatch.commands import model
 from megabatch.commands.embed import progress
-from megabatch.data.dataset import TEXT, Dataset, UnreadableSampleError
+from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
+from megabatch.data.remote import is_url
 from megabatch.evaluation import stored
 from megabatch.evaluation.embedding import read_or_none
 from megabatch.evaluation.mining import Choice, hard_negatives
@@ -49,6 +50,8 @@ class Mine:
     def __init__(self, chosen: model.Chosen, output: Path, args: argparse.Namespace) -> None:
         self.chosen, self.dataset, self.output, self.args = chosen, chosen.dataset, output, args
         self.work = stored.work_folder(output)
+        if self.dataset.sides[0] == IMAGE:
+            self._check_places()
         self.texts = [read_or_none(self.dataset, index, 1) for index in range(len(self.dataset))]
         stored.continue_or_begin(self.work, self._about())
 
@@ -94,9 +97,25 @@ class Mine:
         return done, missing
 
     def _line(self, index: int, columns: tuple[str, str], negatives: list[str | None]) -> dict[str, Any]:
-        first = read_or_none(self.dataset, index, 0) if self.dataset.sides[0] == TEXT else self.dataset.name(index)
+        first = read_or_none(self.dataset, index, 0) if self.dataset.sides[0] == TEXT else self._image(index)
         pair = dict(zip(columns, (first, self.texts[index]), strict=True))
         return pair | {f"negative_{place}": text for place, text in enumerate(negatives, 1)}
+
+    def _check_places(self) -> None:
+        for index in range(len(self.dataset)):
+            if self.dataset.place(index) is None:
+                raise ValueError(
+                    "--data must have images that are files or addresses, because the mined table names them, got "
+                    f"{self.dataset.name(index)!r}, which is inside a table, a shard or a dataset"
+                )
+
+    def _image(self, index: int) -> str:
+        """The image's name if `train` finds it from the folder of the output, else its path or address."""
+        name, place = self.dataset.name(index), self.dataset.place(index)
+        assert place is not None, "places are checked at the start"
+        if is_url(place) or os.path.abspath(self.output.parent / name) == os.path.abspath(place):
+            return place if is_url(place) else name
+        return os.path.abspath(place)
 
     def _distinct(self) -> tuple[Tensor, list[int]]:
         """(the candidate of each pair, the pair that each candidate was first seen in): a text is a candidate once."""

@@ -117,8 +117,12 @@ class Table(Dataset):
         return value if value not in self._embedded else self._embedded[value].name
 
     def place(self, index: int) -> str | None:
-        """The image's path, with the folder it is relative to; None for texts."""
-        return str(self.root / self.name(index)) if self.sides[0] == IMAGE else None
+        """The image's address, or its path with the folder it is relative to; None for texts and images inside the table."""
+        value = self._first[self.check(index)]
+        if self.sides[0] == TEXT or value in self._embedded:
+            return None
+        found = Url(value) if is_url(value) else self.root / value
+        return found.address if isinstance(found, Url) else str(found)
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """Ids of the connected components of rows that share an image or a text."""
