@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -164,3 +165,18 @@ def test_places_of_images_are_what_train_reads(place, tmp_path):
         mined = Table(output)
         assert [mined.place(index) for index in range(7)] == [str(place / "images" / f"{index}.png") for index in range(7)]
         assert (mined.name(0) == "images/0.png") == (output.parent == place)
+
+
+def test_a_changed_image_is_not_continued_with(place, tmp_path, monkeypatch):
+    shutil.copytree(place / "images", tmp_path / "images")
+    arguments = (place / "run", "--data", tmp_path / "images", "--output", tmp_path / "x.npy")
+
+    def stops(self, chunk):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stored.Stored, "append", stops)
+    with pytest.raises(KeyboardInterrupt):
+        call("embed", *arguments)
+    shutil.copy(tmp_path / "images" / "1.png", tmp_path / "images" / "0.png")
+    with pytest.raises(ValueError, match="must be of the same model and data; changed since: samples"):
+        call("embed", *arguments)

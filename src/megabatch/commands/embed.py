@@ -1,6 +1,7 @@
 """`megabatch embed`: embeddings of one side of the data, as a NumPy or Parquet file."""
 
 import argparse
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 from megabatch.commands import model
 from megabatch.commands.arguments.embed import SIDES
 from megabatch.data.dataset import IMAGE, TEXT, Dataset
+from megabatch.data.remote import is_url
 from megabatch.display.numbers import duration
 from megabatch.evaluation import stored
-from megabatch.evaluation.embedding import read_or_none
+from megabatch.evaluation.embedding import read_or_none, stored_or_none
 from megabatch.world import joined
 
 
@@ -69,8 +71,17 @@ def sample(dataset: Dataset, index: int, side: int) -> dict[str, Any]:
 
 
 def _key(dataset: Dataset, index: int, side: int) -> Any:
-    """What tells samples apart without reading images."""
-    return read_or_none(dataset, index, side) if dataset.sides[side] == TEXT else dataset.name(index)
+    """What changes with a sample: of images that are files, size and date, so that a large folder is not read twice."""
+    place = dataset.place(index) if dataset.sides[side] == IMAGE else None
+    if place is None:
+        return stored_or_none(dataset, index, side)
+    if is_url(place):
+        return place  # assumed not to change, as in the cache
+    try:
+        found = os.stat(place)
+    except (OSError, ValueError):  # missing, or no path at all
+        return place
+    return place, found.st_size, found.st_mtime_ns
 
 
 def progress(before: str = "") -> Callable[[int, int, float], None]:

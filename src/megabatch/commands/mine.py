@@ -13,10 +13,10 @@ from torch import Tensor
 from megabatch.cached.replay import checksum
 from megabatch.commands import model
 from megabatch.commands.embed import progress
-from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
+from megabatch.data.dataset import IMAGE, TEXT
 from megabatch.data.remote import is_url
 from megabatch.evaluation import stored
-from megabatch.evaluation.embedding import read_or_none
+from megabatch.evaluation.embedding import read_or_none, stored_or_none
 from megabatch.evaluation.mining import Choice, hard_negatives
 from megabatch.world import joined
 
@@ -62,7 +62,7 @@ class Mine:
             "the model": self.args.model,
             "the model's weights": stored.fingerprint(self.chosen.pair),
             "the data": [self.chosen.data, self.chosen.split],
-            "the first side of the pairs": stored.digest(_stored_or_none(self.dataset, index) for index in everything),
+            "the first side of the pairs": stored.digest(stored_or_none(self.dataset, index, 0) for index in everything),
             "the texts": stored.digest(self.texts),
             "the ids of the pairs": checksum(self.dataset.ids(everything)),
         }
@@ -138,11 +138,3 @@ class Mine:
         part.write_bytes(b"")
         path.write_text(repr(choice))
         return 0, 0
-
-
-def _stored_or_none(dataset: Dataset, index: int) -> Any:
-    """The first side of a pair, an image still encoded; None if it cannot be read."""
-    try:
-        return dataset.stored(index, 0)
-    except UnreadableSampleError:
-        return None
