@@ -14,6 +14,7 @@ from megabatch.data.remote import is_url
 from megabatch.display.numbers import duration
 from megabatch.evaluation import stored
 from megabatch.evaluation.embedding import read_or_none, stored_or_none
+from megabatch.names import shown
 from megabatch.world import joined
 
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         about = {
             "model": args.model,
             "weights": stored.fingerprint(chosen.pair),
-            "data": chosen.data,
+            "data": shown(chosen.data),
             "split": chosen.split,
             "sides": list(dataset.sides),
             "side": side,

@@ -18,6 +18,7 @@ from megabatch.data.remote import is_url
 from megabatch.evaluation import stored
 from megabatch.evaluation.embedding import read_or_none, stored_or_none
 from megabatch.evaluation.mining import Choice, hard_negatives
+from megabatch.names import shown
 from megabatch.world import joined
 
 SIDES = {True: ("query", "document"), False: ("image", "caption")}  # whether the first side is a text: the columns
@@ -61,7 +62,7 @@ class Mine:
         return {
             "the model": self.args.model,
             "the model's weights": stored.fingerprint(self.chosen.pair),
-            "the data": [self.chosen.data, self.chosen.split],
+            "the data": [shown(self.chosen.data), self.chosen.split],
             "the first side of the pairs": stored.digest(stored_or_none(self.dataset, index, 0) for index in everything),
             "the texts": stored.digest(self.texts),
             "the ids of the pairs": checksum(self.dataset.ids(everything)),

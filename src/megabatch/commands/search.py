@@ -21,6 +21,7 @@ from megabatch.display.tables import Table
 from megabatch.evaluation import encode, search, sheet, stored
 from megabatch.evaluation.embedding import read_or_none, readable
 from megabatch.evaluation.sheet import Found, Shown
+from megabatch.names import shown
 from megabatch.towers import Pair, Tower
 from megabatch.world import joined
 
@@ -45,7 +46,7 @@ class Data:
 
     def __init__(self, chosen: model.Chosen, args: argparse.Namespace) -> None:
         self.chosen, self.dataset, self.args = chosen, chosen.dataset, args
-        self.name, self.credits, self.failures = chosen.data, chosen.dataset.credits, chosen.dataset.failures
+        self.name, self.credits, self.failures = shown(chosen.data), chosen.dataset.credits, chosen.dataset.failures
         self._drawn: Dataset | None = None
 
     def side(self, kind: str) -> int:

@@ -26,7 +26,7 @@ from megabatch.data.embedded import Embedded
 from megabatch.data.places import OpenFiles, Place, expanded, place
 from megabatch.data.remote import RemoteError, Url, is_url
 from megabatch.data.rows import CaptionedImages, ParquetRows, Row, Source, TextRows, captioned
-from megabatch.names import TABLES
+from megabatch.names import TABLES, shown
 
 LONGEST_TOLD = 60  # characters of a value in a message
 
@@ -55,7 +55,7 @@ class Table(Dataset):
     ) -> None:
         super().__init__()
         sources = _sources(path, encoding) if isinstance(path, str | Path) else path
-        self.path = str(path) if isinstance(path, str | Path) else sources[0].name
+        self.path = shown(str(path)) if isinstance(path, str | Path) else sources[0].name
         self.root = _root(sources) if root is None else place(root)
         self.problems: list[str] = []
         names = list(dict.fromkeys(name for source in sources for name in source.columns()))
