@@ -84,7 +84,13 @@ def test_a_stopped_command_continues_and_its_file_is_searched(place, tmp_path, c
 
 def test_a_folder_of_images_alone(place, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(place / "images", "photos")
+    (tmp_path / "photos" / "README.txt").write_text("not a caption")
+    call("embed", place / "run", "--data", "photos", "--output", "x.npy")
+    assert stored.Saved(tmp_path / "x.npy").samples[2]["path"] == "photos/2.png"
     call("embed", place / "run", "--data", place / "images", "--output", "x.npy")
+    (tmp_path / "p.csv").write_text("image,caption\nphotos/0.png,a red square")
+    call("search", place / "run", "a question " * 30, "--data", " + ".join(["p.csv"] * 33), "--among", "texts", "--json")
     for arguments in (("--data", place / "images"), ("--embeddings", "x.npy")):
         capsys.readouterr()
         call("search", place / "run", "a red square", place / "images" / "2.png", "-k", 9, *arguments)

@@ -91,7 +91,7 @@ def run_of(spec: str) -> Path | None:
 
 
 def _run_of(path: Path) -> Path | None:
-    if not path.is_dir():
+    if not os.path.isdir(path):  # a Path refuses long names
         return None
     if path.name.startswith("step_"):
         return path.resolve().parent.parent

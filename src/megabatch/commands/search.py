@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -182,7 +183,7 @@ def _place(args: argparse.Namespace, device: torch.device) -> tuple[Pair, Data |
 def _query(text: str) -> Shown:
     """An image if the file exists, else a text; a missing file with an image's extension is an error."""
     path = Path(text)
-    if path.is_file():
+    if os.path.isfile(text):  # a Path refuses long names
         try:
             return images.decode(images.Encoded(path.read_bytes(), text))
         except UnreadableSampleError as error:
