@@ -145,6 +145,18 @@ def test_only_files_of_an_earlier_embed_are_replaced(place, tmp_path, ending):
         call("embed", place / "run", "--data", place / "pairs.csv", "--output", tmp_path / f"folder{ending}")
 
 
+def test_data_of_another_kind_and_untrained_models(place, tmp_path, capsys):
+    (tmp_path / "qa.csv").write_text("query,document\na question,an answer\n")
+    for command, name, *side in (("embed", "x.npy", "--side", "queries"), ("mine", "x.jsonl")):
+        with pytest.raises(ValueError, match="MODEL must encode side 1 of the data, texts, got a model of images there"):
+            call(command, place / "run", "--data", tmp_path / "qa.csv", "--output", tmp_path / name, *side)
+    assert not list(tmp_path.glob("*.work"))
+    call("embed", "small", "--data", tmp_path / "qa.csv", "--output", tmp_path / "x.npy")
+    capsys.readouterr()
+    call("search", "small", "an answer", "--embeddings", tmp_path / "x.npy", "--json")
+    assert json.loads(capsys.readouterr().out)[0]["matches"][0]["text"] == "an answer"
+
+
 def test_rows_and_samples_have_the_same_length(place, tmp_path):
     call("embed", place / "run", "--data", place / "pairs.csv", "--output", tmp_path / "x.npy")
     lines = (tmp_path / "x.jsonl").read_text().splitlines()

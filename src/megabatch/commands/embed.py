@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
         chosen = model.choose(args, world.device, images_alone=True)
         chosen.keep_data(stored.targets(output))
         dataset, side = chosen.dataset, side_of(chosen.dataset, args.side)
+        chosen.check_kinds([side])
         about = {
             "model": args.model,
             "weights": stored.fingerprint(chosen.pair),

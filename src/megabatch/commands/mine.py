@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         if world.size > 1:
             raise ValueError(f"megabatch mine must be one process, got {world.size}; start it without torchrun")
         chosen = model.choose(args, world.device)
+        chosen.check_kinds([0, 1])
         chosen.keep_data([output])
         written, missing = Mine(chosen, output, args).write(choice, world.device)
     print(

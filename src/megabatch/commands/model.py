@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megabatch import names
+from megabatch.cached import randomness
 from megabatch.data import load as data
 from megabatch.data import mix
 from megabatch.data.dataset import IMAGE, TEXT, Dataset
@@ -37,6 +38,12 @@ class Chosen:
     def drawn(self, size: int) -> Dataset:
         """The same samples as they are shown: emoji are drawn in this size."""
         return data.load(self.data, self.split, size=size) if self.data == "emoji" else self.dataset
+
+    def check_kinds(self, sides: Sequence[int]) -> None:
+        """Checks that the model encodes these sides of the data, before anything is written."""
+        for side in sides:
+            if (kind := self.pair.towers[side].kind) != (wanted := self.dataset.sides[side]):
+                raise ValueError(f"MODEL must encode side {side + 1} of the data, {wanted}s, got a model of {kind}s there")
 
     def keep_data(self, targets: Sequence[Path]) -> None:
         """Checks that no file which will be written is one of the data."""
@@ -75,6 +82,7 @@ def load_pair(spec: str, device: torch.device, kinds: tuple[str, str] = (IMAGE, 
     """The model of a run, or towers by name for sides of these kinds."""
     if run_of(spec) is not None:
         return _loaded(Path(spec), device)
+    randomness.seed_host(0)  # random weights are the same in every command, so that embeddings can be searched
     pair = load(spec, kinds)
     for tower in pair.towers:
         tower.module.to(device).eval()
