@@ -115,9 +115,10 @@ class Mine:
         """The image's name if `train` finds it from the folder of the output, else its path or address."""
         name, place = self.dataset.name(index), self.dataset.place(index)
         assert place is not None, "places are checked at the start"
-        if is_url(place) or os.path.abspath(self.output.parent / name) == os.path.abspath(place):
-            return place if is_url(place) else name
-        return os.path.abspath(place)
+        if is_url(place):
+            return place
+        path = os.path.abspath(place)
+        return name if os.path.abspath(self.output.parent / name) == path else path
 
     def _distinct(self) -> tuple[Tensor, list[int]]:
         """(the candidate of each pair, the pair that each candidate was first seen in): a text is a candidate once."""
