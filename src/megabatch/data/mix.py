@@ -87,6 +87,11 @@ class Mix(Dataset):
         source, own = self._find(index)
         return self.sources[source].name(own)
 
+    def place(self, index: int) -> str | None:
+        """As in its source."""
+        source, own = self._find(index)
+        return self.sources[source].place(own)
+
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """As in the sources. A sample without an id has its own, because one that is repeated may be in a batch twice."""
         found = torch.as_tensor(indices, dtype=torch.int64).clone()

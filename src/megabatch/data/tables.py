@@ -24,9 +24,9 @@ from megabatch.data import images
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
 from megabatch.data.embedded import Embedded
 from megabatch.data.places import OpenFiles, Place, expanded, place
-from megabatch.data.remote import RemoteError, is_url
+from megabatch.data.remote import RemoteError, Url, is_url
 from megabatch.data.rows import CaptionedImages, ParquetRows, Row, Source, TextRows, captioned
-from megabatch.names import TABLES
+from megabatch.names import TABLES, shown
 
 LONGEST_TOLD = 60  # characters of a value in a message
 
@@ -55,7 +55,7 @@ class Table(Dataset):
     ) -> None:
         super().__init__()
         sources = _sources(path, encoding) if isinstance(path, str | Path) else path
-        self.path = str(path) if isinstance(path, str | Path) else sources[0].name
+        self.path = shown(str(path)) if isinstance(path, str | Path) else sources[0].name
         self.root = _root(sources) if root is None else place(root)
         self.problems: list[str] = []
         names = list(dict.fromkeys(name for source in sources for name in source.columns()))
@@ -117,8 +117,12 @@ class Table(Dataset):
         return value if value not in self._embedded else self._embedded[value].name
 
     def place(self, index: int) -> str | None:
-        """The image's path, with the folder it is relative to; None for texts."""
-        return str(self._file(self.name(index))) if self.sides[0] == IMAGE else None
+        """The image's address, or its path with the folder it is relative to; None for texts and images inside the table."""
+        value = self._first[self.check(index)]
+        if self.sides[0] == TEXT or value in self._embedded:
+            return None
+        found = self._file(value)
+        return found.address if isinstance(found, Url) else str(found)
 
     def _file(self, name: str) -> Place:
         return place(name) if is_url(name) else self.root / name
