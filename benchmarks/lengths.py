@@ -50,8 +50,8 @@ def columns(rows: int, vocabulary: int, device: str) -> tuple[Features, Features
     return first, second
 
 
-def systems(chunk: int) -> dict[str, Callable[[Setting], Tensor]]:
-    """Every system that is installed; `mini_batch_num_tokens` up to the tokens of `chunk` texts of full length, as ours has."""
+def systems(chunk: int, device: str) -> dict[str, Callable[[Setting], Tensor]]:
+    """Every system that is installed; on a GPU, `mini_batch_num_tokens` up to `chunk` texts of full length, as ours has."""
     found: dict[str, Callable[[Setting], Tensor]] = {PADDED: partial(ours, lengths=None), SORTED: ours}
     try:
         from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss as Loss
@@ -59,7 +59,7 @@ def systems(chunk: int) -> dict[str, Callable[[Setting], Tensor]]:
         return found
     found[THEIRS] = theirs
     if any("mini_batch_num_tokens" in inspect.signature(kind.__init__).parameters for kind in Loss.__mro__):  # since 5.6
-        for tokens in (chunk * MEAN, chunk * LONGEST // 3, chunk * LONGEST):
+        for tokens in (chunk * MEAN, chunk * LONGEST // 3, chunk * LONGEST) if device == "cuda" else (chunk * MEAN,):
             found[PACKED.format(tokens)] = partial(theirs, mini_batch_num_tokens=tokens)
     found[INTEGRATION] = integration
     return found
@@ -128,7 +128,7 @@ def main() -> None:
     batch = columns(pairs, vocabulary, args.device)
     used = sum(int(column["attention_mask"].sum()) for column in batch)
     record = Record("lengths", args, math.inf, pairs=pairs, chunk=chunk, tokens=used)
-    found = systems(chunk)
+    found = systems(chunk, args.device)
     small = Setting(model, columns(CHECK, vocabulary, args.device), CHECK_CHUNK, args.device, autocast=False)
     results: dict[str, dict[str, Any]] = {}
     plain(small)

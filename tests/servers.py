@@ -5,17 +5,19 @@ import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 
 class FileServer:
     """Serves a folder on this machine while it is entered.
 
-    Attributes set between requests: `ranges` (whether parts of files are sent), `broken` (statuses for the next requests, in
-    order). `requests` has the path and the range of each GET.
+    Attributes set between requests: `ranges` (whether parts of files are sent), `versions` (whether ETags are), `broken`
+    (statuses for the next requests, in order). `requests` has the path and the range of each GET.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.ranges, self.port = folder, True, 0
+        self.versions = True
         self.broken: list[int] = []
         self.requests: list[tuple[str, str | None]] = []
 
@@ -52,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self.headers["Range"])
 
     def _answer(self, asked: str | None) -> None:
-        path = self.served.folder / self.path.partition("?")[0].lstrip("/")
+        path = self.served.folder / unquote(self.path.partition("?")[0]).lstrip("/")
         if self.served.broken:
             return self.send_error(self.served.broken.pop(0))
         if path.is_dir():
@@ -65,7 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
         part = data[int(found[1]) : int(found[2]) + 1] if found else data
         self.send_response(206 if found else 200)
         self.send_header("Content-Length", str(len(part)))
-        self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
+        if self.served.versions:
+            self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(part)

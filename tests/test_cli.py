@@ -15,6 +15,7 @@ from helpers import PATIENCE
 from megabatch import cli, settings, towers
 from megabatch.commands import info, train
 from megabatch.evaluation import results
+from megabatch.names import shown
 from megabatch.trainer.config import TrainConfig
 from megabatch.trainer.observers import MetricsFile
 
@@ -383,10 +384,24 @@ def test_ctrl_c_before_a_run_begins_is_a_line(pairs, capsys, monkeypatch):
         ("*.tar", "run"),
         ("/data/shards/", "shards"),
         ("..", "run"),
+        ("https://user:pass@host/my.pairs.csv?token=a.b", "my.pairs"),
     ],
 )
 def test_a_run_is_called_after_its_data(source, name):
     assert train._run_name(source) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("https://user:PASS@host/a b.csv?token=SECRET", "https://host/a b.csv"),
+        ("3 * http://h/a.csv?SECRET + 1 * b?.csv + s3://key:PASS@h/?.tar", "3 * http://h/a.csv + 1 * b?.csv + s3://h/?.tar"),
+        ('["HTTPS://h/a?x=SECRET", "hf://datasets/me/x@main/?.csv"]', '["HTTPS://h/a", "hf://datasets/me/x@main/?.csv"]'),
+        ("https://h/a.csv has no pairs; is it a page?", "https://h/a.csv has no pairs; is it a page?"),
+    ],
+)
+def test_addresses_are_shown_without_tokens_and_passwords(text, told):
+    assert shown(text) == told
 
 
 def test_help_and_version_come_without_torch():

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megabatch
-from megabatch.names import nearest
+from megabatch.names import nearest, shown
 
 COMMANDS = {
     "train": "train a model on pairs, on a CPU or on many GPUs",
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, MemoryError, FloatingPointError) as error:
         if os.environ.get("MEGABATCH_TRACEBACK"):
             raise
-        print(f"megabatch {chosen}: {_sentence(error)}", file=sys.stderr)
+        print(f"megabatch {chosen}: {shown(_sentence(error))}", file=sys.stderr)
         if not _expected(error):
             print("set MEGABATCH_TRACEBACK=1 for the traceback", file=sys.stderr)
         return 1
@@ -132,7 +132,7 @@ class _Terminal(logging.Handler):
     """Writes to the present `sys.stderr`, which a progress bar may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        print(shown(self.format(record)), file=sys.stderr, flush=True)
 
 
 def _has_no_handler(record: logging.LogRecord) -> bool:

@@ -1,6 +1,7 @@
 """Names of data and models as users write them, for help and error messages. Imports little: help appears at once."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")  # endings
@@ -20,6 +21,14 @@ MODELS = (
     "hf:NAME (text–text, a transformers encoder with its weights) or hf:IMAGES+TEXTS (image–text, two of them)",
     "hf-config:FOLDER or hf-config:IMAGES+TEXTS (the same with random weights, from a folder's config.json)",
 )
+
+_USER = re.compile(r"(\w[\w+.-]*://)[^/?#\s\"']*@")
+_QUERY = re.compile(r"(https?://(?:(?! \+ )[^?\"'\n])*)\?[^\s\"']+", re.IGNORECASE)  # " + " is between sources of a mixture
+
+
+def shown(text: str) -> str:
+    """The text with its addresses as they may be printed and published: without queries, users and passwords."""
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
 import steps
@@ -107,6 +108,22 @@ def test_batch_norm_behind_a_function_is_named_and_its_running_statistics_move_o
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(getattr(image.norm, name), getattr(twin.norm, name))
     assert image.norm.track_running_stats
+
+
+class Checkpointed(Normalised):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("budget", [None, "all"])
+def test_statistics_move_once_under_activation_checkpointing(budget):
+    image, twin, text = Checkpointed(), Normalised(), tower(5, 1)
+    x, y = data(6, 0), data(5, 1)
+    with pytest.warns(UserWarning, match=r"towers\[0\] has BatchNorm1d"):
+        found = cached(Loss(), [(image, x), (text, y)], (image, text), chunk_size=4, budget=budget)
+    assert_same(found, plain(Loss(), [(lambda x: in_chunks(twin, x, 4), x), (text, y)], (twin, text)))
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(image.norm, name), getattr(twin.norm, name))
 
 
 def test_looking_for_batch_norm_compiles_nothing_again():

@@ -4,12 +4,14 @@ import argparse
 import importlib
 import json
 import math
+import shutil
 
 import pytest
 import torch
 
 from megabatch import towers
 from megabatch.data.folders import Images
+from megabatch.data.load import load
 from megabatch.data.tables import Table
 from megabatch.evaluation import embed, stored
 
@@ -82,7 +84,13 @@ def test_a_stopped_command_continues_and_its_file_is_searched(place, tmp_path, c
 
 def test_a_folder_of_images_alone(place, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(place / "images", "photos")
+    (tmp_path / "photos" / "README.txt").write_text("not a caption")
+    call("embed", place / "run", "--data", "photos", "--output", "x.npy")
+    assert stored.Saved(tmp_path / "x.npy").samples[2]["path"] == "photos/2.png"
     call("embed", place / "run", "--data", place / "images", "--output", "x.npy")
+    (tmp_path / "p.csv").write_text("image,caption\nphotos/0.png,a red square")
+    call("search", place / "run", "a question " * 30, "--data", " + ".join(["p.csv"] * 33), "--among", "texts", "--json")
     for arguments in (("--data", place / "images"), ("--embeddings", "x.npy")):
         capsys.readouterr()
         call("search", place / "run", "a red square", place / "images" / "2.png", "-k", 9, *arguments)
@@ -114,3 +122,79 @@ def test_embeddings_of_other_weights_and_wrong_arguments(place, tmp_path):
     with pytest.raises(ValueError, match="--side must be images or texts for this data, got queries"):
         call("embed", place / "run", "--data", place / "images", "--output", tmp_path / "y.npy", "--side", "queries")
     assert len(Images(place / "images")) == 7
+
+
+@pytest.mark.parametrize("ending", [".npy", ".parquet"])
+def test_only_files_of_an_earlier_embed_are_replaced(place, tmp_path, ending):
+    pytest.importorskip("pyarrow", reason='pip install "megabatch[parquet]"')
+    output = tmp_path / f"pairs{ending}"
+    table = tmp_path / ("pairs.jsonl" if ending == ".npy" else "pairs.parquet")
+    arguments = (place / "run", "--output", output, "--data")
+    table.write_text('{"image": "a.png", "caption": "a dog"}\n')
+    with pytest.raises(ValueError, match=f"must replace only files that `megabatch embed` wrote, got {table}"):
+        call("embed", *arguments, place / "pairs.csv")
+    assert table.read_text() == '{"image": "a.png", "caption": "a dog"}\n'
+    table.unlink()
+    for _ in range(2):
+        call("embed", *arguments, place / "pairs.csv")
+    for spec in (table, f"{table} + {table}", tmp_path / f"[p]airs{table.suffix}", tmp_path):
+        with pytest.raises(ValueError, match=f"--output must not replace the data, got {table}"):
+            call("embed", *arguments, spec, "--columns", "image=path", "text=text")
+    (tmp_path / f"folder{ending}").mkdir()
+    with pytest.raises(ValueError, match="--output must be a file, got "):
+        call("embed", place / "run", "--data", place / "pairs.csv", "--output", tmp_path / f"folder{ending}")
+
+
+def test_data_of_another_kind_and_untrained_models(place, tmp_path, capsys):
+    (tmp_path / "qa.csv").write_text("query,document\na question,an answer\n")
+    for command, name, *side in (("embed", "x.npy", "--side", "queries"), ("mine", "x.jsonl")):
+        with pytest.raises(ValueError, match="MODEL must encode side 1 of the data, texts, got a model of images there"):
+            call(command, place / "run", "--data", tmp_path / "qa.csv", "--output", tmp_path / name, *side)
+    assert not list(tmp_path.glob("*.work"))
+    call("embed", "small", "--data", tmp_path / "qa.csv", "--output", tmp_path / "x.npy")
+    capsys.readouterr()
+    call("search", "small", "an answer", "--embeddings", tmp_path / "x.npy", "--json")
+    assert json.loads(capsys.readouterr().out)[0]["matches"][0]["text"] == "an answer"
+
+
+def test_rows_and_samples_have_the_same_length(place, tmp_path):
+    call("embed", place / "run", "--data", place / "pairs.csv", "--output", tmp_path / "x.npy")
+    lines = (tmp_path / "x.jsonl").read_text().splitlines()
+    (tmp_path / "x.jsonl").write_text("\n".join(lines[:6]))
+    with pytest.raises(ValueError, match=r"must have a row for each line of x\.jsonl, got 7 and 6"):
+        stored.Saved(tmp_path / "x.npy")
+
+
+def test_places_of_images_are_what_train_reads(place, tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason='pip install "megabatch[parquet]"')
+    parquet = importlib.import_module("pyarrow.parquet")
+    images = [{"bytes": (place / "images" / f"{i}.png").read_bytes(), "path": "same.png"} for i in (0, 1)]
+    images.append({"bytes": None, "path": str(place / "images" / "2.png")})
+    parquet.write_table(arrow.table({"image": images, "caption": ["a", "b", "c"]}), tmp_path / "inside.parquet")
+    (tmp_path / "remote.csv").write_text("image,caption\nhttps://host/a.png?token=x,d\n")
+    mixed = load(f"{tmp_path / 'inside.parquet'} + {tmp_path / 'remote.csv'}")
+    wanted = [None, None, str(place / "images" / "2.png"), "https://host/a.png?token=x"]
+    assert [mixed.place(index) for index in range(4)] == wanted
+    with pytest.raises(ValueError, match=r"--data must have images that are files or addresses, .* got 'same\.png'"):
+        call("mine", place / "run", "--data", tmp_path / "inside.parquet", "--output", tmp_path / "x.jsonl")
+    assert not (tmp_path / "x.jsonl.work").exists()
+    for output in (place / "mined.jsonl", tmp_path / "mined.jsonl"):  # beside the table, where names stay, and elsewhere
+        call("mine", place / "run", "--data", place / "pairs.csv", "--negatives", "1", "--output", output)
+        mined = Table(output)
+        assert [mined.place(index) for index in range(7)] == [str(place / "images" / f"{index}.png") for index in range(7)]
+        assert (mined.name(0) == "images/0.png") == (output.parent == place)
+
+
+def test_a_changed_image_is_not_continued_with(place, tmp_path, monkeypatch):
+    shutil.copytree(place / "images", tmp_path / "images")
+    arguments = (place / "run", "--data", tmp_path / "images", "--output", tmp_path / "x.npy")
+
+    def stops(self, chunk):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stored.Stored, "append", stops)
+    with pytest.raises(KeyboardInterrupt):
+        call("embed", *arguments)
+    shutil.copy(tmp_path / "images" / "1.png", tmp_path / "images" / "0.png")
+    with pytest.raises(ValueError, match="must be of the same model and data; changed since: samples"):
+        call("embed", *arguments)

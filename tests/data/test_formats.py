@@ -180,6 +180,45 @@ def test_captions_that_cannot_be_read_are_named(tmp_path):
     ]
 
 
+def test_captions_beside_most_images_are_read_whatever_the_case_of_their_endings(tmp_path, caplog):
+    for number in range(4):
+        path = tmp_path / "rose" / f"IMG_{number}.JPG"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    (tmp_path / "rose" / "IMG_0.json").write_text("{}")
+    (tmp_path / "rose" / "LICENSE.txt").touch()
+    assert data.load(str(tmp_path)).read(0, 1) == "rose"
+    assert ".txt and .json files beside 1 of 4 images are not read" in caplog.text
+    for number, ending in ((1, ".txt"), (2, ".TXT")):
+        (tmp_path / "rose" / f"IMG_{number}{ending}").write_text(f"caption {number}")
+    found = data.load(str(tmp_path))
+    assert [(found.name(i), found.read(i, 1)) for i in range(len(found))] == [
+        ("rose/IMG_1.JPG", "caption 1"),
+        ("rose/IMG_2.JPG", "caption 2"),
+    ]
+
+
+def test_names_with_brackets_and_local_addresses_are_paths(tmp_path):
+    folder = tmp_path / "br[1] {a}"
+    write_shards(folder)
+    assert len(data.load(str(folder / "0.tar"))) == len(data.load(f"{tmp_path}/br*/0.tar")) == 5
+    image = write_images(tmp_path / "a b") / "03.png"
+    (folder / "pairs.csv").write_text(f"image,caption\n{image.as_uri()},a\n")
+    found = data.load(str(folder / "pairs.csv"))
+    assert (found.stored(0, 0).data, found.place(0)) == (png(3), str(image))
+
+
+def test_dictionaries_of_texts_in_parquet_are_paths(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet is read with pyarrow")
+    from pyarrow import parquet
+
+    names = pyarrow.array(["00.png", "01.png"]).dictionary_encode()
+    write_images(tmp_path / "photos")
+    parquet.write_table(pyarrow.table({"image": names, "caption": names}), tmp_path / "photos" / "pairs.parquet")
+    assert data.load(str(tmp_path / "photos")).stored(1, 0).data == png(1)
+    assert not (tmp_path / "cache" / "images").exists()
+
+
 def test_an_image_in_the_wrong_column_is_told_in_a_few_words(tmp_path):
     spec = write_parquet(tmp_path / "photos", "struct")
     with pytest.raises(
@@ -194,6 +233,17 @@ def test_datasets_that_cannot_be_read_say_why(tmp_path):
         data.load("datasets:photos", streaming=True)
     with pytest.raises(ValueError, match=r"options of HubDataset, which has .*config, streaming, got 'encoding'"):
         data.load("datasets:photos", encoding="utf-8")
+
+
+@pytest.mark.thorough
+def test_a_missing_class_of_a_dataset_is_no_text(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the library of Hugging Face datasets")
+    features = datasets.Features({"image": datasets.Value("string"), "text": datasets.ClassLabel(names=["fox", "cat"])})
+    values = {"image": ["a.png", "b.png", "c.png"], "text": [1, -1, None]}
+    datasets.Dataset.from_dict(values, features=features).save_to_disk(tmp_path / "saved")
+    found = data.load(str(tmp_path / "saved"))
+    assert [found.read(index, 1) for index in range(len(found))] == ["cat"]
+    assert [problem.partition(": ")[2] for problem in found.problems] == ["text must be a text, got nothing"] * 2
 
 
 @pytest.mark.thorough

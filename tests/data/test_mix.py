@@ -48,7 +48,7 @@ def test_shares_that_fit_have_every_sample_once():
         Mixture((3, 9), (0.0, 0.0))
 
 
-def test_sources_by_name(tmp_path):
+def test_sources_by_name(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_text("query,document\n" + "\n".join(f"q{i},d{i // 2}" for i in range(6)))
     lines = [json.dumps({"word": f"w{i}", "gloss": f"g{i}"}) for i in range(4)]
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
@@ -66,6 +66,10 @@ def test_sources_by_name(tmp_path):
     train, test = (data.load(spec, split, holdout=0.4, **own) for split in ("train", "test"))
     assert sorted(read.name(i) for read in (train, test) for i in range(len(read))) == sorted(mixed.name(i) for i in range(10))
     assert parsed("a/*.tar + b.csv") == (["a/*.tar", "b.csv"], None)
+    assert parsed("3*a.csv + .5*b.csv") == (["a.csv", "b.csv"], [3.0, 0.5])
+    (tmp_path / "3_a.csv").touch()
+    monkeypatch.chdir(tmp_path)
+    assert parsed("3*a.csv + b.csv") == (["3*a.csv", "b.csv"], None)
     with pytest.raises(ValueError, match="every source or none must have a weight"):
         data.load("3 * a.csv + b.csv")
     with pytest.raises(ValueError, match="options of a source must have its number, from 1 to 2, got 3"):

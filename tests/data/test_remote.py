@@ -63,6 +63,26 @@ def test_a_file_that_changes_is_not_mixed_with_what_is_cached_of_it(server):
         old.read(8000, 1000)
 
 
+def test_a_file_of_the_same_size_that_changes_during_the_run_ends_it(server):
+    url = Url(f"{server.address}/x.bin")
+    assert url.read(0, 500) == CONTENT[:500]
+    (server.folder / "x.bin").write_bytes(CONTENT[::-1])
+    assert url.read(0, 500) == CONTENT[:500]  # from the cache
+    with pytest.raises(RemoteError, match=r"x\.bin has changed since the run began.*start the run again"):
+        url.read(1000, 500)
+
+
+def test_without_versions_nothing_is_kept_for_another_run(server, caplog):
+    server.versions = False
+    for content in (CONTENT, CONTENT[::-1]):
+        (server.folder / "x.bin").write_bytes(content)
+        url = Url(f"{server.address}/x.bin")
+        assert pickle.loads(pickle.dumps(url)).read(0, 500) == url.read(0, 500) == content[:500]
+        remote._run.cache_clear()  # as in another process
+        assert pickle.loads(pickle.dumps(url)).read(1000, 500) == content[1000:1500]  # of a reader, with what is known
+    assert [record.getMessage().partition(" ")[2][:30] for record in caplog.records] == ["sends neither ETag nor Last-Mo"] * 2
+
+
 def test_failures_that_pass_are_repeated_and_others_are_not(server, caplog):
     url = Url(f"{server.address}/x.bin")
     assert url.about.size == 10_000
@@ -118,6 +138,22 @@ def test_a_missing_image_is_skipped_and_a_lost_server_is_not(server, tmp_path):
     server.broken = [503] * 3
     with pytest.raises(RemoteError, match=r"/y\.png could not be read in 3 attempts"):
         table.stored(1, 0)
+
+
+def test_names_of_images_are_quoted(server):
+    names = ["a b.png", "ü.png", "50%.png", "a%20b.png", "x#1.png", "what?.png", "plus+.png", "sub/c.png"]
+    (server.folder / "sub").mkdir()
+    for name in names:
+        (server.folder / name).write_text(name)
+    (server.folder / "pairs.csv").write_text("image,caption\n" + "".join(f"{name},a\n" for name in names))
+    table = Table(f"{server.address}/pairs.csv?token=secret")
+    assert [table.name(index) for index in range(len(table))] == names
+    assert [table.stored(index, 0).data.decode() for index in range(len(table))] == names
+    (server.folder / "y.csv").write_text("image,caption\ny.png,a\n")
+    other = Table(f"{server.address}/y.csv?token=secret")
+    server.broken = [403]
+    with pytest.raises(RemoteError, match=r"/y\.png .*access was denied.* requested without the table's token"):
+        other.stored(0, 0)
 
 
 def stress(number):

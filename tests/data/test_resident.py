@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megabatch.cached.replay import sample_seed
 from megabatch.data.crops import RandomCrop, TrainingImages
 from megabatch.data.dataset import Dataset, UnreadableSampleError
+from megabatch.data.mix import Mix
 from megabatch.data.resident import Resident, uniform
 
 TRAINING = TrainingImages(RandomCrop((24, 24), area=(0.3, 1.0), flip=True), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "pixels")
@@ -133,6 +134,15 @@ def test_images_without_augmentation_are_kept_as_the_tower_takes_them():
     found = whole(resident.source([7, 0], 0, PREPARATIONS[0], augment=False))
     assert data.reads == reads
     assert torch.equal(found, whole(data.source([7, 0], 0, PREPARATIONS[0], augment=False)))
+
+
+def test_a_mixture_is_kept_as_well():
+    mixed = Mix([Photos(), Photos()], [3, 1])
+    kept = Resident(mixed, PREPARATIONS, CPU)
+    assert kept.groups == mixed.groups
+    found = whole(kept.source([0, 13, 22], 0, PREPARATIONS[0], seed=3))
+    assert torch.equal(found[:1], whole(Resident(Photos(), PREPARATIONS, CPU).source([0], 0, PREPARATIONS[0], seed=3)))
+    assert sorted(kept.failures) == [4, 5, 16, 17]
 
 
 def test_what_cannot_be_kept():

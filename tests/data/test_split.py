@@ -24,12 +24,12 @@ def table(tmp_path):
 
 def test_rows_of_one_image_stay_together(table):
     whole = Table(table)
-    train, test = parts(whole, 0.1)
+    train, test = parts([whole], 0.1)[0]
     assert len(train) + len(test) == 4000
     assert 280 < len(test) < 520
     images = [{part.name(index) for index in range(len(part))} for part in (train, test)]
     assert not images[0] & images[1]
-    again = parts(Table(table), 0.1)[1]
+    again = parts([Table(table)], 0.1)[0][1]
     assert [again.read(index, 1) for index in range(len(again))] == [test.read(index, 1) for index in range(len(test))]
     number = {whole.read(index, 1): index for index in range(len(whole))}
     for index in (0, 3, len(test) - 1):
@@ -61,10 +61,10 @@ def test_a_part_of_shards_knows_its_groups():
     assert part.ids([0, 1]) is None
     with pytest.raises(IndexError):
         part.read(5, 0)
-    train, test = parts(Shelved(), 0.2)
+    train, test = parts([Shelved()], 0.2)[0]
     assert sorted([*train.indices.tolist(), *test.indices.tolist()]) == list(range(40))
     with pytest.raises(ValueError, match=r"must leave samples for training and for evaluation, got 1e-09 of 40"):
-        parts(Shelved(), 1e-9)
+        parts([Shelved()], 1e-9)[0]
 
 
 def test_files_are_split_by_name(table):
@@ -93,7 +93,7 @@ def test_images_of_one_class_are_on_both_sides(tmp_path):
         (tmp_path / name).mkdir()
         for number in range(40):
             (tmp_path / name / f"{number}.png").touch()
-    train, test = parts(Folders(tmp_path), 0.2)
+    train, test = parts([Folders(tmp_path)], 0.2)[0]
     assert {test.read(index, 1) for index in range(len(test))} == {train.read(index, 1) for index in range(len(train))}
     assert 12 < len(test) < 36
 
@@ -103,7 +103,7 @@ def test_a_row_in_front_changes_no_other(tmp_path):
         path = tmp_path / f"{begin}.csv"
         rows = (f"{number // 2}.png,text {number if number % 5 else 'shared'}" for number in range(begin, 1000))
         path.write_text("\n".join(["image,caption", *rows]))
-        test = parts(Table(path), 0.2)[1]
+        test = parts([Table(path)], 0.2)[0][1]
         return {test.read(index, 1) for index in range(len(test))}
 
     assert held(1) == held(2)  # caption 1 has the image of caption 0, which is shared
@@ -123,3 +123,18 @@ def test_the_log_says_how_much_is_held_out(tmp_path, caplog):
 def test_data_with_a_test_split_holds_nothing_else_out(name):
     with pytest.raises(ValueError, match=rf"holdout must be 0 for {name}, which has a test split"):
         data.load(name, "train", holdout=0.1)
+
+
+def test_sources_of_a_mixture_are_split_together(tmp_path):
+    (tmp_path / "photos").mkdir()
+    tables = {"a.csv": "photos/{0}.png,only {0}", "b.csv": "photos/{0}.png,by two {1}", "photos/c.csv": "{0}.png,further {0}"}
+    for name, row in tables.items():
+        rows = (row.format(number, number // 2) for number in range(100))
+        (tmp_path / name).write_text("\n".join(["image,caption", *rows]))
+    spec = " + ".join(str(tmp_path / name) for name in tables)
+    places = []
+    for part in ("train", "test"):
+        mixed = data.load(spec, part, holdout=0.2)
+        places.append({source.place(index) for source in mixed.sources for index in range(len(source))})
+    assert len(places[0] | places[1]) == 100
+    assert not places[0] & places[1]

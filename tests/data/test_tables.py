@@ -239,3 +239,27 @@ def test_rows_without_a_label_are_no_class(tmp_path):
             ValueError, match=rf"a label \(label\) in every row, got none in {count} rows, the first of them row 2"
         ):
             table.labels([0])
+
+
+@pytest.mark.parametrize(
+    ("ending", "lines", "texts", "problem"),
+    [
+        (".tsv", ['\t"5 inch', "\tb", '\tsay "hi"', "\tc"], ['"5 inch', "b", 'say "hi"', "c"], None),
+        (".tsv", ['\t"5 inch', "\tb", '\t6"', "\tc"], ['"5 inch', "b", '6"', "c"], None),
+        (".tsv", ['\t"two\nlines"', '\t"a ""b"""', "\tc"], ["two\nlines", 'a "b"', "c"], None),
+        (".csv", [",a", ',"5 inch', ",b", ",c"], ["a"], "lines 3 to 5: a quoted field does not end where it should"),
+        (".csv", [",a", ',"5 inch', ",b", ',say "hi"', ",c"], ["a", "c"], "lines 3 to 5: a quoted field does not end"),
+        (".csv", [",a", ',"5 inch', ",b", ',6"', ",c"], ["a", "c"], "lines 3 to 5: a quoted field has whole rows in it"),
+        (".csv", [",a", ',"5 inch'], ["a"], "line 3: a quoted field does not end where it should"),
+        (".csv", [",a", ',"5 inch', *["," + "b" * 1999] * 66, ",c"], ["a", "c"], "field limit (131072), lines 3 to 69"),
+        (".csv", [",a", "", ',"two\nlines"', ',5" wide', ',"5" wide'], ["a", "two\nlines", '5" wide', "5 wide"], None),
+    ],
+)
+def test_a_stray_quote_swallows_no_row_silently(tmp_path, ending, lines, texts, problem):
+    path = tmp_path / f"pairs{ending}"
+    separator = "\t" if ending == ".tsv" else ","
+    rows = [f"{i}.png{line}" if line else "" for i, line in enumerate(lines)]
+    path.write_text("\n".join([f"image{separator}caption", *rows, ""]))
+    table = Table(path)
+    assert [table.read(i, 1) for i in range(len(table))] == texts
+    assert [problem in told for told in table.problems] == ([True] if problem else [])

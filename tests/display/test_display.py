@@ -235,7 +235,7 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for first in (0, 3):
         log = WandbLog("emoji", mode="offline")
-        log.start(Run(tmp_path, first_step=first, config=Run(Path("x"))))
+        log.start(Run(tmp_path, first_step=first, config=Run(Path("x"), config={"data": ["https://h/a?token=x"]})))
         log.step(record(first + 1, phases={"data": 0.25}))
         log.evaluated({"step": first + 1, "evaluation": EVALUATION})
         log.saved(tmp_path)
@@ -243,6 +243,7 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     assert [settings["id"] for settings in wandb.started] == [None, "abc"]
     assert wandb.started[0]["mode"] == "offline"
     assert wandb.started[0]["config"]["batch_size"] == 2048
+    assert wandb.started[0]["config"]["config"] == {"data": ["https://h/a"]}
     assert wandb.logged[0][0] == 1
     assert wandb.logged[0][1]["training/loss"] == 7.6543
     assert wandb.logged[0][1]["phases/data"] == 0.25

@@ -14,7 +14,9 @@ import torch
 import runs
 from megabatch import towers
 from megabatch.data.tables import Table
+from megabatch.display import plots
 from megabatch.evaluation import results
+from megabatch.export.card import write_card
 from megabatch.report import curves, live, saved_run, write_report
 from megabatch.report.gallery import gallery
 from megabatch.trainer.observers import MetricsFile
@@ -100,6 +102,17 @@ def test_a_page_of_everything(tmp_path, pair):
     assert page.classes.count("plot") == 9
     assert "Time by phase: backward 60.0 %, forward 30.0 %, data 10.0 %" in text
     assert "Evaluation after step 60" in told
+
+
+def test_report_and_card_hold_no_token(tmp_path, pair, monkeypatch):
+    monkeypatch.setattr(plots, "available", lambda: False)
+    address = "https://me:SECRET@host/pairs.csv?token=SECRET"
+    write_run(tmp_path / "run", address, steps=20)
+    (tmp_path / "run" / "command.txt").write_text(f"megabatch train --data '{address}'\n")
+    for path in (write_report(tmp_path / "run"), write_card(pair, "hf", tmp_path, run=tmp_path / "run")):
+        text = path.read_text("utf-8")
+        assert text.count("https://host/pairs.csv") >= 3
+        assert "SECRET" not in text
 
 
 def test_the_gallery_marks_what_is_right_and_shows_an_image_once(pair):

@@ -230,7 +230,7 @@ class _Step:
         try:
             for role in learning:  # kept graphs first, so that their memory is free for the other chunks
                 for i in list(role.kept):
-                    with self.reductions.held_back(role.index):
+                    with self.reductions.held_back(role.index), batchnorm.running_statistics_restored(role.batch_norms):
                         self._backpropagate(role, i, role.kept.pop(i), ())
                     role.states.pop(i)
                     progress(role)

@@ -105,6 +105,17 @@ def running_statistics_kept(found: list[tuple[str, _BatchNorm]]) -> Iterator[Non
 
 
 @contextmanager
+def running_statistics_restored(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
+    """For the backward pass of a kept graph: a checkpointed layer runs in it as in the first pass, updates included."""
+    before = [(buffer, buffer.clone()) for _, layer in found for buffer in layer.buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+@contextmanager
 def at_rest(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
     """For a dummy pass: the layers normalise by their running statistics, since one sample has no variance.
 

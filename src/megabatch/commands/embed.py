@@ -1,6 +1,7 @@
 """`megabatch embed`: embeddings of one side of the data, as a NumPy or Parquet file."""
 
 import argparse
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 from megabatch.commands import model
 from megabatch.commands.arguments.embed import SIDES
 from megabatch.data.dataset import IMAGE, TEXT, Dataset
+from megabatch.data.remote import is_url
 from megabatch.display.numbers import duration
 from megabatch.evaluation import stored
-from megabatch.evaluation.embedding import read_or_none
+from megabatch.evaluation.embedding import read_or_none, stored_or_none
+from megabatch.names import shown
 from megabatch.world import joined
 
 
@@ -20,15 +23,18 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
     if output.suffix not in stored.FORMATS:
         raise ValueError(f"--output must end in {' or '.join(stored.FORMATS)}, got {args.output!r}")
+    stored.check_targets(output)
     with joined(args.device) as world:
         if world.size > 1:
             raise ValueError(f"megabatch embed must be one process, got {world.size}; start it without torchrun")
         chosen = model.choose(args, world.device, images_alone=True)
+        chosen.keep_data(stored.targets(output))
         dataset, side = chosen.dataset, side_of(chosen.dataset, args.side)
+        chosen.check_kinds([side])
         about = {
             "model": args.model,
             "weights": stored.fingerprint(chosen.pair),
-            "data": chosen.data,
+            "data": shown(chosen.data),
             "split": chosen.split,
             "sides": list(dataset.sides),
             "side": side,
@@ -60,18 +66,24 @@ def side_of(dataset: Dataset, name: str | None) -> int:
 
 def sample(dataset: Dataset, index: int, side: int) -> dict[str, Any]:
     """Name, path and text of a sample; the text of an image is its caption."""
-    found = {
-        "name": dataset.name(index),
-        "path": dataset.place(index),
-        "text": read_or_none(dataset, index, side if dataset.sides[side] == TEXT else 1),
-    }
+    text = read_or_none(dataset, index, side if dataset.sides[side] == TEXT else 1)
+    found = dict(zip(stored.SAMPLE, (dataset.name(index), dataset.place(index), text), strict=True))
     # A path may have half of a surrogate pair, which UTF-8 has no code for.
     return {key: value and value.encode("utf-8", "backslashreplace").decode() for key, value in found.items()}
 
 
 def _key(dataset: Dataset, index: int, side: int) -> Any:
-    """What tells samples apart without reading images."""
-    return read_or_none(dataset, index, side) if dataset.sides[side] == TEXT else dataset.name(index)
+    """What changes with a sample: of images that are files, size and date, so that a large folder is not read twice."""
+    place = dataset.place(index) if dataset.sides[side] == IMAGE else None
+    if place is None:
+        return stored_or_none(dataset, index, side)
+    if is_url(place):
+        return place  # assumed not to change, as in the cache
+    try:
+        found = os.stat(place)
+    except (OSError, ValueError):  # missing, or no path at all
+        return place
+    return place, found.st_size, found.st_mtime_ns
 
 
 def progress(before: str = "") -> Callable[[int, int, float], None]:

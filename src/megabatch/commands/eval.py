@@ -18,6 +18,7 @@ from megabatch.display import metrics
 from megabatch.evaluation import classifier, embed, encode, evaluate, results, sts, zero_shot
 from megabatch.evaluation.embedding import read_or_none
 from megabatch.evaluation.zero_shot import TEMPLATES
+from megabatch.names import shown
 from megabatch.report import saved_run
 from megabatch.towers import Pair
 from megabatch.world import World, joined
@@ -36,17 +37,17 @@ def run(args: argparse.Namespace) -> int:
         if world.rank == 0 and args.data is None and chosen.folder is not None:
             _name_others(chosen.folder, chosen.data)
         if args.zero_shot:
-            found = classified(chosen.pair, chosen.dataset, world, args, name=Path(chosen.data).stem, workers=workers)
+            found = classified(chosen.pair, chosen.dataset, world, args, name=Path(shown(chosen.data)).stem, workers=workers)
         elif (scores := scores_of(chosen.dataset)) is not None:
             found = sts(chosen.pair, chosen.dataset, scores, chunk_size=args.chunk_size, workers=workers, group=world.group)
         else:
             found = evaluate(chosen.pair, chosen.dataset, chunk_size=args.chunk_size, workers=workers, group=world.group)
         if world.rank == 0:
             split = f", {chosen.split}" if chosen.split else ""
-            metrics.table(found, f"{args.model} on {chosen.data}{split}").print()
+            metrics.table(found, f"{args.model} on {shown(chosen.data)}{split}").print()
             path = args.output or (None if chosen.folder is None else chosen.folder / FILE)
             if path is not None:
-                results.append(path, {"model": args.model, "data": chosen.data, "split": chosen.split, **found})
+                results.append(path, {"model": args.model, "data": shown(chosen.data), "split": chosen.split, **found})
                 print(f"added to {path}")
     return 0
 

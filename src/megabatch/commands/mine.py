@@ -13,10 +13,12 @@ from torch import Tensor
 from megabatch.cached.replay import checksum
 from megabatch.commands import model
 from megabatch.commands.embed import progress
-from megabatch.data.dataset import TEXT, Dataset, UnreadableSampleError
+from megabatch.data.dataset import IMAGE, TEXT
+from megabatch.data.remote import is_url
 from megabatch.evaluation import stored
-from megabatch.evaluation.embedding import read_or_none
+from megabatch.evaluation.embedding import read_or_none, stored_or_none
 from megabatch.evaluation.mining import Choice, hard_negatives
+from megabatch.names import shown
 from megabatch.world import joined
 
 SIDES = {True: ("query", "document"), False: ("image", "caption")}  # whether the first side is a text: the columns
@@ -33,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
         if world.size > 1:
             raise ValueError(f"megabatch mine must be one process, got {world.size}; start it without torchrun")
         chosen = model.choose(args, world.device)
+        chosen.check_kinds([0, 1])
+        chosen.keep_data([output])
         written, missing = Mine(chosen, output, args).write(choice, world.device)
     print(
         f"{written:,} pairs with their negatives in {output}" + (f"; {missing:,} negatives were not found" if missing else "")
@@ -48,6 +52,8 @@ class Mine:
     def __init__(self, chosen: model.Chosen, output: Path, args: argparse.Namespace) -> None:
         self.chosen, self.dataset, self.output, self.args = chosen, chosen.dataset, output, args
         self.work = stored.work_folder(output)
+        if self.dataset.sides[0] == IMAGE:
+            self._check_places()
         self.texts = [read_or_none(self.dataset, index, 1) for index in range(len(self.dataset))]
         stored.continue_or_begin(self.work, self._about())
 
@@ -57,8 +63,8 @@ class Mine:
         return {
             "the model": self.args.model,
             "the model's weights": stored.fingerprint(self.chosen.pair),
-            "the data": [self.chosen.data, self.chosen.split],
-            "the first side of the pairs": stored.digest(_stored_or_none(self.dataset, index) for index in everything),
+            "the data": [shown(self.chosen.data), self.chosen.split],
+            "the first side of the pairs": stored.digest(stored_or_none(self.dataset, index, 0) for index in everything),
             "the texts": stored.digest(self.texts),
             "the ids of the pairs": checksum(self.dataset.ids(everything)),
         }
@@ -93,9 +99,26 @@ class Mine:
         return done, missing
 
     def _line(self, index: int, columns: tuple[str, str], negatives: list[str | None]) -> dict[str, Any]:
-        first = read_or_none(self.dataset, index, 0) if self.dataset.sides[0] == TEXT else self.dataset.name(index)
+        first = read_or_none(self.dataset, index, 0) if self.dataset.sides[0] == TEXT else self._image(index)
         pair = dict(zip(columns, (first, self.texts[index]), strict=True))
         return pair | {f"negative_{place}": text for place, text in enumerate(negatives, 1)}
+
+    def _check_places(self) -> None:
+        for index in range(len(self.dataset)):
+            if self.dataset.place(index) is None:
+                raise ValueError(
+                    "--data must have images that are files or addresses, because the mined table names them, got "
+                    f"{self.dataset.name(index)!r}, which is inside a table, a shard or a dataset"
+                )
+
+    def _image(self, index: int) -> str:
+        """The image's name if `train` finds it from the folder of the output, else its path or address."""
+        name, place = self.dataset.name(index), self.dataset.place(index)
+        assert place is not None, "places are checked at the start"
+        if is_url(place):
+            return place
+        path = os.path.abspath(place)
+        return name if os.path.abspath(self.output.parent / name) == path else path
 
     def _distinct(self) -> tuple[Tensor, list[int]]:
         """(the candidate of each pair, the pair that each candidate was first seen in): a text is a candidate once."""
@@ -118,11 +141,3 @@ class Mine:
         part.write_bytes(b"")
         path.write_text(repr(choice))
         return 0, 0
-
-
-def _stored_or_none(dataset: Dataset, index: int) -> Any:
-    """The first side of a pair, an image still encoded; None if it cannot be read."""
-    try:
-        return dataset.stored(index, 0)
-    except UnreadableSampleError:
-        return None

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 
 from megabatch import names
+from megabatch.cached import randomness
 from megabatch.data import load as data
+from megabatch.data import mix
 from megabatch.data.dataset import IMAGE, TEXT, Dataset
 from megabatch.data.folders import Images, is_plain
+from megabatch.data.places import expanded, place
 from megabatch.report import saved_run
 from megabatch.towers import Pair, load
 from megabatch.towers.load import image_size
@@ -34,6 +38,20 @@ class Chosen:
     def drawn(self, size: int) -> Dataset:
         """The same samples as they are shown: emoji are drawn in this size."""
         return data.load(self.data, self.split, size=size) if self.data == "emoji" else self.dataset
+
+    def check_kinds(self, sides: Sequence[int]) -> None:
+        """Checks that the model encodes these sides of the data, before anything is written."""
+        for side in sides:
+            if (kind := self.pair.towers[side].kind) != (wanted := self.dataset.sides[side]):
+                raise ValueError(f"MODEL must encode side {side + 1} of the data, {wanted}s, got a model of {kind}s there")
+
+    def keep_data(self, targets: Sequence[Path]) -> None:
+        """Checks that no file which will be written is one of the data."""
+        specs = [self.data] if os.path.exists(self.data) else mix.parsed(self.data)[0]
+        files = [file for spec in specs for file in _local_files(spec) if os.path.exists(file)]
+        for target in targets:
+            if target.exists() and any(target.samefile(file) for file in files):
+                raise ValueError(f"--output must not replace the data, got {target}; choose another --output")
 
 
 def choose(args: argparse.Namespace, device: torch.device, *, images_alone: bool = False) -> Chosen:
@@ -64,6 +82,7 @@ def load_pair(spec: str, device: torch.device, kinds: tuple[str, str] = (IMAGE, 
     """The model of a run, or towers by name for sides of these kinds."""
     if run_of(spec) is not None:
         return _loaded(Path(spec), device)
+    randomness.seed_host(0)  # random weights are the same in every command, so that embeddings can be searched
     pair = load(spec, kinds)
     for tower in pair.towers:
         tower.module.to(device).eval()
@@ -80,7 +99,7 @@ def run_of(spec: str) -> Path | None:
 
 
 def _run_of(path: Path) -> Path | None:
-    if not path.is_dir():
+    if not os.path.isdir(path):  # a Path refuses long names
         return None
     if path.name.startswith("step_"):
         return path.resolve().parent.parent
@@ -120,6 +139,16 @@ def _data(args: argparse.Namespace, folder: Path | None) -> tuple[str, str | Non
         options = {**options, "columns": args.columns}
     split = args.split or chosen_split or ("test" if spec in data.WITH_SPLITS else None)
     return spec, split, options
+
+
+def _local_files(spec: str) -> list[Path]:
+    """The tables or shards of a path, a pattern or a folder; none for an address."""
+    path = place(spec)
+    if not isinstance(path, Path):
+        return []
+    if os.path.isdir(path):
+        return list(path.glob("*.tar")) or [entry for entry in path.iterdir() if entry.suffix in names.TABLES]
+    return [Path(str(file)) for file in ([path] if os.path.exists(path) else expanded(str(path)))]
 
 
 def lines_of(path: str) -> Sequence[str]:

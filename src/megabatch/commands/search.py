@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from megabatch.display.tables import Table
 from megabatch.evaluation import encode, search, sheet, stored
 from megabatch.evaluation.embedding import read_or_none, readable
 from megabatch.evaluation.sheet import Found, Shown
+from megabatch.names import shown
 from megabatch.towers import Pair, Tower
 from megabatch.world import joined
 
@@ -45,7 +47,7 @@ class Data:
 
     def __init__(self, chosen: model.Chosen, args: argparse.Namespace) -> None:
         self.chosen, self.dataset, self.args = chosen, chosen.dataset, args
-        self.name, self.credits, self.failures = chosen.data, chosen.dataset.credits, chosen.dataset.failures
+        self.name, self.credits, self.failures = shown(chosen.data), chosen.dataset.credits, chosen.dataset.failures
         self._drawn: Dataset | None = None
 
     def side(self, kind: str) -> int:
@@ -181,7 +183,7 @@ def _place(args: argparse.Namespace, device: torch.device) -> tuple[Pair, Data |
 def _query(text: str) -> Shown:
     """An image if the file exists, else a text; a missing file with an image's extension is an error."""
     path = Path(text)
-    if path.is_file():
+    if os.path.isfile(text):  # a Path refuses long names
         try:
             return images.decode(images.Encoded(path.read_bytes(), text))
         except UnreadableSampleError as error:

@@ -18,6 +18,7 @@ from megabatch.data.columns import LABEL, NEGATIVE
 from megabatch.data.dataset import Dataset
 from megabatch.data.hub import PREFIX
 from megabatch.data.mix import BETWEEN
+from megabatch.names import shown
 from megabatch.towers.load import image_size
 from megabatch.trainer import config as configs
 from megabatch.trainer import run as runs
@@ -108,7 +109,7 @@ def _run_name(source: str) -> str:
     """The name of a run on this data: the file's name, the folder's for a pattern of files, "mix" for several sources."""
     if BETWEEN in source:
         return "mix"
-    path = Path(source.removeprefix(PREFIX))
+    path = Path(shown(source.removeprefix(PREFIX)))
     chosen = path.parent if any(mark in path.name for mark in "{*?[") else path
     return re.sub(r"[^\w.-]+", "-", chosen.stem).strip(".-") or "run"
 

@@ -1,5 +1,6 @@
 """Folders of images: one for each class, whose name is the caption, with spaces for underscores; or one of images alone."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,13 @@ class Images(Folders):
 
 
 def is_plain(path: Path) -> bool:
-    """Whether a folder has images, and beside them nothing that could be captions or shards."""
-    if not path.is_dir():
+    """Whether a folder has images, and beside them no captions of them, tables or shards."""
+    if not os.path.isdir(path):  # a Path refuses long names
         return False
     files = [entry for entry in path.iterdir() if entry.is_file()]
-    return any(map(is_image, files)) and not any(file.suffix in (".tar", ".txt", ".json", *TABLES) for file in files)
+    captions = {file.stem for file in files if file.suffix in (".txt", ".json")}
+    stems = {file.stem for file in files if is_image(file)}
+    return bool(stems) and not stems & captions and not any(file.suffix in (".tar", *TABLES) for file in files)
 
 
 def class_folders(path: Path) -> list[Path]:

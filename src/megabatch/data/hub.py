@@ -17,6 +17,7 @@ from megabatch.data.tables import Table
 PREFIX = "datasets:"
 ROWS_AT_ONCE = 256
 TEXTS = ("string", "large_string")  # features
+MISSING = -1  # the class of a sample without one, in test splits
 SAVED = ("dataset_dict.json", "state.json")  # in the folder of save_to_disk, with and without splits
 
 
@@ -101,7 +102,9 @@ class HubRows:
         for batch in data.iter(ROWS_AT_ONCE):
             for entries in zip(*batch.values(), strict=True):
                 values = dict(zip(batch, entries, strict=True))
-                yield values | {name: told(values[name]) for name, told in named.items() if values[name] is not None}
+                yield values | {
+                    name: None if values[name] in (None, MISSING) else told(values[name]) for name, told in named.items()
+                }
 
 
 def is_saved(folder: str) -> bool:

@@ -39,7 +39,11 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
         if wrong := [name for name in options if name.isdecimal() and not 1 <= int(name) <= len(specs)]:
             raise ValueError(f"options of a source must have its number, from 1 to {len(specs)}, got {wrong[0]}")
         own = [{**common, **options.get(str(number), {})} for number in range(1, len(specs) + 1)]
-        sources = [load(one, split, size=size, holdout=holdout, **own[i]) for i, one in enumerate(specs)]
+        together = bool(holdout) and split in ("train", "test")
+        whole = "all" if together else split
+        sources = [load(one, whole, size=size, holdout=holdout, **own[i]) for i, one in enumerate(specs)]
+        if together:
+            sources = _held_out(specs, sources, split == "test", holdout)
         return mix.Mix(sources, weights)
     if holdout and spec in WITH_SPLITS:
         raise ValueError(f"holdout must be 0 for {spec}, which has a test split of its own, got {holdout}")
@@ -49,20 +53,26 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
     if spec == "wordnet":
         return wordnet.WordNet(split or "train", **_known(wordnet.WordNet, options))
     if holdout and split in ("train", "test"):
-        train, test = parts(load(spec, **options), holdout)
-        share = len(test) / (len(train) + len(test))
-        if split == "train" and abs(share - holdout) > holdout / 10:
-            LOG.info(
-                "holdout: %.1f %% of %s is held out instead of %.1f %%, because samples that share an image or a text stay "
-                "together, and each of the others is drawn on its own",
-                *(100 * share, spec, 100 * holdout),
-            )
-        return test if split == "test" else train
+        return _held_out([spec], [load(spec, **options)], split == "test", holdout)[0]
     if split is not None and not (holdout and split == "all"):
         raise ValueError(
             f"split must be left out for files, got {split!r} for {spec!r}; {' and '.join(WITH_SPLITS)} have splits"
         )
     return _from_files(spec, options)
+
+
+def _held_out(specs: list[str], datasets: list[Dataset], wanted: bool, holdout: float) -> list[Dataset]:
+    """The part of each dataset that is held out, if that is wanted, or the rest."""
+    found = parts(datasets, holdout)
+    for spec, (train, test) in zip(specs, found, strict=True):
+        share = len(test) / (len(train) + len(test))
+        if not wanted and abs(share - holdout) > holdout / 10:
+            LOG.info(
+                "holdout: %.1f %% of %s is held out instead of %.1f %%, because samples that share an image or a text stay "
+                "together, and each of the others is drawn on its own",
+                *(100 * share, spec, 100 * holdout),
+            )
+    return [pair[wanted] for pair in found]
 
 
 def _from_files(spec: str, options: dict[str, Any]) -> Dataset:

@@ -6,6 +6,7 @@ are, from the seed and the number of the epoch alone. Without weights, an epoch 
 """
 
 import bisect
+import glob
 import itertools
 import re
 from collections.abc import Sequence
@@ -19,17 +20,26 @@ from megabatch.data.order import Mixture
 from megabatch.data.shards import text_id
 
 BETWEEN = " + "
-_WEIGHT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*\*\s+(.*)", re.DOTALL)
+_WEIGHT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*\*(\s*)(.*)", re.DOTALL)
 
 
 def parsed(spec: str) -> tuple[list[str], list[float] | None]:
     """The names of the sources, and their weights; None if none has one."""
-    found = [_WEIGHT.fullmatch(part.strip()) for part in spec.split(BETWEEN)]
+    specs = [part.strip() for part in spec.split(BETWEEN)]
+    found = [_weighted(part) for part in specs]
     if not any(found):
-        return [part.strip() for part in spec.split(BETWEEN)], None
+        return specs, None
     if not all(found):
         raise ValueError(f'every source or none must have a weight, as in "3 * photos.csv + 1 * drawings.csv", got {spec!r}')
-    return [part[2] for part in found if part], [float(part[1]) for part in found if part]
+    return [part[1] for part in found if part], [part[0] for part in found if part]
+
+
+def _weighted(spec: str) -> tuple[float, str] | None:
+    """A weight and the name of its source; None without a weight, as in "3*.csv" if files match this pattern."""
+    found = _WEIGHT.fullmatch(spec)
+    if found is None or (not found[2] and glob.glob(spec)):
+        return None
+    return float(found[1]), found[3]
 
 
 class Mix(Dataset):
@@ -76,6 +86,11 @@ class Mix(Dataset):
         """As in its source."""
         source, own = self._find(index)
         return self.sources[source].name(own)
+
+    def place(self, index: int) -> str | None:
+        """As in its source."""
+        source, own = self._find(index)
+        return self.sources[source].place(own)
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """As in the sources. A sample without an id has its own, because one that is repeated may be in a batch twice."""

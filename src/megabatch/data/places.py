@@ -25,10 +25,12 @@ def place(spec: str | Place) -> Place:
 
 
 def expanded(files: str | Path | Sequence[str | Place]) -> list[Place]:
-    """The files that match a pattern; no match is an error. A plain path or address need not exist."""
+    """The files that match a pattern; no match is an error. A file of this name comes first; a plain one need not exist."""
     if not isinstance(files, str | Path):
         return [place(path) for path in files]
     pattern = str(files)
+    if os.path.exists(pattern):
+        return [Path(pattern)]
     if "{" in pattern:
         library = extras.load("webdataset.shardlists", extra="webdataset", purpose="A pattern with braces")
         found: Iterable[str | Url] = library.expand_urls(pattern)

@@ -2,7 +2,8 @@
 
 A file is cut into blocks of `BLOCK` bytes, and a block is fetched when a byte of it is needed: samples are read in any order,
 as from a local file. Blocks stay in a cache on the local disk (blocks.py). Their names follow from address, size and version,
-so a file that has changed on the server is not mixed with the blocks of the old one. The version is the server's ETag or date.
+so a file that has changed on the server is not mixed with the blocks of the old one. The version is the server's ETag or date;
+after each block that was fetched the server is asked for it again, because a file may change during a run.
 
 A request that fails for a reason that may pass (no connection, a busy server) is repeated after a growing pause. If it fails
 for good, a `RemoteError` ends the run: a sample that is skipped because of the network would make another run of it. A file
@@ -14,12 +15,15 @@ import functools
 import hashlib
 import io
 import logging
+import os
 import random
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote, urlsplit
 
 from megabatch import extras
 from megabatch.data import blocks
@@ -40,9 +44,9 @@ ACCESS = {  # how to get access
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads a public bucket without",
     "gs": "run `gcloud auth application-default login`; FSSPEC_GS_TOKEN=anon reads a public bucket without",
     "hf": "run `hf auth login`, or set HF_TOKEN, and accept the terms of the dataset on its page",
-    "http": "check the address and the token in it",
+    "http": "check the address and the token in it; images with relative names are requested without the table's token",
 }
-VERSIONS = (
+VERSIONS = (  # the first that the server sends counts; a list of files and a single one differ in the others
     "ETag",
     "etag",
     "Content-MD5",
@@ -54,6 +58,7 @@ VERSIONS = (
     "LastModified",
     "Last-Modified",
 )
+UNCHECKED = ("hf",)  # protocols without a request for each block whether the file has changed; the hub limits their number
 AGAIN = (408, 425, 429)  # HTTP statuses below 500 that may pass
 _JITTER = random.Random()  # the program's own random numbers stay as they are
 _Result = TypeVar("_Result")
@@ -98,8 +103,12 @@ class Url:
         return Url, (self.address, self._about)
 
     def __truediv__(self, name: str) -> "Url":
-        """An address in this folder, or the other one if it is whole."""
-        return Url(name if is_url(name) else f"{str(self).rstrip('/')}/{name}")
+        """An address in this folder, or the other one if it is whole. For HTTP, a name is quoted; a pattern stays one."""
+        if is_url(name):
+            return Url(name)
+        if self.protocol.startswith("http"):
+            name = quote(name, safe="/*", errors="surrogatepass")
+        return Url(f"{str(self).rstrip('/')}/{name}")
 
     @property
     def name(self) -> str:
@@ -124,14 +133,19 @@ class Url:
             FileNotFoundError: there is no such file.
         """
         if self._about is None:
-            found = self._patiently(lambda: _filesystem(self.protocol).info(self.address))
-            if found.get("size") is None or found.get("type") == "directory":
-                raise RemoteError(f"{self} must be a file whose size the server knows, got none; is it a folder or a web page?")
-            if found.get("partial") is False:
-                raise self._without_ranges()
-            version = [f"{key}={found[key]}" for key in VERSIONS if found.get(key)]
-            self._about = About(int(found["size"]), " ".join(version))
+            found = self._asked()
+            self._about = (
+                found if found.version else found._replace(version=_run(urlsplit(self.address).netloc.rpartition("@")[2]))
+            )
         return self._about
+
+    def _asked(self) -> About:
+        found = self._patiently(lambda: _filesystem(self.protocol).info(self.address))
+        if found.get("size") is None or found.get("type") == "directory":
+            raise RemoteError(f"{self} must be a file whose size the server knows, got none; is it a folder or a web page?")
+        if found.get("partial") is False:
+            raise self._without_ranges()
+        return About(int(found["size"]), next((f"{key}={found[key]}" for key in VERSIONS if found.get(key)), ""))
 
     def exists(self) -> bool:
         """Whether there is such a file."""
@@ -177,6 +191,12 @@ class Url:
         start, end = number * BLOCK, min((number + 1) * BLOCK, self.about.size)
         try:
             data = self._fetched(start, end)
+            if self.protocol not in UNCHECKED:
+                with suppress(KeyError):  # another thread does the same
+                    _filesystem(self.protocol).invalidate_cache(self.address)  # of listings
+                now = self._asked()
+                if len(data) == end - start and now != (self.about if now.version else (self.about.size, "")):
+                    raise RemoteError(f"{self} has changed since the run began; start the run again")
         except FileNotFoundError as error:  # no sample is skipped that was there at the start
             raise RemoteError(f"{self} has gone from the server since the run began") from error
         if len(data) > end - start:
@@ -258,6 +278,17 @@ class _Raw(io.RawIOBase):
         room[: len(data)] = data
         self._position += len(data)
         return len(data)
+
+
+@functools.cache
+def _run(server: str) -> str:
+    """The version of files whose server sends none: another one in every run, so that nothing old is read from the cache."""
+    LOG.warning(
+        "%s sends neither ETag nor Last-Modified, so a changed file of the same size is not noticed. Its files are fetched "
+        "anew in every run, and must not change during one",
+        server,
+    )
+    return f"{os.getpid()} {time.time_ns()}"
 
 
 @functools.cache

@@ -8,19 +8,22 @@ import codecs
 import csv
 import itertools
 import json
+import logging
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megabatch import extras
 from megabatch.data import embedded
-from megabatch.data.folders import ENDINGS, is_image
+from megabatch.data.folders import class_folders, is_image
 from megabatch.data.places import Place, identity
 from megabatch.data.remote import RemoteError
 
-CAPTIONS = (".txt", ".json")  # endings of a file beside an image
+LOG = logging.getLogger("megabatch")
+CAPTIONS = (".txt", ".json")  # endings of a file beside an image; upper case counts too
 CAPTION_KEYS = ("caption", "text")  # in JSON
 ROWS_AT_ONCE = 1024
 
@@ -60,6 +63,7 @@ class TextRows:
             codecs.lookup(encoding)
         except LookupError as error:
             raise ValueError(f"encoding must be one that Python knows, such as utf-8 or latin-1, got {encoding!r}") from error
+        self._quoted: bool | None = None  # whether quotes are those of CSV; found when it is needed
         self._encoding = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
 
     def columns(self) -> list[str]:
@@ -72,7 +76,12 @@ class TextRows:
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
         """All columns, as texts."""
         try:
-            yield from (_json_rows if self._path.suffix == ".jsonl" else _csv_rows)(self._path, self._encoding)
+            if self._path.suffix == ".jsonl":
+                yield from _json_rows(self._path, self._encoding)
+                return
+            if self._quoted is None:
+                self._quoted = self._path.suffix != ".tsv" or _well_quoted(self._path, self._encoding)
+            yield from _csv_rows(self._path, self._encoding, self._quoted)
         except UnicodeDecodeError as error:
             raise ValueError(_not_decoded(self._path, self._encoding)) from error
 
@@ -97,7 +106,7 @@ class ParquetRows:
         with self._opened() as file:
             schema = file.schema_arrow
         wanted = [name for name in schema.names if columns is None or name in columns]
-        if image not in schema.names or "string" in str(schema.field(image).type).partition("<")[0]:
+        if image not in schema.names or re.match(r"(dictionary<values=)?(large_)?string", str(schema.field(image).type)):
             image = None  # paths
         return numbered(self._read, wanted, image, "-".join(map(str, identity(self._path))), self.name)
 
@@ -151,13 +160,14 @@ class CaptionedImages:
         found = (path for path in sorted(self._folder.rglob("*")) if is_image(path))
         for number, path in enumerate(found, 1):
             name = str(path.relative_to(self._folder))
-            caption = next((file for ending in CAPTIONS if (file := path.with_suffix(ending)).exists()), None)
+            endings = (form for ending in CAPTIONS for form in (ending, ending.upper()))
+            caption = next((file for ending in endings if (file := path.with_suffix(ending)).exists()), None)
             if caption is None:
                 yield Row(number, None, f"{name} has no caption beside it ({' or '.join(CAPTIONS)})")
                 continue
             try:
                 text = caption.read_text("utf-8-sig")
-                values = json.loads(text) if caption.suffix == ".json" else {CAPTION_KEYS[0]: text}
+                values = json.loads(text) if caption.suffix.lower() == ".json" else {CAPTION_KEYS[0]: text}
             except (OSError, ValueError) as error:
                 yield Row(number, None, f"{caption.name} has no caption that can be read: {error}")
                 continue
@@ -169,9 +179,19 @@ class CaptionedImages:
 
 
 def captioned(folder: Path) -> bool:
-    """Whether an image of the folder or a subfolder has a caption beside it."""
-    captions = (path for ending in CAPTIONS for path in folder.rglob(f"*{ending}"))
-    return any(path.with_suffix(ending).exists() for path in captions for ending in ENDINGS)
+    """Whether images of a folder have captions beside them. If it could be a folder of classes, at least half must have one."""
+    files = list(folder.rglob("*"))
+    stems = [path.with_suffix("") for path in files if is_image(path)]
+    captions = {path.with_suffix("") for path in files if path.suffix.lower() in CAPTIONS}
+    count = sum(stem in captions for stem in stems)
+    if 0 < 2 * count < len(stems) and class_folders(folder):
+        LOG.warning(
+            "%s: the folders' names are the captions; %s files beside %d of %d images are not read, because captions beside "
+            "images must be there for at least half of them",
+            *(folder, " and ".join(CAPTIONS), count, len(stems)),
+        )
+        return False
+    return count > 0
 
 
 def _not_decoded(path: Place, encoding: str) -> str:
@@ -187,32 +207,82 @@ def _not_decoded(path: Place, encoding: str) -> str:
     return f"{path} has changed while it was read"
 
 
-def _csv_rows(path: Place, encoding: str) -> Iterator[Row]:
+def _csv_rows(path: Place, encoding: str, quoted: bool) -> Iterator[Row]:
+    separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
     with path.open(encoding=encoding, newline="") as file:
-        separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
-        reader = csv.DictReader((line.replace("\0", "") for line in file), delimiter=separator)
+        taken: list[str] = []  # lines of a row
+        lines = _kept(file, taken)
+        reader = csv.DictReader(lines, delimiter=separator, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
         try:
             counts = Counter(reader.fieldnames or ())
         except csv.Error as error:
             raise ValueError(f"{path} must have a line of column names, which cannot be read: {error}") from error
+        expected = len(reader.fieldnames or ())
+        if quoted and (problem := _misquoted(taken, separator, expected)):
+            raise ValueError(f"{path} must begin with a line of column names: {problem}")
         twice = next((name for name, count in counts.items() if name and count > 1), None)
         if twice is not None:
             raise ValueError(f"{path} must name each column once, got {twice} more than once")
         for number in itertools.count(1):
+            taken.clear()
             try:
                 values = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Row(number, None, f"cannot be read: {error}")
+                yield Row(number, None, f"cannot be read: {error}, {_lines(reader, taken)}")
                 continue
-            if None in values:  # more fields than the header: an unquoted comma would cut a caption
-                expected = len(reader.fieldnames or ())
+            if quoted and (problem := _misquoted(taken, separator, expected)):
+                yield Row(number, None, f"{_lines(reader, taken)}: {problem}")
+            elif None in values:  # more fields than the header: an unquoted comma would cut a caption
                 came = len(values) - 1 + len(values[None])
                 told = f"must have {expected} fields, got {came}; a {called} in a text needs quotes around the text"
                 yield Row(number, None, told)
             else:
                 yield Row(number, dict(values))
+
+
+def _lines(reader: "csv.DictReader[str]", taken: list[str]) -> str:
+    last = reader.reader.line_num  # DictReader's own number does not count lines that cannot be read
+    return f"line {last}" if len(taken) == 1 else f"lines {last - len(taken) + 1} to {last}"
+
+
+def _kept(file: Iterable[str], taken: list[str]) -> Iterator[str]:
+    """The lines of a file; each is also appended to `taken`."""
+    for line in file:
+        taken.append(line.replace("\0", ""))
+        yield taken[-1]
+
+
+def _misquoted(lines: list[str], separator: str, fields: int) -> str:
+    """What is wrong with the quotes of a row, given its lines; empty if nothing is."""
+    if len(lines) < 2 and not sum(line.count('"') for line in lines) % 2:
+        return ""
+    how = 'a text with quotation marks needs quotes around it, and each mark of its own twice ("")'
+    try:
+        list(csv.reader(lines, delimiter=separator, strict=True))
+    except csv.Error as error:
+        return f"a quoted field does not end where it should ({error}); {how}"
+    rows = list(itertools.dropwhile(lambda line: not line.strip(), lines))  # with the row come empty lines before it
+    if len(rows) > 1 and all(line.count(separator) == fields - 1 for line in rows):
+        return f"a quoted field has whole rows in it; {how}"
+    return ""
+
+
+def _well_quoted(path: Place, encoding: str) -> bool:
+    """Whether the quotes of a TSV file are those of CSV. Otherwise they are part of the texts."""
+    with path.open(encoding=encoding, newline="") as file:
+        taken: list[str] = []
+        reader, fields = csv.reader(_kept(file, taken), delimiter="\t", strict=True), 0
+        try:
+            for row in reader:
+                fields = fields or len(row)
+                if len(taken) > 1 and _misquoted(taken, "\t", fields):
+                    return False
+                taken.clear()
+        except csv.Error:
+            return False
+    return True
 
 
 def _json_rows(path: Place, encoding: str) -> Iterator[Row]:

@@ -27,6 +27,7 @@ from megabatch.data import cache, images
 from megabatch.data.dataset import Dataset, UnreadableSampleError
 from megabatch.data.places import OpenFiles, Place, expanded, identity
 from megabatch.data.remote import RemoteError, Url
+from megabatch.names import shown
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 TEXTS = ("txt", "json")  # the caption, or img2dataset's JSON with the key "caption"
@@ -63,7 +64,9 @@ class Shards(Dataset):
                 self.paths.append(path)
                 self._tables.append(table)
         if not self.paths:
-            raise ValueError(f"shards must have at least one sample, got none in {shards!r}: {'; '.join(self.problems[:5])}")
+            raise ValueError(
+                f"shards must have at least one sample, got none in {shown(repr(shards))}: {'; '.join(self.problems[:5])}"
+            )
         self.groups = tuple(len(table["places"]) for table in self._tables)
         self._ends = list(itertools.accumulate(self.groups))
         self._folder, self._files = folder, OpenFiles()

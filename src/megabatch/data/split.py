@@ -1,11 +1,13 @@
 """Holds out a part of a dataset for evaluation. The samples' names decide, so it is the same in every run and on every rank.
 
 Samples with one id, such as the captions of one image, are on the same side of the split. In a folder for each class the id is
-the class; there each image is on its own.
+the class; there each image is on its own. Sources of a mixture are split together, and images with
+one name or path are on the same side.
 """
 
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +15,51 @@ from torch import Tensor
 
 from megabatch.data.dataset import Dataset
 from megabatch.data.folders import Folders
+from megabatch.data.remote import is_url
 from megabatch.data.shards import text_id
-from megabatch.data.tables import Table
+from megabatch.data.tables import Table, connected, numbered
 
 STEPS = 10**9  # of the fraction
 
 
-def parts(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
-    """The training part, and about `fraction` of the samples held out; each has at least one sample."""
-    keys = [text_id(dataset.name(index)) for index in range(len(dataset))]
-    ids = None if isinstance(dataset, Folders) else dataset.ids(range(len(dataset)))
-    units = dataset.items() if ids is None else ids
-    if units is not None:  # the smallest key of a unit's samples, whatever their order
-        least: dict[int, int] = {}
-        numbers = units.tolist()
-        for number, key in zip(numbers, keys, strict=True):
-            least[number] = min(key, least.get(number, key))
-        keys = [least[number] for number in numbers]
-    held = [key % STEPS < fraction * STEPS for key in keys]
+def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, Dataset]]:
+    """Of each dataset the training part, and about `fraction` of the samples held out; each has at least one sample.
+
+    Samples of several datasets with one name or place, or one text of tables, are on the same side.
+    """
+
+    def each(value: Callable[[Dataset, int], Any]) -> list[Any]:
+        return [value(dataset, index) for dataset in datasets for index in range(len(dataset))]
+
+    names, units = each(lambda dataset, index: dataset.name(index)), _units(datasets[0])
+    if len(datasets) > 1:
+        units = numbered([(which, unit) for which, one in enumerate(datasets) for unit in _units(one).tolist()])
+        places = each(lambda one, index: _path(one, index) or (id(one), index))
+        texts = each(lambda one, index: one.stored(index, 1) if isinstance(one, Table) else (id(one), index))
+        for shared in (names, places, texts):
+            units = connected(units, numbered(shared))
+    least: dict[int, int] = {}  # the smallest key of a unit's samples, whatever their order
+    keys, numbers = [text_id(name) for name in names], units.tolist()
+    for number, key in zip(numbers, keys, strict=True):
+        least[number] = min(key, least.get(number, key))
+    held = iter([least[number] % STEPS < fraction * STEPS for number in numbers])
+    return [_split(dataset, list(itertools.islice(held, len(dataset))), fraction) for dataset in datasets]
+
+
+def _path(dataset: Dataset, index: int) -> str | None:
+    """Where the image is; None if its name is an address, which says so with its query, or if it has no file of its own."""
+    found = None if is_url(dataset.name(index)) else dataset.place(index)
+    return found and os.path.abspath(found)
+
+
+def _units(dataset: Dataset) -> Tensor:  # (samples,) int64
+    """Samples with equal numbers stay together."""
+    found = None if isinstance(dataset, Folders) else dataset.ids(range(len(dataset)))
+    found = dataset.items() if found is None else found
+    return torch.arange(len(dataset)) if found is None else found
+
+
+def _split(dataset: Dataset, held: list[bool], fraction: float) -> tuple[Dataset, Dataset]:
     train, test = ([index for index, out in enumerate(held) if out is wanted] for wanted in (False, True))
     if not train or not test:
         raise ValueError(
@@ -57,7 +86,9 @@ class Part(Dataset):
         self.sides, self.credits = dataset.sides, dataset.credits
         self.problems = list(getattr(dataset, "problems", ()))
         sizes = getattr(dataset, "groups", None)
-        if sizes is not None:  # shards, whose samples are read together
+        if sizes is not None and len(self) == len(dataset):
+            self.groups = sizes
+        elif sizes is not None:  # shards, whose samples are read together
             ends = torch.tensor(list(itertools.accumulate(sizes)))
             counts = torch.bincount(torch.bucketize(self.indices, ends, right=True), minlength=len(sizes))
             self.groups = tuple(count for count in counts.tolist() if count)

@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megabatch.data.embedded import Embedded
 from megabatch.data.places import OpenFiles, Place, expanded, place
 from megabatch.data.remote import RemoteError, Url, is_url
 from megabatch.data.rows import CaptionedImages, ParquetRows, Row, Source, TextRows, captioned
-from megabatch.names import TABLES
+from megabatch.names import TABLES, shown
 
 LONGEST_TOLD = 60  # characters of a value in a message
 
@@ -55,7 +55,7 @@ class Table(Dataset):
     ) -> None:
         super().__init__()
         sources = _sources(path, encoding) if isinstance(path, str | Path) else path
-        self.path = str(path) if isinstance(path, str | Path) else sources[0].name
+        self.path = shown(str(path)) if isinstance(path, str | Path) else sources[0].name
         self.root = _root(sources) if root is None else place(root)
         self.problems: list[str] = []
         names = list(dict.fromkeys(name for source in sources for name in source.columns()))
@@ -78,10 +78,10 @@ class Table(Dataset):
                 self._add(source, row, chosen.pair)
         if not self._first:
             raise self._without_pairs(self.problems)
-        self._items, self._label_numbers = _numbered(self._first), _numbered(self._labels)
+        self._items, self._label_numbers = numbered(self._first), numbered(self._labels)
         self._row_of: dict[str, int] | None = None  # made when it is needed
         self._scores = torch.tensor(self._score_list, dtype=torch.float64)
-        self._ids = connected(self._items, _numbered(self._second))
+        self._ids = connected(self._items, numbered(self._second))
 
     def __len__(self) -> int:
         """The number of pairs."""
@@ -99,7 +99,7 @@ class Table(Dataset):
         value = (self._first, self._second)[side][self.check(index)]
         if self.sides[side] == TEXT:
             return value
-        file = Url(value) if is_url(value) else self.root / value
+        file = self._file(value)
         try:
             if (inside := self._embedded.get(value)) is not None:
                 return images.Encoded(self._files.read(inside.file, inside.offset, inside.size), inside.name)
@@ -117,8 +117,15 @@ class Table(Dataset):
         return value if value not in self._embedded else self._embedded[value].name
 
     def place(self, index: int) -> str | None:
-        """The image's path, with the folder it is relative to; None for texts."""
-        return str(self.root / self.name(index)) if self.sides[0] == IMAGE else None
+        """The image's address, or its path with the folder it is relative to; None for texts and images inside the table."""
+        value = self._first[self.check(index)]
+        if self.sides[0] == TEXT or value in self._embedded:
+            return None
+        found = self._file(value)
+        return found.address if isinstance(found, Url) else str(found)
+
+    def _file(self, name: str) -> Place:
+        return place(name) if is_url(name) else self.root / name
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """Ids of the connected components of rows that share an image or a text."""
@@ -263,8 +270,9 @@ def connected(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (
     return torch.tensor([root(row) for row in range(len(first))], dtype=torch.int64)
 
 
-def _numbered(values: list[str]) -> Tensor:  # (n,) int64
-    numbers: dict[str, int] = {}
+def numbered(values: Sequence[Hashable]) -> Tensor:  # (n,) int64
+    """A number for each value, the same for equal ones."""
+    numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(value, len(numbers)) for value in values], dtype=torch.int64)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import extras
+from megabatch.names import shown
 
 LOG = logging.getLogger("megabatch")
 FOLDER = "tensorboard"
@@ -40,7 +41,7 @@ class TensorBoardLog:
         self._open(purge_step=run.first_step + 1 if run.first_step else None)
         config = run.folder / "config.toml"
         if config.is_file():
-            self._writer.add_text("config", "".join(f"    {line}\n" for line in config.read_text("utf-8").splitlines()))
+            self._writer.add_text("config", "".join(f"    {line}\n" for line in shown(config.read_text("utf-8")).splitlines()))
         LOG.info("curves: tensorboard --logdir %s, then %s in a browser", shlex.quote(str(self._folder)), ADDRESS)
 
     def step(self, record: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import extras
+from megabatch.names import shown
 
 ID_FILE = "wandb_id.txt"  # in the run's folder, so that a continued run keeps its id
 
@@ -28,7 +29,7 @@ class WandbLog:
         known = run.folder / ID_FILE
         identity = known.read_text("utf-8").strip() if run.first_step and known.is_file() else None
         settings = {"project": self._project, "name": run.folder.name, "dir": str(run.folder)}
-        settings |= {"id": identity, "resume": "allow", "config": _plain(run.config)}
+        settings |= {"id": identity, "resume": "allow", "config": _shown(_plain(run.config))}
         self._run = self._wandb.init(**{**settings, **self._options})
         known.write_text(f"{self._run.id}\n", "utf-8")
 
@@ -48,6 +49,15 @@ class WandbLog:
     def finish(self, run: Any) -> None:
         """The run has ended or was stopped."""
         self._run.finish()
+
+
+def _shown(value: Any) -> Any:
+    """The settings without what addresses hold of passwords and tokens."""
+    if isinstance(value, Mapping):
+        return {key: _shown(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(entry) for entry in value]
+    return shown(value) if isinstance(value, str) else value
 
 
 def _plain(config: Any) -> Any:

@@ -82,6 +82,14 @@ def read_or_none(dataset: Dataset, index: int, side: int) -> Any:
         return None
 
 
+def stored_or_none(dataset: Dataset, index: int, side: int) -> Any:
+    """One side of a sample, an image still encoded; None if it cannot be read."""
+    try:
+        return dataset.stored(index, side)
+    except UnreadableSampleError:
+        return None
+
+
 def device_of(module: nn.Module) -> torch.device | None:
     """The device of its first parameter; None without parameters."""
     first = next(module.parameters(), None)

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megabatch.towers import Pair, Tower
 
 FORMATS = (".npy", ".parquet")
 EMBEDDING = "embedding"  # column of a Parquet file
+SAMPLE = ("name", "path", "text")  # keys of a sample
 _ABOUT = "megabatch"  # key of the file's metadata
 _SECONDS = 5.0  # between two lines of progress
 
@@ -105,6 +107,43 @@ def work_folder(output: Path) -> Path:
     return output.with_name(output.name + ".work")
 
 
+def targets(output: Path) -> list[Path]:
+    """The files that `write` writes."""
+    return [output] if output.suffix == ".parquet" else [output.with_suffix(ending) for ending in (".json", ".jsonl", ".npy")]
+
+
+def check_targets(output: Path) -> None:
+    """Only files of an earlier `write` are replaced; any other at the same place is an error."""
+    there = [path for path in targets(output) if os.path.lexists(path)]
+    if folders := [path for path in there if path.is_dir()]:
+        raise ValueError(f"--output must be a file, got {folders[0]}, which is a folder")
+    if there and not _is_ours(output):
+        named = " and ".join(str(path) for path in there)
+        raise ValueError(f"--output must replace only files that `megabatch embed` wrote, got {named}; choose another --output")
+
+
+def _is_ours(output: Path) -> bool:
+    """Whether `write` wrote the files at this place."""
+    try:
+        if output.suffix == ".parquet":
+            return _names_model(_about_parquet(output))
+        described, listed, _ = targets(output)
+        with listed.open("rb") if listed.exists() else nullcontext() as file:
+            known = file is None or list(json.loads(file.readline())) == list(SAMPLE)
+        return known and _names_model(json.loads(described.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):  # missing, or of another kind
+        return False
+
+
+def _names_model(about: Any) -> bool:
+    return isinstance(about, dict) and "weights" in about
+
+
+def _about_parquet(path: Path) -> Any:
+    parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+    return json.loads((parquet.read_schema(path).metadata or {}).get(_ABOUT.encode(), b"null"))
+
+
 def continue_or_begin(work: Path, about: dict[str, Any]) -> None:
     """A folder of the same model and data is continued; another is an error."""
     path = work / "about.json"
@@ -141,10 +180,11 @@ def write(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about
         with stored.path.open("rb") as rows:
             shutil.copyfileobj(rows, file, 1 << 24)
 
-    # The array comes last: with it the output is complete.
+    # The model and data come first: they show whose files these are. The array comes last: with it the output is complete.
+    described, listed, _ = targets(output)
     lines = (json.dumps(sample, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n" for sample in samples)
-    cache.write(output.with_suffix(".jsonl"), lambda file: file.writelines(lines))
-    cache.write(output.with_suffix(".json"), lambda file: file.write(json.dumps(about, indent=1).encode()))
+    cache.write(described, lambda file: file.write(json.dumps(about, indent=1).encode()))
+    cache.write(listed, lambda file: file.writelines(lines))
     cache.write(output, array)
 
 
@@ -184,12 +224,11 @@ class Saved:
         self.path = path
         if path.suffix == ".parquet":
             parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
-            about = (parquet.read_schema(path).metadata or {}).get(_ABOUT.encode(), b"null")
-            self.about: dict[str, Any] = json.loads(about)
+            self.about: dict[str, Any] = _about_parquet(path)
             names = [name for name in parquet.read_schema(path).names if name != EMBEDDING]
             self.samples: list[dict[str, Any]] = parquet.read_table(path, columns=names).to_pylist()
         else:
-            beside = [path.with_suffix(ending) for ending in (".json", ".jsonl")]
+            beside = targets(path)[:2]
             if not all(place.is_file() for place in beside):
                 raise FileNotFoundError(
                     f"{path} must have {beside[0].name} and {beside[1].name} beside it, as embed writes them"
@@ -197,8 +236,12 @@ class Saved:
             self.about = json.loads(beside[0].read_text("utf-8"))
             with beside[1].open("rb") as lines:
                 self.samples = [json.loads(line) for line in lines]
-        if not isinstance(self.about, dict) or "weights" not in self.about:
+        if not _names_model(self.about):
             raise ValueError(f"{path} must be a file that `megabatch embed` wrote, got one that names no model")
+        if path.suffix == ".npy" and (rows := len(self._array())) != len(self.samples):
+            raise ValueError(
+                f"{path} must have a row for each line of {beside[1].name}, got {rows:,} and {len(self.samples):,}"
+            )
 
     def chunks(self) -> Iterator[Tensor]:  # (n, D) each
         """The embeddings, some rows at a time."""
@@ -209,7 +252,11 @@ class Saved:
                     flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
                     yield torch.tensor(flat).view(len(batch), -1)
             return
-        numpy = extras.load("numpy", extra="train", purpose="Reading embeddings")
-        array = numpy.load(self.path, mmap_mode="r")
+        array = self._array()
         for first in range(0, len(array), ROWS):
-            yield torch.from_numpy(numpy.array(array[first : first + ROWS]))
+            yield torch.from_numpy(array[first : first + ROWS].copy())
+
+    def _array(self) -> Any:  # (N, D)
+        """The rows of a file in NumPy's format, not read into memory."""
+        numpy = extras.load("numpy", extra="train", purpose="Reading embeddings")
+        return numpy.load(self.path, mmap_mode="r")

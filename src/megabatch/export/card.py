@@ -7,6 +7,7 @@ from megabatch.data import cache
 from megabatch.data import load as data
 from megabatch.display import metrics, numbers, plots
 from megabatch.export.onnx import sample_inputs
+from megabatch.names import shown
 from megabatch.report import curves, saved_run
 from megabatch.report.page import setting
 from megabatch.towers import Pair, Tower
@@ -137,12 +138,12 @@ def _inputs(tower: Tower) -> str:
 def _run(run: saved_run.SavedRun, folder: Path) -> list[str]:
     """Data, batch, evaluation, curves and settings."""
     batch = f", in batches of {run.config['batch_size']:,} pairs" if "batch_size" in run.config else ""
-    parts = ["## Training", f"Data: `{run.training_data}`{batch}." if run.training_data else ""]
+    parts = ["## Training", f"Data: `{shown(run.training_data)}`{batch}." if run.training_data else ""]
     if (table := setting(run)) is not None:
         parts.append(table.markdown())
     if run.evaluations:
         last = run.evaluations[-1]
-        on = f" on `{run.test_data[0]}`" if run.test_data else ""
+        on = f" on `{shown(run.test_data[0])}`" if run.test_data else ""
         told = metrics.table(last["evaluation"]).markdown()
         parts += ["## Evaluation", f"After step {last['step']:,}{on}:", told]
     if plots.available() and (drawn := [one for one in (curves.loss(run), curves.recalls(run)) if one is not None]):
@@ -151,6 +152,6 @@ def _run(run: saved_run.SavedRun, folder: Path) -> list[str]:
             plots.save(figure, folder / f"curve_{number}.png")
             parts.append(f"![{described}](curve_{number}.png)")
     if run.config_text:
-        parts += ["## Settings", f"```toml\n{run.config_text.strip()}\n```"]
+        parts += ["## Settings", f"```toml\n{shown(run.config_text).strip()}\n```"]
     credits = data.credits(run.training_data)
     return [*parts, *(["## Credits", *credits] if credits else [])]

@@ -1,5 +1,6 @@
 """ONNX: a file for each side, `image.onnx` and `text.onnx`, from the inputs of the tower to embeddings of unit length."""
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from megabatch import extras
 from megabatch.data.dataset import IMAGE
 from megabatch.towers import Pair, Tower, saved
+from megabatch.towers.huggingface import TextEncoder
 
 SAMPLE_TEXTS = ("a photo of a cat", "two dogs", "")
 TOLERANCE = 1e-4  # of embeddings of unit length, in float32
@@ -34,7 +36,9 @@ def sample_inputs(tower: Tower) -> dict[str, Tensor]:
 
 
 def _write(tower: Tower, path: Path) -> None:
-    inputs = sample_inputs(tower)
+    inputs, module = sample_inputs(tower), copy.deepcopy(tower.module).float()
+    if isinstance(module, TextEncoder):
+        module.pad()  # the sizes of packed texts depend on values
     # The first axis is the batch; the second of texts is their length, if the model takes any length.
     axes: Any = {0: torch.export.Dim.DYNAMIC, **({} if tower.kind == IMAGE else {1: torch.export.Dim.AUTO})}
     attention = torch.backends.mha.get_fastpath_enabled()
@@ -43,7 +47,7 @@ def _write(tower: Tower, path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about PyTorch's own deprecated functions and names of axes
             torch.onnx.export(
-                tower.module,
+                module,
                 (),
                 path,
                 kwargs=inputs,
@@ -51,13 +55,13 @@ def _write(tower: Tower, path: Path) -> None:
                 output_names=[f"{tower.kind}_embeds"],
                 dynamo=True,
                 dynamic_shapes=dict.fromkeys(inputs, axes),
-                external_data=_is_large(tower.module),
+                external_data=_is_large(module),
                 verbose=False,
             )
     finally:
         torch.backends.mha.set_fastpath_enabled(attention)
     if extras.installed("onnxruntime"):
-        _compare(tower, inputs, path)
+        _compare(module, inputs, path)
 
 
 def _is_large(module: nn.Module) -> bool:
@@ -67,12 +71,12 @@ def _is_large(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _compare(tower: Tower, inputs: dict[str, Tensor], path: Path) -> None:
+def _compare(module: nn.Module, inputs: dict[str, Tensor], path: Path) -> None:
     runtime = extras.load("onnxruntime", extra="onnx", purpose=_PURPOSE)
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for count in (3, 1):
         some = {name: value[:count] for name, value in inputs.items()}
         (found,) = session.run(None, {name: value.numpy() for name, value in some.items()})
-        worst = (torch.from_numpy(found) - tower.module(**some)).abs().max().item()
+        worst = (torch.from_numpy(found) - module(**some)).abs().max().item()
         if not worst <= TOLERANCE:
             raise RuntimeError(f"{path} must give the embeddings of the model, got a difference of {worst:.1e}")

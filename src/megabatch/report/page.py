@@ -14,6 +14,7 @@ from megabatch.data.images import to_pillow
 from megabatch.display import metrics, numbers, pages
 from megabatch.display.tables import Table
 from megabatch.evaluation.sheet import Found, Shown
+from megabatch.names import shown
 from megabatch.report.curves import curves, known, phase_shares
 from megabatch.report.gallery import PICTURE, Gallery, gallery
 from megabatch.report.saved_run import CONFIG, METRICS, SavedRun, read
@@ -61,7 +62,7 @@ def _subtitle(run: SavedRun) -> str:
     parts = [value for key in ("model", "data") if isinstance(value := run.config.get(key), str) and value]
     if "batch_size" in run.config:
         parts.append(f"batches of {numbers.count(run.config['batch_size'])} pairs")
-    return " · ".join(parts)
+    return shown(" · ".join(parts))
 
 
 def _tiles(run: SavedRun) -> str:
@@ -151,11 +152,11 @@ def _gallery(run: SavedRun, queries: Sequence[str], load: Callable[[Path], Pair]
         small = run.test_set(size=image_size(pair.name, pair.options))
         found = gallery(pair, small, run.test_set(size=PICTURE) if run.test_data[0] == "emoji" else small, queries)
     except (OSError, ValueError, ImportError) as error:
-        return pages.section(title, pages.faint(f"Not shown: {error}"))
+        return pages.section(title, pages.faint(f"Not shown: {shown(str(error))}"))
     told = (
         f"The best matches among {found.searched:,}"
         + (f" of {found.of:,}" if found.searched < found.of else "")
-        + f" samples of {run.test_data[0]}"
+        + f" samples of {shown(run.test_data[0])}"
         + (f", {run.test_data[1]} split" if run.test_data[1] else ", the training data" if run.tests_on_training_data else "")
         + ", with their similarity. "
         + ("After the given queries, queries are" if queries else "Queries are")
@@ -201,7 +202,7 @@ def _picture(image: Any) -> str:
 
 
 def _again(run: SavedRun) -> str:
-    parts = [pages.code(text) for text in (run.command, run.config_text.strip()) if text]
+    parts = [pages.code(shown(text)) for text in (run.command, run.config_text.strip()) if text]
     missing = pages.faint("The folder has neither command.txt nor config.toml.")
     return pages.section("Command and configuration", *(parts or [missing]))
 
@@ -210,5 +211,5 @@ def _credits(run: SavedRun) -> str:
     named = [run.training_data, *([run.test_data[0]] if run.test_data else [])]
     credits = dict.fromkeys(credit for spec in named for credit in data.credits(spec))
     others = dict.fromkeys(spec for spec in named if spec and not data.credits(spec))
-    lines = [*credits, *(f"{spec}: owners and licence unknown." for spec in others)]
+    lines = [*credits, *(f"{shown(spec)}: owners and licence unknown." for spec in others)]
     return pages.section("Data", pages.items(lines)) if lines else ""

@@ -22,7 +22,7 @@ from megabatch.cached.graphs import parameters_in
 from megabatch.cached.lengths import from_mask
 from megabatch.towers import packing, sentence_transformer
 from megabatch.towers.huggingface_inputs import HashedWords, Images, Tokens, images_of, longest, texts_of
-from megabatch.towers.lora import LoraConfig, inject, quantisation
+from megabatch.towers.lora import ADAPTER_WEIGHTS, LoraConfig, check_targets, inject, quantisation
 from megabatch.towers.tower import Pair, Tower
 
 WIDTH = 512  # of the embeddings of two encoders, CLIP's
@@ -72,7 +72,10 @@ class TextEncoder(nn.Module):
         return states
 
     def pack(self) -> bool:
-        """Encodes texts without padding from now on, if this model then gives the same embeddings; returns whether it does."""
+        """Encodes texts without padding from now on, if this model then gives the same embeddings; returns whether it does.
+
+        A text must also have the same embedding beside other texts: convolutions and recurrent layers see their tokens.
+        """
         if not ("position_ids" in self._takes and packing.prepare(self.model)):
             return False
         device = next(self.parameters()).device
@@ -84,9 +87,11 @@ class TextEncoder(nn.Module):
             with torch.no_grad():
                 padded = self(ids, mask)
                 self.packed = True
-                difference = (self(ids, mask) - padded).abs().max()
-                self.packed = bool(difference <= torch.finfo(self.model.dtype).eps ** 0.5)
-        except (NotImplementedError, TypeError):  # an attention that packed texts do not have, or no argument for it
+                found, other = self(ids, mask), self(torch.cat((ids[:2] + 1, ids[2:])), mask)
+                precision = torch.finfo(self.model.dtype).eps
+                same = (found - padded).abs().max() <= precision**0.5
+                self.packed = bool(same and (found - other)[2].norm() <= precision)
+        except Exception:  # of any model that was not made for it
             self.packed = False
         finally:
             self.train(training)
@@ -132,7 +137,8 @@ class ImageEncoder(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:  # (n, 3, S, S) -> (n, D)
         """Embeddings of unit length."""
-        states = self.model(pixel_values=pixel_values).last_hidden_state  # (n, places, H), or (n, H, h, w)
+        model: Any = self.model
+        states = _wide(model(pixel_values=pixel_values.to(model.dtype)).last_hidden_state)  # (n, places, H), or (n, H, h, w)
         pooled = states.mean(1) if states.dim() == 3 else states.mean((2, 3))
         return F.normalize(self.head(pooled), dim=-1)
 
@@ -291,6 +297,10 @@ def _within_reach(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if (Path(name) / ADAPTER_WEIGHTS).is_file():
+            raise ValueError(
+                f"{name} is an adapter and no whole model; `megabatch export RUN --to hf FOLDER` writes one from the run"
+            ) from error
         raise ValueError(
             f"{name} is no folder, and cannot be fetched from the Hugging Face hub: {str(error).splitlines()[0]} "
             '"hf-config:FOLDER" builds an encoder with random weights from a config.json and downloads nothing'
@@ -298,6 +308,8 @@ def _within_reach(name: str) -> Iterator[None]:
 
 
 def _pair(name: str, encoders: list[_Parts], lora: LoraConfig | None) -> Pair:
+    if lora is not None:
+        check_targets([parts.model for parts in encoders], lora)
     if len(encoders) == 1:
         tower = _text_tower(encoders[0], None, name)
         return Pair(tower, tower, name=name, lora=lora)

@@ -39,8 +39,10 @@ class LoraConfig:
             raise ValueError(f"lora.alpha must be more than 0, got {self.alpha}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout must be at least 0 and less than 1, got {self.dropout}")
-        if self.quantize != "none" and not self.rank:
-            raise ValueError(f'lora.quantize must be "none" without lora.rank, got {self.quantize!r}')
+        for name in ("alpha", "dropout", "targets", "quantize", "merge"):
+            value = getattr(self, name)
+            if not self.rank and value != getattr(LoraConfig, name):
+                raise ValueError(f"lora.{name} must be left out without lora.rank, got {value!r}")
         if self.quantize != "none" and self.merge:
             raise ValueError(
                 f"lora.merge must be false with lora.quantize, got lora.quantize = {self.quantize!r}: quantised weights would "
@@ -79,6 +81,14 @@ def inject(model: Any, config: LoraConfig, name: str = "") -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()  # an optimizer's small updates would be rounded away
+
+
+def check_targets(models: Sequence[nn.Module], config: LoraConfig) -> None:
+    """Raises an error for targets that no layer of any of the models has."""
+    adapted = [f".{name}" for model in models for name, _ in _adapted(model)]
+    unknown = [target for target in config.targets if not any(name.endswith(f".{target}") for name in adapted)]
+    if unknown:
+        raise ValueError(f"lora.targets must be endings of names of linear layers, got {', '.join(unknown)}, which none has")
 
 
 def store_frozen(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:

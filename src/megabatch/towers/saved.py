@@ -57,6 +57,7 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "options": dict(pair.options),
             "logit_scale": pair.logit_scale,
             "logit_bias": pair.logit_bias,
+            "frozen": _frozen_type(pair),
             "lora": dataclasses.asdict(pair.lora) if pair.lora is not None and not pair.lora.merge else None,
             "step": step,
         }
@@ -88,9 +89,19 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
         module.load_state_dict(own, strict=not pair.base_is_elsewhere)
         if missing := lora.trained(module) - set(own) if pair.base_is_elsewhere else ():
             raise ValueError(f"{place / WEIGHTS} must have all trained weights, got none for {', '.join(sorted(missing))}")
+    if description.get("frozen"):
+        lora.store_frozen([tower.module for tower in pair.towers], getattr(torch, description["frozen"]))
     for tower in pair.towers:
         tower.module.to(device).eval()
     return dataclasses.replace(pair, logit_scale=description["logit_scale"], logit_bias=description["logit_bias"])
+
+
+def _frozen_type(pair: Pair) -> str | None:
+    """The type that a run stores the weights beside its adapters in, such as "bfloat16"."""
+    if not pair.base_is_elsewhere:
+        return None
+    frozen = [p.dtype for p in pair.parameters() if not p.requires_grad and p.is_floating_point()]
+    return str(frozen[0]).removeprefix("torch.") if frozen else None
 
 
 def step(folder: str | Path) -> int | None:

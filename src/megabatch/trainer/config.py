@@ -66,6 +66,10 @@ class TrainConfig:
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise ValueError(f'{name} must be at least {least}, or "auto", got {value}')
+        if self.lora.rank and self.lock != "none":
+            raise ValueError(
+                f'lock must be "none" with lora.rank, got {self.lock!r}: all weights beside the adapters are frozen'
+            )
         if not self.epochs > 0 or not math.isfinite(self.epochs):
             raise ValueError(f"epochs must be more than 0, got {self.epochs}")
         if not 0 <= self.holdout < 1:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megabatch import settings, towers
+from megabatch.towers.lora import store_frozen
 from megabatch.towers.tower import Pair
 from megabatch.trainer import locked
 from megabatch.trainer.checkpoint import Checkpoints, contents
@@ -16,6 +17,7 @@ from megabatch.trainer.config import TrainConfig
 from megabatch.trainer.parallel import distinct
 from megabatch.trainer.run import CHECKPOINTS
 from megabatch.trainer.state import WHOLE
+from megabatch.trainer.step import AUTOCAST_TYPES
 from megabatch.world import World
 
 
@@ -64,6 +66,8 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[P
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         module.load_state_dict(own, strict=not pair.base_is_elsewhere)
         module.to(device).eval()
+    if pair.base_is_elsewhere:
+        store_frozen(list(modules.values()), AUTOCAST_TYPES.get(config.on(torch.device(device)).precision, torch.float32))
     bias = state.get("loss.bias")
     scale = math.exp(state["loss.log_scale"].item())
     return replace(pair, logit_scale=scale, logit_bias=pair.logit_bias if bias is None else bias.item()), about["step"]
