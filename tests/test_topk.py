@@ -141,7 +141,8 @@ def test_columns_at_the_limit_cost_no_place_in_the_kernels(exclude):
 def topk_on_a_rank(group, rank, route, rows, columns, exclude):
     x, y = whole_numbers(sum(rows), sum(columns), 3, seed=2)
     own = slice(sum(rows[:rank]), sum(rows[: rank + 1])), slice(sum(columns[:rank]), sum(columns[: rank + 1]))
-    x, y, i, j = x[own[0]], y[own[1]], torch.arange(sum(rows))[own[0]] % 3, torch.arange(sum(columns))[own[1]] % 4
+    i, j = torch.arange(len(x), device=DEVICE) % 3, torch.arange(len(y), device=DEVICE) % 4
+    x, y, i, j = x[own[0]], y[own[1]], i[own[0]], j[own[1]]
     with ring.using(route), tile_size(3, 4):
         return tuple(mb.pairwise_topk(x, y, 5, exclude=(i, j) if exclude == "ids" else exclude, group=group))
 
@@ -157,7 +158,7 @@ def test_ranks_find_what_one_process_finds(pool, world, route, exclude):
     rows, columns = [(2 * r) % 5 for r in range(1, world + 1)], [(3 * r) % 7 for r in range(world)]
     answers = pool.run(topk_on_a_rank, world, route, rows, columns, exclude)
     x, y = whole_numbers(sum(rows), sum(columns), 3, seed=2)
-    i, j = torch.arange(len(x)), torch.arange(len(y))
+    i, j = torch.arange(len(x), device=DEVICE), torch.arange(len(y), device=DEVICE)
     left_out = {"diagonal": i[:, None] == j, "ids": i[:, None] % 3 == j % 4, None: None}[exclude]
     wanted = dense(x, y, 5, left_out)
     for part in range(2):
