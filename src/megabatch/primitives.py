@@ -179,7 +179,7 @@ def symmetric_logsumexp(
 def is_small(x: Tensor, run: Execution, reduction: Reduction, *, rows: int | None = None, tiled: bool = False) -> bool:
     """Whether the losses of small batches serve a call with this many rows, those of x by default (`operators.small`).
 
-    `tiled`, of `small_cross_entropy` alone, counts batches whose pairs do not fit in memory.
+    `tiled`, of cross-entropies of matching pairs, counts batches whose pairs do not fit in memory.
     """
     size = len(x) if rows is None else rows
     return reduction != "none" and operators.is_small(x, size, run.backend, run.group, tiled=tiled)

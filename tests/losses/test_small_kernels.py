@@ -51,7 +51,7 @@ def tiled(loss):
     return run
 
 
-LOSSES |= {f"{name} over tiles": tiled(LOSSES[name]) for name in ("clip", "clip ids", "clip sum", "info_nce")}
+LOSSES |= {f"{name} over tiles": tiled(LOSSES[name]) for name in ("clip", "clip ids", "clip sum", "info_nce", "nt_xent")}
 EVERY = pytest.mark.parametrize("name", LOSSES)
 EACH_KERNEL = ("clip ids", "siglip positives", "nt_xent", "sup_con", "sup_con alone")
 MOST = pytest.mark.parametrize("name", ["clip", "info_nce", "siglip", *EACH_KERNEL])

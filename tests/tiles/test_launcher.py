@@ -61,6 +61,16 @@ def test_kinds_tell_types_and_alignment():
     assert triton_launcher.kinds(None) == (None,)
 
 
+def test_launchers_of_descriptors_are_kept_by_type_and_block():
+    descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
+    calls = []
+    kernel = Kernel(calls, Compiled(calls))
+    values = torch.zeros(32, 16)
+    for tensor, block in [(values, [8, 16]), (values[:16], [8, 16]), (values, [16, 16]), (values.half(), [8, 16])]:
+        triton_launcher.launch(kernel, (1,), (None, descriptor(tensor, block)), (5,), BLOCK=16)
+    assert [call[0] for call in calls] == ["kernel", "compiled", "kernel", "kernel"]  # the first two differ in their shape only
+
+
 def test_launchers_are_kept_for_arguments_of_the_same_kinds():
     calls = []
     kernel = Kernel(calls, Compiled(calls))

@@ -22,7 +22,7 @@ def pair_loss(
     x: Tensor,  # (N, D)
     y: Tensor,  # (N, D)
     scale: Tensor,  # ()
-    ids: Tensor | None,  # (N,)
+    ids: tuple[Tensor | None, Tensor | None],  # (N,), (N,)
     precision: str,
     *,
     columns: bool,
@@ -30,7 +30,7 @@ def pair_loss(
 ) -> Tensor:  # ()
     """Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too, ÷ `divisor`; equal ids are left out."""
     with settled(x):
-        loss: Tensor = _PairLoss.apply(x, y, scale, ids, precision, columns, divisor, torch.is_grad_enabled())
+        loss: Tensor = _PairLoss.apply(x, y, scale, *ids, precision, columns, divisor, torch.is_grad_enabled())
     return loss
 
 
@@ -41,7 +41,8 @@ class _PairLoss(torch.autograd.Function):
         x: Tensor,
         y: Tensor,
         scale: Tensor,
-        ids: Tensor | None,
+        row_ids: Tensor | None,
+        col_ids: Tensor | None,
         precision: str,
         columns: bool,
         divisor: int,
@@ -51,7 +52,7 @@ class _PairLoss(torch.autograd.Function):
         from megabatch.tiles.triton_gradient import StripTask
         from megabatch.tiles.triton_operands import exponent_operands
 
-        block = Block.of(x, y, scale, precision, row_ids=ids, col_ids=ids, skip_diagonal=True)
+        block = Block.of(x, y, scale, precision, row_ids=row_ids, col_ids=col_ids, skip_diagonal=True)
         operands = exponent_operands(block)
         tile = triton_backward.softmax_tile(operands, block)
         row, col = triton_logsumexp.totals(operands, block, columns=columns)
@@ -79,4 +80,4 @@ class _PairLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         x, y, scale, *gradients = ctx.saved_tensors
-        return *multiplied((x, y, scale), ctx.needs_input_grad, dloss, *gradients), None, None, None, None, None
+        return *multiplied((x, y, scale), ctx.needs_input_grad, dloss, *gradients), *(None,) * 6

@@ -33,12 +33,13 @@ def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = Fa
     """Whether the losses here serve a batch of `rows` like x: one process, at least two rows, and all pairs fit in memory.
 
     On a CPU they fit in one tile of the eager backend, with kernels in a workspace. `tiled` says that with kernels there is a
-    loss over tiles too.
+    loss over tiles too; if there are more rows than those of x, these are compared with one another.
     """
     if torch.compiler.is_compiling() or group or rows < 2 or transforms_are_active():
         return False
     if backend == TRITON:
-        return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= plan.SMALL_ROWS)
+        most = plan.SMALL_ROWS if rows == len(x) else plan.SMALL_SYMMETRIC_ROWS
+        return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= most)
     tile = plan.eager_tile(x.device, x.dtype)
     return x.device.type == "cpu" and rows * rows <= tile.rows * tile.columns
 
@@ -56,7 +57,7 @@ def small_cross_entropy(
 ) -> Tensor:  # ()
     """Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too, ÷ `divisor`; equal ids are left out."""
     if backend == TRITON and len(x) ** 2 > plan.SMALL_PAIRS:
-        return pair_loss(x, y, scale, ids, precision, columns=columns, divisor=divisor)
+        return pair_loss(x, y, scale, (ids, ids), precision, columns=columns, divisor=divisor)
     if backend == TRITON:
         return small_loss(x, y, scale, None, precision, Task(MATCHES, divisor, ids, columns))
     return _cross_entropy(x, y, scale, (ids, ids), precision, columns=columns, divisor=divisor)
@@ -64,11 +65,14 @@ def small_cross_entropy(
 
 def small_nt_xent_loss(z1: Tensor, z2: Tensor, scale: Tensor, precision: str, backend: str, *, divisor: int) -> Tensor:  # ()
     """Σ_i of −log softmax(s)_ij over all views i of all samples, where j is the other view of the same sample, ÷ `divisor`."""
-    if backend == TRITON:
+    rows = 2 * len(z1)
+    if backend == TRITON and rows**2 <= plan.SMALL_PAIRS:
         return small_loss(z1, z2, scale, None, precision, Task(LABELS, divisor))
-    own = torch.arange(2 * len(z1))  # a view is not compared with itself
+    own = torch.arange(rows, device=z1.device)  # a view is not compared with itself
     views, partners = torch.cat((z1, z2)), torch.cat((z2, z1))
     ids = own, own.roll(len(z1))
+    if backend == TRITON:
+        return pair_loss(views, partners, scale, ids, precision, columns=False, divisor=divisor)
     return _cross_entropy(views, partners, scale, ids, precision, columns=False, divisor=divisor)
 
 

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megabatch.tiles import gluon_epilogues as epilogues
 from megabatch.tiles import plan
 from megabatch.tiles.plan import HopperTile
+from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_operands import Operands
 
 # Epilogues.
@@ -360,19 +361,25 @@ def _launch(
     g: Tensor | None = None,
 ) -> None:
     panels = triton.cdiv(columns.stop - columns.start, BLOCK)
-    _warp_specialized_kernel[(plan.panel_programs(panels, plan.multiprocessors(operands.x.device)),)](
-        _descriptor(operands.x, tile.width),
-        _descriptor(operands.y, tile.width),
-        None if g is None else _descriptor(g, BLOCK // 2),
-        operands.exponent_scale,
-        *vectors,
-        rows.start,
-        columns.start,
-        rows.stop - rows.start,
-        columns.stop - columns.start,
-        len(operands.x),
-        len(operands.y),
-        KIND=kind,
+    launch(
+        _warp_specialized_kernel,
+        (plan.panel_programs(panels, plan.multiprocessors(operands.x.device)),),
+        (
+            _descriptor(operands.x, tile.width),
+            _descriptor(operands.y, tile.width),
+            None if g is None else _descriptor(g, BLOCK // 2),
+            operands.exponent_scale,
+            *vectors,
+        ),
+        (
+            rows.start,
+            columns.start,
+            rows.stop - rows.start,
+            columns.stop - columns.start,
+            len(operands.x),
+            len(operands.y),
+        ),
+        KIND=kind.value,
         SKIP_DIAGONAL=skip_diagonal,
         STEPS=triton.cdiv(operands.x.shape[1], tile.width),
         RESIDENT=tile.resident,

@@ -179,6 +179,7 @@ SMALL_PAIRS = 8192**2
 # several milliseconds, and keeps gradients in memory between forward and backward. With more rows the GPU is busy for longer
 # than the host: 26 ms at 65,536 (H200, D = 512).
 SMALL_ROWS = 65536
+SMALL_SYMMETRIC_ROWS = 32768  # of nt_xent_loss, which with more rows forms only half of the products (`tiles.symmetric`)
 
 # Versions of Triton that `gluon_warp_specialized` was compiled and run with; Gluon is experimental.
 _GLUON_VERSIONS = ((3, 6), (3, 9))

@@ -20,6 +20,7 @@ from megabatch.tiles import plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import TF32
 from megabatch.tiles.triton_device import equal_ids, exponents, log1p, offsets, product_less_one, round_to_tf32
+from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_operands import Operands, descriptor, kernel_options
 from megabatch.tiles.triton_partial_sums import add_partial_sums
 
@@ -159,9 +160,8 @@ class SideWeights(NamedTuple):
     shift: Tensor  # (K,) −inf for C, otherwise a shift of its own
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Vectors that turn exponents into weights. A sigmoid has row weights alone, or none if they are all 1."""
+class Weights(NamedTuple):
+    """Vectors that turn exponents into weights, in the order of the kernel. A sigmoid has at most row weights: None for 1."""
 
     row_weight: Tensor | None  # (N,)
     col_weight: Tensor | None = None  # (M,)
@@ -227,35 +227,26 @@ def form_strip(
         kinds = kinds[1:]
     programs = plan.multiprocessors(block.x.device) * tile.per_multiprocessor
     for kind in kinds:
-        _gradient_strip_kernel[(programs,)](
-            *operands.descriptors(tile),
-            None if g is None else descriptor(g, tile.rows, tile.columns // 2),
-            operands.exponent_scale,
-            operands.row_offset,
-            operands.col_offset,
-            operands.row_offset_unshifted,
-            operands.col_offset_unshifted,
-            operands.row_ids,
-            operands.col_ids,
-            operands.limit,
-            weights.row_weight,
-            weights.col_weight,
-            weights.row_cap,
-            weights.col_cap,
-            weights.row_shift,
-            weights.col_shift,
-            weights.any_own_shift,
-            weights.row_tile_own_shift,
-            weights.col_tile_own_shift,
-            *row_parts,
-            col_part,
-            rows.start,
-            rows.stop,
-            columns.start,
-            columns.stop,
-            block.N,
-            block.M,
-            KIND=kind,
+        launch(
+            _gradient_strip_kernel,
+            (programs,),
+            (
+                *operands.descriptors(tile),
+                None if g is None else descriptor(g, tile.rows, tile.columns // 2),
+                operands.exponent_scale,
+                operands.row_offset,
+                operands.col_offset,
+                operands.row_offset_unshifted,
+                operands.col_offset_unshifted,
+                operands.row_ids,
+                operands.col_ids,
+                operands.limit,
+                *weights,
+                *row_parts,
+                col_part,
+            ),
+            (rows.start, rows.stop, columns.start, columns.stop, block.N, block.M),
+            KIND=kind.value,
             IDS_ARE_POSITIVES=block.ids_are_positives,
             TF32=block.precision == TF32,
             GROUP=tile.group,

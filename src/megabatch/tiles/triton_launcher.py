@@ -10,13 +10,22 @@ from typing import Any
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+Argument = Any  # a tensor, a descriptor of one (Triton and Gluon have a class each), or None
+
 _MOST = 4096  # launchers that `launch` keeps
 _KNOWN: dict[Any, "Launcher"] = {}
 
 
-def kinds(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What the compiler is told of tensors: their types, and whether they start at a multiple of 16 bytes."""
-    return tuple([None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors])
+def kinds(*tensors: Argument) -> tuple[Any, ...]:
+    """What the compiler is told of tensors: their types, and whether they start at a multiple of 16 bytes; of descriptors, the
+    type and the shape of a block, which decide its layout."""
+    return tuple([None if tensor is None else _kind(tensor) for tensor in tensors])
+
+
+def _kind(tensor: Argument) -> tuple[Any, ...]:
+    if isinstance(tensor, Tensor):
+        return tensor.dtype, tensor.data_ptr() % 16 == 0
+    return tensor.base.dtype, *tensor.block_shape
 
 
 class Launcher:
@@ -35,7 +44,7 @@ class Launcher:
         self._grid = (*grid, 1, 1)[:3]
         self._rest = *numbers, *(given[name] for name in constants)
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Argument) -> None:
         """Launches the kernel."""
         if self._again is not None:
             self._again(*tensors, *self._rest)
@@ -46,14 +55,12 @@ class Launcher:
             self._again = compiled[self._grid]
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], **given: Any
-) -> None:
-    """Launches a kernel by the launcher of such arguments; the first tensor is not None."""
-    first = tensors[0]
-    assert first is not None
+def launch(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Argument], numbers: tuple[Any, ...], **given: Any) -> None:
+    """Launches a kernel by the launcher of such arguments."""
+    first = next(tensor for tensor in tensors if tensor is not None)
+    device = first.device if isinstance(first, Tensor) else first.base.device
     # By its id, because Triton hashes a kernel by the text of its source. A launcher keeps its kernel alive.
-    key = id(kernel), first.device, grid, numbers, tuple(given.values()), kinds(*tensors)
+    key = id(kernel), device, grid, numbers, tuple(given.values()), kinds(*tensors)
     launcher = _KNOWN.get(key)
     if launcher is None:
         if len(_KNOWN) >= _MOST:

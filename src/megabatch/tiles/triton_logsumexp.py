@@ -21,6 +21,7 @@ from megabatch.tiles import plan, tuning
 from megabatch.tiles.block import Block, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.triton_device import exponents, offsets
+from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_online_logsumexp import recompute_out_of_range
 from megabatch.tiles.triton_operands import Operands, exponent_operands, kernel_options
 
@@ -175,23 +176,21 @@ def _launch(
         row_offset = block.zeros(block.N)
     splits, split_rows = plan.row_splits(len(row_part), n, tile.rows, plan.multiprocessors(block.x.device))
     col_part = torch.empty(splits, m, dtype=block.dtype, device=block.x.device) if with_columns else None
-    _logsumexp_kernel[(len(row_part), splits)](
-        *operands.descriptors(tile),
-        operands.exponent_scale,
-        row_offset,
-        operands.col_offset,
-        operands.row_ids,
-        operands.col_ids,
-        operands.limit,
-        row_part,
-        col_part,
-        rows.start,
-        rows.stop,
-        columns.start,
-        columns.stop,
-        split_rows,
-        block.N,
-        block.M,
+    launch(
+        _logsumexp_kernel,
+        (len(row_part), splits),
+        (
+            *operands.descriptors(tile),
+            operands.exponent_scale,
+            row_offset,
+            operands.col_offset,
+            operands.row_ids,
+            operands.col_ids,
+            operands.limit,
+            row_part,
+            col_part,
+        ),
+        (rows.start, rows.stop, columns.start, columns.stop, split_rows, block.N, block.M),
         **kernel_options(block, tile),
     )
     return col_part

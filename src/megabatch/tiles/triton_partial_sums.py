@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles.triton_device import decode_softplus
+from megabatch.tiles.triton_launcher import launch
 
 
 @triton.jit
@@ -53,4 +54,5 @@ def add_partial_sums(parts: Sequence[Tensor | None], sums: Sequence[Tensor | Non
     present = [part for part in parts if part is not None]
     if present:
         count, rows = present[0].shape
-        _add_partial_sums_kernel[(-(-rows // 32),)](*parts, *sums, count, rows, BLOCK_P=64, BLOCK_N=32)
+        grid = (-(-rows // 32),)
+        launch(_add_partial_sums_kernel, grid, (*parts, *sums), (count, rows), BLOCK_P=64, BLOCK_N=32)
