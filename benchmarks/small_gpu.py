@@ -336,12 +336,15 @@ def host_profile(record: Record, step: Callable[[], Any], what: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    arguments(parser, "small_gpu", 150)
+    parser.add_argument("--sizes", nargs="*", type=int, default=SIZES, help="pairs of clip_loss (64 to 32768)")
+    parser.add_argument("--widths", nargs="*", type=int, default=WIDTHS, help="of its embeddings (512 1024)")
+    parser.add_argument("--others", nargs="*", type=int, default=OTHER_SIZES, help="pairs of the other losses (256 to 16384)")
+    arguments(parser, "small_gpu", 260)
     args = parser.parse_args()
     device = device_of(args)
     beginning: dict[str, Any] = {"checks": [], "failures": [], "hostile": [], "kernels": {}, "host_profile": {}}
     record = Record("small_gpu", args, args.seconds, **beginning)
-    sizes, widths, others = ((32, 48), (16,), (32,)) if args.tiny else (SIZES, WIDTHS, OTHER_SIZES)
+    sizes, widths, others = ((32, 48), (16,), (32,)) if args.tiny else (args.sizes, args.widths, args.others)
     wrong = 0
     with attempt(record, "checks"):
         wrong += check(record, device, *(((2, 33), (33,)) if args.tiny else ((64, 300, 4096), (300,))))

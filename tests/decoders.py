@@ -53,7 +53,7 @@ def decoder(way=Way(), seed=0):  # noqa: B008
 
 
 def _norm(part, states):
-    return F.rms_norm(states, states.shape[-1:], part.weight, part.variance_epsilon)
+    return F.rms_norm(states, states.shape[-1:], part.weight.to(states.dtype), part.variance_epsilon)
 
 
 def texts(count, seed, left=False):

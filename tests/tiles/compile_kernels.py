@@ -167,7 +167,7 @@ def launch_small(precision: str, features: bool, N: int = 300, D: int = 512) -> 
     with torch.no_grad():
         small_loss(x, y, scale, None, precision, Task(MATCHES, N, ids, columns=True))
     for columns in (False, True):
-        pair_loss(x, y, scale, ids, precision, columns=columns, divisor=N)
+        pair_loss(x, y, scale, (ids, ids), precision, columns=columns, divisor=N)
 
 
 def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:
