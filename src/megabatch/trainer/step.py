@@ -128,7 +128,7 @@ class Step:
             return inputs.tokens[side]()
 
     def _tokens(self, source: ReplaySource, side: int) -> Source:
-        """The texts of a batch as tokens. They are small, and all are needed first, to put those of one length together."""
+        """The texts of a batch as tokens. All are read at once, because chunks are made of texts of similar length."""
         whole = source.chunks([(0, len(source))], None)
         with closed_at_the_end(whole):
             tokens = next(whole)
