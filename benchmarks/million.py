@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from flickr8k_data import Captioned, invented, read
-from image_study import Sizes, add_model
+from image_study_settings import Sizes
+from image_study_worker import add_model
 from record import Record, arguments, device_of
 from reports import paragraphs
 from torch import Tensor

@@ -61,7 +61,7 @@ def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, c
     from megabatch.data import load
     from megabatch.trainer import compiling, optim
     from megabatch.trainer.config import TrainConfig
-    from megabatch.trainer.step import autocast, fast_products
+    from megabatch.trainer.precision import autocast, fast_products
     from megabatch.world import World
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,6 +8,7 @@ Precision, gradient scaler, accumulation, DDP and FSDP2 follow the settings of t
 import argparse
 
 import torch
+import torch.distributed.nn.functional  # before the group exists: its default arguments would keep gloo's threads alive
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
@@ -74,6 +75,7 @@ def main(argv=None):
                 optimizer.zero_grad()
             losses.append(accelerator.reduce(share, reduction="mean").item())
     accelerator.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

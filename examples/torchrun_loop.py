@@ -10,6 +10,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before the group exists: its default arguments would keep gloo's threads alive
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -136,24 +136,26 @@ def image_study_line(setting, recall):
 def test_runs_of_the_image_study_follow_from_those_before(tmp_path):
     """Of made-up results: small towers are better, 2e-3 is the best rate and 5e-4 nearly as good, 2,048 the best batch."""
     pytest.importorskip("matplotlib")
-    import image_study
     import image_study_report
+    import image_study_settings
 
     from megabatch.evaluation import results
 
-    sizes, options = image_study.Sizes(), mock.Mock(lr=None, seeds=[0, 1])
+    sizes, options = image_study_settings.Sizes(), mock.Mock(lr=None, seeds=[0, 1])
     with pytest.raises(SystemExit, match="rate needs the results of choose"):
-        image_study.wanted("rate", [], sizes, options)
+        image_study_settings.wanted("rate", [], sizes, options)
     lines = [
         image_study_line(one, 0.3 if one.tower == "64/8" and one.flip else 0.2)
-        for one in image_study.wanted("choose", [], sizes, options)
+        for one in image_study_settings.wanted("choose", [], sizes, options)
     ]
     with pytest.raises(SystemExit, match="study needs the results of rate, or --lr"):
-        image_study.wanted("study", lines, sizes, options)
+        image_study_settings.wanted("study", lines, sizes, options)
     by_rate = {2.5e-4: 0.25, 5e-4: 0.395, 1e-3: 0.3, 2e-3: 0.4, 4e-3: 0.1}
-    rates = image_study.wanted("rate", lines, sizes, options)
-    lines += [image_study_line(one, by_rate[one.lr]) for one in rates if one.lr != image_study.FIRST_RATE]  # it is known
-    study = image_study.wanted("study", lines, sizes, options)
+    rates = image_study_settings.wanted("rate", lines, sizes, options)
+    lines += [
+        image_study_line(one, by_rate[one.lr]) for one in rates if one.lr != image_study_settings.FIRST_RATE
+    ]  # it is known
+    study = image_study_settings.wanted("study", lines, sizes, options)
     assert {(one.tower, one.flip, one.lr) for one in study} == {("64/8", True, 5e-4)}
     assert len(study) == len(set(study)) == 2 * (7 * 3 + 1)
     assert {one.batch_size * one.steps for one in study} == {2**20}
@@ -162,13 +164,13 @@ def test_runs_of_the_image_study_follow_from_those_before(tmp_path):
         image_study_line(one, 0.4 + 0.05 * (one.batch_size == 2048) + 0.02 * (one.rule == "linear") + 0.002 * one.seed)
         for one in study
     ]
-    longer = image_study.wanted("steps", lines, sizes, options)
+    longer = image_study_settings.wanted("steps", lines, sizes, options)
     assert {(one.batch_size, one.rule, one.steps) for one in longer} == {(size, "linear", 256) for size in (8192, 16384, 32768)}
     lines += [image_study_line(one, 0.6) for one in longer]
-    losses = image_study.wanted("losses", lines, sizes, options)
+    losses = image_study_settings.wanted("losses", lines, sizes, options)
     assert [(one.loss, one.ids) for one in losses[:3]] == [("megabatch", False), ("open_clip", False), ("inf_cl", False)]
     lines += [image_study_line(one, {"inf_cl": 0.1}.get(one.loss, 0.4) + 0.002 * one.seed) for one in losses]
-    siglip = image_study.wanted("siglip", lines, sizes, options)
+    siglip = image_study_settings.wanted("siglip", lines, sizes, options)
     assert [(one.batch_size, one.loss) for one in siglip[:2]] == [(1024, "siglip"), (8192, "siglip")]
     lines += [image_study_line(one, 0.4) for one in siglip]
     for line in lines:
@@ -272,14 +274,14 @@ def test_reading_over_http(tmp_path):
 def test_a_tiny_study_of_images_continues_where_it_was_stopped(tmp_path):
     """Tower and rate are known from lines; a batch size and two losses are missing."""
     pytest.importorskip("open_clip")
-    import image_study
+    import image_study_settings
 
     from megabatch.evaluation import results
 
-    sizes, options = image_study.TINY, mock.Mock(lr=None, seeds=[0])
-    lines = [image_study_line(one, 0.3) for one in image_study.wanted("choose", [], sizes, options)]
-    rates = image_study.wanted("rate", lines, sizes, options)
-    for line in [*lines, *(image_study_line(one, 0.2) for one in rates if one.lr != image_study.FIRST_RATE)]:
+    sizes, options = image_study_settings.TINY, mock.Mock(lr=None, seeds=[0])
+    lines = [image_study_line(one, 0.3) for one in image_study_settings.wanted("choose", [], sizes, options)]
+    rates = image_study_settings.wanted("rate", lines, sizes, options)
+    for line in [*lines, *(image_study_line(one, 0.2) for one in rates if one.lr != image_study_settings.FIRST_RATE)]:
         results.append(tmp_path / "image_study.jsonl", line)
     call = [sys.executable, str(FOLDER / "image_study.py"), "--tiny", "--beside", "1", "--seeds", "0"]
     call += ["--parts", "choose", "study", "losses", "--output", str(tmp_path), "--best", str(tmp_path / "best")]

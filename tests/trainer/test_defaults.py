@@ -8,7 +8,7 @@ import torch
 import runs
 from megabatch import settings
 from megabatch.trainer.config import TrainConfig, reader_count
-from megabatch.trainer.step import fast_products
+from megabatch.trainer.precision import fast_products
 from megabatch.world import World
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

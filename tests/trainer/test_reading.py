@@ -17,6 +17,7 @@ from megabatch.data.crops import RandomCrop, TrainingImages
 from megabatch.data.shards import Shards
 from megabatch.towers.tower import Pair, Tower
 from megabatch.trainer import loop
+from megabatch.trainer.trained import SAMPLES_SHOWN
 from megabatch.world import World
 
 pytest.importorskip("PIL.Image", reason="images are made with Pillow")
@@ -114,7 +115,7 @@ def test_data_on_the_device_are_read_once_and_train_alike(photos, pool, monkeypa
     read, reads = Shards.read, []
     monkeypatch.setattr(Shards, "read", lambda self, index, side: reads.append(index) or read(self, index, side))
     wanted = trained(photos / "crops", photos, memory={"resident": 0.5})
-    shown = 2 * loop.SAMPLES_SHOWN + 1
+    shown = 2 * SAMPLES_SHOWN + 1
     assert len(reads) == shown + 2 * 40  # the run has 60 samples
     assert runs.same_bits(trained(photos / "twice", photos, memory={"resident": 0.5, "graphs": 0.0}), wanted) == []
     for found in pool.run(_on_rank, 2, photos, {"memory": {"resident": 0.5}}):

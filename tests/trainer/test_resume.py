@@ -478,7 +478,7 @@ def test_another_number_of_ranks_continues(pool, tmp_path, caplog):
 
 def test_checkpoints_by_time(tmp_path, monkeypatch):
     clock = iter(range(0, 10_000, 400))  # seconds
-    monkeypatch.setattr("megabatch.trainer.loop.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("megabatch.trainer.storage.time.monotonic", lambda: next(clock))
     memory = runs.Memory()
     runs.trainer(tmp_path, {"steps": 8, "checkpoint": {"every": 100, "minutes": 15, "keep": 9}}, observers=[memory]).fit()
     names = [path.name for path in memory.files if path.name.startswith("step")]
@@ -490,8 +490,8 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch):
     saved = []
     made = runs.trainer(tmp_path, {"steps": 5, "evaluate_every": 1}, validation=runs.Numbers(samples=20))
     monkeypatch.setattr("megabatch.trainer.loop.evaluate", lambda *a, **b: {"text_to_image_R@1": next(found), "mean_rank": 3.0})
-    keep = made._keep_best
-    made._keep_best = lambda result: (
+    keep = made._storage.keep_best
+    made._storage.keep_best = lambda result: (
         keep(result),
         saved.append(json.loads((tmp_path / "best" / "best.json").read_text())["step"]),
     )
@@ -501,8 +501,8 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch):
     assert (tmp_path / "best" / "model.safetensors").exists()
     # A run that goes back forgets what came later.
     again = runs.trainer(tmp_path, {"steps": 5, "evaluate_every": 1}, validation=runs.Numbers(samples=20))
-    again.step = 2
-    again._keep_best({"text_to_image_R@1": 0.3})
+    again.run.step = 2
+    again._storage.keep_best({"text_to_image_R@1": 0.3})
     assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 2
 
 
@@ -530,8 +530,8 @@ def test_a_rank_is_better_if_it_is_lower_and_none_keeps_nothing(tmp_path):
     metric = "image_to_text_mean_rank"
     changes = {"evaluate_every": 3, "checkpoint": {"best": metric}}
     made = runs.trainer(tmp_path, changes, validation=runs.Numbers(samples=20))
-    for made.step, value in ((1, 3.0), (2, 5.0), (3, 2.0)):
-        made._keep_best({metric: value})
+    for made.run.step, value in ((1, 3.0), (2, 5.0), (3, 2.0)):
+        made._storage.keep_best({metric: value})
     assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": 3, "metric": metric, "value": 2.0}
     changes = {"evaluate_every": 3, "checkpoint": {"best": "none"}}
     runs.trainer(tmp_path / "none", changes, validation=runs.Numbers(samples=20)).fit()

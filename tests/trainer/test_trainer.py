@@ -257,7 +257,7 @@ def test_half_precision_learns(tmp_path, precision):
     again = runs.trainer(tmp_path, changes, pair=runs.tiny(dtype=torch.float32), data=Float32())
     assert again.resume()
     if precision == "fp16":
-        assert again._scaler.state_dict() == made._scaler.state_dict()
+        assert again._trained.scaler.state_dict() == made._trained.scaler.state_dict()
 
 
 class Float32(runs.Numbers):
@@ -308,7 +308,7 @@ def test_memory_that_runs_out_halves_the_chunks_and_does_the_step_again(tmp_path
         raise torch.OutOfMemoryError("all gone")
 
     narrow.register_forward_pre_hook(nothing_left)
-    made.step = 0
+    made.run.step = 0
     with pytest.raises(MemoryError, match=r"memory ran out with chunks of \(1, 1\) samples; continue with a smaller"):
         made.fit()
 

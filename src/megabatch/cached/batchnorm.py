@@ -1,7 +1,7 @@
 """Batch normalisation in towers that see one chunk at a time: one warning, and running statistics that are updated once.
 
-Statistics of a chunk differ from those of the batch. The cached step cannot change that, so it warns. It does make sure that
-neither the second pass nor a dummy pass updates the running statistics.
+The statistics of a chunk differ from the statistics of the batch. The cached step cannot change that, so it warns. It does make
+sure that neither the second pass nor a dummy pass updates the running statistics.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""What a loss takes beside the embeddings of a batch: hard negatives, labels, and the embeddings of a teacher or a guide."""
+"""Inputs of a loss beside the embeddings of a batch: hard negatives, labels, and the embeddings of a teacher or a guide."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def with_negatives(config: LossConfig, dataset: Dataset, known: Sequence[int] = 
 def of_batches(
     config: LossConfig, dataset: Dataset, negatives: WithNegatives | None, taught: list[KeptEmbeddings] | None
 ) -> Callable[[Tensor], Beside]:
-    """A function from the indices of a batch on this rank, (n,), to what the loss takes.
+    """A function from the indices of a batch on this rank, (n,), to the loss's further inputs.
 
     Args:
         config: of the loss.

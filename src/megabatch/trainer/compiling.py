@@ -135,7 +135,7 @@ def settings(*, strict: bool = False) -> Iterator[None]:
 
 @contextmanager
 def plain(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The towers without the compiler, to look at what they do in other sizes than those of the training."""
+    """The towers without the compiler, for calls with other sizes than in training."""
     found = {layer: made for module in modules for layer, made in _compiled(module).items()}
     _set(dict.fromkeys(found))
     try:

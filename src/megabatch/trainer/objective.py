@@ -71,7 +71,7 @@ class LossConfig:
 
 
 class Beside(NamedTuple):
-    """What a loss takes beside the embeddings of a batch's pairs, on this rank."""
+    """Inputs of a loss beside the embeddings of a batch's pairs, on this rank."""
 
     labels: Tensor | None = None  # (n,) int64 classes
     teacher: tuple[Tensor, Tensor] | None = None  # (n, E), (n, E) embeddings of a teacher or a guide

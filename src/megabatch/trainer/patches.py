@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class PatchConv2d(nn.Conv2d):
-    """A convolution whose windows do not overlap, as one matrix product. Parameters and results are those of `nn.Conv2d`."""
+    """A convolution whose windows do not overlap, as one matrix product. Same parameters and results as `nn.Conv2d`."""
 
     def forward(self, input: Tensor) -> Tensor:  # (N, C, H, W) → (N, out_channels, rows, columns)
         """The convolution. The result is a view of (N, rows, columns, out_channels), the layout of tokens."""

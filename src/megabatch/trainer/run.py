@@ -31,6 +31,8 @@ class Run:
     total_steps: int
     first_step: int = 0  # steps done before this run resumed
     step: int = 0  # steps done so far
+    pairs: int = 0  # trained on so far
+    seconds: float = 0.0  # of all steps so far
 
     @property
     def batch_size(self) -> int:

@@ -3,15 +3,13 @@
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from megabatch.cached import HostSource, ReplaySource, Source, batchnorm, randomness
 from megabatch.cached.backward import cached_backward
@@ -20,12 +18,13 @@ from megabatch.cached.timing import DATA, phase
 from megabatch.data.dataset import IMAGE, Dataset
 from megabatch.data.order import Batch
 from megabatch.machine import ran_out_of_memory
-from megabatch.towers.tower import Pair
 from megabatch.trainer import gradients
 from megabatch.trainer.config import TrainConfig
 from megabatch.trainer.fit import Fit, input_bytes
 from megabatch.trainer.locked import KeptEmbeddings
-from megabatch.trainer.objective import Objective, ReadablePairs
+from megabatch.trainer.objective import ReadablePairs
+from megabatch.trainer.precision import autocast
+from megabatch.trainer.trained import Trained
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
@@ -59,11 +58,7 @@ class Step:
 
     Args:
         config: of the run.
-        pair: the towers, with unwrapped modules.
-        modules: of the two sides, wrapped in DDP or FSDP2 on several ranks.
-        objective: the loss.
-        optimizer: of the parameters of towers and loss.
-        scaler: for fp16.
+        trained: towers, loss and optimizer.
         dataset: of the pairs.
         known: embeddings of a locked side, by the index of the side.
         world: the ranks.
@@ -72,11 +67,7 @@ class Step:
     """
 
     config: TrainConfig
-    pair: Pair
-    modules: Sequence[nn.Module]
-    objective: Objective
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
+    trained: Trained
     dataset: Dataset
     known: dict[int, KeptEmbeddings]
     world: World
@@ -85,7 +76,7 @@ class Step:
 
     def __post_init__(self) -> None:
         """Finds the running statistics, which are averaged over ranks."""
-        found = [batchnorm.running_statistics(tower.module) for tower in self.pair.towers]
+        found = [batchnorm.running_statistics(tower.module) for tower in self.trained.pair.towers]
         self._statistics = list({id(value): value for side in found for value in side.values()}.values())
         self._sides = [side for side in (0, 1) if side not in self.known]
         images = [side for side in self._sides if self.dataset.sides[side] == IMAGE]
@@ -98,7 +89,7 @@ class Step:
             source = self.dataset.source(
                 batch.indices.tolist(),
                 side,
-                self.pair.towers[side],
+                self.trained.pair.towers[side],
                 seed=self.config.seed,
                 epoch=batch.epoch,
                 augment=self.config.augment,
@@ -118,13 +109,13 @@ class Step:
     def __call__(self, inputs: Inputs, rate: float) -> Outcome:
         """One step with this rank's part of a batch."""
         batch = inputs.batch
-        for group in self.optimizer.param_groups:
+        for group in self.trained.optimizer.param_groups:
             group["lr"] = rate
         sources = [self._source(inputs, side) for side in self._sides]
         loss, pairs = self._retried(lambda: self._backward(batch, sources))
         if pairs == 0:
             LOG.warning("step %d changes nothing: none of its pairs could be read", batch.number + 1)
-            self.optimizer.zero_grad()
+            self.trained.optimizer.zero_grad()
             return Outcome(math.nan, 0.0, 0)
         with phase("optimizer"):
             norm = self._update(loss, batch.number + 1)
@@ -137,27 +128,28 @@ class Step:
             return inputs.tokens[side]()
 
     def _tokens(self, source: ReplaySource, side: int) -> Source:
-        """The texts of a batch as tokens. They are small, and all are needed first, to put those of one length together."""
+        """The texts of a batch as tokens. All are read at once, because chunks are made of texts of similar length."""
         whole = source.chunks([(0, len(source))], None)
         with closed_at_the_end(whole):
             tokens = next(whole)
-        lengths = self.pair.towers[side].lengths
+        lengths = self.trained.pair.towers[side].lengths
         return HostSource(tokens, lengths=None if lengths is None else lengths(tokens))
 
     def _backward(self, batch: Batch, sources: Sequence[Source]) -> tuple[float, int]:
         indices = batch.indices.tolist()
         known = {side: kept.rows(batch.indices).to(self.world.device) for side, kept in self.known.items()}
         ids = self.dataset.ids(indices) if self.config.loss.ids else None
-        loss_fn = ReadablePairs(self.objective, self.world, lambda: self.dataset.usable(indices), ids, known, batch.indices)
+        usable = partial(self.dataset.usable, indices)
+        loss_fn = ReadablePairs(self.trained.objective, self.world, usable, ids, known, batch.indices)
         with autocast(self.config.precision, self.world.device):
             share = cached_backward(
                 loss_fn,
-                [(self.modules[side], source) for side, source in zip(self._sides, sources, strict=True)],
+                [(self.trained.called[side], source) for side, source in zip(self._sides, sources, strict=True)],
                 chunk_size=[self.fit.chunk_sizes[side] for side in self._sides],
                 budget=self.fit.graph_bytes,
-                scaler=self.scaler,
+                scaler=self.trained.scaler,
             )
-        gradients.average(self.objective.parameters(), self.world)
+        gradients.average(self.trained.objective.parameters(), self.world)
         gradients.average_statistics(self._statistics, self.world)
         return self.world.sum([share.item()])[0] / self.world.size, loss_fn.pairs
 
@@ -177,7 +169,7 @@ class Step:
                         f"or a smaller memory.graphs: {error}"
                     ) from error
             # Outside of the handler, whose traceback keeps the tensors of the step alive.
-            self.optimizer.zero_grad()
+            self.trained.optimizer.zero_grad()
             randomness.restore(states)
             for statistic, before in zip(self._statistics, statistics, strict=True):
                 statistic.copy_(before)  # the chunks before the failure have updated it
@@ -188,22 +180,23 @@ class Step:
                 torch.cuda.empty_cache()
 
     def _update(self, loss: float, step: int) -> float:
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        optimizer, scaler = self.trained.optimizer, self.trained.scaler
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         length = gradients.norm(parameters, self.world)
         norm = length.item()
-        if self.scaler is None:  # a scaler skips such steps itself
+        if scaler is None:  # a scaler skips such steps itself
             _check_finite(step, {"loss": loss, "gradient norm": norm})
         if self.config.optimizer.clip_norm:
             gradients.clip(parameters, length, self.config.optimizer.clip_norm)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
         else:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.objective.clamp()
+            optimizer.step()
+        optimizer.zero_grad()
+        self.trained.objective.clamp()
         return norm
 
 
@@ -223,36 +216,3 @@ def _check_finite(step: int, numbers: dict[str, float]) -> None:
                 f"the {name} of step {step} is {value}; the weights are as they were before it. A smaller learning rate, a "
                 "longer warm-up or optimizer.clip_norm may help"
             )
-
-
-AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast for "bf16" and "fp16"; nothing for "fp32". Parameters keep their dtype."""
-    if precision not in AUTOCAST_TYPES:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=AUTOCAST_TYPES[precision])
-
-
-def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """A scaler for fp16, whose range is too small for gradients; None for other types."""
-    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
-
-
-@contextmanager
-def fast_products(precision: str, device: torch.device) -> Iterator[None]:
-    """Lets CUDA compute products that autocast leaves in float32 in TF32, and restores the setting afterwards.
-
-    With "fp32" nothing changes: towers and loss are float32 as PyTorch is set. The loss under autocast has autocast's type.
-    """
-    before = None
-    if device.type == "cuda" and precision in AUTOCAST_TYPES:
-        with suppress(RuntimeError):  # raised once PyTorch's newer settings are in use, which are then left as they are
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        if before is not None:
-            torch.set_float32_matmul_precision(before)

@@ -15,9 +15,9 @@ from megabatch.trainer import locked
 from megabatch.trainer.checkpoint import Checkpoints, contents
 from megabatch.trainer.config import TrainConfig
 from megabatch.trainer.parallel import distinct
+from megabatch.trainer.precision import AUTOCAST_TYPES
 from megabatch.trainer.run import CHECKPOINTS
 from megabatch.trainer.state import WHOLE
-from megabatch.trainer.step import AUTOCAST_TYPES
 from megabatch.world import World
 
 
