@@ -13,9 +13,9 @@ Finds hard negatives: for each pair, texts that the model takes for its match, a
   megabatch mine runs/qa --data pairs.csv --range-min 10 --range-max 100 --sampling random
 
 Writes a table in JSON lines or Parquet. Each row has the two sides of a pair ("query" and
-"document", or "image" and "caption") and its negatives as texts, negative_1 … negative_K, best first;
-null where fewer were found. Texts of pairs that share a side with the pair are no negatives of it.
-JSON lines name the images by path or address; Parquet holds the images themselves.
+"document", or "image" and "caption") and its negatives as texts, negative_1 … negative_K, best
+first; null where fewer were found. Texts of pairs that share a side with the pair are no negatives
+of it. JSON lines name the images by path or address; Parquet holds the images themselves.
 
 Embeddings are kept in a folder beside the output, OUTPUT.work. A command that was stopped continues
 where it was when it is called again. At the end the folder is removed; with --keep-embeddings it
