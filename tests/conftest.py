@@ -25,6 +25,9 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    from helpers import correct_interpreter
+
+    correct_interpreter()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,5 +1,6 @@
 """What several test files share: sized tiles, float64 copies, bounds that follow from the arithmetic."""
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
     from hypothesis import settings
 
 PATIENCE = 900.0  # seconds; what has not ended by then never will, however busy the machine is
+
+
+def correct_interpreter() -> None:
+    """Removes a check of Triton 3.4 and 3.5, which counts the elements of a row for its bytes and rejects aligned rows."""
+    if torch.__version__.startswith(("2.8.", "2.9.")) and importlib.util.find_spec("triton") is not None:
+        from triton.runtime.interpreter import TensorDescHandle
+
+        TensorDescHandle.validate = lambda self: None
 
 
 def examples(thorough: int, *, quick: int = 10) -> "settings":

@@ -15,7 +15,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from helpers import PATIENCE
+from helpers import PATIENCE, correct_interpreter
 
 WORLDS = (1, 2, 3, 4, 8)
 
@@ -40,6 +40,7 @@ def join(rank, size, port):
 
 
 def _serve(pipe, rank, size, port, seconds):
+    correct_interpreter()
     join(rank, size, port)  # however long it takes to start
     limit = datetime.timedelta(seconds=seconds)  # a group has a timeout of its own, and not that of the default group
     groups = {world: dist.new_group(range(world), timeout=limit) for world in WORLDS if world <= size}

@@ -337,8 +337,9 @@ def positives_logsumexp(z: Tensor, labels: Tensor, scale: Tensor, run: Execution
     Rows are sorted by label, and only tiles near the diagonal are formed: Σ n²·D operations for labels of n rows. In PyTorch
     operations on every device; on CUDA the host waits once to learn where labels begin.
     """
-    run = run._replace(backend=backends.EAGER)
-    row: Tensor = operators.apply(operators.symmetric_logsumexp, z, scale, labels, EQUAL_IDS, *run)[0]
+    row: Tensor = operators.apply(
+        operators.symmetric_logsumexp, z, scale, labels, EQUAL_IDS, run.precision, backends.EAGER, run.group
+    )[0]
     return row
 
 

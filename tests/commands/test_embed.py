@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from megabatch import towers
+from megabatch.commands import mine
 from megabatch.data.folders import Images
 from megabatch.data.load import load
 from megabatch.data.tables import Table
 from megabatch.evaluation import embed, stored
+from megabatch.evaluation.embedding import read_or_none
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 COLOURS = ("red", "green", "blue", "yellow", "black", "white", "gray")
@@ -183,6 +185,28 @@ def test_places_of_images_are_what_train_reads(place, tmp_path):
         mined = Table(output)
         assert [mined.place(index) for index in range(7)] == [str(place / "images" / f"{index}.png") for index in range(7)]
         assert (mined.name(0) == "images/0.png") == (output.parent == place)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_mined_parquet_file_holds_its_images(place, tmp_path, monkeypatch, drawn):
+    """Images of files, images inside a table, and drawings, which are in neither."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason='pip install "megabatch[parquet]"')
+    monkeypatch.setattr(mine, "ROWS_AT_ONCE", 3)
+    if drawn:
+        monkeypatch.setattr(mine, "stored_or_none", read_or_none)
+    pairs, named, held, again = place / "pairs.csv", *(tmp_path / name for name in ("x.jsonl", "x.parquet", "y.parquet"))
+    for data, output in ((pairs, named), (pairs, held), (held, again)):
+        call("mine", place / "run", "--data", data, "--negatives", "2", "--output", output)
+    lines = [json.loads(line) | {"image": None} for line in named.read_text().splitlines()]
+    assert [line | {"image": None} for line in parquet.read_table(held).to_pylist()] == lines
+    original, indices = Table(pairs), [index for index in range(7) if index != 4 or not drawn]  # 4 cannot be decoded
+    for mined in (Table(held), Table(again)):
+        assert [mined.name(row) for row in range(len(mined))] == [original.name(index) for index in indices]
+        for row, index in enumerate(indices):
+            assert mined.place(row) is None
+            assert drawn or mined.stored(row, 0).data == original.stored(index, 0).data
+            assert index == 4 or torch.equal(mined.read(row, 0), original.read(index, 0))
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_changed_image_is_not_continued_with(place, tmp_path, monkeypatch):

@@ -181,6 +181,11 @@ def test_a_score_is_not_rounded_to_the_type_of_embeddings():
         assert found.tolist() == [[wanted]]
 
 
-def test_the_output_is_json_lines(place, tmp_path):
-    with pytest.raises(ValueError, match=r"--output must end in \.jsonl"):
+def test_the_output_is_json_lines_or_parquet(place, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason='pip install "megabatch[parquet]"')
+    lines, table = tmp_path / "mined.jsonl", tmp_path / "mined.parquet"
+    mine(place, "--negatives", "9", "--output", lines)  # of 9 texts, so that one is null
+    mine(place, "--negatives", "9", "--output", table)
+    assert parquet.read_table(table).to_pylist() == [json.loads(line) for line in lines.read_text().splitlines()]
+    with pytest.raises(ValueError, match=r"--output must end in \.jsonl or \.parquet"):
         mine(place, "--output", tmp_path / "mined.csv")

@@ -13,13 +13,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.operators.pair_loss import pair_loss
 from megabatch.operators.small_kernels import LABELS, MATCHES, SIGMOID, Task, small_loss
 from megabatch.tiles import (
-    gluon_warp_specialized,
     in_memory,
     plan,
     triton_backward,
@@ -63,8 +60,8 @@ COMPILED = {}
 class Compiles:
     """Replaces a kernel: a launch compiles it and does not run it."""
 
-    def __init__(self, kernel, target):
-        self.kernel, self.target, self.arg_names = kernel, target, kernel.arg_names
+    def __init__(self, kernel, target, source=ASTSource):
+        self.kernel, self.target, self.source, self.arg_names = kernel, target, source, kernel.arg_names
 
     def __getitem__(self, grid):
         return self.launch
@@ -77,7 +74,7 @@ class Compiles:
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in passed if self.is_aligned(given[name])}
         key = (self.kernel.__name__, str(signature), str(constexprs), str(aligned))
         if key not in COMPILED:
-            source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(self.kernel, signature, constexprs, aligned)
+            source = self.source(self.kernel, signature, constexprs, aligned)
             options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
             built = triton.compile(source, target=self.target, options=options)
             # Triton 3.6 folds `lane & 31` and `4 * lane` into one shift by 31, and reads from wrong addresses.
@@ -96,10 +93,9 @@ class Compiles:
     def type_of(value, constant):
         if constant or value is None:
             return "constexpr"
-        if isinstance(value, gluon_warp_specialized.TensorDescriptor):
-            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
-        if isinstance(value, TensorDescriptor):
-            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        if hasattr(value, "block_shape"):  # a tensor descriptor; Gluon's has a layout
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
         if isinstance(value, torch.Tensor):
             return "*" + TYPES[value.dtype]
         return "fp32" if isinstance(value, float) else "i32"
@@ -108,7 +104,8 @@ class Compiles:
 def main(capability: int, precision: str, features: bool) -> None:
     target = GPUTarget("cuda", capability, 32)
     plan.shared_memory = lambda device: SHARED_MEMORY[capability]
-    plan.has_gluon = lambda device: capability == 90
+    with_gluon = capability == 90 and plan.compiles_gluon()
+    plan.has_gluon = lambda device: with_gluon
     plan.TOPK_SHARE = 1
     kernels = (
         (triton_logsumexp, "_logsumexp_kernel"),
@@ -137,10 +134,15 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_small, "_sigmoid_kernel"),
         (triton_small_gradients, "_finish_kernel"),
         (triton_small_gradients, "_multiply_kernel"),
-        (gluon_warp_specialized, "_warp_specialized_kernel"),
     )
     for module, name in kernels:
         setattr(module, name, Compiles(getattr(module, name), target))
+    if with_gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        from megabatch.tiles import gluon_warp_specialized as gluon
+
+        gluon._warp_specialized_kernel = Compiles(gluon._warp_specialized_kernel, target, GluonASTSource)
     launch_small(precision, features)
     launch_all(512, precision, features)
     if precision == "float32":

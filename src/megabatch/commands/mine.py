@@ -1,6 +1,7 @@
 """`megabatch mine`: hard negatives of a model, as a table of pairs with further columns."""
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -10,17 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch import extras
 from megabatch.cached.replay import checksum
 from megabatch.commands import model
 from megabatch.commands.embed import progress
+from megabatch.data import cache, images
 from megabatch.data.dataset import IMAGE, TEXT
 from megabatch.data.remote import is_url
 from megabatch.evaluation import stored
 from megabatch.evaluation.embedding import read_or_none, stored_or_none
 from megabatch.evaluation.mining import Choice, hard_negatives
 from megabatch.names import shown
+from megabatch.tiles.block import windows
 from megabatch.world import joined
 
+FORMATS = (".jsonl", ".parquet")
+ROWS_AT_ONCE = 256  # of a Parquet file, with their images
 SIDES = {True: ("query", "document"), False: ("image", "caption")}  # whether the first side is a text: the columns
 
 
@@ -29,8 +35,10 @@ def run(args: argparse.Namespace) -> int:
     names = ("negatives", "range_min", "range_max", "max_score", "min_score", "absolute_margin", "relative_margin", "sampling")
     choice = Choice(**{name: getattr(args, name) for name in names})
     output = Path(args.output)
-    if output.suffix != ".jsonl":
-        raise ValueError(f"--output must end in .jsonl, got {args.output!r}")
+    if output.suffix not in FORMATS:
+        raise ValueError(f"--output must end in {' or '.join(FORMATS)}, got {args.output!r}")
+    if output.suffix == ".parquet":
+        extras.load("pyarrow.parquet", extra="parquet", purpose="Writing Parquet")  # an error now, and not after the search
     with joined(args.device) as world:
         if world.size > 1:
             raise ValueError(f"megabatch mine must be one process, got {world.size}; start it without torchrun")
@@ -47,12 +55,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Mine:
-    """The work on one table: embeddings of both sides, then the lines."""
+    """The work on one table: embeddings of both sides, then the lines, which become Parquet at the end if that is asked for."""
 
     def __init__(self, chosen: model.Chosen, output: Path, args: argparse.Namespace) -> None:
         self.chosen, self.dataset, self.output, self.args = chosen, chosen.dataset, output, args
         self.work = stored.work_folder(output)
-        if self.dataset.sides[0] == IMAGE:
+        self.holds_images = output.suffix == ".parquet" and self.dataset.sides[0] == IMAGE
+        if self.dataset.sides[0] == IMAGE and not self.holds_images:
             self._check_places()
         self.texts = [read_or_none(self.dataset, index, 1) for index in range(len(self.dataset))]
         stored.continue_or_begin(self.work, self._about())
@@ -72,7 +81,7 @@ class Mine:
     def write(self, choice: Choice, device: torch.device) -> tuple[int, int]:
         """Writes the table; returns the pairs written, and the negatives not found."""
         numbers, kept = self._distinct()
-        columns = SIDES[self.dataset.sides[0] == TEXT]
+        names = [*SIDES[self.dataset.sides[0] == TEXT], *(f"negative_{place + 1}" for place in range(choice.negatives))]
         query, document = (stored.Stored(self.work / f"side{side}", len(self.dataset)) for side in (0, 1))
         options = {"chunk_size": self.args.chunk_size, "workers": self.args.workers}
         for side, embeddings in enumerate((query, document)):
@@ -91,25 +100,61 @@ class Mine:
                     negatives = [None if place < 0 else self.texts[kept[place]] for place in row]
                     negatives += [None] * (choice.negatives - len(negatives))
                     missing += negatives.count(None)
-                    file.write(json.dumps(self._line(index, columns, negatives), ensure_ascii=False) + "\n")
+                    line = dict(zip(names, (self._first(index), self.texts[index], *negatives), strict=True))
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 done += len(rows)
                 file.flush()
                 print(f"{done:,} of {len(self.dataset):,} pairs searched", flush=True)
-        os.replace(part, self.output)
+        if self.output.suffix == ".parquet":
+            self._write_parquet(part, names)
+            part.unlink()
+        else:
+            os.replace(part, self.output)
         return done, missing
 
-    def _line(self, index: int, columns: tuple[str, str], negatives: list[str | None]) -> dict[str, Any]:
-        first = read_or_none(self.dataset, index, 0) if self.dataset.sides[0] == TEXT else self._image(index)
-        pair = dict(zip(columns, (first, self.texts[index]), strict=True))
-        return pair | {f"negative_{place}": text for place, text in enumerate(negatives, 1)}
+    def _first(self, index: int) -> Any:
+        """The first side of a line; for an image that the table will hold, its name."""
+        if self.dataset.sides[0] == TEXT:
+            return read_or_none(self.dataset, index, 0)
+        return self.dataset.name(index) if self.holds_images else self._image(index)
 
     def _check_places(self) -> None:
         for index in range(len(self.dataset)):
             if self.dataset.place(index) is None:
                 raise ValueError(
                     "--data must have images that are files or addresses, because the mined table names them, got "
-                    f"{self.dataset.name(index)!r}, which is inside a table, a shard or a dataset"
+                    f"{self.dataset.name(index)!r}, which is inside a table, a shard or a dataset; a mined table that ends in "
+                    ".parquet holds its images"
                 )
+
+    def _write_parquet(self, part: Path, names: list[str]) -> None:
+        """The lines as Parquet, with images inside as `{"bytes": …, "path": …}`, like those of the library datasets."""
+        arrow = extras.load("pyarrow", extra="parquet", purpose="Writing Parquet")
+        parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Writing Parquet")
+        image = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
+        kinds = [image if self.holds_images else arrow.string()] + [arrow.string()] * (len(names) - 1)
+        schema = arrow.schema(list(zip(names, kinds, strict=True)))
+
+        def table(file: Any) -> None:
+            with part.open("rb") as lines, parquet.ParquetWriter(file, schema) as writer:
+                for rows in windows(len(self.dataset), ROWS_AT_ONCE):
+                    some = [json.loads(next(lines)) for _ in range(rows.start, rows.stop)]
+                    if self.holds_images:
+                        some = [line | {names[0]: self._held(index)} for index, line in enumerate(some, rows.start)]
+                    writer.write_table(arrow.Table.from_pylist(some, schema))
+
+        cache.write(self.output, table)
+
+    def _held(self, index: int) -> dict[str, Any] | None:
+        """An image and its name; None if it cannot be read. A drawing of a demo, which is no file, becomes a PNG."""
+        found = stored_or_none(self.dataset, index, 0)
+        if found is None:
+            return None
+        if not isinstance(found, images.Encoded):
+            file = io.BytesIO()
+            images.to_pillow(found).save(file, "PNG")
+            found = images.Encoded(file.getvalue(), "")
+        return {"bytes": found.data, "path": self.dataset.name(index).encode("utf-8", "backslashreplace").decode()}
 
     def _image(self, index: int) -> str:
         """The image's name if `train` finds it from the folder of the output, else its path or address."""

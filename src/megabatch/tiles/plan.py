@@ -240,11 +240,15 @@ def panel_programs(panels: int, multiprocessors: int) -> int:
 @cache
 def has_gluon(device: torch.device) -> bool:
     """Whether the warp-specialised kernel runs on `device`: Hopper, and a tested version of Triton."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and compiles_gluon()
+
+
+def compiles_gluon() -> bool:
+    """Whether the installed Triton is one that the warp-specialised kernel was compiled and run with."""
     import triton
 
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
     first, after_last = _GLUON_VERSIONS
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and first <= version < after_last
+    return first <= tuple(map(int, triton.__version__.split(".")[:2])) < after_last
 
 
 def logsumexp_tile(precision: str, device: torch.device) -> KernelTile:

@@ -12,9 +12,10 @@ Finds hard negatives: for each pair, texts that the model takes for its match, a
   megabatch mine runs/qa --data pairs.csv --negatives 4 --absolute-margin 0.05 --output mined.jsonl
   megabatch mine runs/qa --data pairs.csv --range-min 10 --range-max 100 --sampling random
 
-Writes a table in JSON lines. Each line has the two sides of a pair ("query" and "document", or
-"image" and "caption") and its negatives as texts, negative_1 … negative_K, best first; null where
-fewer were found. Texts of pairs that share a side with the pair are no negatives of it.
+Writes a table in JSON lines or Parquet. Each row has the two sides of a pair ("query" and
+"document", or "image" and "caption") and its negatives as texts, negative_1 … negative_K, best
+first; null where fewer were found. Texts of pairs that share a side with the pair are no negatives
+of it. JSON lines name the images by path or address; Parquet holds the images themselves.
 
 Embeddings are kept in a folder beside the output, OUTPUT.work. A command that was stopped continues
 where it was when it is called again. At the end the folder is removed; with --keep-embeddings it
@@ -28,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     model.add_arguments(parser)
     parser.add_argument("--negatives", type=whole, default=8, metavar="K", help="of each pair (default: %(default)s)")
-    parser.add_argument("--output", default="mined.jsonl", metavar="FILE", help="the table (default: %(default)s)")
+    parser.add_argument(
+        "--output", default="mined.jsonl", metavar="FILE", help="the table, .jsonl or .parquet (default: %(default)s)"
+    )
     parser.add_argument("--range-min", type=int, default=0, metavar="N", help="skip so many of the best (default: 0)")
     parser.add_argument("--range-max", type=int, metavar="N", help="look at so many of the best (default: as many as needed)")
     parser.add_argument("--max-score", type=float, metavar="S", help="no negative with a similarity above it")
