@@ -271,6 +271,8 @@ class Seed:
                 continue
             if time.time() > self.until:
                 return False
+            if arm == BASE:
+                shutil.rmtree(self.folder, ignore_errors=True)  # tables that another base model mined
             began = time.perf_counter()
             with quiet(self.folder / "commands.log"):
                 found = self.first() if arm == BASE else self.second(arm)
@@ -285,16 +287,16 @@ class Seed:
 
     def first(self) -> dict[str, Any]:
         """The base model."""
-        size = self.given.size
-        resident = ["--set", f"memory.resident={RESIDENT}"]
+        size, resident = self.given.size, ("--set", f"memory.resident={RESIDENT}")
         self.train(self.base, self.given.train, self.given.model, size.steps, size.lr, 0, *resident)
         return self.tested(self.base)
 
     def second(self, arm: str) -> dict[str, Any]:
         """A model that goes on from the base model's weights."""
         size, folder = self.given.size, self.folder / arm
-        table = self.folder / f"{arm if arm in FILTERS else MINED}.jsonl"
-        told = self.mine(table, FILTERS[MINED if arm == CONTROL else arm])
+        filtered = MINED if arm == CONTROL else arm
+        table = self.folder / f"{filtered}.jsonl"
+        told = self.mine(table, FILTERS[filtered])
         weights = f"hf:{self.base}" if self.given.part == WORDNET else f"{self.given.model}@{self.base / WEIGHTS}"
         further = ["--set", f"loss.scale={self.steps(self.base)[-1]['scale']}"]
         if arm == CONTROL:

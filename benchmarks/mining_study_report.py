@@ -110,9 +110,9 @@ def draw(parts: Sequence[Part]) -> Any:
             places = [i + (number - (len(part.arms) - 1) / 2) * width for i in range(len(values))]
             heights, errors = [100 * value.mean for value in values], [100 * value.deviation for value in values]
             recalls.bar(places, heights, 0.92 * width, yerr=errors, color=COLOURS[arm], label=arm, ecolor=plots.INK, capsize=2)
-        for number, arm in enumerate(arm for arm in part.arms if arm != CONTROL):
+        for number, arm in enumerate(arm for arm in (MINED, UNFILTERED) if arm in part.arms):
             for i, metric in enumerate([None, *part.metrics]):
-                found, place = part.change(arm, metric), i + 0.22 * (number - 1)
+                found, place = part.change(arm, metric), i + 0.26 * (number - 0.5)
                 if found:
                     mean = sum(found) / len(found)
                     changes.plot([place] * len(found), found, "o", color=COLOURS[arm], alpha=0.45, markersize=5)
@@ -121,7 +121,7 @@ def draw(parts: Sequence[Part]) -> Any:
                     )
         changes.axhline(0, color=plots.BLUE, linewidth=1.5)
         changes.text(6.45, 0, "control ", color=plots.BLUE, ha="right", va="bottom", fontsize=8)
-        names = [name.replace(" R@", "\nR@") for name in part.metrics.values()]
+        names = [name.replace(" → ", "\n→ ").replace(" R@", "\nR@") for name in part.metrics.values()]
         recalls.set(title=f"{part.title}: recall of {part.any['num_samples']:,} held-out samples", ylabel="recall, %")
         changes.set(title=f"{part.title}: difference from the control, each seed and the mean", ylabel="points of recall")
         recalls.set_xticks(range(len(names)), names, fontsize=7.5)
