@@ -265,8 +265,8 @@ class Seed:
         if self.given.part == FLICKR:
             tower, sizes = self.given.size.model
             self.given = self.given._replace(model=f"open_clip:{add_model(tower, sizes)}")
+        known = self.known()
         for arm in ARMS:
-            known = self.known()
             if arm in known:
                 continue
             if time.time() > self.until:
@@ -280,7 +280,8 @@ class Seed:
             if arm in FILTERS:
                 control, mined = known[CONTROL]["first_loss"], found["first_loss"]
                 assert mined > control, f"the mined negatives were not used: first loss {mined}, and {control} without them"
-            results.append(self.file, {**self.setting(), "arm": arm, **found})
+            known[arm] = {**self.setting(), "arm": arm, **found}
+            results.append(self.file, known[arm])
             told = ", ".join(f"{name} {found[metric]:.1%}" for metric, name in at_one(self.given.part).items())
             print(f"{self.given.part} seed {self.seed} {arm:<10} R@1: {told}; {found['seconds']:.0f} s", flush=True)
         return True
