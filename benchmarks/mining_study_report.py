@@ -35,6 +35,8 @@ class Part:
         self.of = {arm: {seed: line for (found, seed), line in last.items() if found == arm} for arm in ARMS}
         self.arms = [arm for arm in ARMS if self.of[arm]]
         self.any = next(iter(last.values()))
+        mined = next(iter(self.of[MINED].values()), None)
+        self.trained = self.any["pairs"] if mined is None else (mined["found"] + mined["missing"]) // mined["negatives"]
 
     def mean_recall(self, line: Line) -> float:
         """The mean of recall@1, 5 and 10 in both directions."""
@@ -60,7 +62,8 @@ class Part:
         notes = (
             f"Recall in per cent among {line['num_samples']:,} held-out samples, mean ± standard deviation over seeds. "
             f"Model: {line['model']}. Base: {line['steps']:,} steps of {line['batch_size']:,} pairs; the others: "
-            f"{line['further']:,} steps more from its weights. {line['negatives']} mined negatives for each pair."
+            f"{line['further']:,} steps more from its weights. {line['negatives']} mined negatives for each of "
+            f"{self.trained:,} pairs."
         )
         return Table(["model", "seeds", "mean recall", *self.metrics.values()], rows, notes=notes)
 
@@ -78,7 +81,7 @@ class Part:
             filtered = "with the filter" if arm == MINED else "without a filter"
             said.append(
                 f"{self.title}: mined negatives {filtered} have a mean recall of {self.value(arm)} %, {than} "
-                f"{self.value(CONTROL)} % ({found.mean:+.1f} points; by seed {', '.join(f'{c:+.1f}' for c in changes)})."
+                f"{self.value(CONTROL)} % ({found.mean:+.2f} points; by seed {', '.join(f'{c:+.2f}' for c in changes)})."
             )
         return [*said, *self._counts()]
 
