@@ -190,6 +190,31 @@ def test_runs_of_the_image_study_follow_from_those_before(tmp_path):
     assert (tmp_path / "image_study.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_mined_table_with_a_text_of_its_own_is_refused(tmp_path):
+    from mining_study import FLICKR, SIZES, Prepared, counted
+
+    given = Prepared(FLICKR, SIZES[FLICKR, "tiny"], tmp_path, tmp_path / "train.jsonl", tmp_path, "", None)
+    pairs = [("images/1.png", "a cat"), ("images/1.png", "a pet"), ("images/2.png", "a dog")]
+
+    def table(name, rows):
+        keys = ("image", "caption", "negative_1", "negative_2")
+        (tmp_path / name).write_text("".join(json.dumps(dict(zip(keys, row, strict=False))) + "\n" for row in rows))
+        return tmp_path / name
+
+    table("train.jsonl", pairs)
+    good = [(f"/data/{image}", text, "a pet" if "2" in image else "a dog", None) for image, text in pairs]
+    assert counted(given, table("mined.jsonl", good)) == {"found": 3, "missing": 3}
+    wrong = {
+        "text of its own": [good[0], (*good[1][:2], "a cat", None), good[2]],
+        "must have 3 lines": good[:2],
+        "in their order": [good[1], good[0], good[2]],
+        "must have negatives": [(*row[:2], None, None) for row in good],
+    }
+    for message, rows in wrong.items():
+        with pytest.raises(AssertionError, match=message):
+            counted(given, table("mined.jsonl", rows))
+
+
 def test_rates_of_training_runs_by_hand():
     from train_speed import from_log, from_metrics
 
@@ -293,6 +318,37 @@ def test_a_tiny_study_of_images_continues_where_it_was_stopped(tmp_path):
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-3)
     assert (tmp_path / "image_study_gallery.png").read_bytes().startswith(b"\x89PNG")
     assert str(tmp_path) not in (tmp_path / "image_study.md").read_text()
+
+
+@pytest.mark.thorough
+def test_a_tiny_study_of_mining_continues_where_it_was_stopped(tmp_path):
+    for package in ("open_clip", "transformers", "wn"):
+        pytest.importorskip(package)
+    from mining_study_report import ARMS
+
+    from megabatch.evaluation import results
+
+    call = [sys.executable, str(FOLDER / "mining_study.py"), "--tiny", "--seeds", "0"]
+    call += ["--output", str(tmp_path), "--work", str(tmp_path / "work")]
+    subprocess.run(call, check=True, capture_output=True, timeout=PATIENCE)
+    file = tmp_path / "mining_study.jsonl"
+    lines = results.read(file)
+    assert [(line["data"], line["arm"]) for line in lines] == [(name, arm) for name in ("wordnet", "flickr8k") for arm in ARMS]
+    for control, mined, unfiltered in (lines[1:4], lines[5:8]):
+        assert control["first_loss"] < mined["first_loss"] <= unfiltered["first_loss"]  # filtered negatives are less similar
+        assert unfiltered["missing"] == 0
+    assert lines[0]["query_to_text_R@10"] > 0.2  # 0.1 by chance
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+    done = subprocess.run(call, check=True, capture_output=True, text=True, timeout=PATIENCE)
+    assert [line.split()[3] for line in done.stdout.splitlines() if "seed 0" in line] == ["unfiltered"]
+    again = results.read(file)
+    assert len(again) == len(lines)
+    assert again[-1]["first_loss"] == lines[-1]["first_loss"]
+    text = (tmp_path / "mining_study.md").read_text()
+    assert "### WordNet" in text
+    assert "### Flickr8k" in text
+    assert str(tmp_path) not in text
+    assert (tmp_path / "mining_study.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.thorough
