@@ -2,7 +2,7 @@
 
     pip install "megabatch[wordnet,huggingface,open_clip,bench]"
     python benchmarks/mining_study.py --data FOLDER                                 both data sets, one GPU, minutes
-    python benchmarks/mining_study.py --parts wordnet --name mining_study_cpu       a smaller encoder, one core, 10 minutes
+    python benchmarks/mining_study.py --parts wordnet --name mining_study_cpu       a smaller encoder, one core, 13 minutes
 
 The commands `train`, `mine` and `eval` do all the work; this script calls them. Each seed trains a base model, and mines hard
 negatives with it. Then three models go on from its weights, with the same pairs in the same order:
