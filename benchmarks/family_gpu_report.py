@@ -74,9 +74,9 @@ def draw(record: dict[str, Any]) -> Any:
         for system, colour in COLOURS.items():
             points = [(r[key] / unit, places[r["loss"]]) for r in large if r["system"] == system and key in r]
             plots.line(axes, points, system, colour, linestyle="", marker="D", markersize=6)
-        axes.set(xscale="log", ylim=(len(names) - 0.4, -0.6))
+        axes.set_ylim(len(names) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
-        axes.xaxis.set_major_formatter("{x:g}")
+        plots.log_axis(axes, "x")
     bare = [(r["ms"], places[r["loss"]]) for r in large if r["system"] == BARE]
     line = {"linestyle": "", "marker": "|", "markersize": 16, "markeredgewidth": 2}
     plots.line(left, bare, "products it needs", plots.INK, **line)

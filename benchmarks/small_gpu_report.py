@@ -65,7 +65,7 @@ def draw(record: dict[str, Any]) -> Any:
         axes.set_ylabel(f"time, ms, D = {D}")
         plots.batch_axis(axes, [row["B"] for row in chosen])
         plots.log_axis(axes)
-        plots.legend(axes)
+    plots.legend(panels[0])
     return figure
 
 
