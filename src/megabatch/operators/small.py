@@ -99,8 +99,8 @@ def _cross_entropy(s: Tensor, dim: int, matches: Callable[[Tensor], Tensor] = Te
     match.fill_(0.0)
     others = g.sum(dim)
     match.sub_(others)
-    total = others.div_(probability).log1p_().sum(dtype=torch.float64).item()
-    if total == torch.inf:  # a match is too unlikely for its probability to be a number above 0; its logarithm is one
+    total = others.double().div_(probability).log1p_().sum().item()
+    if probability.amin().item() < torch.finfo(s.dtype).tiny:  # so unlikely a match keeps its digits as a logarithm alone
         total = (s.logsumexp(dim) - matches(s)).sum(dtype=torch.float64).item()
     return total, g
 
@@ -249,7 +249,7 @@ class _SmallLoss(torch.autograd.Function):
         by = _known(dloss)
         if isinstance(by, Tensor) or by != 1.0:
             dx, dy = (None if d is None else d * by for d in (dx, dy))
-        dscale, dbias = (None if d is None else torch.as_tensor(d * by) for d in (dscale, dbias))  # autograd rounds them
+        dscale, dbias = (None if d is None else torch.as_tensor(d * by, dtype=torch.float64) for d in (dscale, dbias))
         gradients: Sequence[Tensor | None] = (dx, dy, dscale, dbias)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = refusing((x, y, scale, bias), gradients)
