@@ -62,9 +62,10 @@ def _logarithm(total: Tensor, base: Tensor) -> Tensor:
 
 def check_smoothing(value: Any, **unsupported: Any) -> float:
     """A number from 0 to 1, which is returned; and where it is not 0, nothing that leaves pairs out."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
+    if isinstance(value, bool) or not isinstance(value, (float, Real)) or not 0 <= float(value) <= 1:
         raise ValueError(f"label_smoothing must be a number from 0 to 1, got {value!r}")
-    for name, other in unsupported.items():
-        if float(value) > 0 and other is not None:
-            raise ValueError(f"{name} must be None with label smoothing, whose mean is taken over all keys of the batch")
+    if float(value) > 0:
+        for name, other in unsupported.items():
+            if other is not None:
+                raise ValueError(f"{name} must be None with label smoothing, whose mean is taken over all keys of the batch")
     return float(value)

@@ -9,13 +9,14 @@ for a CPU; where kernels run, `small_kernels` does the same.
 Not for a process group, `torch.compile` or transforms of `torch.func`: the other operators serve these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megabatch.operators.definition import refusing
 from megabatch.operators.pair_loss import pair_loss
@@ -26,7 +27,7 @@ from megabatch.tiles.backends import TRITON
 from megabatch.tiles.logsum import finite_or_zero
 from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY, rounded
 
-Weigh = Callable[[Tensor], tuple[Tensor, Tensor]]  # similarities, overwritten → losses, and the gradient of their sum
+Weigh = Callable[[Tensor], tuple[float, Tensor]]  # similarities, overwritten → the sum of all losses, and its gradient
 
 
 def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = False) -> bool:
@@ -35,13 +36,13 @@ def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = Fa
     On a CPU they fit in one tile of the eager backend, with kernels in a workspace. `tiled` says that with kernels there is a
     loss over tiles too; if there are more rows than those of x, these are compared with one another.
     """
-    if torch.compiler.is_compiling() or group or rows < 2 or transforms_are_active():
+    if group or torch.compiler.is_compiling() or rows < 2 or transforms_are_active():
         return False
     if backend == TRITON:
         most = plan.SMALL_ROWS if rows == len(x) else plan.SMALL_SYMMETRIC_ROWS
         return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= most)
     tile = plan.eager_tile(x.device, x.dtype)
-    return x.device.type == "cpu" and rows * rows <= tile.rows * tile.columns
+    return x.is_cpu and not isinstance(x, FakeTensor) and rows * rows <= tile.rows * tile.columns
 
 
 def small_cross_entropy(
@@ -60,7 +61,17 @@ def small_cross_entropy(
         return pair_loss(x, y, scale, (ids, ids), precision, columns=columns, divisor=divisor)
     if backend == TRITON:
         return small_loss(x, y, scale, None, precision, Task(MATCHES, divisor, ids, columns))
-    return _cross_entropy(x, y, scale, (ids, ids), precision, columns=columns, divisor=divisor)
+
+    def weigh(s: Tensor) -> tuple[float, Tensor]:
+        _leave_out(s, ids)
+        match = _taken(s.diagonal())
+        total, g = _cross_entropy(s, match, 1)
+        if columns:
+            more, of_columns = _cross_entropy(s, match, 0)
+            total, g = total + more, g.add_(of_columns)
+        return total, g
+
+    return _loss(x, y, scale, None, precision, divisor, weigh)
 
 
 def small_nt_xent_loss(z1: Tensor, z2: Tensor, scale: Tensor, precision: str, backend: str, *, divisor: int) -> Tensor:  # ()
@@ -68,57 +79,48 @@ def small_nt_xent_loss(z1: Tensor, z2: Tensor, scale: Tensor, precision: str, ba
     rows = 2 * len(z1)
     if backend == TRITON and rows**2 <= plan.SMALL_PAIRS:
         return small_loss(z1, z2, scale, None, precision, Task(LABELS, divisor))
-    own = torch.arange(rows, device=z1.device)  # a view is not compared with itself
-    views, partners = torch.cat((z1, z2)), torch.cat((z2, z1))
-    ids = own, own.roll(len(z1))
+    N, views = len(z1), torch.cat((z1, z2))
     if backend == TRITON:
-        return pair_loss(views, partners, scale, ids, precision, columns=False, divisor=divisor)
-    return _cross_entropy(views, partners, scale, ids, precision, columns=False, divisor=divisor)
+        own = torch.arange(rows, device=z1.device)  # a view is not compared with itself
+        ids = own, own.roll(N)
+        return pair_loss(views, torch.cat((z2, z1)), scale, ids, precision, columns=False, divisor=divisor)
+
+    def partners(s: Tensor) -> Tensor:  # (2, N), of (2, N, 2N): the pairs (i, N + i), then (N + i, i)
+        return s.as_strided((2, N), (2 * N * N - N, 2 * N + 1), N)
+
+    def weigh(s: Tensor) -> tuple[float, Tensor]:
+        s.fill_diagonal_(-torch.inf)  # a view is not compared with itself
+        match = _taken(partners(s))
+        total, g = _cross_entropy(s.view(2, N, 2 * N), match, 2, partners)
+        return total, g.view_as(s)
+
+    return _loss(views, None, scale, None, precision, divisor, weigh)
 
 
 def _cross_entropy(
-    x: Tensor,  # (N, D)
-    y: Tensor,  # (N, D)
-    scale: Tensor,  # ()
-    ids: tuple[Tensor | None, Tensor | None],  # (N,), (N,)
-    precision: str,
-    *,
-    columns: bool,
-    divisor: int,
-) -> Tensor:  # ()
-    def weigh(s: Tensor) -> tuple[Tensor, Tensor]:
-        _leave_out(s, *ids)
-        diagonal = s.diagonal()
-        match = diagonal.clone()
-        diagonal.fill_(-torch.inf)
-        peaks = s.amax(1)
-        if not columns:
-            shift = finite_or_zero(peaks)
-            g = s.sub_(shift[:, None]).exp_()
-            losses, weight, per_unit = _negatives(shift, g.sum(1), match)
-            g.mul_(per_unit[:, None])
-            diagonal.sub_(weight)
-            return losses, g
-        shift = finite_or_zero(torch.stack((peaks, s.amax(0))))
-        g = torch.sub(s, shift[0, :, None]).exp_()
-        of_columns = s.sub_(shift[1]).exp_()
-        losses, weight, per_unit = _negatives(shift, torch.stack((g.sum(1), of_columns.sum(0))), match)
-        g.mul_(per_unit[0, :, None]).addcmul_(of_columns, per_unit[1])
-        g.diagonal().sub_(weight.sum(0))
-        return losses, g
+    s: Tensor, match: Tensor, dim: int, matches: Callable[[Tensor], Tensor] = Tensor.diagonal
+) -> tuple[float, Tensor]:
+    """(Σ −log softmax(s) of the matches along `dim`, its gradient); s has −inf in their place, `matches` is a view of them.
 
-    return _loss(x, y, scale, None, precision, divisor, weigh)
-
-
-def _negatives(shift: Tensor, total: Tensor, match: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (N,) or (2, N) each
-    """(cross-entropies of matches beside negatives that sum up to exp(shift) · total, softmax of all negatives, of a unit).
-
-    The largest term of a sum is exp(0), so a total is at least 1, or 0 where there is no negative.
+    Kept apart, a match may be almost certain, and neither the loss nor its gradient loses digits. The largest term of a sum is
+    exp(0), so a sum is at least 1, or 0 where there is no negative.
     """
-    odds = shift + total.log() - torch.nan_to_num(match, torch.nan, posinf=torch.nan, neginf=-torch.inf)
-    losses = F.softplus(odds, threshold=SOFTPLUS_IS_IDENTITY)
+    shift = finite_or_zero(s.amax(dim, keepdim=True))
+    g = (s - shift).exp_()
+    negatives = g.sum(dim)
+    odds = negatives.log().add_(shift.squeeze(dim)).sub_(match)
+    total = F.softplus(odds, threshold=SOFTPLUS_IS_IDENTITY).sum(dtype=torch.float64).item()
     weight = odds.sigmoid_()
-    return losses, weight, weight / total.clamp_min_(1.0)
+    g.mul_((weight / negatives.clamp_min_(1.0)).unsqueeze(dim))
+    matches(g).sub_(weight)
+    return total, g
+
+
+def _taken(match: Tensor) -> Tensor:
+    """The matches, a view that is then −inf. +inf becomes NaN: a run whose products overflow must not look perfect."""
+    found = torch.nan_to_num(match, torch.nan, posinf=torch.nan, neginf=-torch.inf)
+    match.fill_(-torch.inf)
+    return found
 
 
 def small_sigmoid_loss(
@@ -137,16 +139,16 @@ def small_sigmoid_loss(
     if backend == TRITON:
         return small_loss(x, y, scale, bias, precision, Task(SIGMOID, divisor, ids, ids_are_positives=ids_are_positives))
 
-    def weigh(s: Tensor) -> tuple[Tensor, Tensor]:
+    def weigh(s: Tensor) -> tuple[float, Tensor]:
         if ids is not None and ids_are_positives:
             signs = torch.where(ids[:, None] == ids, -1.0, 1.0).to(s.dtype)
             g = s.mul_(signs).sigmoid().mul_(signs)
         else:
-            _leave_out(s, ids, ids)
+            _leave_out(s, ids)
             s.diagonal().neg_()
             g = s.sigmoid()
             g.diagonal().neg_()
-        return _softplus_(s).sum(1), g
+        return _softplus_(s).sum(1).sum(dtype=torch.float64).item(), g
 
     return _loss(x, y, scale, bias, precision, divisor, weigh)
 
@@ -167,26 +169,25 @@ def small_sup_con_loss(
     if backend == TRITON:
         return small_loss(z, None, scale, None, precision, Task(LABELS, 0 if mean_of_rows else 1, labels))
 
-    def weigh(s: Tensor) -> tuple[Tensor, Tensor]:
+    def weigh(s: Tensor) -> tuple[float, Tensor]:
         positive = (labels[:, None] == labels).fill_diagonal_(False)
-        count = positive.sum(1).to(s.dtype)
-        has_one, sole = count > 0, count == 1
-        mean = torch.where(positive, s, 0.0).sum(1) / count.clamp_min(1.0)
-        s.fill_diagonal_(-torch.inf).masked_fill_(positive & sole[:, None], -torch.inf)
-        shift = finite_or_zero(s.amax(1))
-        g = s.sub_(shift[:, None]).exp_()
-        total = g.sum(1)
-        several = shift + total.log() - mean  # each of several positives is far from certain
-        losses, weight, per_unit = _negatives(shift, total, mean)
-        rows = has_one.sum(dtype=torch.float64).clamp_min_(1.0) if mean_of_rows else 1.0
-        share = (has_one / rows).to(s.dtype)
-        per_unit = torch.where(sole, per_unit, 1 / total) * share
-        pull = torch.where(sole, weight, 1.0) * share / count.clamp_min(1.0)
-        g.mul_(per_unit[:, None]).addcmul_(positive.to(s.dtype), pull[:, None], value=-1.0)
-        losses = torch.where(has_one, torch.where(sole, losses, several), 0.0)
-        return losses.sum(dtype=torch.float64) / rows, g
+        marked = positive.to(s.dtype)
+        count = marked.sum(1)
+        each = count.clamp_min(1.0)
+        mean = torch.where(positive, s, 0.0).sum(1).div_(each)
+        g = s.fill_diagonal_(-torch.inf).softmax(1)
+        losses = s.amax(1).sub_(g.amax(1).log_()).sub_(mean)
+        # A sole positive may be almost certain; its gradient, its probability − 1, is then the sum of all other probabilities.
+        of_positives = g * marked
+        found, others = of_positives.sum(1), (g - of_positives).sum(1)
+        g.addcmul_(marked, (found / each)[:, None], value=-1.0).addcmul_(marked, (others / each)[:, None], value=-1.0)
+        losses = torch.where((count == 1) & (found > 0.5), (others / found).log1p_(), losses)
+        has_one = count > 0
+        rows = max(1, int(has_one.sum())) if mean_of_rows else 1
+        g.mul_((count.clamp_max(1.0) / rows)[:, None])
+        return losses.where(has_one, 0.0).sum(dtype=torch.float64).item() / rows, g
 
-    return _loss(z, z, scale, None, precision, 1, weigh)
+    return _loss(z, None, scale, None, precision, 1, weigh)
 
 
 def _softplus_(s: Tensor) -> Tensor:
@@ -195,27 +196,37 @@ def _softplus_(s: Tensor) -> Tensor:
     return s.clamp_min_(0.0).add_(rest, alpha=2.0)
 
 
-def _leave_out(s: Tensor, row_ids: Tensor | None, col_ids: Tensor | None) -> None:
+def _leave_out(s: Tensor, ids: Tensor | None) -> None:
     """Sets pairs of equal ids to −inf, but not the matching pairs."""
-    if row_ids is not None and col_ids is not None:
-        s.masked_fill_((row_ids[:, None] == col_ids).fill_diagonal_(False), -torch.inf)
+    if ids is not None:
+        s.masked_fill_((ids[:, None] == ids).fill_diagonal_(False), -torch.inf)
 
 
-def _loss(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None, precision: str, divisor: int, weigh: Weigh) -> Tensor:
+def _loss(
+    x: Tensor, y: Tensor | None, scale: Tensor, bias: Tensor | None, precision: str, divisor: int, weigh: Weigh
+) -> Tensor:  # ()
     learns = torch.is_grad_enabled()
     with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():  # `precision` settles it
         loss: Tensor = _SmallLoss.apply(x, y, scale, bias, precision, 1 / divisor, weigh, learns)
     return loss
 
 
+def _known(dloss: Tensor) -> Any:
+    """The number, or the tensor itself where its values cannot be read, as under `is_grads_batched=True`."""
+    try:
+        return dloss.item()
+    except RuntimeError:
+        return dloss
+
+
 class _SmallLoss(torch.autograd.Function):
-    """Computes gradients with the loss, up to factors."""
+    """Computes gradients with the loss, for a gradient of 1 that backward is nearly always called with."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        y: Tensor,
+        y: Tensor | None,
         scale: Tensor,
         bias: Tensor | None,
         precision: str,
@@ -223,31 +234,41 @@ class _SmallLoss(torch.autograd.Function):
         weigh: Weigh,
         learns: bool,
     ) -> Tensor:
-        rows, columns = rounded(x, precision), rounded(y, precision)
-        factor = scale.to(rows.dtype)
-        s = torch.mm(rows, columns.T).mul_(factor)
+        rows = rounded(x, precision)
+        columns = rows if y is None else rounded(y, precision)
+        s = torch.mm(rows, columns.T).mul_(scale)
         if bias is not None:
             s.add_(bias)
-        losses, g = weigh(s)
+        total, g = weigh(s)
         if learns:
             needs_x, needs_y, needs_scale, needs_bias, *_ = ctx.needs_input_grad
-            dx = torch.mm(g, columns) if needs_x or needs_scale else None
-            products = dx * rows if dx is not None and needs_scale else None
-            dscale = None if products is None else products.sum(1).sum(dtype=torch.float64)
-            dy = torch.mm(g.T, rows, out=products) if needs_y else None  # fresh memory is slow
-            dbias = g.sum(1).sum(dtype=torch.float64) if needs_bias else None
-            ctx.save_for_backward(x, y, scale, bias, dx if needs_x else None, dy, dscale, dbias)
-            ctx.factors = share, factor
-        return losses.sum(dtype=torch.float64).mul_(share).to(rows.dtype)
+            dx = dy = products = dscale = dbias = None
+            factor = scale.item() * share
+            if y is None:
+                g = g + g.T
+            if needs_x or needs_scale:
+                dx = torch.mm(g, columns)
+                if needs_scale:
+                    products = dx * rows
+                    dscale = products.sum(1).sum(dtype=torch.float64).item() * (share if y is not None else share / 2)
+                dx.mul_(factor)
+            if needs_y:
+                dy = torch.mm(g.T, rows, out=products).mul_(factor)  # fresh memory is slow
+            if needs_bias:
+                dbias = g.sum(1).sum(dtype=torch.float64).item() * share
+            ctx.save_for_backward(x, y, scale, bias, dx if needs_x else None, dy)
+            ctx.numbers = dscale, dbias
+        return torch.full((), total * share, dtype=s.dtype)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
-        share, factor = ctx.factors
-        *inputs, dx, dy, dscale, dbias = ctx.saved_tensors
-        unit = dloss * share
-        scaled = unit * factor
-        found = zip(inputs, (dx, dy, dscale, dbias), (scaled, scaled, unit, unit), ctx.needs_input_grad, strict=False)
-        gradients = [(saved * by).to(tensor.dtype) if need else None for tensor, saved, by, need in found]
+        x, y, scale, bias, dx, dy = ctx.saved_tensors
+        dscale, dbias = ctx.numbers
+        by = _known(dloss)
+        if isinstance(by, Tensor) or by != 1.0:
+            dx, dy = (None if d is None else d * by for d in (dx, dy))
+        dscale, dbias = (None if d is None else torch.as_tensor(d * by, dtype=torch.float64) for d in (dscale, dbias))
+        gradients: Sequence[Tensor | None] = (dx, dy, dscale, dbias)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = refusing(inputs, gradients)
+            gradients = refusing((x, y, scale, bias), gradients)
         return *gradients, None, None, None, None

@@ -34,7 +34,7 @@ SOFTPLUS_IS_IDENTITY = 50.0
 
 def autocast_device(x: Tensor) -> str:
     """The kind of device whose autocast applies to x. The meta device, of shapes without values, has none: there, the CPU's."""
-    return "cpu" if x.is_meta else x.device.type
+    return "cpu" if x.is_cpu or x.is_meta else x.device.type
 
 
 def compute_precision(x: Tensor) -> str:
