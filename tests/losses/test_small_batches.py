@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch as mb
@@ -135,3 +136,24 @@ def test_autocast_rounds_inputs_and_nothing_else(name):
         actual, expected = outcomes(LOSSES[name], inputs), outcomes(over_tiles(LOSSES[name]), inputs)
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "nt_xent", "sup_con"])
+def test_gradients_of_several_factors_at_once_and_of_two_backward_passes(name):
+    inputs = leaves(*aligned_pairs(N, D, noise=0.5, seed=1), torch.tensor(10.0, dtype=torch.float64))
+    loss = LOSSES[name](*inputs)
+    once, again = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
+    factors = torch.tensor([1.0, -3.0], dtype=torch.float64)
+    batched = torch.autograd.grad(loss, inputs, factors, is_grads_batched=True)
+    for first, second, both in zip(once, again, batched, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(both, torch.stack([first, -3 * first]))
+
+
+def test_fake_tensors_have_no_values_to_read():
+    with FakeTensorMode():
+        x, y = (torch.zeros(N, D, requires_grad=True) for _ in range(2))
+        loss = mb.clip_loss(x, y, 10.0)
+        loss.backward()
+    assert loss.shape == ()
+    assert x.grad.shape == (N, D)

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -24,8 +23,7 @@ from megabatch.operators.small_kernels import LABELS, MATCHES, SIGMOID, Task, sm
 from megabatch.operators.transforms import transforms_are_active
 from megabatch.tiles import plan
 from megabatch.tiles.backends import TRITON
-from megabatch.tiles.logsum import finite_or_zero
-from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY, rounded
+from megabatch.tiles.precision import rounded
 
 Weigh = Callable[[Tensor], tuple[float, Tensor]]  # similarities, overwritten → the sum of all losses, and its gradient
 
@@ -64,10 +62,9 @@ def small_cross_entropy(
 
     def weigh(s: Tensor) -> tuple[float, Tensor]:
         _leave_out(s, ids)
-        match = _taken(s.diagonal())
-        total, g = _cross_entropy(s, match, 1)
+        total, g = _cross_entropy(s, 1)
         if columns:
-            more, of_columns = _cross_entropy(s, match, 0)
+            more, of_columns = _cross_entropy(s, 0)
             total, g = total + more, g.add_(of_columns)
         return total, g
 
@@ -90,37 +87,28 @@ def small_nt_xent_loss(z1: Tensor, z2: Tensor, scale: Tensor, precision: str, ba
 
     def weigh(s: Tensor) -> tuple[float, Tensor]:
         s.fill_diagonal_(-torch.inf)  # a view is not compared with itself
-        match = _taken(partners(s))
-        total, g = _cross_entropy(s.view(2, N, 2 * N), match, 2, partners)
+        total, g = _cross_entropy(s.view(2, N, 2 * N), 2, partners)
         return total, g.view_as(s)
 
     return _loss(views, None, scale, None, precision, divisor, weigh)
 
 
-def _cross_entropy(
-    s: Tensor, match: Tensor, dim: int, matches: Callable[[Tensor], Tensor] = Tensor.diagonal
-) -> tuple[float, Tensor]:
-    """(Σ −log softmax(s) of the matches along `dim`, its gradient); s has −inf in their place, `matches` is a view of them.
+def _cross_entropy(s: Tensor, dim: int, matches: Callable[[Tensor], Tensor] = Tensor.diagonal) -> tuple[float, Tensor]:
+    """(Σ −log softmax(s) of the matches, its gradient); `matches` is a view of a matrix, one entry for each sum along `dim`.
 
-    Kept apart, a match may be almost certain, and neither the loss nor its gradient loses digits. The largest term of a sum is
-    exp(0), so a sum is at least 1, or 0 where there is no negative.
+    The gradient of a match is its probability − 1. As minus the sum of all other probabilities it keeps its digits where the
+    match is almost certain, and so does the loss, log(1 + others / match).
     """
-    shift = finite_or_zero(s.amax(dim, keepdim=True))
-    g = (s - shift).exp_()
-    negatives = g.sum(dim)
-    odds = negatives.log().add_(shift.squeeze(dim)).sub_(match)
-    total = F.softplus(odds, threshold=SOFTPLUS_IS_IDENTITY).sum(dtype=torch.float64).item()
-    weight = odds.sigmoid_()
-    g.mul_((weight / negatives.clamp_min_(1.0)).unsqueeze(dim))
-    matches(g).sub_(weight)
+    g = s.softmax(dim)
+    match = matches(g)
+    probability = match.clone()
+    match.fill_(0.0)
+    others = g.sum(dim)
+    match.sub_(others)
+    total = others.double().div_(probability).log1p_().sum().item()
+    if probability.amin().item() < torch.finfo(s.dtype).tiny:  # so unlikely a match keeps its digits as a logarithm alone
+        total = (s.logsumexp(dim) - matches(s)).sum(dtype=torch.float64).item()
     return total, g
-
-
-def _taken(match: Tensor) -> Tensor:
-    """The matches, a view that is then −inf. +inf becomes NaN: a run whose products overflow must not look perfect."""
-    found = torch.nan_to_num(match, torch.nan, posinf=torch.nan, neginf=-torch.inf)
-    match.fill_(-torch.inf)
-    return found
 
 
 def small_sigmoid_loss(
