@@ -115,7 +115,6 @@ def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     from megabatch.tiles import plan
 
     monkeypatch.setattr(plan, "SMALL_PAIRS", 0)
-    monkeypatch.setattr(plan, "SMALL_SYMMETRIC_ROWS", 0)
     monkeypatch.setattr(plan, "LAUNCH_ROWS", 256)
     monkeypatch.setattr(plan, "LAUNCH_PANELS", 1)
     monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))

@@ -32,13 +32,12 @@ def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = Fa
     """Whether the losses here serve a batch of `rows` like x: one process, at least two rows, and all pairs fit in memory.
 
     On a CPU they fit in one tile of the eager backend, with kernels in a workspace. `tiled` says that with kernels there is a
-    loss over tiles too; if there are more rows than those of x, these are compared with one another.
+    loss over tiles too.
     """
     if group or torch.compiler.is_compiling() or rows < 2 or transforms_are_active():
         return False
     if backend == TRITON:
-        most = plan.SMALL_ROWS if rows == len(x) else plan.SMALL_SYMMETRIC_ROWS
-        return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= most)
+        return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= plan.SMALL_ROWS)
     tile = plan.eager_tile(x.device, x.dtype)
     return x.is_cpu and not isinstance(x, FakeTensor) and rows * rows <= tile.rows * tile.columns
 

@@ -177,9 +177,8 @@ SMALL_PAIRS = 8192**2
 
 # Rows up to which a softmax loss over tiles computes its gradients with the loss (`operators.pair_loss`). That saves the host
 # several milliseconds, and keeps gradients in memory between forward and backward. With more rows the GPU is busy for longer
-# than the host: 26 ms at 65,536 (H200, D = 512).
-SMALL_ROWS = 65536
-SMALL_SYMMETRIC_ROWS = 32768  # of nt_xent_loss, which with more rows forms only half of the products (`tiles.symmetric`)
+# than the host: 27 ms either way at 65,536 (H200, D = 512). `nt_xent_loss` then forms half the products (`tiles.symmetric`).
+SMALL_ROWS = 32768
 
 # Versions of Triton that `gluon_warp_specialized` was compiled and run with; Gluon is experimental.
 _GLUON_VERSIONS = ((3, 6), (3, 9))
