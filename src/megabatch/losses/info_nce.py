@@ -7,7 +7,7 @@ from torch import Tensor
 from megabatch.losses.contrast import QUERY_KEY, Batch, Contrast, Sums
 from megabatch.losses.formulas import check_smoothing, cross_entropy, reduced
 from megabatch.losses.negatives import Negatives
-from megabatch.primitives import Backend, Group, Reduction, is_small, mean_similarity, small_cross_entropy
+from megabatch.primitives import Backend, Group, Reduction, is_small, mean_similarity, number, small_cross_entropy
 
 
 def info_nce_loss(
@@ -80,7 +80,8 @@ def info_nce_loss(
     )
     label_smoothing = _check_smoothing(label_smoothing, batch)
     if label_smoothing == 0 and batch.is_plain and is_small(query, batch.run, reduction, tiled=True):
-        return small_cross_entropy(query, key, batch.scale, batch.run, ids=ids, columns=symmetric, reduction=reduction)
+        factor = number(scale, "scale", query)
+        return small_cross_entropy(query, key, factor, batch.run, ids=ids, columns=symmetric, reduction=reduction)
     sums = batch.sums()
     losses = [cross_entropy(negatives, match) for negatives, match in sums.directions]
     if label_smoothing > 0:
