@@ -102,9 +102,9 @@ def _cross_entropy(s: Tensor, dim: int, matches: Callable[[Tensor], Tensor] = Te
     match = matches(g)
     probability = match.clone()
     match.fill_(0.0)
-    others = g.sum(dim)
+    others = g.sum(dim, dtype=torch.float64)
     match.sub_(others)
-    total = others.double().div_(probability).log1p_().sum().item()
+    total = others.div_(probability).log1p_().sum().item()
     if probability.amin().item() < torch.finfo(s.dtype).tiny:  # so unlikely a match keeps its digits as a logarithm alone
         total = (s.logsumexp(dim) - matches(s)).sum(dtype=torch.float64).item()
     return total, g

@@ -171,8 +171,8 @@ def _strip_rows(D: int) -> int:
 
 
 # Pairs whose similarities kernels hold in memory at once (`triton_small`): 256 MiB in float32, and half as much for weights in
-# half precision, within the 512 MiB limit of a workspace. H200, bf16, D = 512, ms: 8,192 pairs take 1.1 in memory and 8.4 over
-# tiles, most of it the host's; 16,384 pairs take 2.6 and 10, but 1.5 GiB.
+# half precision, within the 512 MiB limit of a workspace. H200, bf16, D = 512: 8,192 pairs take 0.7 ms in memory and 2.7 over
+# tiles, where the host needs that long; 16,384 pairs take 2.7 and 2.9, but 1.5 GiB in memory.
 SMALL_PAIRS = 8192**2
 
 # Rows up to which a softmax loss over tiles computes its gradients with the loss (`operators.pair_loss`). That saves the host

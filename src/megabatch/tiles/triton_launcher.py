@@ -17,8 +17,10 @@ _KNOWN: dict[Any, "Launcher"] = {}
 
 
 def kinds(*tensors: Argument) -> tuple[Any, ...]:
-    """What the compiler is told of tensors: their types, and whether they start at a multiple of 16 bytes; of descriptors, the
-    type and the shape of a block, which decide its layout."""
+    """What the compiler is told of tensors: their types, and whether they start at a multiple of 16 bytes.
+
+    Of a descriptor: the type and the shape of a block, which decide its layout.
+    """
     return tuple([None if tensor is None else _kind(tensor) for tensor in tensors])
 
 
