@@ -57,12 +57,13 @@ def sums(s, k, base, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, k, base, a, cap_a, col_weight, col_cap, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
-    """Softmax weights; each term is capped by its sums. Weights beyond the edges are arbitrary and not stored."""
+def softmax(s, k, base, a, col_weight, capped, row_cap, col_cap, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
+    """Softmax weights; if `capped`, each term is at most its sums. Weights beyond the edges are arbitrary and not stored."""
     offs_n, offs_m = tile_offsets(s, n, m)
-    b, cap_b = gl.load(col_weight + offs_m), gl.load(col_cap + offs_m)
-    t = _exclude(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, False, -float("inf"))
-    e = gl.minimum(gl.minimum(gl.exp2(t), cap_a[:, None]), cap_b[None, :])
+    b = gl.load(col_weight + offs_m)
+    e = gl.exp2(_exclude(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, False, -float("inf")))
+    if capped:
+        e = gl.minimum(gl.minimum(_keep_branch(e), gl.load(row_cap + offs_n)[:, None]), gl.load(col_cap + offs_m)[None, :])
     return e * (a[:, None] + b[None, :])
 
 

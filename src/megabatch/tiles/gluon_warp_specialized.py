@@ -124,7 +124,7 @@ def _consumer(
     HALF: gl.constexpr = BLOCK // 2  # columns of one epilogue
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
-    k, base = gl.load(exponent_scale), gl.load(exponent_scale + 2)
+    k, base, capped = gl.load(exponent_scale), gl.load(exponent_scale + 2), gl.load(exponent_scale + 3) != 0
     first_panel, last_panel = first_tile // tiles_n, gl.maximum(last_tile - 1, first_tile) // tiles_n
     previous = (first_tile + WHICH) // tiles_n
     released = first_panel
@@ -142,7 +142,7 @@ def _consumer(
         released = panel
         if KIND == SOFTMAX:  # loaded while the tile is multiplied
             offs_n = n + gl.arange(0, BLOCK, row_layout)
-            a, cap_a = gl.load(row_weight + offs_n), gl.load(row_cap + offs_n)
+            a = gl.load(row_weight + offs_n)
         mbarrier.wait(panel_full, (panel - first_panel) & 1)
         # A parity tells only two rounds of the ring apart. A warpgroup must not wait for a slot before the other has passed
         # all of its own, or it takes the wrong round for the right one.
@@ -196,7 +196,7 @@ def _consumer(
                 part = left if half == 0 else right
                 mh = m + half * HALF
                 if KIND == SOFTMAX:
-                    g = epilogues.softmax(part, k, base, a, cap_a, col_weight, col_cap, n, mh, N, M, SKIP_DIAGONAL)
+                    g = epilogues.softmax(part, k, base, a, col_weight, capped, row_cap, col_cap, n, mh, N, M, SKIP_DIAGONAL)
                 else:
                     g, added, more = epilogues.sigmoid(part, row_weight, n, mh, N)
                     row_sums += added
@@ -228,7 +228,7 @@ def _warp_specialized_kernel(
     x_desc,  # (N, D)
     y_desc,  # (M, D)
     g_desc,  # (rows, columns), or None
-    exponent_scale,  # (3,)
+    exponent_scale,  # (4,)
     row_offset,  # (N,) or None
     row_weight,  # (N,) or None
     col_weight,  # (M,) or None
@@ -327,7 +327,7 @@ def softmax_weights(
     g: Tensor | None,  # (n, m) written
     skip_diagonal: bool,
 ) -> None:
-    """g = min(2^t, caps) · (row weight + column weight).
+    """g = min(2^t, caps) · (row weight + column weight); caps where exponents are large (`triton_exponent_scale`).
 
     There are no row or column sums of g: only bias gradients need them, and `plan.hopper_tile` rejects biases.
     """

@@ -10,6 +10,10 @@ from megabatch.tiles.triton_launcher import launch
 
 _BLOCK_N, _BLOCK_D = 16, 256
 
+# Exponents up to which weights need no cap. Two roundings of a product differ by about √D · 2⁻²⁴ of the norms, so a weight of
+# the warp-specialised kernel is at most 1.001 without one at D = 1024: less than half a unit in the last place of bf16.
+CAPPED_ABOVE = 512.0
+
 
 @triton.jit
 def _largest_norm_kernel(
@@ -38,14 +42,15 @@ def _exponent_scale_kernel(
     x_largest,  # (x_count,)
     y_largest,  # (y_count,)
     scale,  # ()
-    exponent_scale,  # (3,) float32
+    exponent_scale,  # (4,) float32
     shift,  # () float64
     x_count,
     y_count,
     HEADROOM: tl.constexpr,
+    CAPPED_ABOVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """k in two parts, and the whole number that exponents are shifted by. One program."""
+    """k in two parts, the whole number that exponents are shifted by, and whether weights need caps. One program."""
     offs = tl.arange(0, BLOCK)
     x, y = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, x_count, BLOCK):
@@ -60,6 +65,7 @@ def _exponent_scale_kernel(
     tl.store(exponent_scale, high)
     tl.store(exponent_scale + 1, (k - high.to(tl.float64)).to(tl.float32))
     tl.store(exponent_scale + 2, -whole)
+    tl.store(exponent_scale + 3, tl.where(bound <= CAPPED_ABOVE, 0.0, 1.0))  # NaN needs them too
     tl.store(shift, whole.to(tl.float64))
 
 
@@ -68,10 +74,11 @@ def exponent_scale(
     y: Tensor,  # (M, D)
     scale: Tensor,  # ()
     headroom: float,
-) -> tuple[Tensor, Tensor]:  # (3,), () float64
-    """(k, its rounding error, −C) with k = scale·log2 e, and C: the least whole number ≥ 0 that keeps exponents ≤ `headroom`.
+) -> tuple[Tensor, Tensor]:  # (4,), () float64
+    """(k, its rounding error, −C, 1 if weights need caps) with k = scale·log2 e, and C in float64.
 
-    The bound is |⟨x_i, y_j⟩| ≤ ‖x_i‖·‖y_j‖. Norms that are not finite are ignored: their rows are found later, by their sums.
+    C is the least whole number ≥ 0 that keeps exponents ≤ `headroom`. The bound is |⟨x_i, y_j⟩| ≤ ‖x_i‖·‖y_j‖. Norms that are
+    not finite are ignored: their rows are found later, by their sums.
     """
     largest: list[Tensor] = []
     for side in (x,) if y is x else (x, y):
@@ -79,9 +86,11 @@ def exponent_scale(
         numbers = *side.shape, *side.stride()
         launch(_largest_norm_kernel, (len(part),), (side, part), numbers, BLOCK_N=_BLOCK_N, BLOCK_D=_BLOCK_D)
         largest.append(part)
-    constants = torch.empty(3, dtype=torch.float32, device=x.device)
+    constants = torch.empty(4, dtype=torch.float32, device=x.device)
     shift = torch.empty((), dtype=torch.float64, device=x.device)
     of_x, of_y = largest[0], largest[-1]
     tensors = of_x, of_y, scale, constants, shift
-    launch(_exponent_scale_kernel, (1,), tensors, (len(of_x), len(of_y)), HEADROOM=headroom, BLOCK=1024)
+    launch(
+        _exponent_scale_kernel, (1,), tensors, (len(of_x), len(of_y)), HEADROOM=headroom, CAPPED_ABOVE=CAPPED_ABOVE, BLOCK=1024
+    )
     return constants, shift

@@ -33,7 +33,7 @@ def _gradient_strip_kernel(
     x_desc,  # (N, D)
     y_desc,  # (M, D)
     g_desc,  # (rows of the strip, columns of the strip), or None
-    exponent_scale,  # (3,)
+    exponent_scale,  # (4,)
     row_offset,  # (N,) or None
     col_offset,  # (M,) or None
     row_offset_unshifted,  # (N,) or None

@@ -30,7 +30,7 @@ from megabatch.tiles.triton_operands import Operands, exponent_operands, kernel_
 def _logsumexp_kernel(
     x_desc,  # (N, D)
     y_desc,  # (M, D)
-    exponent_scale,  # (3,)
+    exponent_scale,  # (4,)
     row_offset,  # (N,) or None
     col_offset,  # (M,) or None
     row_ids,  # (N,) or None

@@ -23,7 +23,7 @@ SMALLEST, LARGEST = 2.0**-80, 2.0**126  # a smaller sum may have lost terms that
 def _online_logsumexp_kernel(
     x,  # (N, D)
     y,  # (M, D)
-    exponent_scale,  # (3,)
+    exponent_scale,  # (4,)
     row_offset,  # (N,) or None; (M,) if TRANSPOSED, where the kernel's rows are the block's columns
     col_offset,  # (M,) or None; (N,) if TRANSPOSED
     row_ids,  # (N,) or None

@@ -33,7 +33,9 @@ class Operands:
 
     x: Tensor  # (N, D) rounded; each row starts at a multiple of 16 bytes
     y: Tensor  # (M, D)
-    exponent_scale: Tensor  # (3,) k, its rounding error, and the column offset to use where col_offset is None
+    exponent_scale: (
+        Tensor  # (4,) k, its rounding error, the column offset to use where col_offset is None, 1 if weights need caps
+    )
     shift: Tensor  # () C, float64
     row_offset: Tensor | None  # (N,) of exponents relative to C
     col_offset: Tensor | None  # (M,)
@@ -84,7 +86,7 @@ def similarity_operands(block: Block) -> Operands:
     return Operands(
         x=x,
         y=y,
-        exponent_scale=torch.stack((block.scale, zero, zero)),
+        exponent_scale=torch.stack((block.scale, zero, zero, zero)),
         shift=zero.double(),
         row_offset=None if block.row_bias is None else block.row_bias.contiguous(),
         col_offset=None if block.col_bias is None else block.col_bias.contiguous(),
