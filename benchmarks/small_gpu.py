@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from record import Record, arguments, device_of
 from small_gpu_report import report
-from timing import milliseconds
+from timing import milliseconds, take_turns
 from torch import Tensor
 
 import megabatch as mb
@@ -36,8 +36,8 @@ from megabatch.tiles import plan
 
 SIZES = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
 WIDTHS = (512, 1024)
-OTHER_SIZES = (256, 1024, 4096, 8192, 16384)
-SECONDS_A_ROUND = 0.04
+OTHER_SIZES = (64, 256, 1024, 4096, 8192, 16384)
+ROUNDS, SECONDS_A_ROUND = 9, 0.015  # systems take turns, because the speed of a host changes from one moment to the next
 MOST_IN_MEMORY = 16384  # pairs; beyond it the similarities take more than a gibibyte
 OURS, IN_MEMORY, OVER_TILES, BARE = "megabatch", "in memory", "over tiles", "bare products"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -189,17 +189,18 @@ def hostile(record: Record, device: str) -> int:
     return len(failed)
 
 
-def host_milliseconds(work: Callable[[], Any], steps: int) -> float:
-    """The median time in which a step returns without waiting for the device."""
-    found = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(steps):
-            work()
-        found.append((time.perf_counter() - begun) / steps)
+def host_milliseconds(steps: dict[str, Callable[[], Any]], calls: int) -> dict[str, float]:
+    """The median times in which steps return without waiting for the device."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for _ in range(calls):
+                step()
+            found[name].append((time.perf_counter() - begun) / calls)
     torch.cuda.synchronize()
-    return 1000 * sorted(found)[len(found) // 2]
+    return {name: 1000 * sorted(times)[ROUNDS // 2] for name, times in found.items()}
 
 
 def autocast(loss: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
@@ -252,55 +253,31 @@ def attempt(record: Record, what: str) -> Iterator[None]:
         torch.cuda.empty_cache() if torch.cuda.is_available() else None
 
 
-def measure(record: Record, B: int, D: int, device: str, others: dict[str, Callable[..., Tensor]]) -> None:
+def measure(record: Record, name: str, candidates: dict[str, Callable[..., Tensor]], B: int, D: int, device: str) -> None:
+    """Times of one loss in all systems at one size."""
     inputs = data(B, D, torch.bfloat16, device)
     steps: dict[str, Callable[[], Any]] = {}
-    for name, loss in (systems(B, device) | others).items():
-        if B >= 32768 and name in ("compiled", "Liger"):
-            continue
-        with attempt(record, f"{name} at {B}x{D}"):
-            step = step_of(loss, inputs)
-            step()
-            step()
-            steps[name] = step
-    row: dict[str, Any] = {"loss": "clip_loss", "B": B, "D": D, "ms": {}, "host_ms": {}}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(3):
-        for name, step in steps.items():
-            with attempt(record, f"timing of {name} at {B}x{D}"):
-                times[name].append(milliseconds(step, device, SECONDS_A_ROUND))
-    row["ms"] = {name: sorted(found)[len(found) // 2] for name, found in times.items() if found}
-    with attempt(record, f"bare products at {B}x{D}"):
-        bare = bare_products(inputs[0].detach(), inputs[1].detach())
-        parts = {name: min(milliseconds(work, device, SECONDS_A_ROUND) for _ in range(2)) for name, work in bare.items()}
-        row["ms"][BARE] = 2 * parts["S"] + parts["dX"] + parts["dY"]
-    if device == "cuda":
-        for name in (OURS, IN_MEMORY, OVER_TILES, "dense PyTorch"):
-            if name in steps:
-                with attempt(record, f"host time of {name}"):
-                    row["host_ms"][name] = host_milliseconds(steps[name], 2 if B > 8192 or name == OVER_TILES else 20)
-    record["results"].append(row)
-    shown = ", ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items())
-    host = ", ".join(f"{name} {ms:.3f}" for name, ms in row["host_ms"].items())
-    record.say(f"{B}x{D} ms: {shown}; host: {host}")
-    record.save()
-
-
-def measure_other(record: Record, name: str, B: int, D: int, device: str) -> None:
-    mine, dense = LOSSES[name]
-    inputs = data(B, D, torch.bfloat16, device)
-    candidates = {OURS: mine, "dense PyTorch": autocast(dense, device), OVER_TILES: limited(0, mine)}
-    row: dict[str, Any] = {"loss": name, "B": B, "D": D, "ms": {}, "host_ms": {}}
     for system, loss in candidates.items():
+        if B >= 32768 and system in ("compiled", "Liger"):
+            continue
         with attempt(record, f"{name}, {system} at {B}x{D}"):
             step = step_of(loss, inputs)
             step()
-            row["ms"][system] = min(milliseconds(step, device, SECONDS_A_ROUND) for _ in range(2))
-            if device == "cuda":
-                row["host_ms"][system] = host_milliseconds(step, 20 if B <= 8192 else 2)
+            step()
+            steps[system] = step
+    row: dict[str, Any] = {"loss": name, "B": B, "D": D, "host_ms": {}}
+    row["ms"] = take_turns(steps, device, ROUNDS, SECONDS_A_ROUND)
+    if name == "clip_loss":
+        bare = take_turns(bare_products(inputs[0].detach(), inputs[1].detach()), device, ROUNDS, SECONDS_A_ROUND)
+        row["ms"][BARE] = 2 * bare["S"] + bare["dX"] + bare["dY"]
+    if device == "cuda":
+        ours = {system: steps[system] for system in (OURS, IN_MEMORY, OVER_TILES, "dense PyTorch") if system in steps}
+        row["host_ms"] = host_milliseconds(ours, 10 if B <= 8192 else 2)
     record["results"].append(row)
     shown = ", ".join(f"{system} {ms:.3f}" for system, ms in row["ms"].items())
-    record.say(f"{name} {B}x{D} ms: {shown}; host {row['host_ms'].get(OURS, 0):.3f}")
+    host = ", ".join(f"{system} {ms:.3f}" for system, ms in row["host_ms"].items())
+    record.say(f"{name} {B}x{D} ms: {shown}; host: {host}")
+    record.save()
 
 
 def kernels_of(record: Record, step: Callable[[], Any], what: str) -> None:
@@ -338,7 +315,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="*", type=int, default=SIZES, help="pairs of clip_loss (64 to 32768)")
     parser.add_argument("--widths", nargs="*", type=int, default=WIDTHS, help="of its embeddings (512 1024)")
-    parser.add_argument("--others", nargs="*", type=int, default=OTHER_SIZES, help="pairs of the other losses (256 to 16384)")
+    parser.add_argument("--others", nargs="*", type=int, default=OTHER_SIZES, help="pairs of the other losses (64 to 16384)")
     arguments(parser, "small_gpu", 260)
     args = parser.parse_args()
     device = device_of(args)
@@ -369,13 +346,14 @@ def main() -> int:
         for B in sizes:
             if record.left() > 15:
                 with attempt(record, f"clip_loss {B}x{D}"):
-                    measure(record, B, D, device, compared)
+                    measure(record, "clip_loss", systems(B, device) | compared, B, D, device)
         if widths[0] == D:
-            for name in LOSSES:
+            for name, (mine, dense) in LOSSES.items():
+                candidates = {OURS: mine, "dense PyTorch": autocast(dense, device), OVER_TILES: limited(0, mine)}
                 for B in others if name != "clip_loss" else ():
                     if record.left() > 35:
                         with attempt(record, f"{name} {B}"):
-                            measure_other(record, name, B, D, device)
+                            measure(record, name, candidates, B, D, device)
     if device == "cuda" and record.left() > 10:
         with attempt(record, "kernels at 16384"):
             step = step_of(mb.clip_loss, data(16384, 512, torch.bfloat16, device))

@@ -209,7 +209,18 @@ def test_more_than_two_to_the_31_elements():
 
 
 @pytest.mark.parametrize(
-    ("N", "M", "D"), [(1000, 777, 100), (1, 5, 1), (257, 4099, 33), (3, 130, 768), (520, 700, 1000), (128, 64, 512)]
+    ("N", "M", "D"),
+    [
+        (1000, 777, 100),
+        (1, 5, 1),
+        (257, 4099, 33),
+        (3, 130, 768),
+        (520, 700, 1000),
+        (700, 900, 1152),
+        (300, 400, 1500),
+        (300, 400, 1601),
+        (128, 64, 512),
+    ],
 )
 @pytest.mark.parametrize("options", ["plain", "diagonal", "ids", "offsets", "hostile"])
 def test_bfloat16_kernels_on_odd_shapes(N, M, D, options):

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megabatch.operators.pair_loss import pair_loss
-from megabatch.operators.small_kernels import LABELS, MATCHES, SIGMOID, Task, small_loss
+from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, Task, small_loss
 from megabatch.tiles import (
     in_memory,
     plan,
@@ -131,6 +131,7 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_small, "_partial_sums_kernel"),
         (triton_small, "_combine_kernel"),
         (triton_small, "_softmax_weights_kernel"),
+        (triton_small, "_rows_kernel"),
         (triton_small, "_sigmoid_kernel"),
         (triton_small_gradients, "_finish_kernel"),
         (triton_small_gradients, "_multiply_kernel"),
@@ -149,7 +150,8 @@ def main(capability: int, precision: str, features: bool) -> None:
         launch_all(512, precision, features, N=320)  # a multiple of 16, which allows wider loads
     if capability == 90 and not features:
         launch_all(768, precision, features)  # a part of the columns stays in shared memory
-        launch_all(1088, precision, features)  # too wide for the warp-specialised kernel
+        launch_all(1152, precision, features)  # four or five steps of eighteen stay there
+        launch_all(1600, precision, features)  # too wide for the warp-specialised kernel
     print("compiled", len(COMPILED))
 
 
@@ -159,15 +161,16 @@ def launch_small(precision: str, features: bool, N: int = 300, D: int = 512) -> 
     scale = torch.tensor(1.0, requires_grad=True)
     ids = torch.arange(N) if features else None
     tasks = (
-        (y, None, Task(MATCHES, N, ids, columns=True)),
         (y, None, Task(MATCHES, N, ids)),
+        (y, None, Task(ROWS, N, ids)),
         (y if ids is None else None, None, Task(LABELS, 0, ids)),
         (y, scale, Task(SIGMOID, N, ids, ids_are_positives=features)),
     )
     for other, bias, task in tasks:
         torch.autograd.grad(small_loss(x, other, scale, bias, precision, task), x)
     with torch.no_grad():
-        small_loss(x, y, scale, None, precision, Task(MATCHES, N, ids, columns=True))
+        for kind in (MATCHES, ROWS):
+            small_loss(x, y, scale, None, precision, Task(kind, N, ids))
     for columns in (False, True):
         pair_loss(x, y, scale, (ids, ids), precision, columns=columns, divisor=N)
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megabatch.operators.definition import refusing
 from megabatch.operators.pair_loss import pair_loss
-from megabatch.operators.small_kernels import LABELS, MATCHES, SIGMOID, Task, small_loss
+from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, Task, small_loss
 from megabatch.operators.transforms import transforms_are_active
 from megabatch.tiles import plan
 from megabatch.tiles.backends import TRITON
@@ -57,7 +57,7 @@ def small_cross_entropy(
     if backend == TRITON and len(x) ** 2 > plan.SMALL_PAIRS:
         return pair_loss(x, y, scale, (ids, ids), precision, columns=columns, divisor=divisor)
     if backend == TRITON:
-        return small_loss(x, y, scale, None, precision, Task(MATCHES, divisor, ids, columns))
+        return small_loss(x, y, scale, None, precision, Task(MATCHES if columns else ROWS, divisor, ids))
 
     def weigh(s: Tensor) -> tuple[float, Tensor]:
         _leave_out(s, ids)

@@ -1,7 +1,7 @@
 """Losses of a small batch by kernels: all similarities in memory once, and the gradients computed with the loss.
 
-A step is three library products and four launches (two for a sigmoid loss), and backward, one launch, multiplies by the
-incoming gradient.
+A step is three library products and four launches (two for a sigmoid loss, and for rows alone), and backward, one launch,
+multiplies by the incoming gradient.
 With one pass over tiles after another, the host would take longer to launch the work than the device to do it. The
 similarities fit the limit of a workspace (`plan.SMALL_PAIRS`) and are freed before forward returns.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from megabatch.operators.definition import refusing
 from megabatch.tiles.precision import FLOAT16, HALF_DTYPE, TF32, multiply_into, rounded
 
-MATCHES, LABELS, SIGMOID = 0, 1, 2  # the kinds of `tiles.triton_small`
+MATCHES, LABELS, SIGMOID, ROWS = 0, 1, 2, 3  # the kinds of `tiles.triton_small`
 
 
 class Task(NamedTuple):
@@ -28,7 +28,6 @@ class Task(NamedTuple):
     kind: int
     divisor: int  # of the loss; 0 for the number of rows that share their label
     ids: Tensor | None = None  # (N,) ids or labels
-    columns: bool = False  # of MATCHES: columns as well as rows
     ids_are_positives: bool = False  # of SIGMOID
 
 
@@ -86,11 +85,13 @@ class _SmallLoss(torch.autograd.Function):
         period = len(x) if kind == LABELS and ids is None else None
         of_scale, of_bias = kinds(scale, bias)
         given = device, half, weights is None, of_scale, of_bias, *kinds(ids)
-        form = triton_small.Form(kind, N, task.columns, period, task.ids_are_positives, unit, precision == TF32, given)
+        form = triton_small.Form(kind, N, any(needs), period, task.ids_are_positives, unit, precision == TF32, given)
         launches = triton_small.launches(form)
         work, sums = launches.room(device)
         if kind == SIGMOID:
             launches.sigmoid_weights(products, weights, scale, bias, ids, work, sums)
+        elif kind == ROWS:
+            launches.rows(products, weights, scale, ids, work, sums)
         else:
             launches.partial_sums(products, scale, ids, work)
             launches.combine(products, scale, work, sums)
@@ -107,7 +108,7 @@ class _SmallLoss(torch.autograd.Function):
         strides = *rows.stride(), *columns.stride()
         finish = triton_small_gradients.finish(
             triton_small_gradients.FinishForm(
-                *(kind, N, D, task.columns, sides, any(needs), strides, launches.programs, launches.tiles, task.divisor, unit),
+                *(kind, N, D, sides, any(needs), strides, launches.programs, launches.tiles, task.divisor, unit),
                 given=(device, of_scale, *kinds(rows, columns)),
             )
         )

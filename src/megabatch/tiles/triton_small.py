@@ -7,7 +7,8 @@ kernel (no fused multiply-add). Sums are exp(shift) · total, as in `logsum`; wh
 No atomics: programs store partial sums, and the next launch adds them in a fixed order.
 
 The kind of a loss says which pairs count:
-    MATCHES  row i belongs to column i; pairs of equal ids are left out of the sums
+    MATCHES  row i belongs to column i, and column i to row i; pairs of equal ids are left out of the sums
+    ROWS     the same, of the rows alone: one launch computes sums and weights
     LABELS   rows against themselves; rows of equal labels are positives. A row's only positive is kept apart, like a match
     SIGMOID  every pair counts for itself; pair (i, i) is a match, and pairs of equal ids are left out or are matches too
 A match is kept apart: its weight reaches the gradients unrounded, in the last step.
@@ -29,10 +30,11 @@ from torch import Tensor
 from megabatch.tiles.triton_device import cross_entropy, equal_ids, finite_or_zero, log1p, logarithm, round_to_tf32
 from megabatch.tiles.triton_launcher import Launcher
 
-MATCHES, LABELS, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+MATCHES, LABELS, SIGMOID, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 _BLOCK_N, _BLOCK_M = 64, 128  # a tile of similarities
 _ROWS = 32  # rows that a program combines
+_WHOLE_ROWS, _WIDTH = 4, 1024  # rows of a program that computes them whole, and columns that it loads at once
 _EXACT = {"enable_fp_fusion": False}  # similarities are rounded before a shift is subtracted
 # Of rows: shift, total, weight of a unit, weight of the match, pull of a positive, the sole positive.
 PLANES = tl.constexpr(6)
@@ -76,7 +78,6 @@ def _partial_sums_kernel(
     N,
     period,
     KIND: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -94,7 +95,7 @@ def _partial_sums_kernel(
         tl.store(to + 4 * plane, tl.sum(tl.where(same, t, 0.0), 1), mask_n)
         tl.store(to + 5 * plane, tl.sum(same.to(tl.float32), 1), mask_n)
         tl.store(to + 6 * plane, tl.max(tl.where(same, offs_m[None, :], 0), 1).to(tl.float32), mask_n)
-    if COLUMNS:
+    else:
         parts += 2 * plane
         to, plane = parts + tl.program_id(1) * N + offs_m, tl.num_programs(1) * N
         _store_sum(to, plane, negatives, 0, offs_m < N)
@@ -155,7 +156,13 @@ def _combine(
     tl.store(stats + 2 * N + offs_n, per_unit.to(tl.float32), mask)
     tl.store(stats + 3 * N + offs_n, weight.to(tl.float32), mask)
     tl.store(sums + program, tl.sum(tl.where(mask, loss, 0.0), 0))
-    tl.store(sums + programs + program, -tl.sum(tl.where(mask & (weight != 0.0), weight * product, 0.0), 0))
+    tl.store(sums + programs + program, _of_matches(weight, product, mask))
+
+
+@triton.jit
+def _of_matches(weight, product, mask):
+    """The part of d scale that comes from the matches of some rows."""
+    return -tl.sum(tl.where(mask & (weight != 0.0), weight * product, 0.0), 0)
 
 
 @triton.jit
@@ -168,7 +175,6 @@ def _combine_kernel(
     row_count,
     col_count,
     KIND: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ROW_PARTS: tl.constexpr,
     COL_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -178,7 +184,7 @@ def _combine_kernel(
     sums += FIRST_SUM
     if program < tiles:
         _combine(program, program, products, scale, parts, row_count, work, sums, programs, N, KIND, ROW_PARTS, BLOCK_N)
-    elif COLUMNS:
+    elif KIND == MATCHES:
         _combine(
             program, program - tiles, products, scale, parts + 2 * row_count * N, col_count, work + PLANES * N, sums,
             programs, N, KIND, COL_PARTS, BLOCK_N,
@@ -190,7 +196,11 @@ def _softmax(t, stats, offs, N, axis: tl.constexpr):
     """weight · softmax(t) along rows (axis 1) or columns (axis 0); each term is capped by its sum."""
     mask = offs < N
     shift, total = tl.load(stats + offs, mask, 0.0), tl.load(stats + N + offs, mask, 0.0)
-    per_unit = tl.load(stats + 2 * N + offs, mask, 0.0)
+    return _weights_of(t, shift, total, tl.load(stats + 2 * N + offs, mask, 0.0), axis)
+
+
+@triton.jit
+def _weights_of(t, shift, total, per_unit, axis: tl.constexpr):
     e = tl.minimum(tl.exp(t - tl.expand_dims(shift, axis)), tl.expand_dims(total, axis))
     return e * tl.expand_dims(per_unit, axis)
 
@@ -231,7 +241,6 @@ def _softmax_weights_kernel(
     first_sum,  # of the tiles
     unit,
     KIND: tl.constexpr,
-    COLUMNS: tl.constexpr,
     TF32: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -246,15 +255,63 @@ def _softmax_weights_kernel(
         g += _label_weights(t, inside, own, same, work, offs_m, N, 0)
     else:
         t = tl.where(inside & ~own & ~same, t, -float("inf"))
-        g = _softmax(t, work, offs_n, N, 1)
-        if COLUMNS:
-            g += _softmax(t, work + PLANES * N, offs_m, N, 0)
+        g = _softmax(t, work, offs_n, N, 1) + _softmax(t, work + PLANES * N, offs_m, N, 0)
         of_scale = g
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
     tl.store(sums + first_sum + programs + program, _sum_all(tl.where(of_scale == 0.0, 0.0, of_scale * s)))
     if weights is not None:
         _store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32)
+
+
+@triton.jit
+def _negatives(products, scale, ids, offs_n, offs_m, N):
+    """(products, similarities of the negatives, inside)."""
+    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, None)
+    return s, tl.where(inside & ~own & ~same, s * scale, -float("inf")), inside
+
+
+@triton.jit
+def _rows_kernel(
+    products,  # (N, N)
+    weights,  # (N, N), which may be `products` itself, or None
+    scale,  # ()
+    ids,  # (N,) or None
+    work,  # the weight of the match alone
+    sums,
+    N,
+    unit,
+    LEARNS: tl.constexpr,
+    TF32: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Sums over whole rows, then their weights: the second time, a row's products come from the cache."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    offs_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n, factor = offs_n < N, tl.load(scale).to(tl.float32)
+    peak, total = tl.full((BLOCK_N,), -float("inf"), tl.float32), tl.zeros((BLOCK_N,), tl.float64)
+    for first in range(0, N, BLOCK_M):
+        t = _negatives(products, factor, ids, offs_n, first + tl.arange(0, BLOCK_M), N)[1]
+        before, peak = peak, tl.maximum(peak, tl.max(t, 1))
+        shift = finite_or_zero(peak)
+        total = total * tl.exp(before - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)
+    product = tl.load(products + offs_n * N + offs_n, mask_n, 0.0)
+    loss, weight = cross_entropy(peak, total, product * factor)
+    per_unit = tl.where(total == 0.0, 0.0, weight / tl.where(total == 0.0, 1.0, total)).to(tl.float32)
+    tl.store(work + 3 * N + offs_n, weight.to(tl.float32), mask_n)
+    sums += FIRST_SUM
+    tl.store(sums + program, tl.sum(tl.where(mask_n, loss, 0.0), 0))
+    if LEARNS:
+        of_scale = tl.zeros((BLOCK_N,), tl.float64)
+        for first in range(0, N, BLOCK_M):
+            offs_m = first + tl.arange(0, BLOCK_M)
+            s, t, inside = _negatives(products, factor, ids, offs_n, offs_m, N)
+            g = _weights_of(t, finite_or_zero(peak), total.to(tl.float32), per_unit, 1)
+            of_scale += tl.sum(tl.where(g == 0.0, 0.0, g * s), 1)
+            if weights is not None:
+                _store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32)
+        tl.store(sums + programs + program, tl.sum(of_scale, 0) + _of_matches(weight, product, mask_n))
 
 
 @triton.jit
@@ -306,7 +363,7 @@ class Form(NamedTuple):
 
     kind: int
     N: int
-    columns: bool
+    learns: bool  # whether weights or d scale are needed
     period: int | None  # of LABELS: rows whose numbers are equal modulo it have the same label
     ids_are_positives: bool  # of SIGMOID
     unit: float  # weights are stored times `unit`
@@ -322,22 +379,26 @@ class Launches:
         grid = -(-N // _BLOCK_M), -(-N // _BLOCK_N)  # tiles of columns, tiles of rows
         tile = {"BLOCK_N": _BLOCK_N, "BLOCK_M": _BLOCK_M}
         eight_warps = {"num_warps": 8, **_EXACT}
-        self.tiles = grid[0] * grid[1]
         if kind == SIGMOID.value:
-            self.programs, self.work = 0, PLANES.value * N
+            self.programs, self.tiles, self.work = 0, grid[0] * grid[1], PLANES.value * N
             constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": form.tf32}
             self.sigmoid_weights = Launcher(_sigmoid_kernel, grid, (N, form.unit), **constants, **tile, **eight_warps)
             return
-        row_planes = 7 if kind == LABELS.value else 2
-        self.programs = -(-N // _ROWS) * (2 if form.columns else 1)
-        self.work = N * (2 * PLANES.value + row_planes * grid[0] + (2 * grid[1] if form.columns else 0))
-        of_loss = {"KIND": kind, "COLUMNS": form.columns}
+        if kind == ROWS.value:
+            self.programs, self.tiles, self.work = -(-N // _WHOLE_ROWS), 0, PLANES.value * N
+            blocks = {"BLOCK_N": _WHOLE_ROWS, "BLOCK_M": min(_WIDTH, triton.next_power_of_2(N))}
+            constants = {"LEARNS": form.learns, "TF32": form.tf32}
+            self.rows = Launcher(_rows_kernel, (self.programs,), (N, form.unit), **constants, **blocks, **_EXACT)
+            return
+        row_planes, col_planes, sides = (7, 0, 1) if kind == LABELS.value else (2, 2, 2)
+        self.programs, self.tiles = -(-N // _ROWS) * sides, grid[0] * grid[1]
+        self.work = N * (2 * PLANES.value + row_planes * grid[0] + col_planes * grid[1])
         parts = {"ROW_PARTS": triton.next_power_of_2(grid[0]), "COL_PARTS": triton.next_power_of_2(grid[1])}
         numbers = N, form.period, FIRST_SUM.value + SUMS.value * self.programs, form.unit
-        self.partial_sums = Launcher(_partial_sums_kernel, grid, (N, form.period), **of_loss, **tile, **eight_warps)
-        self.combine = Launcher(_combine_kernel, (self.programs,), (N, *grid), BLOCK_N=_ROWS, **of_loss, **parts, **_EXACT)
+        self.partial_sums = Launcher(_partial_sums_kernel, grid, (N, form.period), KIND=kind, **tile, **eight_warps)
+        self.combine = Launcher(_combine_kernel, (self.programs,), (N, *grid), KIND=kind, BLOCK_N=_ROWS, **parts, **_EXACT)
         self.softmax_weights = Launcher(
-            _softmax_weights_kernel, grid, numbers, TF32=form.tf32, **of_loss, **tile, **eight_warps
+            _softmax_weights_kernel, grid, numbers, KIND=kind, TF32=form.tf32, **tile, **eight_warps
         )
 
     def room(self, device: torch.device) -> tuple[Tensor, Tensor]:

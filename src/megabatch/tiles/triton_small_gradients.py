@@ -11,7 +11,7 @@ import triton.language as tl
 
 from megabatch.tiles.triton_device import load_embeddings
 from megabatch.tiles.triton_launcher import Launcher
-from megabatch.tiles.triton_small import FIRST_SUM, LABELS, PLANES, SIGMOID, SUMS
+from megabatch.tiles.triton_small import FIRST_SUM, LABELS, MATCHES, PLANES, SIGMOID, SUMS
 
 _BLOCK_N, _BLOCK_D = 16, 256
 _BLOCK = 1024  # partial sums that are added at once
@@ -31,7 +31,7 @@ def _add(values, count, BLOCK: tl.constexpr):
 @triton.jit
 def _finish_rows(
     tile, sums, partners, row_stride, stride, stats, factor, unit, N, D,
-    KIND: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """sums = (sums − unit · weight of the match · its partner) · factor, for the rows of a tile."""
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -42,7 +42,7 @@ def _finish_rows(
         partner = tl.load(stats + 5 * N + offs_n, mask_n, 0.0).to(tl.int32)
         is_apart = tl.load(stats + 4 * N + offs_n, mask_n, 0.0) < 0.0
         weight += tl.where(is_apart, tl.load(stats + 3 * N + partner, mask_n, 0.0), 0.0)
-    if COLUMNS:
+    if KIND == MATCHES:
         weight += tl.load(stats + (PLANES + 3) * N + offs_n, mask_n, 0.0)
     weight = (weight * unit)[:, None]
     for d in range(0, D, BLOCK_D):
@@ -75,8 +75,7 @@ def _finish_kernel(
     divisor,  # of the loss, or 0 for the number of rows with a positive
     unit,
     KIND: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_TILES: tl.constexpr,
+    LEARNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -93,16 +92,14 @@ def _finish_kernel(
     if dx is not None:
         first_of_y = tl.cdiv(N, BLOCK_N)
         if program < first_of_y:
-            _finish_rows(program, dx, y, y_row_stride, y_stride, work, factor, unit, N, D, KIND, COLUMNS, BLOCK_N, BLOCK_D)
+            _finish_rows(program, dx, y, y_row_stride, y_stride, work, factor, unit, N, D, KIND, BLOCK_N, BLOCK_D)
     if dy is not None:
         if program >= first_of_y:
-            _finish_rows(
-                program - first_of_y, dy, x, x_row_stride, x_stride, work, factor, unit, N, D, KIND, COLUMNS, BLOCK_N, BLOCK_D
-            )
+            _finish_rows(program - first_of_y, dy, x, x_row_stride, x_stride, work, factor, unit, N, D, KIND, BLOCK_N, BLOCK_D)
     if program == 0:
         total = _add(tile_sums, tiles, BLOCK) if KIND == SIGMOID else _add(row_sums, row_programs, BLOCK)
         tl.store(loss, (total * share).to(tl.float32))
-        if HAS_TILES:
+        if LEARNS:
             total = _add(tile_sums + tiles, tiles, BLOCK)
             if KIND != SIGMOID:
                 total += _add(row_sums + row_programs, row_programs, BLOCK)
@@ -153,9 +150,8 @@ class FinishForm(NamedTuple):
     kind: int
     N: int
     D: int
-    columns: bool
     sides: tuple[bool, bool]  # whether there are gradients of x and of y
-    has_tiles: bool  # whether the sums of the tiles are known
+    learns: bool  # whether d scale and d bias are needed
     strides: tuple[int, ...]  # of x and y
     programs: int  # of `Launches`
     tiles: int
@@ -169,7 +165,7 @@ def finish(form: FinishForm) -> Launcher:
     """Adds the matches to the gradients and multiplies them by scale and share; adds up loss, d scale and d bias."""
     programs = max(1, -(-form.N // _BLOCK_N) * sum(form.sides))
     numbers = form.N, form.D, *form.strides, form.programs, form.tiles, float(form.divisor), form.unit
-    constants = {"KIND": form.kind, "COLUMNS": form.columns, "HAS_TILES": form.has_tiles}
+    constants = {"KIND": form.kind, "LEARNS": form.learns}
     blocks = {"BLOCK_N": _BLOCK_N, "BLOCK_D": _BLOCK_D, "BLOCK": _BLOCK}
     return Launcher(_finish_kernel, (programs,), numbers, **constants, **blocks)
 
