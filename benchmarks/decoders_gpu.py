@@ -5,9 +5,9 @@ one hard negative for each query. The 0.6B is trained whole, in float32 under bf
 LoRA; without PEFT (`--peers FOLDER` names a folder that has it), its last layers are trained.
 
 Before anything is timed, the gradients of every system are compared with a plain step's, in float32 with a small decoder.
-Every system tries several chunk sizes on a small batch and then uses its fastest; layers are compiled for all systems that say
-so. `--tiny` runs the same code on a CPU. Writes a JSON record after every measurement; `decoders_gpu_report.py` makes the table
-and the plot of it.
+The fastest system of each library tries several chunk sizes on a small batch, and all of its systems use the best one. Layers
+are compiled where a system says so. `--tiny` runs the same code on a CPU. Writes a JSON record after every measurement;
+`decoders_gpu_report.py` makes the table and the plot of it.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from timing import clear, failure
 
 from megabatch.bench.measure import peak_memory
 from megabatch.machine import peak_rates
+from megabatch.towers.huggingface import TextEncoder
 
 CHECK, CHECK_TOKENS, TOLERANCE = 12, 200, 1e-3  # float32 against float32, by the length of all gradients
 
@@ -96,56 +97,76 @@ class Bench:
             "trained": trained,
         }
         self.record.say(f"{shape.name}: {trained}")
-        usable, pace, chosen = dict(self.usable), dict[str, float](), dict[str, int]()
+        usable = dict(self.usable)
         small = texts(shape.tuning, shape.config["vocab_size"], self.device, self.longest)
-        for name, step in SYSTEMS.items():
-            tried: dict[int, float] = {}
-            for tokens in shape.tokens:
-                s = Setting(encoder, small, tokens, self.device)
-                if usable[name] != "ok" or self.record.left() < until:
-                    break
-                try:
-                    step.prepare(encoder)
-                    step(s)  # asks for memory, and compiles
-                    tried[tokens] = self.seconds(step, s)
-                except Exception as error:
-                    reason = failure(error)
-                    self.record.say(f"{shape.name} {name}, chunks of {tokens} tokens: {reason}")
-                    if reason != "out of memory" and not tried:
-                        usable[name] = reason
-                    gradients(encoder)
-                    clear(self.device)
-                    break
-            if tried:
-                chosen[name] = min(tried, key=lambda tokens: tried[tokens])
-                pace[name] = tried[chosen[name]] / shape.tuning
-                told = ", ".join(f"{tokens}: {seconds:.2f} s" for tokens, seconds in tried.items())
-                self.record.say(f"{shape.name} {name}, chunks of tokens {told}")
-            elif usable[name] == "ok":
-                usable[name] = "no time left" if self.record.left() < until else "out of memory"
-        for pairs in shape.batches:
+        chosen: dict[str, int] = {}  # tokens of a chunk, by library
+        for name, system in SYSTEMS.items():
+            if usable[name] == "ok" and system.library not in chosen and self.record.left() > until:
+                found = self.best_chunk(f"{shape.name} {name}", system, encoder, small, shape.tokens)
+                if isinstance(found, int):
+                    chosen[system.library] = found
+                else:
+                    usable[name] = found
+        pace: dict[str, float] = {}  # seconds of a pair
+        for number, pairs in enumerate(shape.batches):
             columns = texts(pairs, shape.config["vocab_size"], self.device, self.longest)
             work = necessary(shape, columns, whole=trained == "all weights") if not trained.startswith("the last") else 0.0
-            for name, step in SYSTEMS.items():
+            for name, system in SYSTEMS.items():
+                if number >= system.batches:
+                    continue
                 result = {"model": shape.name, "B": pairs, "system": name, "status": usable[name]}
                 result["tokens"] = sum(int(column["attention_mask"].sum()) for column in columns)
-                if usable[name] == "ok":
-                    if pace[name] * pairs * 1.2 > self.record.left() - until:
+                if usable[name] == "ok" and system.library not in chosen:
+                    result["status"] = "no time left"
+                elif usable[name] == "ok":
+                    if pace.get(name, 0.0) * pairs * 1.2 > self.record.left() - until:
                         result["status"] = "no time left"
                     else:
-                        s = Setting(encoder, columns, chosen[name], self.device)
-                        self.measure(step, s, result, work)
+                        s = Setting(encoder, columns, chosen[system.library], self.device)
+                        before = Setting(encoder, small, s.tokens, self.device) if number == 0 else None
+                        self.measure(system, s, result, work, before)
+                        pace[name] = result.get("seconds", 0.0) / pairs
                 self.record["results"].append(result)
                 self.record.save()
 
-    def measure(self, step: System, s: Setting, result: dict[str, Any], work: float) -> None:
+    def best_chunk(
+        self, what: str, system: System, encoder: TextEncoder, columns: list[Features], sizes: tuple[int, ...]
+    ) -> int | str:
+        """The fastest number of tokens in a chunk, or why there is none."""
+        tried: dict[int, float] = {}
+        for tokens in sizes:
+            s = Setting(encoder, columns, tokens, self.device)
+            try:
+                self.warm_up(system, s)
+                tried[tokens] = self.seconds(system, s)
+            except Exception as error:  # larger chunks would fail too
+                reason = failure(error)
+                self.record.say(f"{what}, chunks of {tokens} tokens: {reason}")
+                gradients(encoder)
+                clear(self.device)
+                if not tried:
+                    return reason
+                break
+        told = ", ".join(f"{tokens}: {seconds:.2f} s" for tokens, seconds in tried.items())
+        self.record.say(f"{what}, chunks of tokens {told}")
+        return min(tried, key=lambda tokens: tried[tokens])
+
+    def warm_up(self, system: System, s: Setting) -> None:
+        """A step that requests memory and compiles."""
+        system.prepare(s.encoder)
+        system(s)
+        gradients(s.encoder)
+
+    def measure(self, step: System, s: Setting, result: dict[str, Any], work: float, warm_up: Setting | None) -> None:
         """One step: its time, its peak beyond weights and gradients, its share of the chip's rate."""
         gradients(s.encoder)
         clear(self.device)
-        for p in s.encoder.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None  # as in every step but the first
         try:
+            if warm_up is not None:
+                self.warm_up(step, warm_up)
             step.prepare(s.encoder)
+            for p in s.encoder.parameters():
+                p.grad = torch.zeros_like(p) if p.requires_grad else None  # as in every step but the first
             seconds, result["peak_bytes"] = peak_memory(lambda: self.seconds(step, s, result), self.device)
             result |= {"seconds": seconds, "chunk_tokens": s.tokens}
             if self.peak and work:

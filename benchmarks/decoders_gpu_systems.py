@@ -36,8 +36,8 @@ class Shape:
     name: str
     config: dict[str, Any]
     adapters: bool  # LoRA in bf16 weights, or all weights in float32
-    batches: tuple[int, ...]
-    tuning: int  # pairs
+    batches: tuple[int, ...]  # pairs, in ascending order
+    tuning: int  # pairs on which chunk sizes are compared
     tokens: tuple[int, ...]  # of a chunk, to choose from
 
 
@@ -46,21 +46,21 @@ SMALL = Shape(
     "Qwen3-0.6B",
     {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, **_HEADS},
     False,
-    (2048, 512, 8192),
-    256,
-    (16384, 32768, 65536),
+    (256, 2048, 8192),
+    128,
+    (32768, 65536),
 )
 LARGE = Shape(
     "Qwen3-8B",
     {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, **_HEADS},
     True,
-    (256, 64, 1024),
+    (64, 256, 1024),
     32,
-    (8192, 16384, 32768),
+    (16384, 32768),
 )
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 _TINY |= {"head_dim": 8, "vocab_size": 500, "max_position_embeddings": 512}
-TINY = [Shape("tiny, whole", _TINY, False, (24, 8), 8, (256, 1024)), Shape("tiny, in part", _TINY, True, (24, 8), 8, (256,))]
+TINY = [Shape("tiny, whole", _TINY, False, (8, 24), 8, (256, 1024)), Shape("tiny, in part", _TINY, True, (8, 24), 8, (256,))]
 
 
 class Texts(nn.Module):
@@ -185,6 +185,8 @@ class System:
     """A step, and how the decoder is prepared for it, which is not timed."""
 
     step: Callable[[Setting], Tensor]
+    library: str
+    batches: int  # of a shape, beginning with the smallest: slow systems take no part in large ones
     packed: bool = False
     compiled: bool = False
 
@@ -209,14 +211,14 @@ class System:
 
 
 _COMPILED: dict[nn.Module, Any] = {}
-SYSTEMS = {  # the most important first, in case time runs out
-    COMPILED: System(ours, packed=True, compiled=True),
-    THEIRS_COMPILED: System(lambda s: theirs(s, by_tokens=True), compiled=True),
-    OURS: System(ours, packed=True),
-    THEIRS: System(theirs),
-    THEIRS_TOKENS: System(lambda s: theirs(s, by_tokens=True)),
-    KEPT: System(lambda s: ours(s, budget="auto"), packed=True, compiled=True),
-    PADDED: System(ours),
+SYSTEMS = {  # the first of a library chooses the chunk size of all
+    COMPILED: System(ours, "megabatch", 3, packed=True, compiled=True),
+    THEIRS_COMPILED: System(lambda s: theirs(s, by_tokens=True), THEIRS, 2, compiled=True),
+    KEPT: System(lambda s: ours(s, budget="auto"), "megabatch", 2, packed=True, compiled=True),
+    OURS: System(ours, "megabatch", 1, packed=True),
+    PADDED: System(ours, "megabatch", 1),
+    THEIRS: System(theirs, THEIRS, 1),
+    THEIRS_TOKENS: System(lambda s: theirs(s, by_tokens=True), THEIRS, 1),
 }
 WITH_COMPILER = {COMPILED: OURS, KEPT: OURS, THEIRS_COMPILED: THEIRS_TOKENS}
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from record import Record, arguments, device_of
 from small_gpu_report import report
-from timing import milliseconds, take_turns
+from timing import take_turns
 from torch import Tensor
 
 import megabatch as mb

@@ -206,8 +206,8 @@ def hopper_tile(block: Block, task: str) -> HopperTile | None:
     By resident steps, softmax / sigmoid / sums: D = 768, 6 steps 701 / 625 / 747, 7 steps 633 / 578 / 685, 8 steps
     563 / 522 / 617; D = 1024, 6 steps 684 / 661 / 722, 5 steps 693 / 639 / 743, 4 steps 675 / 680 / 757.
     D = 1152, 64k pairs, forward + backward, ms: `clip_loss` 65.1 by the Triton kernels, 64.0 / 63.8 / 63.8 with 4 / 3 / 5 steps
-    for both passes, of which sums alone 15.2 and 15.6 / 15.6 / 15.4; `siglip_loss` 52.5 and 47.8 / 47.8 / 48.3. D = 1536, 4 steps:
-    87.9 and 86.6, of which sums 22.9 and 21.2; `siglip_loss` 65.0 and 65.3.
+    for both passes, of which sums alone 15.2 and 15.6 / 15.6 / 15.4; `siglip_loss` 52.5 and 47.8 / 47.8 / 48.3. With 4 steps at
+    D = 1536: 87.9 and 86.6, of which sums 22.9 and 21.2; `siglip_loss` 65.0 and 65.3.
     Twice as many slots of half the width: 631 / 531 / 684 at D = 512, and 0.85 of the above at 768.
     """
     half = block.precision in (BFLOAT16, FLOAT16)
