@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megabatch.operators.pair_loss import pair_loss
-from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, Task, small_loss
+from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, VIEWS, Task, small_loss
 from megabatch.tiles import (
     in_memory,
     plan,
@@ -163,7 +163,8 @@ def launch_small(precision: str, features: bool, N: int = 300, D: int = 512) -> 
     tasks = (
         (y, None, Task(MATCHES, N, ids)),
         (y, None, Task(ROWS, N, ids)),
-        (y if ids is None else None, None, Task(LABELS, 0, ids)),
+        (y, None, Task(VIEWS, N)),
+        (None, None, Task(LABELS, 0, torch.arange(N) // 2)),
         (y, scale, Task(SIGMOID, N, ids, ids_are_positives=features)),
     )
     for other, bias, task in tasks:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megabatch.operators.definition import refusing
 from megabatch.operators.pair_loss import pair_loss
-from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, Task, small_loss
+from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, VIEWS, Task, small_loss
 from megabatch.operators.transforms import transforms_are_active
 from megabatch.tiles import plan
 from megabatch.tiles.backends import TRITON
@@ -74,7 +74,7 @@ def small_nt_xent_loss(z1: Tensor, z2: Tensor, scale: Tensor, precision: str, ba
     """Σ_i of −log softmax(s)_ij over all views i of all samples, where j is the other view of the same sample, ÷ `divisor`."""
     rows = 2 * len(z1)
     if backend == TRITON and rows**2 <= plan.SMALL_PAIRS:
-        return small_loss(z1, z2, scale, None, precision, Task(LABELS, divisor))
+        return small_loss(z1, z2, scale, None, precision, Task(VIEWS, divisor))
     N, views = len(z1), torch.cat((z1, z2))
     if backend == TRITON:
         own = torch.arange(rows, device=z1.device)  # a view is not compared with itself

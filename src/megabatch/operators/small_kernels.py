@@ -19,7 +19,7 @@ from torch import Tensor
 from megabatch.operators.definition import refusing
 from megabatch.tiles.precision import FLOAT16, HALF_DTYPE, TF32, multiply_into, rounded
 
-MATCHES, LABELS, SIGMOID, ROWS = 0, 1, 2, 3  # the kinds of `tiles.triton_small`
+MATCHES, ROWS, VIEWS, LABELS, SIGMOID = range(5)  # the kinds of `tiles.triton_small`
 
 
 class Task(NamedTuple):
@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
 
 def small_loss(x: Tensor, y: Tensor | None, scale: Tensor, bias: Tensor | None, precision: str, task: Task) -> Tensor:  # ()
-    """The loss of pairs (x_i, y_i); of LABELS, x and y are rows of one set, and without y x is the whole set."""
+    """The loss of pairs (x_i, y_i); of LABELS, x is the whole set, and there is no y."""
     with settled(x):
         loss: Tensor = _SmallLoss.apply(x, y, scale, bias, precision, task, torch.is_grad_enabled())
     return loss
@@ -68,7 +68,7 @@ class _SmallLoss(torch.autograd.Function):
 
         kind, device = task.kind, x.device
         needs = ctx.needs_input_grad[:4] if learns else (False,) * 4
-        if kind == LABELS:
+        if kind in (VIEWS, LABELS):
             rows = columns = rounded(x if y is None else torch.cat((x, y)), precision)
             sides = needs[0] or needs[1], False
         else:
@@ -82,20 +82,20 @@ class _SmallLoss(torch.autograd.Function):
         if sides[0] or sides[1]:
             weights = products if half is None else torch.empty((N, N), dtype=half, device=device)
         ids = None if task.ids is None else task.ids.contiguous()
-        period = len(x) if kind == LABELS and ids is None else None
         of_scale, of_bias = kinds(scale, bias)
         given = device, half, weights is None, of_scale, of_bias, *kinds(ids)
-        form = triton_small.Form(kind, N, any(needs), period, task.ids_are_positives, unit, precision == TF32, given)
+        form = triton_small.Form(kind, N, any(needs), task.ids_are_positives, unit, precision == TF32, given)
         launches = triton_small.launches(form)
         work, sums = launches.room(device)
         if kind == SIGMOID:
             launches.sigmoid_weights(products, weights, scale, bias, ids, work, sums)
-        elif kind == ROWS:
-            launches.rows(products, weights, scale, ids, work, sums)
         else:
-            launches.partial_sums(products, scale, ids, work)
-            launches.combine(products, scale, work, sums)
-            if any(needs):
+            if kind in (ROWS, VIEWS):
+                launches.rows(products, weights, scale, ids, work, sums)
+            else:
+                launches.partial_sums(products, scale, ids, work)
+                launches.combine(products, scale, work, sums)
+            if any(needs) and kind != ROWS:
                 launches.softmax_weights(products, weights, scale, ids, work, sums)
         dx = dy = None
         if weights is not None and sides[0]:

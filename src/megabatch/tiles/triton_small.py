@@ -9,6 +9,7 @@ No atomics: programs store partial sums, and the next launch adds them in a fixe
 The kind of a loss says which pairs count:
     MATCHES  row i belongs to column i, and column i to row i; pairs of equal ids are left out of the sums
     ROWS     the same, of the rows alone: one launch computes sums and weights
+    VIEWS    rows against themselves, all but a row itself; row i belongs to row i ± N/2
     LABELS   rows against themselves; rows of equal labels are positives. A row's only positive is kept apart, like a match
     SIGMOID  every pair counts for itself; pair (i, i) is a match, and pairs of equal ids are left out or are matches too
 A match is kept apart: its weight reaches the gradients unrounded, in the last step.
@@ -30,7 +31,7 @@ from torch import Tensor
 from megabatch.tiles.triton_device import cross_entropy, equal_ids, finite_or_zero, log1p, logarithm, round_to_tf32
 from megabatch.tiles.triton_launcher import Launcher
 
-MATCHES, LABELS, SIGMOID, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+MATCHES, ROWS, VIEWS, LABELS, SIGMOID = (tl.constexpr(number) for number in range(5))
 
 _BLOCK_N, _BLOCK_M = 64, 128  # a tile of similarities
 _ROWS = 32  # rows that a program combines
@@ -44,18 +45,21 @@ FIRST_SUM = tl.constexpr(2)
 
 
 @triton.jit
-def _tile(products, ids, offs_n, offs_m, N, period):
-    """(products, inside, on the diagonal, other pairs of equal ids).
+def partner_of(offs_n, N):
+    """The other view of the same thing."""
+    return tl.where(offs_n < N // 2, offs_n + N // 2, offs_n - N // 2)
 
-    Without ids, a row's id is its number modulo `period`; without both, no pairs have equal ids.
-    """
+
+@triton.jit
+def _tile(products, ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
+    """(products, inside, on the diagonal, other pairs of equal ids); two views of one thing have equal ids."""
     inside = (offs_n < N)[:, None] & (offs_m < N)[None, :]
     own = offs_n[:, None] == offs_m[None, :]
     s = tl.load(products + offs_n[:, None] * N + offs_m[None, :], inside, 0.0)
     if ids is not None:
         same = equal_ids(ids, ids, offs_n, offs_m, N, N)
-    elif period is not None:
-        same = (offs_n % period)[:, None] == (offs_m % period)[None, :]
+    elif IS_VIEWS:
+        same = partner_of(offs_n, N)[:, None] == offs_m[None, :]
     else:
         same = own
     return s, inside, own, inside & same & ~own
@@ -76,14 +80,13 @@ def _partial_sums_kernel(
     ids,  # (N,) or None
     work,
     N,
-    period,
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, period)
+    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, False)
     t = s * tl.load(scale).to(tl.float32)
     negatives = tl.where(inside & ~own & ~same, t, -float("inf"))
     mask_n = offs_n < N
@@ -119,6 +122,19 @@ def _add_parts(parts, number, count, offs_n, N, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _store_statistics(
+    program, programs, offs_n, mask, shift, total, per_unit, weight, loss, product, stats, sums, N
+):  # fmt: skip
+    """Stores what a program knows of its rows, and the sums of their losses and of the matches' part of d scale."""
+    tl.store(stats + offs_n, finite_or_zero(shift), mask)
+    tl.store(stats + N + offs_n, total.to(tl.float32), mask)
+    tl.store(stats + 2 * N + offs_n, per_unit.to(tl.float32), mask)
+    tl.store(stats + 3 * N + offs_n, weight.to(tl.float32), mask)
+    tl.store(sums + program, tl.sum(tl.where(mask, loss, 0.0), 0))
+    tl.store(sums + programs + program, -tl.sum(tl.where(mask & (weight != 0.0), weight * product, 0.0), 0))
+
+
+@triton.jit
 def _combine(
     program, tile, products, scale, parts, count, stats, sums, programs, N,
     KIND: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -151,18 +167,9 @@ def _combine(
         tl.store(stats + 4 * N + offs_n, pull, mask)
         tl.store(stats + 5 * N + offs_n, tl.where(sole, partner, 0).to(tl.float32), mask)
         tl.store(sums + 2 * programs + program, tl.sum((mask & (positives > 0.0)).to(tl.float64), 0))
-    tl.store(stats + offs_n, finite_or_zero(shift), mask)
-    tl.store(stats + N + offs_n, total.to(tl.float32), mask)
-    tl.store(stats + 2 * N + offs_n, per_unit.to(tl.float32), mask)
-    tl.store(stats + 3 * N + offs_n, weight.to(tl.float32), mask)
-    tl.store(sums + program, tl.sum(tl.where(mask, loss, 0.0), 0))
-    tl.store(sums + programs + program, _of_matches(weight, product, mask))
-
-
-@triton.jit
-def _of_matches(weight, product, mask):
-    """The part of d scale that comes from the matches of some rows."""
-    return -tl.sum(tl.where(mask & (weight != 0.0), weight * product, 0.0), 0)
+    _store_statistics(
+        program, programs, offs_n, mask, shift, total, per_unit, weight, loss, product, stats, sums, N
+    )  # fmt: skip
 
 
 @triton.jit
@@ -237,7 +244,6 @@ def _softmax_weights_kernel(
     work,
     sums,
     N,
-    period,
     first_sum,  # of the tiles
     unit,
     KIND: tl.constexpr,
@@ -247,7 +253,7 @@ def _softmax_weights_kernel(
 ):
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, period)
+    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, KIND == VIEWS)
     t = s * tl.load(scale).to(tl.float32)
     if KIND == LABELS:
         g = _label_weights(t, inside, own, same, work, offs_n, N, 1)
@@ -255,8 +261,13 @@ def _softmax_weights_kernel(
         g += _label_weights(t, inside, own, same, work, offs_m, N, 0)
     else:
         t = tl.where(inside & ~own & ~same, t, -float("inf"))
-        g = _softmax(t, work, offs_n, N, 1) + _softmax(t, work + PLANES * N, offs_m, N, 0)
+        g = _softmax(t, work, offs_n, N, 1)
         of_scale = g
+        if KIND == VIEWS:
+            g += _softmax(t, work, offs_m, N, 0)
+        else:
+            g += _softmax(t, work + PLANES * N, offs_m, N, 0)
+            of_scale = g
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
     tl.store(sums + first_sum + programs + program, _sum_all(tl.where(of_scale == 0.0, 0.0, of_scale * s)))
@@ -265,9 +276,9 @@ def _softmax_weights_kernel(
 
 
 @triton.jit
-def _negatives(products, scale, ids, offs_n, offs_m, N):
+def _negatives(products, scale, ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
     """(products, similarities of the negatives, inside)."""
-    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, None)
+    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, IS_VIEWS)
     return s, tl.where(inside & ~own & ~same, s * scale, -float("inf")), inside
 
 
@@ -277,41 +288,44 @@ def _rows_kernel(
     weights,  # (N, N), which may be `products` itself, or None
     scale,  # ()
     ids,  # (N,) or None
-    work,  # the weight of the match alone
+    work,
     sums,
     N,
     unit,
-    LEARNS: tl.constexpr,
+    IS_VIEWS: tl.constexpr,
+    WITH_WEIGHTS: tl.constexpr,
     TF32: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Sums over whole rows, then their weights: the second time, a row's products come from the cache."""
+    """Statistics of whole rows, then the weights of ROWS: the second time, a row's products come from the cache."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     offs_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n, factor = offs_n < N, tl.load(scale).to(tl.float32)
     peak, total = tl.full((BLOCK_N,), -float("inf"), tl.float32), tl.zeros((BLOCK_N,), tl.float64)
     for first in range(0, N, BLOCK_M):
-        t = _negatives(products, factor, ids, offs_n, first + tl.arange(0, BLOCK_M), N)[1]
+        t = _negatives(products, factor, ids, offs_n, first + tl.arange(0, BLOCK_M), N, IS_VIEWS)[1]
         before, peak = peak, tl.maximum(peak, tl.max(t, 1))
         shift = finite_or_zero(peak)
         total = total * tl.exp(before - shift) + tl.sum(tl.exp(t - shift[:, None]), 1)
-    product = tl.load(products + offs_n * N + offs_n, mask_n, 0.0)
+    partner = partner_of(offs_n, N) if IS_VIEWS else offs_n
+    product = tl.load(products + offs_n * N + partner, mask_n, 0.0)
     loss, weight = cross_entropy(peak, total, product * factor)
-    per_unit = tl.where(total == 0.0, 0.0, weight / tl.where(total == 0.0, 1.0, total)).to(tl.float32)
-    tl.store(work + 3 * N + offs_n, weight.to(tl.float32), mask_n)
+    per_unit = tl.where(total == 0.0, 0.0, weight / tl.where(total == 0.0, 1.0, total))
     sums += FIRST_SUM
-    tl.store(sums + program, tl.sum(tl.where(mask_n, loss, 0.0), 0))
-    if LEARNS:
+    _store_statistics(
+        program, programs, offs_n, mask_n, peak, total, per_unit, weight, loss, product, work, sums, N
+    )  # fmt: skip
+    if WITH_WEIGHTS:
         of_scale = tl.zeros((BLOCK_N,), tl.float64)
         for first in range(0, N, BLOCK_M):
             offs_m = first + tl.arange(0, BLOCK_M)
-            s, t, inside = _negatives(products, factor, ids, offs_n, offs_m, N)
-            g = _weights_of(t, finite_or_zero(peak), total.to(tl.float32), per_unit, 1)
+            s, t, inside = _negatives(products, factor, ids, offs_n, offs_m, N, False)
+            g = _weights_of(t, finite_or_zero(peak), total.to(tl.float32), per_unit.to(tl.float32), 1)
             of_scale += tl.sum(tl.where(g == 0.0, 0.0, g * s), 1)
             if weights is not None:
                 _store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32)
-        tl.store(sums + programs + program, tl.sum(of_scale, 0) + _of_matches(weight, product, mask_n))
+        tl.store(sums + (SUMS + 1) * programs + program, tl.sum(of_scale, 0))  # a program is the tile of its rows
 
 
 @triton.jit
@@ -332,7 +346,7 @@ def _sigmoid_kernel(
 ):
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, None)
+    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, False)
     positive = inside & own
     counted = inside
     if IDS_ARE_POSITIVES:
@@ -364,7 +378,6 @@ class Form(NamedTuple):
     kind: int
     N: int
     learns: bool  # whether weights or d scale are needed
-    period: int | None  # of LABELS: rows whose numbers are equal modulo it have the same label
     ids_are_positives: bool  # of SIGMOID
     unit: float  # weights are stored times `unit`
     tf32: bool  # and rounded to TF32
@@ -379,24 +392,27 @@ class Launches:
         grid = -(-N // _BLOCK_M), -(-N // _BLOCK_N)  # tiles of columns, tiles of rows
         tile = {"BLOCK_N": _BLOCK_N, "BLOCK_M": _BLOCK_M}
         eight_warps = {"num_warps": 8, **_EXACT}
+        self.work, self.tiles = PLANES.value * N, grid[0] * grid[1]
         if kind == SIGMOID.value:
-            self.programs, self.tiles, self.work = 0, grid[0] * grid[1], PLANES.value * N
+            self.programs = 0
             constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": form.tf32}
             self.sigmoid_weights = Launcher(_sigmoid_kernel, grid, (N, form.unit), **constants, **tile, **eight_warps)
             return
-        if kind == ROWS.value:
-            self.programs, self.tiles, self.work = -(-N // _WHOLE_ROWS), 0, PLANES.value * N
+        if kind in (ROWS.value, VIEWS.value):
+            self.programs = -(-N // _WHOLE_ROWS)
+            self.tiles = self.programs if kind == ROWS.value else self.tiles
             blocks = {"BLOCK_N": _WHOLE_ROWS, "BLOCK_M": min(_WIDTH, triton.next_power_of_2(N))}
-            constants = {"LEARNS": form.learns, "TF32": form.tf32}
+            with_weights = kind == ROWS.value and form.learns
+            constants = {"IS_VIEWS": kind == VIEWS.value, "WITH_WEIGHTS": with_weights, "TF32": form.tf32}
             self.rows = Launcher(_rows_kernel, (self.programs,), (N, form.unit), **constants, **blocks, **_EXACT)
-            return
-        row_planes, col_planes, sides = (7, 0, 1) if kind == LABELS.value else (2, 2, 2)
-        self.programs, self.tiles = -(-N // _ROWS) * sides, grid[0] * grid[1]
-        self.work = N * (2 * PLANES.value + row_planes * grid[0] + col_planes * grid[1])
-        parts = {"ROW_PARTS": triton.next_power_of_2(grid[0]), "COL_PARTS": triton.next_power_of_2(grid[1])}
-        numbers = N, form.period, FIRST_SUM.value + SUMS.value * self.programs, form.unit
-        self.partial_sums = Launcher(_partial_sums_kernel, grid, (N, form.period), KIND=kind, **tile, **eight_warps)
-        self.combine = Launcher(_combine_kernel, (self.programs,), (N, *grid), KIND=kind, BLOCK_N=_ROWS, **parts, **_EXACT)
+        else:
+            row_planes, col_planes, sides = (7, 0, 1) if kind == LABELS.value else (2, 2, 2)
+            self.programs = -(-N // _ROWS) * sides
+            self.work = N * (2 * PLANES.value + row_planes * grid[0] + col_planes * grid[1])
+            parts = {"ROW_PARTS": triton.next_power_of_2(grid[0]), "COL_PARTS": triton.next_power_of_2(grid[1])}
+            self.partial_sums = Launcher(_partial_sums_kernel, grid, (N,), KIND=kind, **tile, **eight_warps)
+            self.combine = Launcher(_combine_kernel, (self.programs,), (N, *grid), KIND=kind, BLOCK_N=_ROWS, **parts, **_EXACT)
+        numbers = N, FIRST_SUM.value + SUMS.value * self.programs, form.unit
         self.softmax_weights = Launcher(
             _softmax_weights_kernel, grid, numbers, KIND=kind, TF32=form.tf32, **tile, **eight_warps
         )

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from megabatch.tiles.triton_device import load_embeddings
 from megabatch.tiles.triton_launcher import Launcher
-from megabatch.tiles.triton_small import FIRST_SUM, LABELS, MATCHES, PLANES, SIGMOID, SUMS
+from megabatch.tiles.triton_small import FIRST_SUM, LABELS, MATCHES, PLANES, SIGMOID, SUMS, VIEWS, partner_of
 
 _BLOCK_N, _BLOCK_D = 16, 256
 _BLOCK = 1024  # partial sums that are added at once
@@ -42,6 +42,9 @@ def _finish_rows(
         partner = tl.load(stats + 5 * N + offs_n, mask_n, 0.0).to(tl.int32)
         is_apart = tl.load(stats + 4 * N + offs_n, mask_n, 0.0) < 0.0
         weight += tl.where(is_apart, tl.load(stats + 3 * N + partner, mask_n, 0.0), 0.0)
+    if KIND == VIEWS:
+        partner = partner_of(offs_n, N)
+        weight += tl.load(stats + 3 * N + partner, mask_n, 0.0)
     if KIND == MATCHES:
         weight += tl.load(stats + (PLANES + 3) * N + offs_n, mask_n, 0.0)
     weight = (weight * unit)[:, None]
