@@ -1,23 +1,11 @@
-"""Kernels for a loss whose similarities are all in memory: partial sums, their combination, weights.
+"""Kernels for a loss whose similarities are all in memory: statistics of rows and columns, then weights.
 
-`triton_small_gradients` has the last step of the gradients.
+`triton_small_device` says what the kinds of losses are and where numbers are kept, `triton_small_gradients` has the last step
+of the gradients.
 
 A library product forms the products ⟨x_i, y_j⟩ in float32, and s_ij = scale·⟨x_i, y_j⟩ is rounded once, the same way in every
 kernel (no fused multiply-add). Sums are exp(shift) · total, as in `logsum`; what is one number per row is computed in float64.
 No atomics: programs store partial sums, and the next launch adds them in a fixed order.
-
-The kind of a loss says which pairs count:
-    MATCHES  row i belongs to column i, and column i to row i; pairs of equal ids are left out of the sums
-    ROWS     the same, of the rows alone: one launch computes sums and weights
-    VIEWS    rows against themselves, all but a row itself; row i belongs to row i ± N/2
-    LABELS   rows against themselves; rows of equal labels are positives. A row's only positive is kept apart, like a match
-    SIGMOID  every pair counts for itself; pair (i, i) is a match, and pairs of equal ids are left out or are matches too
-A match is kept apart: its weight reaches the gradients unrounded, in the last step.
-
-All numbers of a step are in two tensors, because an allocation takes the host 5 µs:
-    work  float32: statistics of rows and of columns, (6, N) each, then partial sums of rows, (2 or 7, tiles of columns, N), and
-          of columns, (2, tiles of rows, N)
-    sums  float64: d scale, d bias, then sums of the programs that combine, (3, programs), and of the tiles, (3, tiles)
 """
 
 from functools import lru_cache
@@ -28,41 +16,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles.triton_device import cross_entropy, equal_ids, finite_or_zero, log1p, logarithm, round_to_tf32
+from megabatch.tiles.triton_device import cross_entropy, finite_or_zero, log1p, logarithm
 from megabatch.tiles.triton_launcher import Launcher
-
-MATCHES, ROWS, VIEWS, LABELS, SIGMOID = (tl.constexpr(number) for number in range(5))
+from megabatch.tiles.triton_small_device import (
+    FIRST_SUM,
+    LABELS,
+    MATCHES,
+    PLANES,
+    ROWS,
+    SIGMOID,
+    SUMS,
+    VIEWS,
+    load_tile,
+    partner_of,
+    softmax_of,
+    store_statistics,
+    store_weights,
+    sum_all,
+)
 
 _BLOCK_N, _BLOCK_M = 64, 128  # a tile of similarities
 _ROWS = 32  # rows that a program combines
 _WHOLE_ROWS, _WIDTH = 4, 1024  # rows of a program that computes them whole, and columns that it loads at once
 _EXACT = {"enable_fp_fusion": False}  # similarities are rounded before a shift is subtracted
-# Of rows: shift, total, weight of a unit, weight of the match, pull of a positive, the sole positive.
-PLANES = tl.constexpr(6)
-# Of a program: loss, d scale, rows with a positive. Of a tile: loss, d scale, d bias.
-SUMS = tl.constexpr(3)
-FIRST_SUM = tl.constexpr(2)
-
-
-@triton.jit
-def partner_of(offs_n, N):
-    """The other view of the same thing."""
-    return tl.where(offs_n < N // 2, offs_n + N // 2, offs_n - N // 2)
-
-
-@triton.jit
-def _tile(products, ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
-    """(products, inside, on the diagonal, other pairs of equal ids); two views of one thing have equal ids."""
-    inside = (offs_n < N)[:, None] & (offs_m < N)[None, :]
-    own = offs_n[:, None] == offs_m[None, :]
-    s = tl.load(products + offs_n[:, None] * N + offs_m[None, :], inside, 0.0)
-    if ids is not None:
-        same = equal_ids(ids, ids, offs_n, offs_m, N, N)
-    elif IS_VIEWS:
-        same = partner_of(offs_n, N)[:, None] == offs_m[None, :]
-    else:
-        same = own
-    return s, inside, own, inside & same & ~own
 
 
 @triton.jit
@@ -86,7 +62,7 @@ def _partial_sums_kernel(
 ):
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, False)
+    s, inside, own, same = load_tile(products, ids, offs_n, offs_m, N, False)
     t = s * tl.load(scale).to(tl.float32)
     negatives = tl.where(inside & ~own & ~same, t, -float("inf"))
     mask_n = offs_n < N
@@ -122,19 +98,6 @@ def _add_parts(parts, number, count, offs_n, N, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _store_statistics(
-    program, programs, offs_n, mask, shift, total, per_unit, weight, loss, product, stats, sums, N
-):  # fmt: skip
-    """Stores what a program knows of its rows, and the sums of their losses and of the matches' part of d scale."""
-    tl.store(stats + offs_n, finite_or_zero(shift), mask)
-    tl.store(stats + N + offs_n, total.to(tl.float32), mask)
-    tl.store(stats + 2 * N + offs_n, per_unit.to(tl.float32), mask)
-    tl.store(stats + 3 * N + offs_n, weight.to(tl.float32), mask)
-    tl.store(sums + program, tl.sum(tl.where(mask, loss, 0.0), 0))
-    tl.store(sums + programs + program, -tl.sum(tl.where(mask & (weight != 0.0), weight * product, 0.0), 0))
-
-
-@triton.jit
 def _combine(
     program, tile, products, scale, parts, count, stats, sums, programs, N,
     KIND: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -167,7 +130,7 @@ def _combine(
         tl.store(stats + 4 * N + offs_n, pull, mask)
         tl.store(stats + 5 * N + offs_n, tl.where(sole, partner, 0).to(tl.float32), mask)
         tl.store(sums + 2 * programs + program, tl.sum((mask & (positives > 0.0)).to(tl.float64), 0))
-    _store_statistics(
+    store_statistics(
         program, programs, offs_n, mask, shift, total, per_unit, weight, loss, product, stats, sums, N
     )  # fmt: skip
 
@@ -200,16 +163,10 @@ def _combine_kernel(
 
 @triton.jit
 def _softmax(t, stats, offs, N, axis: tl.constexpr):
-    """weight · softmax(t) along rows (axis 1) or columns (axis 0); each term is capped by its sum."""
+    """`softmax_of` with statistics from memory."""
     mask = offs < N
     shift, total = tl.load(stats + offs, mask, 0.0), tl.load(stats + N + offs, mask, 0.0)
-    return _weights_of(t, shift, total, tl.load(stats + 2 * N + offs, mask, 0.0), axis)
-
-
-@triton.jit
-def _weights_of(t, shift, total, per_unit, axis: tl.constexpr):
-    e = tl.minimum(tl.exp(t - tl.expand_dims(shift, axis)), tl.expand_dims(total, axis))
-    return e * tl.expand_dims(per_unit, axis)
+    return softmax_of(t, shift, total, tl.load(stats + 2 * N + offs, mask, 0.0), axis)
 
 
 @triton.jit
@@ -219,20 +176,6 @@ def _label_weights(t, inside, own, same, stats, offs, N, axis: tl.constexpr):
     left_out = ~inside | own | (same & (pull < 0.0))
     g = _softmax(tl.where(left_out, -float("inf"), t), stats, offs, N, axis)
     return g - tl.where(same & (pull > 0.0), pull, 0.0)
-
-
-@triton.jit
-def _sum_all(tile):
-    """Rows in float32, and their sums in float64: the terms of d scale nearly cancel."""
-    return tl.sum(tl.sum(tile, 1).to(tl.float64), 0)
-
-
-@triton.jit
-def _store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32: tl.constexpr):
-    g = g * unit
-    if TF32:
-        g = round_to_tf32(g)
-    tl.store(weights + offs_n[:, None] * N + offs_m[None, :], g.to(weights.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -253,7 +196,7 @@ def _softmax_weights_kernel(
 ):
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, KIND == VIEWS)
+    s, inside, own, same = load_tile(products, ids, offs_n, offs_m, N, KIND == VIEWS)
     t = s * tl.load(scale).to(tl.float32)
     if KIND == LABELS:
         g = _label_weights(t, inside, own, same, work, offs_n, N, 1)
@@ -270,15 +213,15 @@ def _softmax_weights_kernel(
             of_scale = g
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
-    tl.store(sums + first_sum + programs + program, _sum_all(tl.where(of_scale == 0.0, 0.0, of_scale * s)))
+    tl.store(sums + first_sum + programs + program, sum_all(tl.where(of_scale == 0.0, 0.0, of_scale * s)))
     if weights is not None:
-        _store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32)
+        store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32)
 
 
 @triton.jit
 def _negatives(products, scale, ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
     """(products, similarities of the negatives, inside)."""
-    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, IS_VIEWS)
+    s, inside, own, same = load_tile(products, ids, offs_n, offs_m, N, IS_VIEWS)
     return s, tl.where(inside & ~own & ~same, s * scale, -float("inf")), inside
 
 
@@ -313,7 +256,7 @@ def _rows_kernel(
     loss, weight = cross_entropy(peak, total, product * factor)
     per_unit = tl.where(total == 0.0, 0.0, weight / tl.where(total == 0.0, 1.0, total))
     sums += FIRST_SUM
-    _store_statistics(
+    store_statistics(
         program, programs, offs_n, mask_n, peak, total, per_unit, weight, loss, product, work, sums, N
     )  # fmt: skip
     if WITH_WEIGHTS:
@@ -321,10 +264,10 @@ def _rows_kernel(
         for first in range(0, N, BLOCK_M):
             offs_m = first + tl.arange(0, BLOCK_M)
             s, t, inside = _negatives(products, factor, ids, offs_n, offs_m, N, False)
-            g = _weights_of(t, finite_or_zero(peak), total.to(tl.float32), per_unit.to(tl.float32), 1)
+            g = softmax_of(t, finite_or_zero(peak), total.to(tl.float32), per_unit.to(tl.float32), 1)
             of_scale += tl.sum(tl.where(g == 0.0, 0.0, g * s), 1)
             if weights is not None:
-                _store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32)
+                store_weights(weights, g, offs_n, offs_m, inside, N, unit, TF32)
         tl.store(sums + (SUMS + 1) * programs + program, tl.sum(of_scale, 0))  # a program is the tile of its rows
 
 
@@ -346,7 +289,7 @@ def _sigmoid_kernel(
 ):
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s, inside, own, same = _tile(products, ids, offs_n, offs_m, N, False)
+    s, inside, own, same = load_tile(products, ids, offs_n, offs_m, N, False)
     positive = inside & own
     counted = inside
     if IDS_ARE_POSITIVES:
@@ -361,15 +304,15 @@ def _sigmoid_kernel(
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
     sums += FIRST_SUM
-    tl.store(sums + program, _sum_all(tl.where(t > 0, t, 0.0) + log1p(small)))
+    tl.store(sums + program, sum_all(tl.where(t > 0, t, 0.0) + log1p(small)))
     g = tl.where(positive, -g, g)
-    tl.store(sums + programs + program, _sum_all(tl.where(g == 0.0, 0.0, g * s)))
-    tl.store(sums + 2 * programs + program, _sum_all(g))
+    tl.store(sums + programs + program, sum_all(tl.where(g == 0.0, 0.0, g * s)))
+    tl.store(sums + 2 * programs + program, sum_all(g))
     first_n, first_m = tl.program_id(1) * BLOCK_N, tl.program_id(0) * BLOCK_M
     if (first_n >= first_m) & (first_n < first_m + BLOCK_M):  # BLOCK_N divides BLOCK_M: this tile has all matches of its rows
         tl.store(work + 3 * N + offs_n, -tl.sum(tl.where(own, g, 0.0), 1), offs_n < N)
     if weights is not None:
-        _store_weights(weights, tl.where(own, 0.0, g), offs_n, offs_m, inside, N, unit, TF32)
+        store_weights(weights, tl.where(own, 0.0, g), offs_n, offs_m, inside, N, unit, TF32)
 
 
 class Form(NamedTuple):

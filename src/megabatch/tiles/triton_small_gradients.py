@@ -1,6 +1,6 @@
 """The last step of the gradients of a loss whose similarities are all in memory, and their product with the loss's gradient.
 
-`triton_small` has the kernels before it, and says what is in `work` and `sums`.
+`triton_small` has the kernels before it, and `triton_small_device` says what is in `work` and `sums`.
 """
 
 from functools import lru_cache
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from megabatch.tiles.triton_device import load_embeddings
 from megabatch.tiles.triton_launcher import Launcher
-from megabatch.tiles.triton_small import FIRST_SUM, LABELS, MATCHES, PLANES, SIGMOID, SUMS, VIEWS, partner_of
+from megabatch.tiles.triton_small_device import FIRST_SUM, LABELS, MATCHES, PLANES, SIGMOID, SUMS, VIEWS, partner_of
 
 _BLOCK_N, _BLOCK_D = 16, 256
 _BLOCK = 1024  # partial sums that are added at once
