@@ -1,8 +1,13 @@
 """Routes are data: every block meets every rank once, nothing is sent before it is there, and all sums come home."""
 
+from unittest import mock
+
 import pytest
+import torch
 
 from megabatch.ring import routes
+from megabatch.ring.agreement import settle
+from megabatch.ring.ranks import Ranks
 from megabatch.ring.topology import check_route, nodes_from, using
 
 
@@ -110,3 +115,20 @@ def test_wrong_routes_are_refused(name):
         check_route(name)
     with pytest.raises(ValueError, match="route must be one of"), using(name):
         pass
+
+
+@pytest.mark.parametrize(
+    ("device", "pairs", "ranks", "steps"),
+    [
+        ("cuda", 128, 64, 2),  # 64 small blocks would take the host too long
+        ("cuda", 8192, 4, 4),  # blocks that keep a GPU busy
+        ("cuda", 4096, 64, 64),  # small blocks, but too many columns
+        ("cpu", 128, 64, 64),
+        ("cpu", 8, 64, 2),
+    ],
+)
+def test_the_usual_route_gathers_small_blocks(device, pairs, ranks, steps):
+    counts = (pairs,) * ranks
+    found = Ranks(torch.device(device), None, rows=counts, columns=counts, nodes=even_nodes(1, ranks))
+    with mock.patch.object(Ranks, "size", ranks):
+        assert settle(found, column_bytes=512 * (2 + 4)).steps == steps
