@@ -46,8 +46,14 @@ def markdown(record: dict[str, Any]) -> str:
         "The k largest products of each row on a GPU, bf16.",
         Table(HEADINGS, rows, names=(4,)).markdown(),
         LEGEND,
-        "\n".join(f"- groups of {t['group']}, {t['MiB']} MiB of maxima: {t['ms']:.1f} ms" for t in record.get("tuned", [])),
+        "\n".join(_tuned(t) for t in record.get("tuned", [])),
     )
+
+
+def _tuned(tried: dict[str, Any]) -> str:
+    size = "{M:,} columns, D = {D}, k = {k}".format(**tried)
+    parts = "".join(f"; {name} {ms:.1f}" for name, ms in tried.get("parts", {}).items())
+    return f"- {size}, {tried['change']}: {tried['ms']:.1f} ms{parts}"
 
 
 def draw(record: dict[str, Any]) -> Any:

@@ -106,18 +106,17 @@ def main(capability: int, precision: str, features: bool) -> None:
     plan.shared_memory = lambda device: SHARED_MEMORY[capability]
     with_gluon = capability == 90 and plan.compiles_gluon()
     plan.has_gluon = lambda device: with_gluon
-    plan.TOPK_SHARE = 1
     kernels = (
         (triton_logsumexp, "_logsumexp_kernel"),
         (triton_online_logsumexp, "_online_logsumexp_kernel"),
         (triton_gradient, "_gradient_strip_kernel"),
         (triton_rank, "_rank_kernel"),
-        (triton_topk, "_group_maxima_kernel"),
+        (triton_topk, "_maxima_kernel"),
         (triton_maxsim, "_maxsim_kernel"),
         (triton_maxsim, "_query_gradient_kernel"),
         (triton_maxsim, "_document_gradient_kernel"),
         (triton_topk, "_group_products_kernel"),
-        (triton_topk, "_best_kernel"),
+        (triton_topk, "_choice_kernel"),
         (triton_exponent_scale, "_largest_norm_kernel"),
         (triton_exponent_scale, "_exponent_scale_kernel"),
         (triton_embeddings, "_matching_products_kernel"),
@@ -217,7 +216,8 @@ def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:
     if not features:
         triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))
     launch_late(precision, dtype, features)
-    triton_topk.topk(replace(alone, row_bias=None, col_bias=None), 2)
+    for group in (plan.TOPK_GROUP, None):
+        triton_topk._search(replace(alone, row_bias=None, col_bias=None), 2, group)
 
 
 def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:

@@ -44,6 +44,18 @@ def eager_tile(device: torch.device, dtype: torch.dtype) -> TileSize:
     return ACCELERATOR_FLOAT64 if dtype == torch.float64 else ACCELERATOR
 
 
+def topk_tile(device: torch.device, dtype: torch.dtype, k: int) -> TileSize:
+    """The tile of `eager.topk`: as large as other tiles, but wide, because √(columns·k) candidates of a row are ordered.
+
+    One core, 32,768 columns, D = 128, ms at k = 10 / 100 (512 rows) / 1,024 (256 rows): 1024×1024 187 / 344 / 556,
+    256×4096 138 / 252 / 404, 32×32768 152 / 210 / 125. The product alone: 90 / 100 / 50.
+    """
+    size = eager_tile(device, dtype)
+    elements, least_rows = size.rows * size.columns, 32 if device.type == "cpu" else 256
+    columns = max(size.columns, min(512 * k, elements // least_rows))
+    return TileSize(max(1, elements // columns), columns)
+
+
 # Rows T of the squares on the diagonal of a symmetric block. Squares are computed whole: T/N more products than the upper half
 # needs, 12 % at 64k rows. T is a multiple of 256, which every kernel's tile divides. Smaller squares need more launches, and
 # the host makes few in a millisecond: H200, 64k × 768, squares of 4096, operands prepared for each: 159 ms, where the whole
@@ -108,16 +120,26 @@ ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 # Rows and panels of columns of one launch of the logsumexp kernel: its partial row sums take 128 MiB at most.
 LAUNCH_ROWS, LAUNCH_PANELS = 131072, 256
 
-# Columns whose largest product the top-k kernel stores as one number. Groups of 32 store 1/32 of the products and form k·32
-# products of a row again; at 1M columns, D = 512 and k = 16 both are a few percent of the traffic of the product. Not tuned.
-TOPK_GROUP = 32
-TOPK_SHARE = 32  # kernels serve a call if the k groups of a row have at most 1/32 of the columns
-_TOPK_BYTES = 256 * 2**20
+# Top-k. Columns whose largest product the kernel stores as one number. Small groups cost memory for maxima, large groups cost
+# products that are formed again, k·group for each row.
+TOPK_GROUP = 8
+TOPK_STORED_GROUP = 16  # if all products are stored: few maxima and few candidates to choose from
+TOPK_CANDIDATES = 2**15  # most candidates of a row in the registers of one choice
+TOPK_ONE_CHOICE = 2**13  # as many are chosen from at once, without a choice of panels before
+_TOPK_BYTES = 256 * 2**20  # of maxima, or of stored products
+_TOPK_COLUMNS, _TOPK_STORED_COLUMNS = 2**20, 2**17  # of a strip; the best columns of strips are merged
 
 
-def topk_rows(M: int) -> int:
-    """Rows of one launch of the top-k kernel: their group maxima take 256 MiB at most, or more if 256 rows do (M > 8M)."""
-    return max(256, _TOPK_BYTES // 4 // -(-M // TOPK_GROUP) // 256 * 256)
+def topk_group(M: int, D: int, k: int) -> int | None:
+    """Columns of a group; None if storing all products takes less traffic than forming those of k groups again."""
+    return TOPK_GROUP if k * TOPK_GROUP * max(D, 64) * 2 < 4 * M else None
+
+
+def topk_strip(N: int, M: int, group: int | None) -> TileSize:
+    """Rows and columns of one launch of the top-k kernel: its maxima, or its stored products, take 256 MiB at most."""
+    columns = min(-(-M // 128) * 128, _TOPK_STORED_COLUMNS if group is None else _TOPK_COLUMNS)
+    rows = _TOPK_BYTES // 4 * (group or 1) // columns // 256 * 256
+    return TileSize(max(256, min(rows, N)), columns)
 
 
 # Late interaction: vectors of queries × vectors of documents, and the width of a step. With two stages Triton begins to load a
