@@ -1,4 +1,4 @@
-"""Sums of exp(s), gradient strips and maxima on Hopper, in one warp-specialised kernel: half precision, no offsets, ids or limits.
+"""Sums of exp(s), gradient strips and maxima on Hopper in one warp-specialised kernel: half precision, no offsets, ids, limits.
 
 A program owns panels of BLOCK columns and loops over the rows. One producer warp copies rows and columns into a ring of
 shared-memory slots. Two consumer warpgroups take turns with the tensor cores: while one multiplies its tile, the other runs
@@ -65,7 +65,7 @@ def _is_streamed(step, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
 @gluon.jit
 def _producer(x_desc, y_desc, slots, barriers, window, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
     """The producer warp: copies resident columns when the panel changes, rows and streamed columns for every tile."""
-    full, empty, panel_full, panel_empty, turns = barriers
+    full, empty, panel_full, panel_empty, _turns = barriers
     first_row, first_column, _rows, _columns, _N, _M, tiles_n, first_tile, last_tile = window
     RING: gl.constexpr = full.shape[0]
     BLOCK: gl.constexpr = slots.shape[1]
