@@ -14,7 +14,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -307,18 +306,13 @@ class Run:
         query, document = size.vectors(self.device)
         step = systems(query, document, self.backend)[OURS]()
         original = plan._MAXSIM, plan._MAXSIM_GRADIENT, plan.MAXSIM_GATHER
-        tries: list[tuple[Any, Any, Any]] = [
-            (replace(original[0], rows=rows, columns=columns, warps=warps, stages=stages), *original[1:])
-            for rows, columns, warps, stages in product((128, 256), (64, 128, 256), (4, 8), (2, 3, 4))
-            if rows * columns <= 128 * 256 and rows * columns // warps <= 8192
-        ]
-        tries += [
-            (original[0], replace(original[1], rows=rows, columns=columns, warps=warps, stages=stages), original[2])
-            for rows, columns, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
-        ]
-        tries += [
-            (*original[:2], replace(original[2], rows=rows, warps=warps, stages=stages))
-            for rows, warps, stages in product((16, 32, 64, 128), (4, 8), (2, 3, 5))
+        forward = ((256, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 4), (128, 256, 8, 2), (128, 64, 4, 4))
+        documents = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 3), (256, 64, 8, 3), (64, 64, 4, 3))
+        queries = ((16, 1, 2, 3), (16, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 3), (128, 1, 8, 3))
+        tries: list[tuple[Any, ...]] = [
+            (*original[:at], replace(original[at], rows=rows, columns=columns, warps=warps, stages=stages), *original[at + 1 :])
+            for at, sizes in enumerate((forward, documents, queries))
+            for rows, columns, warps, stages in sizes
         ]
         for tiles in tries:
             if self.record.left() <= 0:
