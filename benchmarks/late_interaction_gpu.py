@@ -271,7 +271,9 @@ class Run:
 
     def parts(self, size: Size) -> None:
         """The kernels one by one, on one strip of backward."""
-        from megabatch.tiles import triton_maxsim
+        from megabatch.tiles import triton_maxsim_gradients as backward
+        from megabatch.tiles import triton_maxsim_scores as forward
+        from megabatch.tiles.triton_maxsim_operands import MaxsimOperands
 
         query, document = (part.detach() for part in size.vectors(self.device))
         block = LateBlock(
@@ -280,16 +282,16 @@ class Run:
             torch.ones((), device=self.device),
             "bfloat16" if self.device == "cuda" else "float32",
         )
-        operands = triton_maxsim._Operands(block)
+        operands = MaxsimOperands(block)
         strip = plan.maxsim_strip(operands.slots * operands.slot)
         rows, columns = slice(0, min(size.B, strip.rows)), slice(0, min(size.B, strip.columns))
-        winners = operands.winners(rows, columns)
+        winners = forward.empty_winners(operands, rows, columns)
         g = torch.rand(rows.stop, columns.stop, device=self.device)
         dq, dd = block.zeros(*block.query.values.shape), block.zeros(*block.document.values.shape)
         works = {
-            "sums": lambda: operands.sums(rows, columns),
-            "sums and winners": lambda: operands.sums(rows, columns, winners),
-            "both gradients": lambda: operands.add_gradients(rows, columns, winners, g, dq, dd),
+            "sums": lambda: forward.sums(operands, rows, columns),
+            "sums and winners": lambda: forward.sums(operands, rows, columns, winners),
+            "both gradients": lambda: backward.add_gradients(operands, rows, columns, winners, g, dq, dd),
         }
         times = self.take_turns(works)
         operations = 2 * rows.stop * size.Lq * columns.stop * size.Ld * D
