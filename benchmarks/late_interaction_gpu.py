@@ -285,7 +285,7 @@ class Run:
         operands = MaxsimOperands(block)
         strip = plan.maxsim_strip(operands.slots * operands.slot)
         rows, columns = slice(0, min(size.B, strip.rows)), slice(0, min(size.B, strip.columns))
-        winners = forward.empty_winners(operands, rows, columns)
+        winners = forward.empty_winners(block, rows.stop, columns.stop)
         g = torch.rand(rows.stop, columns.stop, device=self.device)
         dq, dd = block.zeros(*block.query.values.shape), block.zeros(*block.document.values.shape)
         works = {

@@ -109,11 +109,13 @@ class Similarities:
 
     def _inputs(self, ids: tuple[Tensor | None, Tensor | None], diagonal: str, *, columns: bool) -> tuple[Any, ...]:
         query, document = self.query, self.document
+        learned = query.values, document.values, self.scale
+        keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)  # a gradient may come
         return (
-            *(query.values, document.values, self.scale),
+            *learned,
             *(query.lengths, document.lengths, query.valid, document.valid),
             *ids,
-            *(self.normalize, columns, query.width, document.width, diagonal),
+            *(self.normalize, columns, keep, query.width, document.width, diagonal),
             *self.run,
         )
 

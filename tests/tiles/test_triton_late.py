@@ -27,23 +27,22 @@ def items(count, width, D, layout, seed, dtype):
     return [None if part is None else part.to(DEVICE) for part in (values, mask, lengths)]
 
 
-@pytest.fixture
-def small_strips(monkeypatch):
-    monkeypatch.setattr(plan, "MAXSIM_SCORES", plan.TileSize(2, 3))
-    monkeypatch.setattr(plan, "maxsim_strip", lambda rows: plan.TileSize(2, 2))
-
-
-@pytest.mark.usefixtures("small_strips")
 @pytest.mark.quick(
-    {"shape": "small", "layout": "masked", "dtype": torch.float32},
-    {"shape": "small", "layout": "packed", "dtype": torch.float16},
-    {"shape": "long", "layout": "padded", "dtype": torch.float32},
-    {"shape": "wide", "layout": "packed and masked", "dtype": torch.float32},
+    {"shape": "small", "layout": "masked", "dtype": torch.float32, "strips": "many"},
+    {"shape": "small", "layout": "packed", "dtype": torch.float16, "strips": "many"},
+    {"shape": "long", "layout": "padded", "dtype": torch.float32, "strips": "many"},
+    {"shape": "long", "layout": "masked", "dtype": torch.float16, "strips": "one"},
+    {"shape": "wide", "layout": "packed and masked", "dtype": torch.float32, "strips": "one"},
 )
+@pytest.mark.parametrize("strips", ["many", "one"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("layout", ["padded", "masked", "packed", "packed and masked"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_match_float64(shape, layout, dtype):
+def test_kernels_match_float64(monkeypatch, shape, layout, dtype, strips):
+    """In several strips, or in one, whose scores and winners forward keeps."""
+    if strips == "many":
+        monkeypatch.setattr(plan, "MAXSIM_SCORES", plan.TileSize(2, 3))
+        monkeypatch.setattr(plan, "maxsim_strip", lambda rows: plan.TileSize(2, 2))
     N, M, Lq, Ld, D = SHAPES[shape]
     sides = [items(N, Lq, D, layout, 1, dtype), items(M, Ld, D, layout, 2, dtype)]
     weights = [torch.randn(size, dtype=torch.float64).to(DEVICE) for size in (N, M)]

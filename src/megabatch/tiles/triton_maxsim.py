@@ -1,7 +1,8 @@
 """Σ_t max_u ⟨q_it, d_ju⟩ and its gradient by kernels: what `maxsim` does in PyTorch operations.
 
 Backward works on strips of queries and documents. The kernel of the scores stores the winners of the strip, PyTorch operations
-turn the scores into weights, and two kernels add up the gradients. The winners exist for one strip at a time.
+turn the scores into weights, and two kernels add up the gradients. The winners exist for one strip at a time. If one strip
+holds the whole block, forward may keep its scores and winners for backward.
 """
 
 from collections.abc import Iterator
@@ -11,33 +12,54 @@ from torch import Tensor
 
 from megabatch.tiles import plan, triton_maxsim_gradients
 from megabatch.tiles.block import windows
-from megabatch.tiles.maxsim import Weigh
+from megabatch.tiles.maxsim import Kept, Weigh
 from megabatch.tiles.tokens import LateBlock, Tokens
-from megabatch.tiles.triton_maxsim_operands import MaxsimOperands
+from megabatch.tiles.triton_maxsim_operands import MaxsimOperands, query_slots
 from megabatch.tiles.triton_maxsim_scores import empty_winners, sums
 
 
-def score_tiles(block: LateBlock) -> Iterator[tuple[slice, slice, Tensor]]:  # (n, m)
-    """(rows, columns, Σ_t max_u) of each strip."""
-    operands, strip = MaxsimOperands(block), plan.MAXSIM_SCORES
+def room_to_keep(block: LateBlock) -> Kept | None:
+    """Uninitialised scores and winners of the block; None if it has several strips."""
+    slot, slots = query_slots(block)
+    strip = plan.maxsim_strip(slot * slots)
+    documents = min(strip.columns, plan.documents_at_once(block.document.width, block.document.D))
+    if strip.rows < block.N or documents < block.M:
+        return None
+    scores = torch.empty(block.M, block.N, dtype=torch.float32, device=block.device)
+    return Kept(scores, empty_winners(block, block.N, block.M))
+
+
+def score_tiles(block: LateBlock, kept: Kept | None = None) -> Iterator[tuple[slice, slice, Tensor]]:  # (n, m)
+    """(rows, columns, Σ_t max_u) of each strip; fills `kept`."""
+    operands = MaxsimOperands(block)
+    strip = plan.MAXSIM_SCORES if kept is None else plan.TileSize(block.N, block.M)
     # The maxima ignore NaN. Sums of 0·values bring it back, query by query and document by document.
     of_queries, of_documents = _poison(block.query), _poison(block.document)
     for rows in windows(block.N, strip.rows):
         for columns in windows(block.M, strip.columns):
-            yield rows, columns, sums(operands, rows, columns).add_(of_queries[rows, None]).add_(of_documents[columns])
+            found = sums(operands, rows, columns, None if kept is None else kept.winners)
+            found.add_(of_queries[rows, None]).add_(of_documents[columns])
+            yield rows, columns, found if kept is None else kept.scores.copy_(found.T).T
 
 
-def add_gradients(block: LateBlock, weigh: Weigh, dquery: Tensor, ddocument: Tensor) -> None:  # (Tq, D), (Td, D)
+def add_gradients(
+    block: LateBlock, weigh: Weigh, dquery: Tensor, ddocument: Tensor, kept: Kept | None = None
+) -> None:  # (Tq, D), (Td, D)
     """Adds the gradients of all vectors, given the gradient of each Σ_t max_u.
 
     A score with NaN has made the sums of its row and column NaN, so its weight is NaN whatever the score is here.
     """
     operands = MaxsimOperands(block)
-    strip = plan.maxsim_strip(operands.slots * operands.slot)
+    slot, slots = query_slots(block)
+    strip = plan.maxsim_strip(slot * slots)
     for rows in windows(block.N, strip.rows):
         for columns in windows(block.M, strip.columns):
-            winners = empty_winners(operands, rows, columns)
-            g = weigh(sums(operands, rows, columns, winners), rows, columns)
+            if kept is None:
+                winners = empty_winners(block, rows.stop - rows.start, columns.stop - columns.start)
+                scores = sums(operands, rows, columns, winners)
+            else:
+                scores, winners = kept.scores.T, kept.winners
+            g = weigh(scores, rows, columns)
             triton_maxsim_gradients.add_gradients(operands, rows, columns, winners, g, dquery, ddocument)
 
 

@@ -68,6 +68,13 @@ class Side:
         return self.starts[items], self.lengths[items]
 
 
+def query_slots(block: LateBlock) -> tuple[int, int]:
+    """(rows of a slot, slots of a query)."""
+    tile = plan.maxsim_tile(block.precision, block.device, block.query.D)
+    slot = min(tile.rows, max(16, triton.next_power_of_2(block.query.width)))
+    return slot, triton.cdiv(block.query.width, slot)
+
+
 class MaxsimOperands:
     """A block as the kernels read it."""
 
@@ -75,8 +82,7 @@ class MaxsimOperands:
         self.block = block
         self.q, self.d = (Side.of(side, block.precision) for side in (block.query, block.document))
         self.tile = plan.maxsim_tile(block.precision, block.device, block.query.D)
-        self.slot = min(self.tile.rows, max(16, triton.next_power_of_2(self.q.width)))
-        self.slots = triton.cdiv(self.q.width, self.slot)  # of a query
+        self.slot, self.slots = query_slots(block)
         self.block_d = min(self.tile.width, max(16, triton.next_power_of_2(block.query.D)))
         self.precision = "ieee" if block.precision == FLOAT32 else "tf32"
 

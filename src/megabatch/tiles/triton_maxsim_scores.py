@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles import plan
+from megabatch.tiles.tokens import LateBlock
 from megabatch.tiles.triton_launcher import launch
-from megabatch.tiles.triton_maxsim_operands import MaxsimOperands, rows_of_queries
+from megabatch.tiles.triton_maxsim_operands import MaxsimOperands, query_slots, rows_of_queries
 from megabatch.tiles.triton_operands import descriptor
 
 
@@ -165,8 +166,8 @@ def sums(operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor 
     return found.T if operands.slots == 1 else found.view(m, n, operands.slots).sum(2).T
 
 
-def empty_winners(operands: MaxsimOperands, rows: slice, columns: slice) -> Tensor:  # (m, rows)
+def empty_winners(block: LateBlock, queries: int, documents: int) -> Tensor:  # (m, rows)
     """Room for the winners of a strip."""
-    shape = columns.stop - columns.start, (rows.stop - rows.start) * operands.slots * operands.slot
-    dtype = torch.int16 if operands.d.width < 2**15 else torch.int32
-    return torch.empty(shape, dtype=dtype, device=operands.block.device)
+    slot, slots = query_slots(block)
+    dtype = torch.int16 if block.document.width < 2**15 else torch.int32
+    return torch.empty(documents, queries * slot * slots, dtype=dtype, device=block.device)
