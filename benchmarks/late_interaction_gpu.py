@@ -29,7 +29,7 @@ from megabatch.bench.measure import now, peak_memory
 from megabatch.tiles import plan
 from megabatch.tiles.tokens import LateBlock, Tokens
 
-SIZES = ("256x32x128", "1024x32x128", "4096x32x128", "1024x32x512", "4096x32x512", "1024x128x1024", "16384x32x128")
+SIZES = ("256x32x128", "1024x32x128", "4096x32x128", "1024x32x512", "4096x32x512", "16384x32x128", "1024x128x1024")
 D, SCALE, CHUNK = 128, 1.0, 32
 LARGE = 2**41  # products of vectors
 TOLERANCE = 0.02  # of gradients, relative: bf16 weights and results explain 0.005
@@ -228,12 +228,13 @@ class Run:
         for name, build in systems(query, document, self.backend).items():
             result: dict[str, Any] = {**about, "system": name, "status": "ok"}
             results.append(result)
-            if MOST.get(name, size.B) < size.B:
-                result["status"] = "too large to try"
+            if MOST.get(name, size.B) < size.B or self.record.left() <= 0:
+                result["status"] = "too large to try" if self.record.left() > 0 else "no time left"
                 continue
             try:
                 step = build()
-                step()  # compiles
+                step()  # compiles; another project may tune itself, for minutes at large sizes
+                self.record.say(f"  {name} has run once")
                 clear(self.device)
                 (loss, *gradients), result["peak_bytes"] = peak_memory(step, self.device)
                 result["loss"], result["gradient_error"] = loss.item(), truth.errors(tuple(gradients))

@@ -152,13 +152,20 @@ class Run:
         x, y = embeddings(min(self.args.rows, size.M), size, self.device)
         truth = Truth(x, y, size.k)
         group = plan.topk_group(size.M, size.D, size.k)
-        choices = {"TOPK_GROUP" if group else "TOPK_STORED_GROUP": (8, 16, 32), "_TOPK_BYTES": (2**28, 2**29)}
-        tries = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
-        if group is not None:  # the kernel that is not warp-specialised; and products stored instead of formed again
-            tries += [{"TOPK_GROUP": width, "hopper_tile": lambda block, task: None} for width in (8, 32)]
-            tries.append({"topk_group": lambda M, D, k: None})
-        for changes in tries:
-            name = ", ".join(k if callable(v) else f"{k} = {v}" for k, v in changes.items())
+        tries: dict[str, dict[str, Any]] = {
+            f"products stored, groups of {width} in panels of {panel}": {
+                "topk_group": lambda M, D, k: None,
+                "TOPK_STORED_GROUP": width,
+                "TOPK_STORED_PANEL": panel,
+            }
+            for width, panel in ((8, 32), (8, 64), (8, 16), (4, 16))[: 1 if group else 4]
+        }
+        for width, mebibytes in product((8, 16, 32), (256, 512)) if group else ():
+            tries[f"groups of {width}, {mebibytes} MiB of maxima"] = {
+                "topk_group": lambda M, D, k, width=width: width,
+                "_TOPK_BYTES": mebibytes * 2**20,
+            }
+        for name, changes in tries.items():
             if self.record.left() <= 0:
                 break
             with patch.multiple(plan, **changes):
@@ -178,6 +185,7 @@ class Run:
         """The kernels one by one, on the first strip; times are for all strips."""
         from megabatch.tiles import triton_topk
         from megabatch.tiles.block import Block
+        from megabatch.tiles.topk import Best
         from megabatch.tiles.triton_operands import similarity_operands
 
         block = Block.of(x, y, None, "bfloat16" if self.device == "cuda" else "float32")
@@ -196,9 +204,8 @@ class Run:
         if products is None:
             products = triton_topk._products(block, operands, rows, columns, chosen, width)
             works["products"] = lambda: triton_topk._products(block, operands, rows, columns, chosen, width)
-        found = triton_topk._choice(products, size.k, chosen, width, gathered=not store)
-        works["choice of columns"] = lambda: triton_topk._choice(products, size.k, chosen, width, gathered=not store)
-        works["sort"] = lambda: triton_topk._in_order(found, 0)
+        found = Best.none(rows.stop, size.k, products)
+        works["choice of columns"] = lambda: triton_topk._choose(*found, products, chosen, width, gathered=not store)
         parts = {name: strips * milliseconds(work, self.device, 0.02) for name, work in works.items()}
         self.record["tuned"][-1]["parts"] = parts
         self.record.say("    of it " + ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items()))

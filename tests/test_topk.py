@@ -129,6 +129,7 @@ def test_kernels_find_the_same(monkeypatch, dtype, case, group):
     monkeypatch.setattr(plan, "topk_group", lambda M, D, k: group)
     monkeypatch.setattr(plan, "topk_strip", lambda N, M, group: plan.TileSize(8, 256))
     monkeypatch.setattr(plan, "TOPK_STORED_GROUP", 4)
+    monkeypatch.setattr(plan, "TOPK_STORED_PANEL", 16)
     monkeypatch.setattr(plan, "TOPK_ONE_CHOICE", 16)
     x, y = whole_numbers(11, 300, 5, seed=1)
     y[100:104] = torch.nan  # a whole group

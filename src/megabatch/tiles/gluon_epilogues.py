@@ -1,4 +1,4 @@
-"""Epilogues of the warp-specialised kernel: half a tile of products becomes sums, weights or the maxima of groups of columns.
+"""Epilogues of the warp-specialised kernel: half a tile of products becomes sums, softmax weights or sigmoid weights.
 
 Each works in registers on 128 rows × 64 columns, in the layout in which the tensor cores leave a tile.
 """
@@ -54,21 +54,6 @@ def sums(s, k, base, n, m, N, M, SKIP_DIAGONAL: gl.constexpr):
     e = gl.exp2(_exclude(s * k + base, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True, -float("inf")))
     pairs = gl.sum(e.reshape((s.shape[0] // 16, 2, 8, s.shape[1])), 1)
     return gl.sum(e, 1), gl.sum(pairs.reshape((s.shape[0] // 64, 4, 8, s.shape[1])), 0)
-
-
-@gluon.jit
-def maxima(s, maxima, n, m, first_row, place, stride, N, M, GROUP: gl.constexpr, SKIP_DIAGONAL: gl.constexpr):
-    """Stores the largest product of each group of columns, from `place` of each row on, and returns that of each row."""
-    offs_n, offs_m = tile_offsets(s, n, m)
-    s = _exclude(s, offs_n, offs_m, n, m, N, M, SKIP_DIAGONAL, True, -float("inf"))
-    GROUPS: gl.constexpr = s.shape[1] // GROUP
-    largest = gl.max(s.reshape((s.shape[0], GROUPS, GROUP)), 2)  # ignores NaN, unless all are
-    layout: gl.constexpr = largest.type.layout
-    offs_n = n + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
-    offs_g = place + gl.arange(0, GROUPS, gl.SliceLayout(0, layout))
-    offs = (offs_n - first_row).to(gl.int64)[:, None] * stride + offs_g[None, :]
-    gl.store(maxima + offs, largest, mask=(offs_n < N)[:, None])
-    return gl.max(largest, 1)
 
 
 @gluon.jit

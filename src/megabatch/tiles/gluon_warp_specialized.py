@@ -1,4 +1,4 @@
-"""Sums of exp(s), gradient strips and maxima on Hopper in one warp-specialised kernel: half precision, no offsets, ids, limits.
+"""Sums of exp(s) and gradient strips on Hopper, in one warp-specialised kernel: half precision, no offsets, ids or limits.
 
 A program owns panels of BLOCK columns and loops over the rows. One producer warp copies rows and columns into a ring of
 shared-memory slots. Two consumer warpgroups take turns with the tensor cores: while one multiplies its tile, the other runs
@@ -6,7 +6,7 @@ the epilogue of the tile before (`gluon_epilogues`). The columns of a panel stay
 width as fit; the other steps are copied again for every tile. Columns that stay halve the load on the L2 cache, which would
 otherwise be the limit. Programs that work on the same rows at the same time find them in that cache (`plan.panel_programs`).
 
-`triton_logsumexp`, `triton_gradient` and `triton_topk` compute the same and serve all other inputs.
+`triton_logsumexp` and `triton_gradient` compute the same and serve all other inputs.
 """
 
 from functools import cache
@@ -33,7 +33,7 @@ from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_operands import Operands
 
 # Epilogues.
-SUMS, SOFTMAX, SIGMOID, MAXIMA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+SUMS, SOFTMAX, SIGMOID = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 BLOCK = plan.HOPPER_BLOCK
 
@@ -65,7 +65,7 @@ def _is_streamed(step, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
 @gluon.jit
 def _producer(x_desc, y_desc, slots, barriers, window, STEPS: gl.constexpr, RESIDENT: gl.constexpr):
     """The producer warp: copies resident columns when the panel changes, rows and streamed columns for every tile."""
-    full, empty, panel_full, panel_empty, _turns = barriers
+    full, empty, panel_full, panel_empty = barriers
     first_row, first_column, _rows, _columns, _N, _M, tiles_n, first_tile, last_tile = window
     RING: gl.constexpr = full.shape[0]
     BLOCK: gl.constexpr = slots.shape[1]
@@ -105,18 +105,18 @@ def _consumer(
     WHICH: gl.constexpr,
     slots,
     barriers,
+    turns,
     staging,
     g_desc,
     vectors,
     window,
     KIND: gl.constexpr,
     SKIP_DIAGONAL: gl.constexpr,
-    GROUP: gl.constexpr,
     STEPS: gl.constexpr,
     RESIDENT: gl.constexpr,
 ):
     """One of the two consumer warpgroups: multiplies every other tile and runs its epilogue."""
-    full, empty, panel_full, panel_empty, turns = barriers
+    full, empty, panel_full, panel_empty = barriers
     exponent_scale, row_offset, row_weight, col_weight, row_cap, col_cap, softplus_part, row_part, col_part = vectors
     first_row, first_column, rows, columns, N, M, tiles_n, first_tile, last_tile = window
     RING: gl.constexpr = full.shape[0]
@@ -186,16 +186,6 @@ def _consumer(
             right_rows, folded = epilogues.sums(right, k, base, n, m + HALF, N, M, SKIP_DIAGONAL)
             right_columns += folded
             gl.store(row_part + offs_part, left_rows + right_rows, mask=mask_n)
-        elif KIND == MAXIMA:
-            GROUPS: gl.constexpr = BLOCK // GROUP
-            panels = gl.cdiv(columns, BLOCK)
-            place, stride = panel * GROUPS, panels * GROUPS
-            left_rows = epilogues.maxima(left, row_part, n, m, first_row, place, stride, N, M, GROUP, SKIP_DIAGONAL)
-            place += GROUPS // 2
-            right_rows = epilogues.maxima(right, row_part, n, m + HALF, first_row, place, stride, N, M, GROUP, SKIP_DIAGONAL)
-            largest = gl.maximum(left_rows, right_rows)
-            offs_n = n + gl.arange(0, BLOCK, largest.type.layout)
-            gl.store(col_part + (offs_n - first_row).to(gl.int64) * panels + panel, largest, mask=offs_n < N)
         else:
             row_sums = gl.zeros_like(offs_n).to(gl.float32)
             product = row_sums
@@ -245,8 +235,8 @@ def _warp_specialized_kernel(
     row_cap,  # (N,) or None
     col_cap,  # (M,) or None; of a softmax, all four are `whole_tiles`
     softplus_part,  # (panels, rows) for `add_partial_sums`, or None
-    row_part,  # (panels, rows) or None; of MAXIMA (rows, groups)
-    col_part,  # (2 · programs that share a panel, columns) or None; of MAXIMA (rows, panels)
+    row_part,  # (panels, rows) or None
+    col_part,  # (2 · programs that share a panel, columns) or None
     first_row,
     first_column,
     rows,
@@ -255,7 +245,6 @@ def _warp_specialized_kernel(
     M,
     KIND: gl.constexpr,
     SKIP_DIAGONAL: gl.constexpr,
-    GROUP: gl.constexpr,
     STEPS: gl.constexpr,
     RESIDENT: gl.constexpr,
     RING: gl.constexpr,
@@ -286,13 +275,13 @@ def _warp_specialized_kernel(
     mbarrier.init(panel_full, count=1)
     mbarrier.init(panel_empty, count=2)
     fence_async_shared()
-    barriers = (full, empty, panel_full, panel_empty, turns)
+    barriers = (full, empty, panel_full, panel_empty)
     vectors = (exponent_scale, row_offset, row_weight, col_weight, row_cap, col_cap, softplus_part, row_part, col_part)
     window = (first_row, first_column, rows, columns, N, M, tiles_n, first_tile, last_tile)
     gl.warp_specialize(
         [
-            (_consumer, (0, slots, barriers, staging0, g_desc, vectors, window, KIND, SKIP_DIAGONAL, GROUP, STEPS, RESIDENT)),
-            (_consumer, (1, slots, barriers, staging1, g_desc, vectors, window, KIND, SKIP_DIAGONAL, GROUP, STEPS, RESIDENT)),
+            (_consumer, (0, slots, barriers, turns, staging0, g_desc, vectors, window, KIND, SKIP_DIAGONAL, STEPS, RESIDENT)),
+            (_consumer, (1, slots, barriers, turns, staging1, g_desc, vectors, window, KIND, SKIP_DIAGONAL, STEPS, RESIDENT)),
             (_producer, (x_desc, y_desc, slots, barriers, window, STEPS, RESIDENT)),
         ],
         [4, 1],
@@ -326,20 +315,6 @@ def sums(
     col_part = torch.zeros(sharing, columns.stop - columns.start, dtype=torch.float32, device=operands.x.device)
     _launch(SUMS, tile, operands, rows, columns, skip_diagonal, _Vectors(row_part=row_part, col_part=col_part))
     return col_part
-
-
-def maxima(
-    tile: HopperTile,
-    operands: Operands,
-    rows: slice,
-    columns: slice,
-    groups: Tensor,  # (n, groups) written
-    panels: Tensor,  # (n, panels) written
-    skip_diagonal: bool,
-) -> None:
-    """The largest product of each row in every group and in every panel of columns."""
-    group = BLOCK * panels.shape[1] // groups.shape[1]
-    _launch(MAXIMA, tile, operands, rows, columns, skip_diagonal, _Vectors(row_part=groups, col_part=panels), group=group)
 
 
 def softmax_weights(
@@ -384,7 +359,6 @@ def _launch(
     skip_diagonal: bool,
     vectors: _Vectors,
     g: Tensor | None = None,
-    group: int = 0,
 ) -> None:
     panels = triton.cdiv(columns.stop - columns.start, BLOCK)
     launch(
@@ -407,7 +381,6 @@ def _launch(
         ),
         KIND=kind.value,
         SKIP_DIAGONAL=skip_diagonal,
-        GROUP=group,
         STEPS=triton.cdiv(operands.x.shape[1], tile.width),
         RESIDENT=tile.resident,
         RING=tile.ring,

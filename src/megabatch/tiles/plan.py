@@ -123,8 +123,7 @@ LAUNCH_ROWS, LAUNCH_PANELS = 131072, 256
 # Top-k. Columns whose largest product the kernel stores as one number. Small groups cost memory for maxima, large groups cost
 # products that are formed again, k·group for each row.
 TOPK_GROUP = 8
-TOPK_STORED_GROUP = 16  # if all products are stored: few maxima and few candidates to choose from
-TOPK_CANDIDATES = 2**15  # most candidates of a row in the registers of one choice
+TOPK_STORED_GROUP, TOPK_STORED_PANEL = 8, 32  # if all products are stored: few candidates at each choice
 TOPK_ONE_CHOICE = 2**13  # as many are chosen from at once, without a choice of panels before
 _TOPK_BYTES = 256 * 2**20  # of maxima, or of stored products
 _TOPK_COLUMNS, _TOPK_STORED_COLUMNS = 2**20, 2**17  # of a strip; the best columns of strips are merged
@@ -151,7 +150,7 @@ _MAXSIM_TF32 = KernelTile(rows=128, columns=64, width=64, warps=8, stages=2)
 _MAXSIM_FLOAT32 = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
 _MAXSIM_SMALL = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
 # Vectors of a document × vectors of queries in each step of a document's gradient.
-_MAXSIM_GRADIENT = KernelTile(rows=128, columns=64, width=128, warps=8, stages=3)
+_MAXSIM_GRADIENT = KernelTile(rows=128, columns=64, width=128, warps=4, stages=3)
 _MAXSIM_GRADIENT_FLOAT32 = KernelTile(rows=64, columns=32, width=64, warps=4, stages=2)
 MAXSIM_GATHER = KernelTile(rows=32, columns=1, width=128, warps=4, stages=3)  # query vectors that gather their winners
 MAXSIM_SCORES = TileSize(rows=4096, columns=4096)  # queries and documents of a launch: 64 MiB of scores

@@ -1,7 +1,7 @@
 """The k largest products of each row, at nearly the speed of the bare product.
 
-A kernel forms each tile once and stores the largest product of every group of columns, and of every panel, which is as wide as
-a tile. The k panels with the largest maxima hold the k best groups, and these the k best columns: a column in another group
+A kernel forms each tile once and stores the largest product of every group of columns, and of every panel of groups. The k
+panels with the largest maxima hold the k best groups, and these the k best columns: a column in another group
 comes after the maxima of all k. Panels and groups are runs of columns and are ordered like columns, by maximum and then by
 index. Only the products of k groups are formed again. If they are too many for that, the kernel stores the products as well
 (`plan.topk_group`).
@@ -16,6 +16,7 @@ of two products (`_noise`). Rows with a column in that range are searched again 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -42,33 +43,35 @@ def _maxima_kernel(
     limit,  # (N,) or None
     group_maxima,  # (rows of this launch, groups)
     panel_maxima,  # (rows of this launch, panels)
-    products,  # (rows of this launch, panels · BLOCK_M), or None
+    products,  # (rows of this launch, tiles · BLOCK_M), or None
     first_row,
     last_row,
     first_column,
-    split_rows,
+    tiles_m,
     N,
     M,
     D: tl.constexpr,
     GROUP: tl.constexpr,
+    PANEL: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
-    panel, panels = tl.program_id(0), tl.num_programs(0)
-    m = first_column + panel * BLOCK_M
-    offs_m = m + tl.arange(0, BLOCK_M)
-    edge = offsets(None, 0.0, offs_m, M, 0)
     GROUPS: tl.constexpr = BLOCK_M // GROUP
-    begin = first_row + tl.program_id(1) * split_rows
-    for n in tl.range(begin, tl.minimum(begin + split_rows, last_row), BLOCK_N, flatten=True):
+    PANELS: tl.constexpr = BLOCK_M // PANEL
+    HALF: tl.constexpr = BLOCK_M // 2
+    tiles_n = tl.cdiv(last_row - first_row, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=True):
+        tile_m = tile // tiles_n  # programs that run at the same time share columns
+        n, m = first_row + (tile % tiles_n) * BLOCK_N, first_column + tile_m * BLOCK_M
         s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for d in range(0, D, BLOCK_D):
             s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
-        s = s + edge  # without a branch: with one, ptxas makes every product wait for the one before
-        offs_n = n + tl.arange(0, BLOCK_N)
+        offs_n, offs_m = n + tl.arange(0, BLOCK_N), m + tl.arange(0, BLOCK_M)
+        s = s + offsets(None, 0.0, offs_m, M, 0)  # no branch: with one, ptxas makes every product wait for the one before
         if row_ids is not None:
             s = tl.where(equal_ids(row_ids, col_ids, offs_n, offs_m, N, M), -float("inf"), s)
         if limit is not None:
@@ -77,17 +80,17 @@ def _maxima_kernel(
         if SKIP_DIAGONAL:
             if (n < m + BLOCK_M) & (m < n + BLOCK_N):
                 s = tl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), s)
-        place = (offs_n - first_row).to(tl.int64) * panels + panel
-        mask_n = offs_n < last_row
+        place = (offs_n - first_row).to(tl.int64)[:, None] * tiles_m + tile_m
+        mask_n = (offs_n < last_row)[:, None]
         largest = tl.max(s.reshape(BLOCK_N, GROUPS, GROUP), 2)  # ignores NaN, unless all are
-        tl.store(group_maxima + place[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], largest, mask=mask_n[:, None])
-        tl.store(panel_maxima + place, tl.max(largest, 1), mask=mask_n)
+        tl.store(group_maxima + place * GROUPS + tl.arange(0, GROUPS)[None, :], largest, mask=mask_n)
+        largest = tl.max(largest.reshape(BLOCK_N, PANELS, PANEL // GROUP), 2)
+        tl.store(panel_maxima + place * PANELS + tl.arange(0, PANELS)[None, :], largest, mask=mask_n)
         if products is not None:
-            HALF: tl.constexpr = BLOCK_M // 2  # stored whole, it needs twice the shared memory
-            left, right = s.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1).split()
-            out = products + place[:, None] * BLOCK_M + tl.arange(0, HALF)[None, :]
-            tl.store(out, left, mask=mask_n[:, None])
-            tl.store(out + HALF, right, mask=mask_n[:, None])
+            left, right = s.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1).split()  # stored whole, it needs more shared memory
+            out = products + place * BLOCK_M + tl.arange(0, HALF)[None, :]
+            tl.store(out, left, mask=mask_n)
+            tl.store(out + HALF, right, mask=mask_n)
 
 
 @triton.jit
@@ -191,23 +194,28 @@ def _search(block: Block, k: int, group: int | None) -> tuple[Best, Tensor | Non
     unsure = None if noise is None else torch.zeros_like(noise, dtype=torch.bool)
     strip = plan.topk_strip(block.N, block.M, group)
     for rows in windows(block.N, strip.rows):
-        kept: Best | None = None
+        kept = Best(found.values[rows], found.indices[rows])
         for columns in windows(block.M, strip.columns):
+            part = kept if columns.start == 0 else Best.none(len(kept.values), k, kept.values)
             if group is None:
-                part = _of_stored_products(block, operands, rows, columns, k)
+                _choose_from_stored(part, block, operands, rows, columns)
             else:
-                chosen = _best_groups(*_maxima(block, operands, rows, columns, group)[:2], k)
+                groups, panels, _ = _maxima(block, operands, rows, columns, group)
+                chosen = _best_groups(groups, panels, k)
                 s = _products(block, operands, rows, columns, chosen, group)
                 if noise is not None and unsure is not None and block.limit is not None:
                     limit = block.limit[rows, None]
                     above = s > limit
                     unsure[rows] |= (above & (s <= limit + noise[rows, None])).any(1)
                     s.masked_fill_(above, -torch.inf)
-                part = _choice(s, k, chosen, group, gathered=True)
-            part = _in_order(part, columns.start)
-            kept = part if kept is None else kept.merged(part)
-        if kept is not None:
-            found.values[rows], found.indices[rows] = kept
+                _choose(*part, s, chosen, group, gathered=True)
+            if columns.start > 0:
+                part.indices.add_(columns.start).masked_fill_(part.values == -torch.inf, -1)
+                for whole, merged in zip(kept, kept.merged(part), strict=True):
+                    whole.copy_(merged)
+    for rows in windows(block.N, max(1, 2**24 // k)):  # chosen in the order of columns, which decides between equal values
+        values, order = found.values[rows].sort(dim=1, descending=True, stable=True)
+        found.values[rows], found.indices[rows] = values, found.indices[rows].gather(1, order)
     return found, unsure
 
 
@@ -232,99 +240,85 @@ def _some_rows(block: Block, rows: Tensor) -> Block:  # (n,) int64
 
 def _maxima(
     block: Block, operands: Operands, rows: slice, columns: slice, group: int, *, store: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, groups), (n, panels), (n, panels · width)
+) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, groups), (n, panels), (n, columns)
     """The largest product of each group and of each panel, and the products if they are to be stored; −inf where excluded."""
-    hopper = None if store else plan.hopper_tile(block, "sums")
     choose = plan.gradient_tile if store else plan.logsumexp_tile
     tile = choose(block.precision, block.x.device)
-    width = tile.columns if hopper is None else hopper.columns
-    n, panels = rows.stop - rows.start, triton.cdiv(columns.stop - columns.start, width)
-    sizes = (panels * width // group, panels, panels * width)[: 3 if store else 2]
-    maxima = [torch.empty(n, size, dtype=torch.float32, device=block.x.device) for size in sizes]
-    if hopper is not None:
-        from megabatch.tiles import gluon_warp_specialized
-
-        gluon_warp_specialized.maxima(hopper, operands, rows, columns, maxima[0], maxima[1], block.skip_diagonal)
-        return maxima[0], maxima[1], None
-    splits, split_rows = plan.row_splits(panels, n, tile.rows, plan.multiprocessors(block.x.device))
-    stored = maxima[2] if store else None
+    panel = min(tile.columns, plan.TOPK_STORED_PANEL) if store else tile.columns
+    n, tiles = rows.stop - rows.start, triton.cdiv(columns.stop - columns.start, tile.columns)
+    width = tiles * tile.columns
+    sizes = (width // group, width // panel, width if store else 0)
+    groups, panels, products = (torch.empty(n, size, dtype=torch.float32, device=block.x.device) for size in sizes)
+    programs = plan.multiprocessors(block.x.device) * tile.per_multiprocessor
     launch(
         _maxima_kernel,
-        (panels, splits),
+        (min(programs, tiles * triton.cdiv(n, tile.rows)),),
         (
             *operands.descriptors(tile),
             operands.row_ids,
             operands.col_ids,
             None if block.limit is None else block.limit.contiguous(),
-            maxima[0],
-            maxima[1],
-            stored,
+            groups,
+            panels,
+            products if store else None,
         ),
-        (rows.start, rows.stop, columns.start, split_rows, block.N, columns.stop),
+        (rows.start, rows.stop, columns.start, tiles, block.N, columns.stop),
         D=block.D,
         GROUP=group,
+        PANEL=panel,
         SKIP_DIAGONAL=block.skip_diagonal,
         PRECISION=dot_precision(block),
         **tile.options,
+        PROGRAMS=programs,
     )
-    return maxima[0], maxima[1], stored
+    return groups, panels, products if store else None
 
 
-def _choice(
+def _choose(
+    found_values: Tensor | None,  # (n, k) written
+    found_indices: Tensor,  # (n, k) written
     values: Tensor,  # (n, m)
-    k: int,
     runs: Tensor | None = None,  # (n, c) int32
     run: int = 1,
     *,
     gathered: bool = False,
-    with_values: bool = True,
-) -> Best:  # (n, k), int32
-    """The k best values of each row in the order of their indices; of all values, or of those in some runs of them."""
-    n, stride = values.shape
+) -> None:
+    """The k best values of each row in the order of their indices: of all values, or of those in some runs of them."""
+    stride, k = values.shape[1], found_indices.shape[1]
     m = stride if runs is None else runs.shape[1] * run
-    shape = n, k
-    indices = (
-        torch.full(shape, -1, dtype=torch.int32, device=values.device) if m < k else values.new_empty(shape, dtype=torch.int32)
-    )
-    best = (
-        torch.full_like(indices, -torch.inf, dtype=torch.float32) if m < k else torch.empty_like(indices, dtype=torch.float32)
-    )
     size = triton.next_power_of_2(m)
-    assert size <= plan.TOPK_CANDIDATES
+    assert size <= 2**15, "the kernel counts with 16 bits"
     launch(
         _choice_kernel,
-        (n,),
-        (values, runs, best if with_values else None, indices),
+        (len(values),),
+        (values, runs, found_values, found_indices),
         (stride, m, k),
         RUN=run,
         GATHERED=gathered,
         BLOCK=size,
         num_warps=min(16, max(1, size // 1024)),
     )
-    return Best(best, indices)
-
-
-def _in_order(found: Best, first_column: int) -> Best:  # (n, k), int64
-    """Sorted by value; the given order of indices decides between equal values."""
-    values, order = found.values.sort(dim=1, descending=True, stable=True)
-    indices = found.indices.gather(1, order).long()
-    return Best(values, torch.where(indices < 0, indices, indices + first_column) if first_column else indices)
 
 
 def _best_groups(groups: Tensor, panels: Tensor, k: int) -> Tensor:  # (n, groups), (n, panels) → (n, k) int32, −1 for none
+    def chosen(values: Tensor, *runs: Any) -> Tensor:
+        room = values.new_full((len(values), k), -1, dtype=torch.int32)
+        _choose(None, room, values, *runs)
+        return room
+
     if groups.shape[1] <= plan.TOPK_ONE_CHOICE:
-        return _choice(groups, k, with_values=False).indices
-    above = _choice(panels, k, with_values=False).indices
-    return _choice(groups, k, above, groups.shape[1] // panels.shape[1], with_values=False).indices
+        return chosen(groups)
+    return chosen(groups, chosen(panels), groups.shape[1] // panels.shape[1])
 
 
-def _of_stored_products(block: Block, operands: Operands, rows: slice, columns: slice, k: int) -> Best:  # (n, k)
+def _choose_from_stored(found: Best, block: Block, operands: Operands, rows: slice, columns: slice) -> None:
     group = plan.TOPK_STORED_GROUP
     groups, panels, products = _maxima(block, operands, rows, columns, group, store=True)
     assert products is not None
     if products.shape[1] <= plan.TOPK_ONE_CHOICE:
-        return _choice(products, k)
-    return _choice(products, k, _best_groups(groups, panels, k), group)
+        _choose(*found, products)
+    else:
+        _choose(*found, products, _best_groups(groups, panels, found.values.shape[1]), group)
 
 
 def _products(
