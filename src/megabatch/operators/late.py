@@ -143,8 +143,9 @@ def maxsim_logsumexp(given: Inputs) -> tuple[Tensor, ...]:
     kept = _room_to_keep(given, block)
     row, col = team.statistics(block, columns=given.columns, **({} if kept is None else {"kept": kept}))
     match = late.pair_scores(block)[:, 0].contiguous() if apart and block.N else block.zeros(0)
-    values = row.value(), col.value() if given.columns else block.zeros(0)
-    return *values, match, share_of_mean(given.query, team.share), row.pack(), col.pack(), *(kept or _nothing_kept(given))
+    of_columns = (col.value(), col.pack()) if given.columns else (block.zeros(0), block.zeros(2, 0))
+    share = share_of_mean(given.query, team.share)
+    return row.value(), of_columns[0], match, share, row.pack(), of_columns[1], *(kept or _nothing_kept(given))
 
 
 def _gradient_shapes(given: Inputs, *arguments: Any) -> tuple[Tensor, ...]:

@@ -39,19 +39,22 @@ def backend_for(name: str, block: LateBlock) -> Backend:
 
 def statistics(block: LateBlock, backend: str, *, columns: bool, kept: Kept | None = None) -> tuple[LogSum, LogSum]:
     """Row sums (N,) and column sums (M,) of exp(s); without `columns` these are empty, (0,). Fills `kept`."""
-    empty = _empty_documents(block)
-    row, col = (LogSum.empty(size, dtype=block.dtype, device=block.device) for size in (block.N, block.M if columns else 0))
-    if block.is_empty:
-        return row, col
-    for rows, window, largest in backend_for(backend, block).score_tiles(block, kept):
+    empty, found = _empty_documents(block), None
+    for rows, window, largest in () if block.is_empty else backend_for(backend, block).score_tiles(block, kept):
         s = _similarities(block, empty, rows, window, largest)
-        by_row = LogSum.of_exponentials(s.clone() if columns else s, 1)
-        by_column = LogSum.of_exponentials(s, 0) if columns else col
-        if s.shape == (block.N, block.M):
-            return by_row, by_column
-        row.part(rows).add_(by_row)
+        parts = [LogSum.of_exponentials(s.clone() if columns else s, 1)]
         if columns:
-            col.part(window).add_(by_column)
+            parts.append(LogSum.of_exponentials(s, 0))
+        if s.shape == (block.N, block.M):
+            return parts[0], parts[1] if columns else LogSum.empty(0, dtype=block.dtype, device=block.device)
+        found = found or _no_sums(block, columns=columns)
+        for sums, place, part in zip(found, (rows, window), parts, strict=False):
+            sums.part(place).add_(part)
+    return found or _no_sums(block, columns=columns)
+
+
+def _no_sums(block: LateBlock, *, columns: bool) -> tuple[LogSum, LogSum]:
+    row, col = (LogSum.empty(size, dtype=block.dtype, device=block.device) for size in (block.N, block.M if columns else 0))
     return row, col
 
 

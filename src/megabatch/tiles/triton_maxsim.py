@@ -37,9 +37,8 @@ def score_tiles(block: LateBlock, kept: Kept | None = None) -> Iterator[tuple[sl
     of_queries, of_documents = _poison(block.query), _poison(block.document)
     for rows in windows(block.N, strip.rows):
         for columns in windows(block.M, strip.columns):
-            found = sums(operands, rows, columns, None if kept is None else kept.winners)
-            found.add_(of_queries[rows, None]).add_(of_documents[columns])
-            yield rows, columns, found if kept is None else kept.scores.copy_(found.T).T
+            room = (None, None) if kept is None else (kept.winners, kept.scores)
+            yield rows, columns, sums(operands, rows, columns, *room).add_(of_queries[rows, None]).add_(of_documents[columns])
 
 
 def add_gradients(

@@ -131,11 +131,17 @@ def _maxsim_kernel(
                 tl.store(winners + tl.cast(j, tl.int64) * slots * SLOT + rows, found, mask=rows < slots * SLOT)
 
 
-def sums(operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor | None = None) -> Tensor:  # (n, m)
-    """Σ_t max_u of a strip, where a product with NaN never is the largest; writes the winners if asked to."""
+def sums(
+    operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:  # (n, m)
+    """Σ_t max_u of a strip, where a product with NaN never is the largest; in the (m, n) `out` if given.
+
+    Writes the winners if asked to.
+    """
     n, m = rows.stop - rows.start, columns.stop - columns.start
     slots, tile, device = n * operands.slots, operands.tile, operands.block.device
-    found = torch.empty(m, slots, dtype=torch.float32, device=device)
+    one = operands.slots == 1
+    found = out if out is not None and one else torch.empty(m, slots, dtype=torch.float32, device=device)
     tiles = triton.cdiv(slots * operands.slot, tile.rows)
     splits = max(1, min(m, -(-8 * plan.multiprocessors(device) // tiles)))
     each = triton.cdiv(m, splits)
@@ -163,7 +169,7 @@ def sums(operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor 
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return found.T if operands.slots == 1 else found.view(m, n, operands.slots).sum(2).T
+    return found.T if one else torch.sum(found.view(m, n, operands.slots), 2, out=out).T
 
 
 def empty_winners(block: LateBlock, queries: int, documents: int) -> Tensor:  # (m, rows)
