@@ -59,10 +59,12 @@ def _tuned(tried: dict[str, Any]) -> str:
 def draw(record: dict[str, Any]) -> Any:
     """The time of each system, in multiples of the bare product's."""
     sizes = list(reports.groups(record["results"], "M", "D", "k").items())
-    figure, (panels,) = plots.figure(
-        f"Top-k, time in multiples of the bare product's; {reports.chip(record)}", columns=len(sizes), size=(4 * len(sizes), 3)
+    figure, panels = plots.figure(
+        f"Top-k, time in multiples of the bare product's; {reports.chip(record)}",
+        rows=max(len(sizes), 1),
+        size=(8, 1 + 1.3 * len(sizes)),
     )
-    for axes, (size, group) in zip(panels, sizes, strict=True):
+    for (axes,), (size, group) in zip(panels, sizes, strict=False):
         bare = next((r.get("ms") for r in group if r["system"] == BARE), None)
         plots.bars(axes, [(r["system"], r["ms"] / bare) for r in group if r.get("ms") and bare], "%.2f")
         axes.set_title("{:,} columns, D = {}, k = {}".format(*size), fontsize=9)

@@ -1,6 +1,7 @@
 """Late interaction: queries and documents of many vectors each, compared by the best match of every query vector.
 
-s_ij = scale · Σ_t max_u ⟨q_it, d_ju⟩, the MaxSim score of ColBERT, is never held as a matrix, and neither are the winners.
+s_ij = scale · Σ_t max_u ⟨q_it, d_ju⟩ is the MaxSim score of ColBERT. Neither the scores nor the winners are held, unless all of
+them fit in a workspace of fixed size.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Logsumexps of late interaction, and the scores of queries with documents of their own; backward finds the winners again."""
+"""Logsumexps of late interaction, and the scores of queries with documents of their own.
+
+Backward finds the winners again, unless forward could keep all of them in a workspace.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """The k largest products of each row, at nearly the speed of the bare product.
 
 A kernel forms each tile once and stores the largest product of every group of columns, and of every panel of groups. The k
-panels with the largest maxima hold the k best groups, and these the k best columns: a column in another group
-comes after the maxima of all k. Panels and groups are runs of columns and are ordered like columns, by maximum and then by
-index. Only the products of k groups are formed again. If they are too many for that, the kernel stores the products as well
+panels with the largest maxima hold the k best groups, and these the k best columns: a column in another group comes after the
+maxima of all k. Panels and groups are runs of columns and are ordered like columns, by maximum and then by index. Only the
+products of k groups are formed again. If they are too many for that, the kernel stores the products as well
 (`plan.topk_group`).
 
 Each choice is made by one kernel, in registers: a search by bits finds the k-th largest value, and a running count gives the
