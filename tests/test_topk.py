@@ -130,7 +130,7 @@ def test_kernels_find_the_same(monkeypatch, dtype, case, group):
     monkeypatch.setattr(plan, "topk_strip", lambda N, M, group: plan.TileSize(8, 256))
     monkeypatch.setattr(plan, "TOPK_STORED_GROUP", 4)
     monkeypatch.setattr(plan, "TOPK_STORED_PANEL", 16)
-    monkeypatch.setattr(plan, "TOPK_ONE_CHOICE", 16)
+    monkeypatch.setattr(plan, "TOPK_FEW", 16)
     x, y = whole_numbers(11, 300, 5, seed=1)
     y[100:104] = torch.nan  # a whole group
     i, j = torch.arange(11, device=DEVICE) % 5, torch.arange(300, device=DEVICE) % 7

@@ -120,22 +120,29 @@ ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 # Rows and panels of columns of one launch of the logsumexp kernel: its partial row sums take 128 MiB at most.
 LAUNCH_ROWS, LAUNCH_PANELS = 131072, 256
 
-# Top-k. Columns whose largest product the kernel stores as one number. Small groups cost memory for maxima, large groups cost
-# products that are formed again, k·group for each row.
-TOPK_GROUP = 8
-TOPK_STORED_GROUP, TOPK_STORED_PANEL = 8, 32  # if all products are stored: few candidates at each choice
-TOPK_ONE_CHOICE = 2**13  # as many are chosen from at once, without a choice of panels before
-_TOPK_BYTES = 256 * 2**20  # of maxima, or of stored products
+# Top-k. `TOPK_FEW` candidates are chosen from at once, without a choice of larger runs before.
+TOPK_FEW = 2**10
+TOPK_STORED_GROUP, TOPK_STORED_PANEL = 8, 32  # columns; in panels of 64 and 16 56 and 57 ms where these take 54
+_TOPK_BYTES = 384 * 2**20  # of maxima, or of stored products
 _TOPK_COLUMNS, _TOPK_STORED_COLUMNS = 2**20, 2**17  # of a strip; the best columns of strips are merged
 
 
 def topk_group(M: int, D: int, k: int) -> int | None:
-    """Columns of a group; None if storing all products takes less traffic than forming those of k groups again."""
-    return TOPK_GROUP if k * TOPK_GROUP * max(D, 64) * 2 < 4 * M else None
+    """Columns whose largest product the kernel stores as one number; None if it stores all products.
+
+    Small groups cost stores, and large groups cost products that are formed again, k·group of a row. H200, 65,536 rows, bf16,
+    in ms for groups of 8 / 16 / 32 / all products stored, with 512 MiB of maxima: 1M columns, D = 512, k = 16 134 / 124 / 124 /
+    823, k = 128 149 / 151 / 176 / 796; 131,072 columns, k = 16 17.7 / 22.1 / 22.1 / 28.3. The bare product: 117 and 15.
+    131,072 columns, D = 1024, k = 1024: 54 with all products stored.
+    """
+    again = k * max(D, 64)  # values of y for each column of a group
+    if 4 * again > M if M <= _TOPK_STORED_COLUMNS else 1.5 * again > M:
+        return None
+    return 8 if 21 * again > M else 16 if 133 * again > M else 32
 
 
 def topk_strip(N: int, M: int, group: int | None) -> TileSize:
-    """Rows and columns of one launch of the top-k kernel: its maxima, or its stored products, take 256 MiB at most."""
+    """Rows and columns of one launch of the top-k kernel: its maxima, or its stored products, take 384 MiB at most."""
     columns = min(-(-M // 128) * 128, _TOPK_STORED_COLUMNS if group is None else _TOPK_COLUMNS)
     rows = _TOPK_BYTES // 4 * (group or 1) // columns // 256 * 256
     return TileSize(max(256, min(rows, N)), columns)

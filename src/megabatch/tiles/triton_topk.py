@@ -211,8 +211,10 @@ def _search(block: Block, k: int, group: int | None) -> tuple[Best, Tensor | Non
                 _choose(*part, s, chosen, group, gathered=True)
             if columns.start > 0:
                 part.indices.add_(columns.start).masked_fill_(part.values == -torch.inf, -1)
-                for whole, merged in zip(kept, kept.merged(part), strict=True):
-                    whole.copy_(merged)
+                values, indices = (torch.cat(both, 1) for both in zip(kept, part, strict=True))  # in the order of columns
+                place = torch.empty_like(kept.indices)
+                _choose(kept.values, place, values)
+                kept.indices.copy_(indices.gather(1, place.clamp_min_(0)).masked_fill_(kept.values == -torch.inf, -1))
     for rows in windows(block.N, max(1, 2**24 // k)):  # chosen in the order of columns, which decides between equal values
         values, order = found.values[rows].sort(dim=1, descending=True, stable=True)
         found.values[rows], found.indices[rows] = values, found.indices[rows].gather(1, order)
@@ -306,19 +308,20 @@ def _best_groups(groups: Tensor, panels: Tensor, k: int) -> Tensor:  # (n, group
         _choose(None, room, values, *runs)
         return room
 
-    if groups.shape[1] <= plan.TOPK_ONE_CHOICE:
+    run = groups.shape[1] // panels.shape[1]
+    if groups.shape[1] <= max(plan.TOPK_FEW, k * run):
         return chosen(groups)
-    return chosen(groups, chosen(panels), groups.shape[1] // panels.shape[1])
+    return chosen(groups, chosen(panels), run)
 
 
 def _choose_from_stored(found: Best, block: Block, operands: Operands, rows: slice, columns: slice) -> None:
-    group = plan.TOPK_STORED_GROUP
+    group, k = plan.TOPK_STORED_GROUP, found.values.shape[1]
     groups, panels, products = _maxima(block, operands, rows, columns, group, store=True)
     assert products is not None
-    if products.shape[1] <= plan.TOPK_ONE_CHOICE:
+    if products.shape[1] <= max(plan.TOPK_FEW, k * group):
         _choose(*found, products)
     else:
-        _choose(*found, products, _best_groups(groups, panels, found.values.shape[1]), group)
+        _choose(*found, products, _best_groups(groups, panels, k), group)
 
 
 def _products(
