@@ -117,7 +117,6 @@ def test_groups_of_columns_hold_the_best(dtype):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from the interpreter's numpy, on intended inf and NaN
 @pytest.mark.quick(
     {"dtype": torch.float32, "case": "ids", "group": 4},
-    {"dtype": torch.float16, "case": "below", "group": 4},
     {"dtype": torch.float16, "case": "diagonal", "group": None},
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -127,22 +126,23 @@ def test_kernels_find_the_same(monkeypatch, dtype, case, group):
     """Products formed twice, or stored; panels, groups and strips of columns; a row with fewer columns than are asked for."""
     pytest.importorskip("triton")
     monkeypatch.setattr(plan, "topk_group", lambda M, D, k: group)
-    monkeypatch.setattr(plan, "topk_strip", lambda N, M, group: plan.TileSize(8, 256))
+    monkeypatch.setattr(plan, "topk_strip", lambda N, M, group: plan.TileSize(8, 128))
     monkeypatch.setattr(plan, "TOPK_STORED_GROUP", 4)
     monkeypatch.setattr(plan, "TOPK_STORED_PANEL", 16)
     monkeypatch.setattr(plan, "TOPK_FEW", 16)
-    x, y = whole_numbers(11, 300, 5, seed=1)
+    x, y = whole_numbers(11, 200, 5, seed=1)
     y[100:104] = torch.nan  # a whole group
-    i, j = torch.arange(11, device=DEVICE) % 5, torch.arange(300, device=DEVICE) % 7
+    i, j = torch.arange(11, device=DEVICE) % 5, torch.arange(200, device=DEVICE) % 7
     options, left_out = {
         "plain": ({}, None),
-        "diagonal": ({"exclude": "diagonal"}, torch.eye(11, 300, dtype=torch.bool, device=DEVICE)),
+        "diagonal": ({"exclude": "diagonal"}, torch.eye(11, 200, dtype=torch.bool, device=DEVICE)),
         "ids": ({"exclude": (i, j)}, i[:, None] == j),
         "below": ({"below": -9.0}, x @ y.T >= -9),
     }[case]
     same(mb.pairwise_topk(x.to(dtype), y.to(dtype), 6, backend="triton", **options), dense(x, y, 6, left_out))
 
 
+@pytest.mark.quick({"exclude": "diagonal"})
 @pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
 def test_columns_at_the_limit_cost_no_place_in_the_kernels(exclude):
     """The limit is a product, which another order of sums rounds to either side of it."""
