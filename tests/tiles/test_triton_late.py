@@ -108,3 +108,23 @@ def test_half_precision_gradients_at_any_scale(scale):
     for backend in backends:
         for found, wanted in zip(outcomes(torch.float16, backend=backend), outcomes(torch.float64), strict=True):
             assert (found - wanted).abs().max() <= 4 * torch.finfo(torch.float16).eps * wanted.abs().max()
+
+
+def test_losses_of_kept_scores():
+    """The scores of pairs are those that forward kept; a document without vectors makes its pair's loss infinite."""
+    sides = [unit(5, length, 8, seed=length).to(DEVICE) for length in (3, 6)]
+    mask = torch.rand(5, 6, generator=torch.Generator().manual_seed(0)).to(DEVICE) > 0.3
+    mask[2] = False
+    found, wanted = (
+        mb.late_interaction_loss(
+            *leaves(*(side.to(dtype) for side in sides)),
+            scale=9.0,
+            document_mask=mask,
+            normalize=True,
+            reduction="none",
+            backend=backend,
+        ).detach()
+        for dtype, backend in ((torch.float32, "triton"), (torch.float64, "eager"))
+    )
+    assert wanted.isinf().tolist() == [False, False, True, False, False]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)

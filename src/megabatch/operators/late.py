@@ -145,7 +145,7 @@ def maxsim_logsumexp(given: Inputs) -> tuple[Tensor, ...]:
     team = _assemble(given, block, "late interaction", mean=apart)
     kept = _room_to_keep(given, block)
     row, col = team.statistics(block, columns=given.columns, **({} if kept is None else {"kept": kept}))
-    match = late.pair_scores(block)[:, 0].contiguous() if apart and block.N else block.zeros(0)
+    match = late.pair_scores(block, kept)[:, 0].contiguous() if apart and block.N else block.zeros(0)
     of_columns = (col.value(), col.pack()) if given.columns else (block.zeros(0), block.zeros(2, 0))
     share = share_of_mean(given.query, team.share)
     return row.value(), of_columns[0], match, share, row.pack(), of_columns[1], *(kept or _nothing_kept(given))

@@ -99,11 +99,14 @@ def gradients(
     backend_for(backend, block).add_gradients(block, weigh, dquery, ddocument, kept)
 
 
-def pair_scores(block: LateBlock) -> Tensor:  # (N, K)
-    """s of each query with its own K documents; −inf for documents without vectors."""
+def pair_scores(block: LateBlock, kept: Kept | None = None) -> Tensor:  # (N, K)
+    """s of each query with its own K documents; −inf for documents without vectors. `kept` has those of one document each."""
     empty = _empty_documents(block)
-    parts = [pairs.sums() * block.factors(rows) for rows, pairs in maxsim.pair_tiles(block)]
-    scores = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else block.zeros(0, 0)
+    if kept is None:
+        parts = [pairs.sums() * block.factors(rows) for rows, pairs in maxsim.pair_tiles(block)]
+        scores = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else block.zeros(0, 0)
+    else:
+        scores = kept.scores.diagonal()[:, None] * block.factors(slice(0, block.N))
     return scores if empty is None else scores.masked_fill_(empty.view(scores.shape), -torch.inf)
 
 
