@@ -104,7 +104,7 @@ def pair_scores(block: LateBlock, kept: Kept | None = None) -> Tensor:  # (N, K)
     empty = _empty_documents(block)
     if kept is None:
         parts = [pairs.sums() * block.factors(rows) for rows, pairs in maxsim.pair_tiles(block)]
-        scores = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else block.zeros(0, 0)
+        scores = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else block.zeros(0, block.M)
     else:
         scores = kept.scores.diagonal()[:, None] * block.factors(slice(0, block.N))
     return scores if empty is None else scores.masked_fill_(empty.view(scores.shape), -torch.inf)
