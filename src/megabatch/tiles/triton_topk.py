@@ -174,10 +174,7 @@ def _choice_kernel(
 
 def topk(block: Block, k: int) -> Best:  # (N, k)
     """The k largest products ⟨x_i, y_j⟩ of each row, as `eager.topk`."""
-    group = plan.topk_group(block.M, block.D, k)
-    if group is None:
-        return _search(block, k, None)[0]
-    found, unsure = _search(block, k, group)
+    found, unsure = _search(block, k, plan.topk_group(block.M, block.D, k))
     if unsure is not None and len(again := unsure.nonzero().flatten()):
         found.values[again], found.indices[again] = _search(_some_rows(block, again), k, None)[0]
     return found
