@@ -14,7 +14,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +29,10 @@ from megabatch.bench.measure import now, peak_memory
 from megabatch.tiles import plan
 from megabatch.tiles.tokens import LateBlock, Tokens
 
-SIZES = ("256x32x128", "1024x32x128", "4096x32x128", "1024x32x512", "4096x32x512", "1024x128x1024", "16384x32x128")
+SIZES = ("256x32x128", "1024x32x128", "4096x32x128", "1024x32x512", "4096x32x512", "16384x32x128", "1024x128x1024")
 D, SCALE, CHUNK = 128, 1.0, 32
 LARGE = 2**41  # products of vectors
+TUNED_SMALL = 2**36  # above as many, a system runs with 64 pairs first: some tune themselves, and at full size take minutes
 TOLERANCE = 0.02  # of gradients, relative: bf16 weights and results explain 0.005
 SECONDS_A_ROUND = 0.06
 CHUNKED, LIK, FLASH = "chunked PyTorch", "late-interaction-kernels", "flash-maxsim"
@@ -229,12 +229,16 @@ class Run:
         for name, build in systems(query, document, self.backend).items():
             result: dict[str, Any] = {**about, "system": name, "status": "ok"}
             results.append(result)
-            if MOST.get(name, size.B) < size.B:
-                result["status"] = "too large to try"
+            if MOST.get(name, size.B) < size.B or self.record.left() <= 0:
+                result["status"] = "too large to try" if self.record.left() > 0 else "no time left"
                 continue
             try:
+                if size.B**2 * size.Lq * size.Ld > TUNED_SMALL:
+                    few = (part[:64].detach().requires_grad_() for part in (query, document))
+                    systems(*few, self.backend)[name]()()
                 step = build()
                 step()  # compiles
+                self.record.say(f"  {name} has run once")
                 clear(self.device)
                 (loss, *gradients), result["peak_bytes"] = peak_memory(step, self.device)
                 result["loss"], result["gradient_error"] = loss.item(), truth.errors(tuple(gradients))
@@ -272,7 +276,9 @@ class Run:
 
     def parts(self, size: Size) -> None:
         """The kernels one by one, on one strip of backward."""
-        from megabatch.tiles import triton_maxsim
+        from megabatch.tiles import triton_maxsim_gradients as backward
+        from megabatch.tiles import triton_maxsim_scores as forward
+        from megabatch.tiles.triton_maxsim_operands import MaxsimOperands
 
         query, document = (part.detach() for part in size.vectors(self.device))
         block = LateBlock(
@@ -281,16 +287,16 @@ class Run:
             torch.ones((), device=self.device),
             "bfloat16" if self.device == "cuda" else "float32",
         )
-        operands = triton_maxsim._Operands(block)
+        operands = MaxsimOperands(block)
         strip = plan.maxsim_strip(operands.slots * operands.slot)
         rows, columns = slice(0, min(size.B, strip.rows)), slice(0, min(size.B, strip.columns))
-        winners = operands.winners(rows, columns)
+        winners = forward.empty_winners(block, rows.stop, columns.stop)
         g = torch.rand(rows.stop, columns.stop, device=self.device)
         dq, dd = block.zeros(*block.query.values.shape), block.zeros(*block.document.values.shape)
         works = {
-            "sums": lambda: operands.sums(rows, columns),
-            "sums and winners": lambda: operands.sums(rows, columns, winners),
-            "both gradients": lambda: operands.add_gradients(rows, columns, winners, g, dq, dd),
+            "sums": lambda: forward.sums(operands, rows, columns),
+            "sums and winners": lambda: forward.sums(operands, rows, columns, winners),
+            "both gradients": lambda: backward.add_gradients(operands, rows, columns, winners, g, dq, dd),
         }
         times = self.take_turns(works)
         operations = 2 * rows.stop * size.Lq * columns.stop * size.Ld * D
@@ -307,18 +313,13 @@ class Run:
         query, document = size.vectors(self.device)
         step = systems(query, document, self.backend)[OURS]()
         original = plan._MAXSIM, plan._MAXSIM_GRADIENT, plan.MAXSIM_GATHER
-        tries: list[tuple[Any, Any, Any]] = [
-            (replace(original[0], rows=rows, columns=columns, warps=warps, stages=stages), *original[1:])
-            for rows, columns, warps, stages in product((128, 256), (64, 128, 256), (4, 8), (2, 3, 4))
-            if rows * columns <= 128 * 256 and rows * columns // warps <= 8192
-        ]
-        tries += [
-            (original[0], replace(original[1], rows=rows, columns=columns, warps=warps, stages=stages), original[2])
-            for rows, columns, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
-        ]
-        tries += [
-            (*original[:2], replace(original[2], rows=rows, warps=warps, stages=stages))
-            for rows, warps, stages in product((16, 32, 64, 128), (4, 8), (2, 3, 5))
+        forward = ((256, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 4), (128, 256, 8, 2), (128, 64, 4, 4))
+        documents = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 3), (256, 64, 8, 3), (64, 64, 4, 3))
+        queries = ((16, 1, 2, 3), (16, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 3), (128, 1, 8, 3))
+        tries: list[tuple[Any, ...]] = [
+            (*original[:at], replace(original[at], rows=rows, columns=columns, warps=warps, stages=stages), *original[at + 1 :])
+            for at, sizes in enumerate((forward, documents, queries))
+            for rows, columns, warps, stages in sizes
         ]
         for tiles in tries:
             if self.record.left() <= 0:

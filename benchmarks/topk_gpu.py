@@ -10,8 +10,10 @@ Writes a JSON file; `topk_gpu_report.py` makes the table and the plot of it, on 
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -146,23 +148,67 @@ class Run:
         self.record["results"].extend(results)
 
     def tune(self, size: Size) -> None:
-        """Other groups of columns, and other rows of a launch."""
+        """Other groups of columns, other rows of a launch and other kernels; and where the time goes."""
         x, y = embeddings(min(self.args.rows, size.M), size, self.device)
-        original = plan.TOPK_GROUP, plan._TOPK_BYTES
-        for group, mebibytes in product((16, 32, 64), (128, 256, 512)):
+        truth = Truth(x, y, size.k)
+        group = plan.topk_group(size.M, size.D, size.k)
+        tries: dict[str, dict[str, Any]] = {
+            f"products stored, groups of {width} in panels of {panel}": {
+                "topk_group": lambda M, D, k: None,
+                "TOPK_STORED_GROUP": width,
+                "TOPK_STORED_PANEL": panel,
+            }
+            for width, panel in ((8, 32), (8, 64), (8, 16), (4, 16))[: 1 if group else 4]
+        }
+        for width, mebibytes in product((8, 16, 32), (256, 512)) if group else ():
+            tries[f"groups of {width}, {mebibytes} MiB of maxima"] = {
+                "topk_group": lambda M, D, k, width=width: width,
+                "_TOPK_BYTES": mebibytes * 2**20,
+            }
+        for name, changes in tries.items():
             if self.record.left() <= 0:
                 break
-            plan.TOPK_GROUP, plan._TOPK_BYTES = group, mebibytes * 2**20
-            try:
-                mb.pairwise_topk(x, y, size.k, backend=self.backend)
-                ms = milliseconds(lambda: mb.pairwise_topk(x, y, size.k, backend=self.backend), self.device, SECONDS_A_ROUND)
-                self.record["tuned"].append({"group": group, "MiB": mebibytes, "ms": ms})
-                self.record.say(f"groups of {group}, {mebibytes} MiB of maxima: {ms:.1f} ms")
-            except Exception as error:
-                self.record.say(f"groups of {group}, {mebibytes} MiB of maxima: {type(error).__name__}")
-            finally:
-                plan.TOPK_GROUP, plan._TOPK_BYTES = original
+            with patch.multiple(plan, **changes):
+                try:
+                    error = truth.error(mb.pairwise_topk(x, y, size.k, backend=self.backend).indices)
+                    work = partial(mb.pairwise_topk, x, y, size.k, backend=self.backend)
+                    ms = milliseconds(work, self.device, SECONDS_A_ROUND)
+                    self.record["tuned"].append({**size._asdict(), "change": name, "ms": ms, "error": error})
+                    self.record.say(f"{size.M}x{size.D}x{size.k}, {name}: {ms:.1f} ms, error {error:.0e}")
+                    if self.backend == "triton":
+                        self.parts(size, x, y)
+                except Exception as failed:
+                    self.record.say(f"{name}: {failure(failed)}")
             self.record.save()
+
+    def parts(self, size: Size, x: Tensor, y: Tensor) -> None:
+        """The kernels one by one, on the first strip; times are for all strips."""
+        from megabatch.tiles import triton_topk
+        from megabatch.tiles.block import Block
+        from megabatch.tiles.topk import Best
+        from megabatch.tiles.triton_operands import similarity_operands
+
+        block = Block.of(x, y, None, "bfloat16" if self.device == "cuda" else "float32")
+        operands = similarity_operands(block)
+        group = plan.topk_group(block.M, block.D, size.k)
+        strip = plan.topk_strip(block.N, block.M, group)
+        rows, columns = slice(0, min(block.N, strip.rows)), slice(0, min(block.M, strip.columns))
+        strips = block.N / rows.stop * block.M / columns.stop
+        width, store = group or plan.TOPK_STORED_GROUP, group is None
+        groups, panels, products = triton_topk._maxima(block, operands, rows, columns, width, store=store)
+        chosen = triton_topk._best_groups(groups, panels, size.k)
+        works: dict[str, Callable[[], Any]] = {
+            "maxima": lambda: triton_topk._maxima(block, operands, rows, columns, width, store=store),
+            "choice of groups": lambda: triton_topk._best_groups(groups, panels, size.k),
+        }
+        if products is None:
+            products = triton_topk._products(block, operands, rows, columns, chosen, width)
+            works["products"] = lambda: triton_topk._products(block, operands, rows, columns, chosen, width)
+        found = Best.none(rows.stop, size.k, products)
+        works["choice of columns"] = lambda: triton_topk._choose(*found, products, chosen, width, gathered=not store)
+        parts = {name: strips * milliseconds(work, self.device, 0.02) for name, work in works.items()}
+        self.record["tuned"][-1]["parts"] = parts
+        self.record.say("    of it " + ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items()))
 
     def run(self) -> None:
         """Everything, until the time is up."""
@@ -175,8 +221,9 @@ class Run:
             self.measure(size)
             clear(self.device)
             self.record.save()
-        if self.args.tune:
-            self.tune(Size(*map(int, self.args.tune.split("x"))))
+        for text in self.args.tune:
+            self.tune(Size(*map(int, text.split("x"))))
+            clear(self.device)
         self.record.save()
 
 
@@ -185,7 +232,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="*", default=None, metavar="MxDxK", help=f"({' '.join(SIZES)})")
     parser.add_argument("--rows", type=int, default=65536, help="rows that are searched for; M at most (65536)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system; the median is kept (3)")
-    parser.add_argument("--tune", metavar="MxDxK", help="compare groups of columns at this size")
+    parser.add_argument("--tune", nargs="*", default=[], metavar="MxDxK", help="compare groups and kernels at these sizes")
     arguments(parser, "topk_gpu", 150)
     args = parser.parse_args()
     if args.sizes is None:

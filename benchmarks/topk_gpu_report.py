@@ -46,17 +46,25 @@ def markdown(record: dict[str, Any]) -> str:
         "The k largest products of each row on a GPU, bf16.",
         Table(HEADINGS, rows, names=(4,)).markdown(),
         LEGEND,
-        "\n".join(f"- groups of {t['group']}, {t['MiB']} MiB of maxima: {t['ms']:.1f} ms" for t in record.get("tuned", [])),
+        "\n".join(_tuned(t) for t in record.get("tuned", [])),
     )
+
+
+def _tuned(tried: dict[str, Any]) -> str:
+    size = "{M:,} columns, D = {D}, k = {k}".format(**tried)
+    parts = "".join(f"; {name} {ms:.1f}" for name, ms in tried.get("parts", {}).items())
+    return f"- {size}, {tried['change']}: {tried['ms']:.1f} ms{parts}"
 
 
 def draw(record: dict[str, Any]) -> Any:
     """The time of each system, in multiples of the bare product's."""
     sizes = list(reports.groups(record["results"], "M", "D", "k").items())
-    figure, (panels,) = plots.figure(
-        f"Top-k, time in multiples of the bare product's; {reports.chip(record)}", columns=len(sizes), size=(4 * len(sizes), 3)
+    figure, panels = plots.figure(
+        f"Top-k, time in multiples of the bare product's; {reports.chip(record)}",
+        rows=max(len(sizes), 1),
+        size=(8, 1 + 1.3 * len(sizes)),
     )
-    for axes, (size, group) in zip(panels, sizes, strict=True):
+    for (axes,), (size, group) in zip(panels, sizes, strict=False):
         bare = next((r.get("ms") for r in group if r["system"] == BARE), None)
         plots.bars(axes, [(r["system"], r["ms"] / bare) for r in group if r.get("ms") and bare], "%.2f")
         axes.set_title("{:,} columns, D = {}, k = {}".format(*size), fontsize=9)

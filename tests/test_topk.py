@@ -7,6 +7,7 @@ import megabatch as mb
 from helpers import tile_size, unit
 from megabatch import ring
 from megabatch.tiles import plan
+from megabatch.tiles.topk import best_columns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -98,44 +99,67 @@ def test_compiled_and_under_vmap():
     same(mb.pairwise_topk(x[0], y, 3), compiled(x[0]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_groups_of_columns_hold_the_best(dtype):
+    """Ties, NaN, infinities, groups that do not fit evenly, and more columns asked for than there are."""
+    generator = torch.Generator().manual_seed(0)
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
+    for m, k in ((1, 1), (9, 1), (50, 3), (64, 4), (103, 2), (20, 30), (257, 16)):
+        values = torch.randint(-3, 4, (17, m), generator=generator).to(dtype)
+        replaced = torch.rand(17, m, generator=generator) < 0.2
+        values[replaced] = odd[torch.randint(4, (int(replaced.sum()),), generator=generator)].to(dtype)
+        order = torch.cat((values.nan_to_num(-torch.inf, torch.inf, -torch.inf), values.new_full((17, k), -torch.inf)), 1)
+        wanted = order.sort(dim=1, descending=True, stable=True)
+        indices = (wanted.indices[:, :k] + 5).masked_fill(wanted.values[:, :k] == -torch.inf, -1)
+        same(best_columns(values, 5, k), (wanted.values[:, :k].double(), indices))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from the interpreter's numpy, on intended inf and NaN
-@pytest.mark.quick({"dtype": torch.float32, "case": "ids"}, {"dtype": torch.float16, "case": "below"})
+@pytest.mark.quick(
+    {"dtype": torch.float32, "case": "ids", "group": 4},
+    {"dtype": torch.float16, "case": "diagonal", "group": None},
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", ["plain", "diagonal", "ids", "below"])
-def test_kernels_find_the_same(monkeypatch, dtype, case):
+@pytest.mark.parametrize("group", [4, None])
+def test_kernels_find_the_same(monkeypatch, dtype, case, group):
+    """Products formed twice, or stored; panels, groups and strips of columns; a row with fewer columns than are asked for."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(plan, "TOPK_GROUP", 4)
-    monkeypatch.setattr(plan, "TOPK_SHARE", 4)
-    monkeypatch.setattr(plan, "topk_rows", lambda M: 8)
-    x, y = whole_numbers(11, 150, 5, seed=1)
+    monkeypatch.setattr(plan, "topk_group", lambda M, D, k: group)
+    monkeypatch.setattr(plan, "topk_strip", lambda N, M, group: plan.TileSize(8, 128))
+    monkeypatch.setattr(plan, "TOPK_STORED_GROUP", 4)
+    monkeypatch.setattr(plan, "TOPK_STORED_PANEL", 16)
+    monkeypatch.setattr(plan, "TOPK_FEW", 16)
+    x, y = whole_numbers(11, 200, 5, seed=1)
     y[100:104] = torch.nan  # a whole group
-    i, j = torch.arange(11, device=DEVICE) % 5, torch.arange(150, device=DEVICE) % 7
+    i, j = torch.arange(11, device=DEVICE) % 5, torch.arange(200, device=DEVICE) % 7
     options, left_out = {
         "plain": ({}, None),
-        "diagonal": ({"exclude": "diagonal"}, torch.eye(11, 150, dtype=torch.bool, device=DEVICE)),
+        "diagonal": ({"exclude": "diagonal"}, torch.eye(11, 200, dtype=torch.bool, device=DEVICE)),
         "ids": ({"exclude": (i, j)}, i[:, None] == j),
-        "below": ({"below": 4.0}, x @ y.T >= 4),
+        "below": ({"below": -9.0}, x @ y.T >= -9),
     }[case]
     same(mb.pairwise_topk(x.to(dtype), y.to(dtype), 6, backend="triton", **options), dense(x, y, 6, left_out))
 
 
+@pytest.mark.quick({"exclude": "diagonal"})
 @pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
 def test_columns_at_the_limit_cost_no_place_in_the_kernels(exclude):
     """The limit is a product, which another order of sums rounds to either side of it."""
     pytest.importorskip("triton")
     torch.manual_seed(0)
-    y = torch.randn(2048, 200)
-    x = y[:64] + 0.1 * torch.randn(64, 200)
-    y[64:128] = y[:64]  # the same product, which neither ids nor the diagonal exclude
-    x, y, limit = x.to(DEVICE), y.to(DEVICE), (x * y[:64]).sum(1).to(DEVICE)
-    ids = torch.arange(64, device=DEVICE), torch.arange(2048, device=DEVICE)
+    y = torch.randn(1024, 200)
+    x = y[:32] + 0.1 * torch.randn(32, 200)
+    y[32:64] = y[:32]  # the same product, which neither ids nor the diagonal exclude
+    x, y, limit = x.to(DEVICE), y.to(DEVICE), (x * y[:32]).sum(1).to(DEVICE)
+    ids = torch.arange(32, device=DEVICE), torch.arange(1024, device=DEVICE)
     found = mb.pairwise_topk(x, y, 1, exclude=ids if exclude == "ids" else exclude, below=limit, backend="triton")
     s = x.double() @ y.double().T
-    s[ids[0], ids[0]] = s[ids[0], ids[0] + 64] = -torch.inf  # both are the limit to rounding, and may be below it or not
+    s[ids[0], ids[0]] = s[ids[0], ids[0] + 32] = -torch.inf  # both are the limit to rounding, and may be below it or not
     at_limit = (found.values[:, 0] - limit).abs() < 1e-3
     assert (found.values[:, 0] < limit).all()
     torch.testing.assert_close(found.values[~at_limit, 0].double(), s[~at_limit].amax(1), rtol=1e-5, atol=0)
-    assert at_limit.sum() < 64
+    assert at_limit.sum() < 32
 
 
 def topk_on_a_rank(group, rank, route, rows, columns, exclude):

@@ -1,6 +1,7 @@
 """Late interaction: queries and documents of many vectors each, compared by the best match of every query vector.
 
-s_ij = scale · Σ_t max_u ⟨q_it, d_ju⟩, the MaxSim score of ColBERT, is never held as a matrix, and neither are the winners.
+s_ij = scale · Σ_t max_u ⟨q_it, d_ju⟩ is the MaxSim score of ColBERT. Neither the scores nor the winners are held, unless all of
+them fit in a workspace of fixed size.
 """
 
 from dataclasses import dataclass
@@ -109,11 +110,13 @@ class Similarities:
 
     def _inputs(self, ids: tuple[Tensor | None, Tensor | None], diagonal: str, *, columns: bool) -> tuple[Any, ...]:
         query, document = self.query, self.document
+        learned = query.values, document.values, self.scale
+        keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)  # a gradient may come
         return (
-            *(query.values, document.values, self.scale),
+            *learned,
             *(query.lengths, document.lengths, query.valid, document.valid),
             *ids,
-            *(self.normalize, columns, query.width, document.width, diagonal),
+            *(self.normalize, columns, keep, query.width, document.width, diagonal),
             *self.run,
         )
 

@@ -78,7 +78,9 @@ def test_the_same_bits_and_linear_memory():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("N", "M", "D", "k"), [(3000, 40000, 256, 10), (257, 70001, 100, 16), (500, 3000, 64, 200)])
+@pytest.mark.parametrize(
+    ("N", "M", "D", "k"), [(3000, 40000, 256, 10), (257, 70001, 100, 16), (500, 3000, 64, 200), (300, 140001, 64, 1024)]
+)
 def test_topk_finds_the_best_of_float64(N, M, D, k, dtype):
     x, y = vectors(N, D, seed=0, dtype=dtype).detach(), vectors(M, D, seed=1, dtype=dtype).detach()
     y[M // 2 : M // 2 + 50] = y[:50]  # ties

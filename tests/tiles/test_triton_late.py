@@ -27,23 +27,22 @@ def items(count, width, D, layout, seed, dtype):
     return [None if part is None else part.to(DEVICE) for part in (values, mask, lengths)]
 
 
-@pytest.fixture
-def small_strips(monkeypatch):
-    monkeypatch.setattr(plan, "MAXSIM_SCORES", plan.TileSize(2, 3))
-    monkeypatch.setattr(plan, "maxsim_strip", lambda rows: plan.TileSize(2, 2))
-
-
-@pytest.mark.usefixtures("small_strips")
 @pytest.mark.quick(
-    {"shape": "small", "layout": "masked", "dtype": torch.float32},
-    {"shape": "small", "layout": "packed", "dtype": torch.float16},
-    {"shape": "long", "layout": "padded", "dtype": torch.float32},
-    {"shape": "wide", "layout": "packed and masked", "dtype": torch.float32},
+    {"shape": "small", "layout": "masked", "dtype": torch.float32, "strips": "many"},
+    {"shape": "small", "layout": "packed", "dtype": torch.float16, "strips": "many"},
+    {"shape": "long", "layout": "padded", "dtype": torch.float32, "strips": "many"},
+    {"shape": "long", "layout": "masked", "dtype": torch.float16, "strips": "one"},
+    {"shape": "wide", "layout": "packed and masked", "dtype": torch.float32, "strips": "one"},
 )
+@pytest.mark.parametrize("strips", ["many", "one"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("layout", ["padded", "masked", "packed", "packed and masked"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_match_float64(shape, layout, dtype):
+def test_kernels_match_float64(monkeypatch, shape, layout, dtype, strips):
+    """In several strips, or in one, whose scores and winners forward keeps."""
+    if strips == "many":
+        monkeypatch.setattr(plan, "MAXSIM_SCORES", plan.TileSize(2, 3))
+        monkeypatch.setattr(plan, "maxsim_strip", lambda rows: plan.TileSize(2, 2))
     N, M, Lq, Ld, D = SHAPES[shape]
     sides = [items(N, Lq, D, layout, 1, dtype), items(M, Ld, D, layout, 2, dtype)]
     weights = [torch.randn(size, dtype=torch.float64).to(DEVICE) for size in (N, M)]
@@ -109,3 +108,23 @@ def test_half_precision_gradients_at_any_scale(scale):
     for backend in backends:
         for found, wanted in zip(outcomes(torch.float16, backend=backend), outcomes(torch.float64), strict=True):
             assert (found - wanted).abs().max() <= 4 * torch.finfo(torch.float16).eps * wanted.abs().max()
+
+
+def test_losses_of_kept_scores():
+    """The scores of pairs are those that forward kept; a document without vectors makes its pair's loss infinite."""
+    sides = [unit(5, length, 8, seed=length).to(DEVICE) for length in (3, 6)]
+    mask = torch.rand(5, 6, generator=torch.Generator().manual_seed(0)).to(DEVICE) > 0.3
+    mask[2] = False
+    found, wanted = (
+        mb.late_interaction_loss(
+            *leaves(*(side.to(dtype) for side in sides)),
+            scale=9.0,
+            document_mask=mask,
+            normalize=True,
+            reduction="none",
+            backend=backend,
+        ).detach()
+        for dtype, backend in ((torch.float32, "triton"), (torch.float64, "eager"))
+    )
+    assert wanted.isinf().tolist() == [False, False, True, False, False]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)

@@ -26,7 +26,7 @@ def late_interaction_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """The cross-entropy of each query's own document among all documents, by MaxSim scores that are never held.
+    """The cross-entropy of each query's own document among all documents, by MaxSim scores.
 
     Same value and gradients as
 

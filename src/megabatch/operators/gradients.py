@@ -56,13 +56,14 @@ def gradient_unit(
     digits, and the largest entry of a tile, two such weights, is still within its range. Sums that pass from rank to rank have
     to be in the same unit everywhere: there, `largest` finds the largest of all ranks' weights.
     """
-    one = torch.ones_like(block.scale)
     sizes = [w.abs().amax() for w in weights if w is not None and w.numel()]
-    size = torch.stack(sizes).amax() if sizes else torch.zeros_like(one)
+    size = torch.stack(sizes).amax() if len(sizes) > 1 else sizes[0] if sizes else torch.zeros_like(block.scale)
     if largest is not None:
         size = largest(size)
     unit = size.log2().ceil().exp2()
-    unit = torch.where((size > 0) & unit.isfinite(), unit, one) / (2**14 if block.precision == FLOAT16 else 1)
+    unit = torch.where((size > 0) & unit.isfinite(), unit, 1.0)
+    if block.precision == FLOAT16:
+        unit = unit / 2**14
     return unit.clamp_min(torch.finfo(unit.dtype).tiny)  # nothing can be divided by less
 
 

@@ -1,4 +1,7 @@
-"""Logsumexps of late interaction, and the scores of queries with documents of their own; backward finds the winners again."""
+"""Logsumexps of late interaction, and the scores of queries with documents of their own.
+
+Backward finds the winners again, unless forward could keep all of them in a workspace.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from megabatch.ring.ranks import Ranks
 from megabatch.tiles import late, plan
 from megabatch.tiles.block import windows
 from megabatch.tiles.logsum import LogSum
+from megabatch.tiles.maxsim import Kept
 from megabatch.tiles.precision import accumulator_dtype
 from megabatch.tiles.tokens import LateBlock, Tokens
 
@@ -35,6 +39,7 @@ class Inputs(NamedTuple):
     col_ids: Tensor | None  # (M,)
     normalize: bool
     columns: bool
+    keep: bool
     query_width: int
     document_width: int
     diagonal: str
@@ -84,7 +89,7 @@ class _Team:
     """The passes of one process or of all ranks."""
 
     statistics: Callable[..., tuple[LogSum, LogSum]]
-    gradients: Callable[..., Tensor]
+    gradients: Callable[..., None]
     share: float
     largest: Callable[[Tensor], Tensor] | None = None
 
@@ -117,20 +122,33 @@ def _shapes(given: Inputs) -> tuple[Tensor, ...]:
     M = M if given.columns else 0
     match = statistic(given.query, N if given.diagonal == APART else 0)
     sums = (statistic(given.query, 2, size) for size in (N, M))
-    return statistic(given.query, N), statistic(given.query, M), match, share_of_mean(given.query, 1.0), *sums
+    kept = _room_to_keep(given, given.block()) or _nothing_kept(given)
+    return statistic(given.query, N), statistic(given.query, M), match, share_of_mean(given.query, 1.0), *sums, *kept
 
 
-@define(Inputs, results=6, fake=_shapes)
+def _room_to_keep(given: Inputs, block: LateBlock) -> Kept | None:
+    return late.backend_for(given.backend, block).room_to_keep(block) if given.keep and not given.group else None
+
+
+def _nothing_kept(given: Inputs) -> Kept:
+    return Kept(*(given.query.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.int16)))
+
+
+@define(Inputs, results=8, fake=_shapes)
 def maxsim_logsumexp(given: Inputs) -> tuple[Tensor, ...]:
-    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, share, and for backward the two sums themselves, packed).
+    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, share, and for backward the two sums themselves, packed, scores and winners).
 
-    Without `columns` the second and the last have no entries; s_ii has none unless the diagonal is kept apart.
+    Without `columns` the second and the sixth have no entries; s_ii has none unless the diagonal is kept apart. Scores and
+    winners have entries if there is a gradient to come (`keep`), one process, and a workspace holds all of them.
     """
     block, apart = given.block(), given.diagonal == APART
     team = _assemble(given, block, "late interaction", mean=apart)
-    row, col = team.statistics(block, columns=given.columns)
-    match = late.pair_scores(block)[:, 0] if apart and block.N else block.zeros(0)
-    return row.value(), col.value(), match.contiguous(), share_of_mean(given.query, team.share), row.pack(), col.pack()
+    kept = _room_to_keep(given, block)
+    row, col = team.statistics(block, columns=given.columns, **({} if kept is None else {"kept": kept}))
+    match = late.pair_scores(block, kept)[:, 0].contiguous() if apart and block.N else block.zeros(0)
+    of_columns = (col.value(), col.pack()) if given.columns else (block.zeros(0), block.zeros(2, 0))
+    share = share_of_mean(given.query, team.share)
+    return row.value(), of_columns[0], match, share, row.pack(), of_columns[1], *(kept or _nothing_kept(given))
 
 
 def _gradient_shapes(given: Inputs, *arguments: Any) -> tuple[Tensor, ...]:
@@ -139,7 +157,7 @@ def _gradient_shapes(given: Inputs, *arguments: Any) -> tuple[Tensor, ...]:
 
 @define(
     Inputs,
-    "Tensor row, Tensor col, Tensor? drow, Tensor? dcol, Tensor? dmatch, bool[] needs",
+    "Tensor row, Tensor col, Tensor scores, Tensor winners, Tensor? drow, Tensor? dcol, Tensor? dmatch, bool[] needs",
     results=3,
     fake=_gradient_shapes,
 )
@@ -147,6 +165,8 @@ def maxsim_logsumexp_backward(
     given: Inputs,
     row: Tensor,  # (2, N)
     col: Tensor,  # (2, M) or (2, 0)
+    scores: Tensor,  # (M, N) or (0,)
+    winners: Tensor,
     drow: Tensor | None,  # (N,)
     dcol: Tensor | None,  # (M,)
     dmatch: Tensor | None,  # (N,)
@@ -160,13 +180,14 @@ def maxsim_logsumexp_backward(
     unit = gradient_unit(block, drow, dcol, largest=team.largest)
     factor = block.scale * unit
     dquery, ddocument = block.zeros(*given.query.shape), torch.empty_like(given.document)
-    dscale = torch.zeros((), dtype=torch.float64, device=block.device)
+    dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
+    known = {"kept": Kept(scores, winners)} if scores.numel() else {}
     # One process rounds the gradients of some documents after the other. Those of a ring's columns travel as a whole.
     at_once = plan.documents_at_once(block.document.width, block.document.D)
     for items in [slice(0, block.M)] if given.group else windows(block.M, at_once):
         part, place = block.of_documents(items)
         sums = block.zeros(len(part.document.values), block.document.D)
-        dscale += team.gradients(
+        team.gradients(
             part,
             row=LogSum.unpack(row),
             col=LogSum.unpack(col).part(items) if given.columns else None,
@@ -174,15 +195,21 @@ def maxsim_logsumexp_backward(
             dcol=None if dcol is None else dcol[items] / unit,
             dquery=dquery,
             ddocument=sums,
+            dscale=dscale,
+            **known,
         )
         if dmatch is not None and block.N:
             pairs, own = block.pairs(items)
-            dscale += late.pair_gradients(pairs, dmatch[items, None] / unit, dquery[own], sums)
+            late.pair_gradients(pairs, dmatch[items, None] / unit, dquery[own], sums, dscale)
         ddocument[place] = sums.mul_(factor)
-    return dquery.mul_(factor).to(given.query.dtype), ddocument, (dscale * unit).to(given.scale.dtype)
+    return dquery.mul_(factor).to(given.query.dtype), ddocument, _of_scale(dscale, unit, given)
 
 
-derivative(maxsim_logsumexp, maxsim_logsumexp_backward, Inputs, learned=3, results=3, saved=2, whole=False)
+def _of_scale(dscale: Tensor | None, unit: Tensor, given: Inputs) -> Tensor:
+    return torch.zeros_like(given.scale) if dscale is None else (dscale * unit).to(given.scale.dtype)
+
+
+derivative(maxsim_logsumexp, maxsim_logsumexp_backward, Inputs, learned=3, results=3, saved=4, whole=False)
 
 
 def _pair_shapes(given: Inputs) -> tuple[Tensor, Tensor]:
@@ -209,10 +236,11 @@ def maxsim_pairs_backward(given: Inputs, dscores: Tensor, needs: list[bool]) -> 
     block = given.block()
     unit = gradient_unit(block, dscores)
     dquery, ddocument = (block.zeros(*side.shape) for side in (given.query, given.document))
-    dscale = late.pair_gradients(block, dscores / unit, dquery, ddocument)
+    dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
+    late.pair_gradients(block, dscores / unit, dquery, ddocument, dscale)
     factor = block.scale * unit
     sums = (total.mul_(factor).to(side.dtype) for total, side in ((dquery, given.query), (ddocument, given.document)))
-    return *sums, (dscale * unit).to(given.scale.dtype)
+    return *sums, _of_scale(dscale, unit, given)
 
 
 derivative(maxsim_pairs, maxsim_pairs_backward, Inputs, learned=3, results=1)

@@ -80,13 +80,13 @@ class RingLate:
         dcol: Tensor | None,
         dquery: Tensor,
         ddocument: Tensor,
-    ) -> Tensor:  # () float64
+        dscale: Tensor | None,
+    ) -> None:
         """As `late.gradients`; `ddocument` receives what all ranks add."""
         block = self._prepared(block)
         weights: list[Tensor] = []
         if col is not None and dcol is not None:
             weights = [_spread(part, block.document, fill) for part, fill in zip((*col, dcol), (*_EMPTY, 0.0), strict=True)]
-        dscale = torch.zeros((), dtype=torch.float64, device=block.device)
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             visited, rest = self._visited(block, blocks, here)
@@ -94,11 +94,10 @@ class RingLate:
             shift, total, dcol_here = (part[starts] for part in rest) if rest else (None, None, None)
             whole = None if shift is None or total is None else LogSum(shift, total)
             partial = ddocument if blocks == (self.ranks.rank,) else block.zeros(len(visited.document.values), block.query.D)
-            dscale.add_(late.gradients(visited, self.backend, row, whole, drow, dcol_here, dquery, partial))
+            late.gradients(visited, self.backend, row, whole, drow, dcol_here, dquery, partial, dscale)
             return [partial]
 
         self._lap([*self._columns(block), *weights], work, add)
-        return dscale
 
     def _lap(self, own: list[Tensor], work: Work, merge: Merge) -> Tensors:
         return Lap(self.route, self.ranks).run(own, work, merge)

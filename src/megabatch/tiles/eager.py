@@ -20,13 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megabatch.tiles import plan
 from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients
 from megabatch.tiles.in_memory import Tiles, gradient_tiles, tile_gradients
 from megabatch.tiles.logsum import LogSum, weighted_softmax
 from megabatch.tiles.matching import finish_rows, matching_products, pairs_on_the_diagonal, rank_noise
 from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY
 from megabatch.tiles.softsum import SoftSum
-from megabatch.tiles.topk import Best, best
+from megabatch.tiles.topk import Best, best_columns
 
 __all__ = [
     "finish_rows",
@@ -201,14 +202,13 @@ def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tenso
 
 def topk(block: Block, k: int) -> Best:  # (N, k)
     """The k largest similarities of each row and their columns; of equal ones the smaller column comes first."""
-    tiles = Tiles(block)
+    tiles = Tiles(block, size=plan.topk_tile(block.x.device, block.dtype, k))
     found = Best.none(block.N, k, block.zeros(0))
-    index = torch.arange(block.M, device=block.x.device)
     for rows in tiles.rows:
         x, kept = tiles.x(rows), Best(*(part[rows] for part in found))
         for columns in tiles.columns:
             s = tiles.similarities(rows, columns, x, tiles.y(columns))
-            kept = kept.merged(best(s, index[columns], k))
+            kept = kept.merged(best_columns(s, columns.start, k))
         found.values[rows], found.indices[rows] = kept
     return found
 

@@ -27,8 +27,8 @@ from megabatch.tiles.precision import (
 class Tiles:
     """The tiles of one block, formed one after another in the same buffers."""
 
-    def __init__(self, block: Block, *, keep_products: bool = False) -> None:
-        size = plan.eager_tile(block.x.device, block.dtype)
+    def __init__(self, block: Block, *, keep_products: bool = False, size: plan.TileSize | None = None) -> None:
+        size = size or plan.eager_tile(block.x.device, block.dtype)
         if block.companion is not None or block.ids_are_positives:
             size = plan.TileSize(max(1, size.rows // 2), size.columns)  # the workspace has to hold one more tile
         size = size.fitted(block.N, block.M)

@@ -52,6 +52,12 @@ class LogSum(NamedTuple):
         """`add_` for sums that come as (shift, total) from another rank."""
         LogSum(*sums).add_(LogSum(*others))
 
+    @classmethod
+    def of_exponentials(cls, s: Tensor, dim: int) -> "LogSum":
+        """Σ exp(s) along `dim` of a tile, which is overwritten."""
+        shift = s.amax(dim)
+        return cls(shift, s.sub_(finite_or_zero(shift).unsqueeze(dim)).exp_().sum(dim))
+
     def add_exponentials_(self, s: Tensor, dim: int, out: Tensor) -> None:
         """Adds Σ exp(s) along `dim` of a tile, in place (online softmax).
 

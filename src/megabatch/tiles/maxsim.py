@@ -5,6 +5,7 @@ the winners (of equal products the first), overwrites it with their weights, and
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,13 @@ from megabatch.tiles.precision import HALF_DTYPE, add_product, multiply_into, ro
 from megabatch.tiles.tokens import LateBlock
 
 Weigh = Callable[[Tensor, slice, slice], Tensor]  # Σ_t max_u of a tile (n, m), its rows and columns → the gradient of it
+
+
+class Kept(NamedTuple):
+    """What forward keeps for backward, if all of it fits in a workspace."""
+
+    scores: Tensor  # (M, N) Σ_t max_u
+    winners: Tensor  # (M, rows), as the kernels of the backend arrange them
 
 
 class _Products:
@@ -29,6 +37,13 @@ class _Products:
         if self.query_valid is not None:
             largest = largest.masked_fill(~self.query_valid[:, :, None], 0.0)
         return largest.sum(1), winners
+
+    def sums(self) -> Tensor:  # (n, m)
+        """Σ_t max_u."""
+        largest = self.products.amax(3)
+        if self.query_valid is not None:
+            largest.masked_fill_(~self.query_valid[:, :, None], 0.0)
+        return largest.sum(1)
 
     def put_weights(self, g: Tensor, winners: Tensor) -> None:  # (n, m), (n, Lq, m)
         """Overwrites the products: the gradient of a sum at its winners, 0 elsewhere."""
@@ -68,16 +83,23 @@ def _room(block: LateBlock) -> Tensor:
     return torch.empty(most, dtype=block.dtype, device=block.device)
 
 
-def score_tiles(block: LateBlock) -> Iterator[tuple[slice, slice, Tensor]]:  # (n, m)
+def room_to_keep(block: LateBlock) -> Kept | None:
+    """None: products are formed again."""
+    return None
+
+
+def score_tiles(block: LateBlock, kept: Kept | None = None) -> Iterator[tuple[slice, slice, Tensor]]:  # (n, m)
     """(rows, columns, Σ_t max_u) of each tile."""
     room = _room(block)
     row_windows, column_windows = _windows(block)
     for rows in row_windows:
         for columns in column_windows:
-            yield rows, columns, _Tile(block, rows, columns, room).largest()[0]
+            yield rows, columns, _Tile(block, rows, columns, room).sums()
 
 
-def add_gradients(block: LateBlock, weigh: Weigh, dquery: Tensor, ddocument: Tensor) -> None:  # (Tq, D), (Td, D)
+def add_gradients(
+    block: LateBlock, weigh: Weigh, dquery: Tensor, ddocument: Tensor, kept: Kept | None = None
+) -> None:  # (Tq, D), (Td, D)
     """Adds the gradients of all vectors, given the gradient of each Σ_t max_u."""
     room = _room(block)
     row_windows, column_windows = _windows(block)
@@ -125,10 +147,10 @@ class _Pairs(_Products):
         if valid is not None:
             self.products.masked_fill_(~valid.view(n, 1, *self.shape[2:]), -torch.inf)
 
-    def add_gradients(self, g: Tensor, dquery: Tensor, ddocument: Tensor) -> None:  # (n, K), (Tq, D), (Td, D)
+    def add_gradients(self, g: Tensor, winners: Tensor, dquery: Tensor, ddocument: Tensor) -> None:  # (n, K), (n, Lq, K)
         """Adds the gradients of the vectors, given the gradient of each Σ_t max_u; no weight is rounded to half precision."""
-        self.put_weights(g, self.largest()[1])
+        self.put_weights(g, winners)
         n, Lq, K, Ld = self.shape
         weights, dtype = self.products.view(n, Lq, K * Ld), self.block.dtype
-        self.block.query.add_(dquery, self.rows, torch.bmm(weights, self.d.to(dtype)))
-        self.block.document.add_(ddocument, self.columns, torch.bmm(weights.mT, self.q.to(dtype)).view(n * K, Ld, -1))
+        self.block.query.add_product_(dquery, self.rows, weights, self.d.to(dtype))
+        self.block.document.add_product_(ddocument, self.columns, weights.mT, self.q.to(dtype))

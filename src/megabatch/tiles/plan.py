@@ -44,6 +44,18 @@ def eager_tile(device: torch.device, dtype: torch.dtype) -> TileSize:
     return ACCELERATOR_FLOAT64 if dtype == torch.float64 else ACCELERATOR
 
 
+def topk_tile(device: torch.device, dtype: torch.dtype, k: int) -> TileSize:
+    """The tile of `eager.topk`: as large as other tiles, but wide, because √(columns·k) candidates of a row are ordered.
+
+    One core, 32,768 columns, D = 128, ms at k = 10 / 100 (512 rows) / 1,024 (256 rows): 1024×1024 187 / 344 / 556,
+    256×4096 138 / 252 / 404, 32×32768 152 / 210 / 125. The product alone: 90 / 100 / 50.
+    """
+    size = eager_tile(device, dtype)
+    elements, least_rows = size.rows * size.columns, 32 if device.type == "cpu" else 256
+    columns = max(size.columns, min(512 * k, elements // least_rows))
+    return TileSize(max(1, elements // columns), columns)
+
+
 # Rows T of the squares on the diagonal of a symmetric block. Squares are computed whole: T/N more products than the upper half
 # needs, 12 % at 64k rows. T is a multiple of 256, which every kernel's tile divides. Smaller squares need more launches, and
 # the host makes few in a millisecond: H200, 64k × 768, squares of 4096, operands prepared for each: 159 ms, where the whole
@@ -108,30 +120,49 @@ ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 # Rows and panels of columns of one launch of the logsumexp kernel: its partial row sums take 128 MiB at most.
 LAUNCH_ROWS, LAUNCH_PANELS = 131072, 256
 
-# Columns whose largest product the top-k kernel stores as one number. Groups of 32 store 1/32 of the products and form k·32
-# products of a row again; at 1M columns, D = 512 and k = 16 both are a few percent of the traffic of the product. Not tuned.
-TOPK_GROUP = 32
-TOPK_SHARE = 32  # kernels serve a call if the k groups of a row have at most 1/32 of the columns
-_TOPK_BYTES = 256 * 2**20
+# Top-k. `TOPK_FEW` candidates are chosen from at once, without a choice of larger runs before.
+TOPK_FEW = 2**10
+TOPK_STORED_GROUP, TOPK_STORED_PANEL = 8, 32  # columns; in panels of 64 and 16 56 and 57 ms where these take 54
+_TOPK_BYTES = 384 * 2**20  # of maxima, or of stored products
+_TOPK_COLUMNS, _TOPK_STORED_COLUMNS = 2**20, 2**17  # of a strip; the best columns of strips are merged
 
 
-def topk_rows(M: int) -> int:
-    """Rows of one launch of the top-k kernel: their group maxima take 256 MiB at most, or more if 256 rows do (M > 8M)."""
-    return max(256, _TOPK_BYTES // 4 // -(-M // TOPK_GROUP) // 256 * 256)
+def topk_group(M: int, D: int, k: int) -> int | None:
+    """Columns whose largest product the kernel stores as one number; None if it stores all products.
+
+    Small groups cost stores, and large groups cost products that are formed again, k·group of a row. H200, 65,536 rows, bf16,
+    in ms for groups of 8 / 16 / 32 / all products stored, with 512 MiB of maxima: 1M columns, D = 512, k = 16 134 / 124 / 124 /
+    823, k = 128 149 / 151 / 176 / 796; 131,072 columns, k = 16 17.7 / 22.1 / 22.1 / 28.3. The bare product: 117 and 15.
+    131,072 columns, D = 1024, k = 1024: 54 with all products stored.
+    """
+    again = k * max(D, 64)  # values of y for each column of a group
+    if 4 * again > M if M <= _TOPK_STORED_COLUMNS else 1.5 * again > M:
+        return None
+    return 8 if 21 * again > M else 16 if 133 * again > M else 32
+
+
+def topk_strip(N: int, M: int, group: int | None) -> TileSize:
+    """Rows and columns of one launch of the top-k kernel: its maxima, or its stored products, take 384 MiB at most."""
+    columns = min(-(-M // 128) * 128, _TOPK_STORED_COLUMNS if group is None else _TOPK_COLUMNS)
+    rows = _TOPK_BYTES // 4 * (group or 1) // columns // 256 * 256
+    return TileSize(max(256, min(rows, N)), columns)
 
 
 # Late interaction: vectors of queries × vectors of documents, and the width of a step. With two stages Triton begins to load a
-# tile only after the tile before, so three. Compiled for sm_90, sm_89 and sm_80, not tuned: `benchmarks/late_interaction_gpu.py
-# --tune` compares sizes.
+# tile only after the tile before, so three. H200, 1,024 pairs of 32 × 512 vectors, bf16, forward + backward in ms: 256×128 with
+# 8 warps 30.3, 128×128 with 4 31.7 and with 8 31.3, 256×64 31.9, 128×64 with 4 31.0, 128×256 33.2.
 _MAXSIM = KernelTile(rows=256, columns=128, width=128, warps=8, stages=3)
 _MAXSIM_WIDE = KernelTile(rows=128, columns=128, width=64, warps=8, stages=3)  # vectors of both sides are loaded in steps
 _MAXSIM_TF32 = KernelTile(rows=128, columns=64, width=64, warps=8, stages=2)
 _MAXSIM_FLOAT32 = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
 _MAXSIM_SMALL = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
-# Vectors of a document × vectors of queries in each step of a document's gradient.
-_MAXSIM_GRADIENT = KernelTile(rows=128, columns=64, width=128, warps=8, stages=3)
+# Vectors of a document × vectors of queries in each step of a document's gradient. In that run, in ms: 128×64 with 8 warps 30.3
+# and with 4 24.9, 128×128 with 8 29.7 and with 4 25.7, 256×64 with 8 24.8, 64×64 with 4 31.9.
+_MAXSIM_GRADIENT = KernelTile(rows=128, columns=64, width=128, warps=4, stages=3)
 _MAXSIM_GRADIENT_FLOAT32 = KernelTile(rows=64, columns=32, width=64, warps=4, stages=2)
-MAXSIM_GATHER = KernelTile(rows=32, columns=1, width=128, warps=4, stages=3)  # query vectors that gather their winners
+MAXSIM_GATHER = KernelTile(
+    rows=32, columns=1, width=128, warps=4, stages=3
+)  # query vectors that gather their winners; 16 to 128: ± 3 %
 MAXSIM_SCORES = TileSize(rows=4096, columns=4096)  # queries and documents of a launch: 64 MiB of scores
 _MAXSIM_WINNERS = 2**27  # of a strip: 256 MiB in int16
 

@@ -96,6 +96,14 @@ class Tokens:
             index, present = places
             sums[index[present]] += values[present]
 
+    def add_product_(self, sums: Tensor, items: slice, left: Tensor, right: Tensor) -> None:  # (T, D), (b, l, r), (b, r, D)
+        """Adds b products of matrices: as many vectors as the items have, one item after another."""
+        if self.lengths is None:
+            part = sums[items.start * self.width : items.stop * self.width]
+            part.view(*left.shape[:2], self.D).baddbmm_(left, right)
+        else:
+            self.add_(sums, items, torch.bmm(left, right).view(-1, self.width, self.D))
+
 
 @dataclass(frozen=True)
 class LateBlock:

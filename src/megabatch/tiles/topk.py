@@ -47,6 +47,28 @@ def best(values: Tensor, indices: Tensor, k: int) -> Best:  # (n, m), (n, m) or 
     return Best(torch.cat((found.values, missing.values), 1), torch.cat((indices, missing.indices), 1))
 
 
+def best_columns(values: Tensor, first: int, k: int) -> Best:  # (n, m) → (n, k)
+    """The k best of neighbouring columns, the first of which has the index `first`; replaces NaN in `values` by −inf.
+
+    The k groups of columns with the largest maxima hold the k best columns: a column in another group comes after all k
+    maxima, because groups are runs of columns. So only √(m·k) candidates or so are ordered by index as well as by value.
+    """
+    n, m = values.shape
+    values.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+    size = int((m / k) ** 0.5)
+    columns = torch.arange(m, device=values.device)
+    if size < 2:
+        return best(values, first + columns, k)
+    whole = m // size * size
+    groups = values[:, :whole].view(n, -1, size)
+    maxima = torch.cat((groups.amax(2), values[:, whole:].amax(1, keepdim=True)), 1) if whole < m else groups.amax(2)
+    chosen = best(maxima, torch.arange(maxima.shape[1], device=values.device), k).indices
+    among = chosen[:, :, None] * size + columns[:size]  # negative if there is no such group
+    among = among.where((among >= 0) & (among < m), -1).flatten(1)
+    candidates = values.gather(1, among.clamp_min(0)).masked_fill_(among < 0, -torch.inf)
+    return best(candidates, first + among, k)
+
+
 def _sorted(values: Tensor, indices: Tensor, k: int) -> Best:
     indices, order = indices.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)

@@ -1,65 +1,77 @@
 """The k largest products of each row, at nearly the speed of the bare product.
 
-A kernel forms each tile once and stores the largest product of every group of GROUP columns. The k groups with the largest
-maxima hold the k best columns: a column in another group comes after the maxima of all k. So only the products of k groups are
-formed again, k·GROUP of M. Groups are ordered like columns, by maximum and then by index, and are found in two steps:
-supergroups of GROUP groups first. If k groups have more than a few percent of the columns, library products form
-tiles in memory (`eager`).
+A kernel forms each tile once and stores the largest product of every group of columns, and of every panel of groups. The k
+panels with the largest maxima hold the k best groups, and these the k best columns: a column in another group comes after the
+maxima of all k. Panels and groups are runs of columns and are ordered like columns, by maximum and then by index. Only the
+products of k groups are formed again. If they are too many for that, the kernel stores the products as well
+(`plan.topk_group`).
 
-The two passes round products differently. Without a limit this only orders columns whose products are equal to rounding. With
-one, a column may be below the limit in the first pass and above it in the second. Its group then took a place for nothing, and
-a better column of another group is lost. Such a column is above the limit by no more than the rounding error of two products
-(`_noise`). Rows with a column in that range are searched again in tiles in memory, where each product is formed once.
+Each choice is made by one kernel, in registers: a search by bits finds the k-th largest value, and a running count gives the
+places among equal values to the first. The chosen ones stay in the order of columns until the end, when k of them are sorted.
+
+Products that are formed twice are rounded differently. Without a limit this only orders columns whose products are equal to
+rounding. With one, a column may be below the limit in the first pass and above it in the second. Its group then took a place
+for nothing, and a better column of another group is lost. Such a column is above the limit by no more than the rounding error
+of two products (`_noise`). Rows with a column in that range are searched again with stored products.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import eager, plan
+from megabatch.tiles import plan
 from megabatch.tiles.block import Block, windows
 from megabatch.tiles.precision import HALF_DTYPE
-from megabatch.tiles.topk import Best, best
-from megabatch.tiles.triton_device import equal_ids
+from megabatch.tiles.topk import Best
+from megabatch.tiles.triton_device import equal_ids, offsets
+from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_operands import Operands, dot_precision, similarity_operands
 
-MOST_CANDIDATES = 16384  # of a row, in the registers of eight warps
+_AT_ONCE = 32  # columns whose products one program forms again
 
 
 @triton.jit
-def _group_maxima_kernel(
+def _maxima_kernel(
     x_desc,  # (N, D)
     y_desc,  # (M, D)
     row_ids,  # (N,) or None
     col_ids,  # (M,) or None
     limit,  # (N,) or None
-    maxima,  # (rows of this launch, groups)
+    group_maxima,  # (rows of this launch, groups)
+    panel_maxima,  # (rows of this launch, panels)
+    products,  # (rows of this launch, tiles · BLOCK_M), or None
     first_row,
     last_row,
-    groups,
-    split_rows,
+    first_column,
+    tiles_m,
     N,
     M,
     D: tl.constexpr,
     GROUP: tl.constexpr,
+    PANEL: tl.constexpr,
     SKIP_DIAGONAL: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
-    m = tl.program_id(0) * BLOCK_M
-    offs_m = m + tl.arange(0, BLOCK_M)
-    offs_g = m // GROUP + tl.arange(0, BLOCK_M // GROUP)
-    begin = first_row + tl.program_id(1) * split_rows
-    for n in tl.range(begin, tl.minimum(begin + split_rows, last_row), BLOCK_N, flatten=True):
+    GROUPS: tl.constexpr = BLOCK_M // GROUP
+    PANELS: tl.constexpr = BLOCK_M // PANEL
+    HALF: tl.constexpr = BLOCK_M // 2
+    tiles_n = tl.cdiv(last_row - first_row, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=True):
+        tile_m = tile // tiles_n  # programs that run at the same time share columns
+        n, m = first_row + (tile % tiles_n) * BLOCK_N, first_column + tile_m * BLOCK_M
         s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for d in range(0, D, BLOCK_D):
             s = tl.dot(x_desc.load([n, d]), y_desc.load([m, d]).T, s, input_precision=PRECISION)
-        offs_n = n + tl.arange(0, BLOCK_N)
+        offs_n, offs_m = n + tl.arange(0, BLOCK_N), m + tl.arange(0, BLOCK_M)
+        s = s + offsets(None, 0.0, offs_m, M, 0)  # no branch: with one, ptxas makes every product wait for the one before
         if row_ids is not None:
             s = tl.where(equal_ids(row_ids, col_ids, offs_n, offs_m, N, M), -float("inf"), s)
         if limit is not None:
@@ -68,91 +80,142 @@ def _group_maxima_kernel(
         if SKIP_DIAGONAL:
             if (n < m + BLOCK_M) & (m < n + BLOCK_N):
                 s = tl.where(offs_n[:, None] == offs_m[None, :], -float("inf"), s)
-        if m + BLOCK_M > M:
-            s = tl.where((offs_m < M)[None, :], s, -float("inf"))
-        largest = tl.max(s.reshape(BLOCK_N, BLOCK_M // GROUP, GROUP), 2)  # ignores NaN, unless all are
-        largest = tl.where(largest == largest, largest, -float("inf"))
-        offs = (offs_n - first_row).to(tl.int64)[:, None] * groups + offs_g[None, :]
-        tl.store(maxima + offs, largest, mask=(offs_n < last_row)[:, None] & (offs_g < groups)[None, :])
+        place = (offs_n - first_row).to(tl.int64)[:, None] * tiles_m + tile_m
+        mask_n = (offs_n < last_row)[:, None]
+        largest = tl.max(s.reshape(BLOCK_N, GROUPS, GROUP), 2)  # ignores NaN, unless all are
+        tl.store(group_maxima + place * GROUPS + tl.arange(0, GROUPS)[None, :], largest, mask=mask_n)
+        largest = tl.max(largest.reshape(BLOCK_N, PANELS, PANEL // GROUP), 2)
+        tl.store(panel_maxima + place * PANELS + tl.arange(0, PANELS)[None, :], largest, mask=mask_n)
+        if products is not None:
+            left, right = s.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1).split()  # stored whole, it needs more shared memory
+            out = products + place * BLOCK_M + tl.arange(0, HALF)[None, :]
+            tl.store(out, left, mask=mask_n)
+            tl.store(out + HALF, right, mask=mask_n)
 
 
 @triton.jit
 def _group_products_kernel(
     x,  # (N, D)
     y,  # (M, D)
-    chosen,  # (rows of this launch, k) int64, groups; −1 for none
-    products,  # (rows of this launch, k, GROUP)
+    chosen,  # (rows of this launch, k) int32, groups; −1 for none
+    products,  # (rows of this launch, k · GROUP)
     first_row,
+    first_column,
     M,
     x_stride,
     y_stride,
     k,
     D: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row, place = tl.program_id(0), tl.program_id(1)
-    group = tl.load(chosen + row.to(tl.int64) * k + place)
-    offs_m = tl.maximum(group, 0) * GROUP + tl.arange(0, GROUP)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = offs < k * GROUP
+    group = tl.load(chosen + row * k + offs // GROUP, exists, -1)
+    offs_m = first_column + group * GROUP + offs % GROUP
     mask_m = (offs_m < M) & (group >= 0)
-    total = tl.zeros((GROUP, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for d in range(0, D, BLOCK_D):
         offs_d = d + tl.arange(0, BLOCK_D)
         mask_d = offs_d < D
-        own = tl.load(x + (first_row + row).to(tl.int64) * x_stride + offs_d, mask_d, 0.0)
+        own = tl.load(x + (first_row + row) * x_stride + offs_d, mask_d, 0.0)
         others = tl.load(y + offs_m.to(tl.int64)[:, None] * y_stride + offs_d[None, :], mask_m[:, None] & mask_d[None, :], 0.0)
         total += own.to(tl.float32)[None, :] * others.to(tl.float32)
-    offs = (row.to(tl.int64) * k + place) * GROUP + tl.arange(0, GROUP)
-    tl.store(products + offs, tl.where(mask_m, tl.sum(total, 1), -float("inf")))
+    tl.store(products + row * k * GROUP + offs, tl.where(mask_m, tl.sum(total, 1), -float("inf")), exists)
 
 
 @triton.jit
-def _best_kernel(
-    values,  # (n, m)
-    indices,  # (n, m) int64, or None for 0 to m − 1
-    found_values,  # (n, k)
-    found_indices,  # (n, k) int64
-    m,
+def _choice_kernel(
+    values,  # (n, stride)
+    runs,  # (n, m / RUN) int32, −1 for none; or None if all values of a row are candidates
+    found_values,  # (n, k) or None
+    found_indices,  # (n, k)
+    stride,
+    m,  # candidates of a row
     k,
+    RUN: tl.constexpr,
+    GATHERED: tl.constexpr,  # `values` has the candidates alone, one run after another
     BLOCK: tl.constexpr,
 ):
-    """The k best of a row, one after the other: of the largest values the smallest index, which then leaves the row."""
+    """The k best candidates of a row in the order of their indices; −inf and −1 for NaN and −inf."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
-    v = tl.load(values + row * m + offs, offs < m, -float("inf"))
-    v = tl.where(v == v, v, -float("inf"))
-    index = offs.to(tl.int64)
-    if indices is not None:
-        index = tl.load(indices + row * m + offs, offs < m, -1)
-    for place in range(k):
-        largest = tl.max(v, 0)
-        first = tl.min(tl.where(v == largest, index, 1 << 62), 0)
-        tl.store(found_values + row * k + place, largest)
-        tl.store(found_indices + row * k + place, tl.where(largest == -float("inf"), -1, first))
-        v = tl.where(index == first, -float("inf"), v)
+    exists, index = offs < m, offs
+    if runs is not None:
+        run = tl.load(runs + row * (m // RUN) + offs // RUN, exists, -1)
+        exists, index = run >= 0, run * RUN + offs % RUN
+    v = tl.load(values + row * stride + (offs if GATHERED else index), exists, -float("inf"))
+    v = tl.where(v == v, v, -float("inf")) + 0.0  # −0 equals 0, but has other bits
+    bits = v.to(tl.uint32, bitcast=True)
+    ordered = bits ^ tl.where(bits >> 31 == 0, 0x80000000, 0xFFFFFFFF).to(tl.uint32)  # unsigned, in the order of values
+    ordered = tl.where(offs < m, ordered, 0)  # less than −inf
+
+    last = tl.zeros((), tl.uint32)  # of the k best: the largest number that k candidates reach
+    bit, reached = tl.full((), 0x80000000, tl.uint32), m
+    while (bit > 0) & (reached != k):
+        trial = last | bit
+        count = tl.sum((ordered >= trial).to(tl.int32), 0)
+        last, reached = tl.where(count >= k, trial, last), tl.where(count >= k, count, reached)
+        bit = bit >> 1
+    above = (ordered > last) & (offs < m)
+    equal = (ordered == last) & (offs < m)
+    counts = tl.cumsum((above.to(tl.int32) << 16) + equal.to(tl.int32), 0)  # m is at most 2¹⁵
+    free = k - tl.sum(above.to(tl.int32), 0)
+    equals = counts & 0xFFFF
+    place = (counts >> 16) + tl.minimum(equals, free) - 1
+    taken = above | (equal & (equals <= free))
+    found = tl.where(v == -float("inf"), -1, index)
+    tl.store(found_indices + row * k + place, found, taken)
+    if found_values is not None:
+        tl.store(found_values + row * k + place, v, taken)
 
 
 def topk(block: Block, k: int) -> Best:  # (N, k)
     """The k largest products ⟨x_i, y_j⟩ of each row, as `eager.topk`."""
-    group = plan.TOPK_GROUP
-    if k * group * plan.TOPK_SHARE > block.M:
-        return eager.topk(block, k)
+    found, unsure = _search(block, k, plan.topk_group(block.M, block.D, k))
+    if unsure is not None and len(again := unsure.nonzero().flatten()):
+        found.values[again], found.indices[again] = _search(_some_rows(block, again), k, None)[0]
+    return found
+
+
+def _search(block: Block, k: int, group: int | None) -> tuple[Best, Tensor | None]:  # (N, k), (N,) bool
+    """The best columns, and with a limit the rows in which products formed twice may have missed one.
+
+    Without `group` no product is formed twice.
+    """
     operands = similarity_operands(block)
     found = Best.none(block.N, k, block.zeros(0))
-    limits = None if block.limit is None else (block.limit, block.limit + _noise(operands))
-    unsure = torch.zeros(block.N, dtype=torch.bool, device=block.x.device)
-    for rows in windows(block.N, plan.topk_rows(block.M)):
-        chosen = _best_groups(_group_maxima(block, operands, rows, group), k, group)
-        s, indices = _among_groups(block, operands, rows, chosen, group)
-        if limits is not None:
-            limit, noisy = (part[rows, None] for part in limits)
-            above = s > limit
-            unsure[rows] = (above & (s <= noisy)).any(1)
-            s.masked_fill_(above, -torch.inf)
-        found.values[rows], found.indices[rows] = _best(s, indices, k)
-    if limits is not None and len(again := unsure.nonzero().flatten()):
-        found.values[again], found.indices[again] = eager.topk(_some_rows(block, again), k)
-    return found
+    noise = None if block.limit is None or group is None else _noise(operands)
+    unsure = None if noise is None else torch.zeros_like(noise, dtype=torch.bool)
+    strip = plan.topk_strip(block.N, block.M, group)
+    for rows in windows(block.N, strip.rows):
+        kept = Best(found.values[rows], found.indices[rows])
+        for columns in windows(block.M, strip.columns):
+            part = kept if columns.start == 0 else Best.none(len(kept.values), k, kept.values)
+            if group is None:
+                _choose_from_stored(part, block, operands, rows, columns)
+            else:
+                groups, panels, _ = _maxima(block, operands, rows, columns, group)
+                chosen = _best_groups(groups, panels, k)
+                s = _products(block, operands, rows, columns, chosen, group)
+                if noise is not None and unsure is not None and block.limit is not None:
+                    limit = block.limit[rows, None]
+                    above = s > limit
+                    unsure[rows] |= (above & (s <= limit + noise[rows, None])).any(1)
+                    s.masked_fill_(above, -torch.inf)
+                _choose(*part, s, chosen, group, gathered=True)
+            if columns.start > 0:
+                part.indices.add_(columns.start).masked_fill_(part.values == -torch.inf, -1)
+                values, indices = (torch.cat(both, 1) for both in zip(kept, part, strict=True))  # in the order of columns
+                place = torch.empty_like(kept.indices)
+                _choose(kept.values, place, values)
+                kept.indices.copy_(indices.gather(1, place.clamp_min_(0)).masked_fill_(kept.values == -torch.inf, -1))
+    for rows in windows(block.N, max(1, 2**24 // k)):  # chosen in the order of columns, which decides between equal values
+        values, order = found.values[rows].sort(dim=1, descending=True, stable=True)
+        found.values[rows], found.indices[rows] = values, found.indices[rows].gather(1, order)
+    return found, unsure
 
 
 def _noise(operands: Operands) -> Tensor:  # (N,)
@@ -174,78 +237,112 @@ def _some_rows(block: Block, rows: Tensor) -> Block:  # (n,) int64
     return replace(block, x=block.x[rows], row_ids=row_ids, col_ids=col_ids, skip_diagonal=False, limit=limit)
 
 
-def _group_maxima(block: Block, operands: Operands, rows: slice, group: int) -> Tensor:  # (n, groups)
-    """The groups fill whole supergroups; groups without a column have the maximum −inf."""
-    tile = plan.logsumexp_tile(block.precision, block.x.device)
-    n, groups = rows.stop - rows.start, triton.cdiv(block.M, group)
-    padded = triton.cdiv(groups, group) * group
-    maxima = torch.empty(n, padded, dtype=torch.float32, device=block.x.device)
-    maxima[:, groups:] = -torch.inf
-    panels = triton.cdiv(block.M, tile.columns)
-    splits, split_rows = plan.row_splits(panels, n, tile.rows, plan.multiprocessors(block.x.device))
-    _group_maxima_kernel[(panels, splits)](
-        *operands.descriptors(tile),
-        operands.row_ids,
-        operands.col_ids,
-        None if block.limit is None else block.limit.contiguous(),
-        maxima,
-        rows.start,
-        rows.stop,
-        padded,
-        split_rows,
-        block.N,
-        block.M,
+def _maxima(
+    block: Block, operands: Operands, rows: slice, columns: slice, group: int, *, store: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, groups), (n, panels), (n, columns)
+    """The largest product of each group and of each panel, and the products if they are to be stored; −inf where excluded."""
+    choose = plan.gradient_tile if store else plan.logsumexp_tile
+    tile = choose(block.precision, block.x.device)
+    panel = min(tile.columns, plan.TOPK_STORED_PANEL) if store else tile.columns
+    n, tiles = rows.stop - rows.start, triton.cdiv(columns.stop - columns.start, tile.columns)
+    width = tiles * tile.columns
+    sizes = (width // group, width // panel, width if store else 0)
+    groups, panels, products = (torch.empty(n, size, dtype=torch.float32, device=block.x.device) for size in sizes)
+    programs = plan.multiprocessors(block.x.device) * tile.per_multiprocessor
+    launch(
+        _maxima_kernel,
+        (min(programs, tiles * triton.cdiv(n, tile.rows)),),
+        (
+            *operands.descriptors(tile),
+            operands.row_ids,
+            operands.col_ids,
+            None if block.limit is None else block.limit.contiguous(),
+            groups,
+            panels,
+            products if store else None,
+        ),
+        (rows.start, rows.stop, columns.start, tiles, block.N, columns.stop),
         D=block.D,
         GROUP=group,
+        PANEL=panel,
         SKIP_DIAGONAL=block.skip_diagonal,
         PRECISION=dot_precision(block),
         **tile.options,
+        PROGRAMS=programs,
     )
-    return maxima
+    return groups, panels, products if store else None
 
 
-def _best(values: Tensor, indices: Tensor | None, k: int) -> Best:  # (n, m) each → (n, k)
-    """`topk.best` by a kernel, if the candidates of a row fit in its registers."""
-    n, m = values.shape
-    if m > MOST_CANDIDATES:
-        return best(values, torch.arange(m, device=values.device) if indices is None else indices, k)
-    found = Best.none(n, k, values)
+def _choose(
+    found_values: Tensor | None,  # (n, k) written
+    found_indices: Tensor,  # (n, k) written
+    values: Tensor,  # (n, m)
+    runs: Tensor | None = None,  # (n, c) int32
+    run: int = 1,
+    *,
+    gathered: bool = False,
+) -> None:
+    """The k best values of each row in the order of their indices: of all values, or of those in some runs of them."""
+    stride, k = values.shape[1], found_indices.shape[1]
+    m = stride if runs is None else runs.shape[1] * run
     size = triton.next_power_of_2(m)
-    _best_kernel[(n,)](values, indices, *found, m, k, BLOCK=size, num_warps=min(8, max(1, size // 1024)))
-    return found
+    assert size <= 2**15, "the kernel counts with 16 bits"
+    launch(
+        _choice_kernel,
+        (len(values),),
+        (values, runs, found_values, found_indices),
+        (stride, m, k),
+        RUN=run,
+        GATHERED=gathered,
+        BLOCK=size,
+        num_warps=min(16, max(1, size // 1024)),
+    )
 
 
-def _best_groups(maxima: Tensor, k: int, group: int) -> Tensor:  # (n, groups) → (n, k) int64, −1 for none
-    supergroups = maxima.view(len(maxima), -1, group)
-    above = _best(supergroups.amax(2), None, k).indices
-    members = above.clamp_min(0)[:, :, None] * group + torch.arange(group, device=maxima.device)
-    members, missing = members.flatten(1), (above < 0).repeat_interleave(group, 1)
-    return _best(maxima.gather(1, members).masked_fill_(missing, -torch.inf), members, k).indices
+def _best_groups(groups: Tensor, panels: Tensor, k: int) -> Tensor:  # (n, groups), (n, panels) → (n, k) int32, −1 for none
+    def chosen(values: Tensor, *runs: Any) -> Tensor:
+        room = values.new_full((len(values), k), -1, dtype=torch.int32)
+        _choose(None, room, values, *runs)
+        return room
+
+    run = groups.shape[1] // panels.shape[1]
+    if groups.shape[1] <= max(plan.TOPK_FEW, k * run):
+        return chosen(groups)
+    return chosen(groups, chosen(panels), run)
 
 
-def _among_groups(block: Block, operands: Operands, rows: slice, chosen: Tensor, group: int) -> Best:  # (n, k·group)
-    """The products of the chosen groups and their columns, unordered; −inf for excluded pairs."""
+def _choose_from_stored(found: Best, block: Block, operands: Operands, rows: slice, columns: slice) -> None:
+    group, k = plan.TOPK_STORED_GROUP, found.values.shape[1]
+    groups, panels, products = _maxima(block, operands, rows, columns, group, store=True)
+    assert products is not None
+    if products.shape[1] <= max(plan.TOPK_FEW, k * group):
+        _choose(*found, products)
+    else:
+        _choose(*found, products, _best_groups(groups, panels, k), group)
+
+
+def _products(
+    block: Block, operands: Operands, rows: slice, columns: slice, chosen: Tensor, group: int
+) -> Tensor:  # (n, k·group)
+    """The products with the columns of the chosen groups; −inf for excluded pairs."""
     n, k = chosen.shape
-    products = torch.empty(n, k, group, dtype=torch.float32, device=block.x.device)
-    _group_products_kernel[(n, k)](
-        operands.x,
-        operands.y,
-        chosen,
-        products,
-        rows.start,
-        block.M,
-        operands.x.stride(0),
-        operands.y.stride(0),
-        k,
+    s = torch.empty(n, k * group, dtype=torch.float32, device=block.x.device)
+    launch(
+        _group_products_kernel,
+        (n, triton.cdiv(k * group, _AT_ONCE)),
+        (operands.x, operands.y, chosen, s),
+        (rows.start, columns.start, columns.stop, operands.x.stride(0), operands.y.stride(0), k),
         D=block.D,
         GROUP=group,
+        BLOCK_M=_AT_ONCE,
         BLOCK_D=min(triton.next_power_of_2(block.D), 256 if block.precision in HALF_DTYPE else 128),
     )
-    indices = chosen[:, :, None] * group + torch.arange(group, device=chosen.device)
-    s, indices = products.flatten(1), indices.flatten(1)
+    if operands.row_ids is None and not block.skip_diagonal:
+        return s
+    indices = columns.start + (chosen[:, :, None] * group + torch.arange(group, device=chosen.device)).flatten(1)
     if operands.row_ids is not None and operands.col_ids is not None:
         theirs = operands.col_ids[indices.clamp(0, block.M - 1)]
         s.masked_fill_(operands.row_ids[rows, None] == theirs, -torch.inf)
     if block.skip_diagonal:
         s.masked_fill_(indices == torch.arange(rows.start, rows.stop, device=s.device)[:, None], -torch.inf)
-    return Best(s, indices)
+    return s
