@@ -9,6 +9,7 @@ for a CPU; where kernels run, `small_kernels` does the same.
 Not for a process group, `torch.compile` or transforms of `torch.func`: the other operators serve these.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -25,7 +26,11 @@ from megabatch.tiles import plan
 from megabatch.tiles.backends import TRITON
 from megabatch.tiles.precision import rounded
 
-Weigh = Callable[[Tensor], tuple[float, Tensor]]  # similarities, overwritten → the sum of all losses, and its gradient
+# (similarities, overwritten; whether to expect any) → the sum of all losses, and its gradient. If the sum is not finite, it is
+# asked for again, with True for exponents that overflow.
+Weigh = Callable[[Tensor, bool], tuple[float, Tensor]]
+
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")  # PyTorch takes 2 µs to make a tensor of a number
 
 
 def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = False) -> bool:
@@ -59,11 +64,12 @@ def small_cross_entropy(
     if backend == TRITON:
         return small_loss(x, y, scale, None, precision, Task(MATCHES, divisor, ids, columns))
 
-    def weigh(s: Tensor) -> tuple[float, Tensor]:
+    def weigh(s: Tensor, extreme: bool) -> tuple[float, Tensor]:
+        cross_entropy = _cross_entropy_of_any if extreme else _cross_entropy
         _leave_out(s, ids)
-        total, g = _cross_entropy(s, 1)
+        total, g = cross_entropy(s, 1, overwrite=not columns)
         if columns:
-            more, of_columns = _cross_entropy(s, 0)
+            more, of_columns = cross_entropy(s, 0, overwrite=True)
             total, g = total + more, g.add_(of_columns)
         return total, g
 
@@ -84,28 +90,47 @@ def small_nt_xent_loss(z1: Tensor, z2: Tensor, scale: Tensor, precision: str, ba
     def partners(s: Tensor) -> Tensor:  # (2, N), of (2, N, 2N): the pairs (i, N + i), then (N + i, i)
         return s.as_strided((2, N), (2 * N * N - N, 2 * N + 1), N)
 
-    def weigh(s: Tensor) -> tuple[float, Tensor]:
+    def weigh(s: Tensor, extreme: bool) -> tuple[float, Tensor]:
+        cross_entropy = _cross_entropy_of_any if extreme else _cross_entropy
         s.fill_diagonal_(-torch.inf)  # a view is not compared with itself
-        total, g = _cross_entropy(s.view(2, N, 2 * N), 2, partners)
+        total, g = cross_entropy(s.view(2, N, 2 * N), 2, partners, overwrite=True)
         return total, g.view_as(s)
 
     return _loss(views, None, scale, None, precision, divisor, weigh)
 
 
-def _cross_entropy(s: Tensor, dim: int, matches: Callable[[Tensor], Tensor] = Tensor.diagonal) -> tuple[float, Tensor]:
-    """(Σ −log softmax(s) of the matches, its gradient); `matches` is a view of a matrix, one entry for each sum along `dim`.
+Matches = Callable[[Tensor], Tensor]  # a matrix → a view of its matches, one entry for each sum along `dim`
 
-    The gradient of a match is its probability − 1. As minus the sum of all other probabilities it keeps its digits where the
-    match is almost certain, and so does the loss, log(1 + others / match).
+
+def _cross_entropy(s: Tensor, dim: int, matches: Matches = Tensor.diagonal, *, overwrite: bool) -> tuple[float, Tensor]:
+    """(Σ −log softmax(s) of the matches, its gradient); not finite if a similarity is more than 88 above the match.
+
+    The loss of a match is log(1 + others) with others = Σ exp(s − match), its gradient −others / (1 + others). Both keep their
+    digits where the match is almost certain, and equal rows have the exact logarithm of their number.
+    """
+    shift = matches(s).clone().unsqueeze(dim)
+    g = torch.sub(s, shift, out=s if overwrite else None).exp_()
+    match = matches(g)
+    match.sub_(_ONE)  # 0, or NaN where the match is not finite
+    others = g.sum(dim)
+    match.sub_(others)
+    g.mul_(others.add(_ONE).reciprocal_().unsqueeze(dim))
+    return others.double().log1p_().sum().item(), g
+
+
+def _cross_entropy_of_any(s: Tensor, dim: int, matches: Matches = Tensor.diagonal, *, overwrite: bool) -> tuple[float, Tensor]:
+    """`_cross_entropy` of any similarities, in more time and memory.
+
+    The gradient of a match is minus the sum of all other probabilities, its loss log(1 + others / match).
     """
     g = s.softmax(dim)
     match = matches(g)
     probability = match.clone()
-    match.fill_(0.0)
+    match.zero_()
     others = g.sum(dim, dtype=torch.float64)
     match.sub_(others)
     total = others.div_(probability).log1p_().sum().item()
-    if probability.amin().item() < torch.finfo(s.dtype).tiny:  # so unlikely a match keeps its digits as a logarithm alone
+    if probability.min().item() < torch.finfo(s.dtype).tiny:  # so unlikely a match keeps its digits as a logarithm alone
         total = (s.logsumexp(dim) - matches(s)).sum(dtype=torch.float64).item()
     return total, g
 
@@ -126,7 +151,7 @@ def small_sigmoid_loss(
     if backend == TRITON:
         return small_loss(x, y, scale, bias, precision, Task(SIGMOID, divisor, ids, ids_are_positives=ids_are_positives))
 
-    def weigh(s: Tensor) -> tuple[float, Tensor]:
+    def weigh(s: Tensor, extreme: bool) -> tuple[float, Tensor]:
         if ids is not None and ids_are_positives:
             signs = torch.where(ids[:, None] == ids, -1.0, 1.0).to(s.dtype)
             g = s.mul_(signs).sigmoid().mul_(signs)
@@ -156,7 +181,7 @@ def small_sup_con_loss(
     if backend == TRITON:
         return small_loss(z, None, scale, None, precision, Task(LABELS, 0 if mean_of_rows else 1, labels))
 
-    def weigh(s: Tensor) -> tuple[float, Tensor]:
+    def weigh(s: Tensor, extreme: bool) -> tuple[float, Tensor]:
         positive = (labels[:, None] == labels).fill_diagonal_(False)
         marked = positive.to(s.dtype)
         count = marked.sum(1)
@@ -198,14 +223,6 @@ def _loss(
     return loss
 
 
-def _known(dloss: Tensor) -> Any:
-    """The number, or the tensor itself where its values cannot be read, as under `is_grads_batched=True`."""
-    try:
-        return dloss.item()
-    except RuntimeError:
-        return dloss
-
-
 class _SmallLoss(torch.autograd.Function):
     """Computes gradients with the loss, for a gradient of 1 that backward is nearly always called with."""
 
@@ -223,39 +240,55 @@ class _SmallLoss(torch.autograd.Function):
     ) -> Tensor:
         rows = rounded(x, precision)
         columns = rows if y is None else rounded(y, precision)
-        s = torch.mm(rows, columns.T).mul_(scale)
-        if bias is not None:
-            s.add_(bias)
-        total, g = weigh(s)
+        total, g = weigh(_similarities(rows, columns, scale, bias), False)
+        if not math.isfinite(total):
+            total, g = weigh(_similarities(rows, columns, scale, bias), True)
         if learns:
             needs_x, needs_y, needs_scale, needs_bias, *_ = ctx.needs_input_grad
             dx = dy = products = dscale = dbias = None
-            factor = scale.item() * share
+            factor = torch.scalar_tensor(scale.item() * share, dtype=g.dtype)
             if y is None:
                 g = g + g.T
             if needs_x or needs_scale:
                 dx = torch.mm(g, columns)
                 if needs_scale:
                     products = dx * rows
-                    dscale = products.sum(1).sum(dtype=torch.float64).item() * (share if y is not None else share / 2)
+                    dscale = _sum(products) * (share if y is not None else share / 2)
                 dx.mul_(factor)
             if needs_y:
                 dy = torch.mm(g.T, rows, out=products).mul_(factor)  # fresh memory is slow
             if needs_bias:
-                dbias = g.sum(1).sum(dtype=torch.float64).item() * share
+                dbias = _sum(g) * share
             ctx.save_for_backward(x, y, scale, bias, dx if needs_x else None, dy)
             ctx.numbers = dscale, dbias
-        return torch.full((), total * share, dtype=s.dtype)
+        return torch.scalar_tensor(total * share, dtype=g.dtype)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         x, y, scale, bias, dx, dy = ctx.saved_tensors
         dscale, dbias = ctx.numbers
-        by = _known(dloss)
-        if isinstance(by, Tensor) or by != 1.0:
-            dx, dy = (None if d is None else d * by for d in (dx, dy))
-        dscale, dbias = (None if d is None else torch.as_tensor(d * by, dtype=torch.float64) for d in (dscale, dbias))
+        try:
+            by = dloss.item()
+        except RuntimeError:  # its values cannot be read, as under `is_grads_batched=True`
+            dx, dy, dscale, dbias = (None if d is None else d * dloss for d in (dx, dy, dscale, dbias))
+        else:
+            if by != 1.0:
+                dx, dy = (None if d is None else d * by for d in (dx, dy))
+            if dscale is not None:
+                dscale = torch.scalar_tensor(dscale * by, dtype=scale.dtype)
+            if dbias is not None:
+                dbias = torch.scalar_tensor(dbias * by, dtype=bias.dtype)
         gradients: Sequence[Tensor | None] = (dx, dy, dscale, dbias)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = refusing((x, y, scale, bias), gradients)
         return *gradients, None, None, None, None
+
+
+def _similarities(rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    s = torch.mm(rows, columns.T).mul_(scale)
+    return s if bias is None else s.add_(bias)
+
+
+def _sum(matrix: Tensor) -> float:
+    """Σ of all entries, those of rows added up in float64."""
+    return sum(matrix.sum(1).tolist())
