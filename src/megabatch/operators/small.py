@@ -111,7 +111,7 @@ def _cross_entropy(s: Tensor, dim: int, matches: Matches = Tensor.diagonal) -> t
     match.sub_(_ONE)  # 0, or NaN where the match is not finite
     others = g.sum(dim)
     match.sub_(others)
-    g.mul_(others.add(_ONE).reciprocal_().unsqueeze(dim))
+    g.div_(others.add(_ONE).unsqueeze(dim))
     total = others.double().log1p_().sum().item()
     return (total, g) if math.isfinite(total) else _softmax_cross_entropy(s, dim, matches)
 
@@ -159,7 +159,7 @@ def small_sigmoid_loss(
             s.diagonal().neg_()
             g = s.sigmoid()
             g.diagonal().neg_()
-        return _softplus_(s).sum(1).sum(dtype=torch.float64).item(), g
+        return _sum(_softplus_(s)), g
 
     return _loss(x, y, scale, bias, precision, divisor, weigh)
 
@@ -202,8 +202,12 @@ def small_sup_con_loss(
 
 
 def _softplus_(s: Tensor) -> Tensor:
-    """log(1 + exp s), in place, as max(s, 0) + 2·atanh(1 / (1 + 2·exp|s|)): `F.softplus` can take ten times as long."""
-    rest = s.abs().exp_().mul_(2.0).add_(1.0).reciprocal_().atanh_()
+    """log(1 + exp s), in place, as max(s, 0) + 2·atanh(q / (2 − q)) with q = sigmoid(−|s|).
+
+    `F.softplus`, and `exp` where it overflows, can take ten times as long.
+    """
+    rest = s.abs().neg_().sigmoid_()
+    rest.div_(2.0 - rest).atanh_()
     return s.clamp_min_(0.0).add_(rest, alpha=2.0)
 
 
