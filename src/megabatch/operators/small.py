@@ -11,6 +11,7 @@ Not for a process group, `torch.compile` or transforms of `torch.func`: the othe
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,10 +27,6 @@ from megabatch.tiles.backends import TRITON
 from megabatch.tiles.precision import FLOAT32, rounded
 
 Weigh = Callable[[Tensor], tuple[float, Tensor]]  # similarities, overwritten → the sum of all losses, and its gradient
-
-# Tensors, because PyTorch takes 2 µs to make one of a number.
-_ONE = torch.ones((), dtype=torch.float32, device="cpu")
-_LOG2_E = {dtype: torch.tensor(1 / math.log(2), dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
 
 def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = False) -> bool:
@@ -105,19 +102,29 @@ def _cross_entropy(s: Tensor, dim: int, matches: Matches = Tensor.diagonal) -> t
     The loss of a match is log(1 + others) with others = Σ exp(s − match), its gradient −others / (1 + others). Both keep their
     digits where the match is almost certain, and equal rows have the exact logarithm of their number.
     """
+    one, log2_e = _constants(s.dtype)
     # exp(s − match), by exp2: where results underflow, PyTorch's exp takes 60 times as long on a CPU.
-    g = torch.sub(s, matches(s).unsqueeze(dim)).mul_(_LOG2_E[s.dtype]).exp2_()
+    g = torch.sub(s, matches(s).unsqueeze(dim)).mul_(log2_e).exp2_()
     match = matches(g)
-    match.sub_(_ONE)  # 0, or NaN where the match is not finite
+    match.sub_(one)  # 0, or NaN where the match is not finite
     others = g.sum(dim)
     match.sub_(others)
-    g.div_(others.add(_ONE).unsqueeze(dim))
+    g.div_(others.add(one).unsqueeze(dim))
     total = others.double().log1p_().sum().item()
     return (total, g) if math.isfinite(total) else _softmax_cross_entropy(s, dim, matches)
 
 
+@cache
+def _constants(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """1 and log2 e. As numbers they would become tensors at every use, which takes 2 µs.
+
+    Not made at import, which may happen where tensors are fake.
+    """
+    return torch.ones((), dtype=dtype, device="cpu"), torch.tensor(1 / math.log(2), dtype=dtype, device="cpu")
+
+
 def _softmax_cross_entropy(s: Tensor, dim: int, matches: Matches) -> tuple[float, Tensor]:
-    """`_cross_entropy` of any similarities, in more time: some are more than 88 above the match.
+    """`_cross_entropy` of any similarities, also if one is more than 88 above the match, in more time.
 
     The gradient of a match is minus the sum of all other probabilities, its loss log(1 + others / match).
     """
@@ -292,4 +299,5 @@ class _SmallLoss(torch.autograd.Function):
 
 def _sum(matrix: Tensor) -> float:
     """Σ of all entries, those of rows added up in float64."""
-    return sum(matrix.sum(1).tolist())
+    total: float = sum(matrix.sum(1).tolist())
+    return total
