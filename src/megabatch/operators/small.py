@@ -159,14 +159,17 @@ def small_sigmoid_loss(
     def weigh(s: Tensor) -> tuple[float, Tensor]:
         if ids is not None and ids_are_positives:
             signs = torch.where(ids[:, None] == ids, -1.0, 1.0).to(s.dtype)
-            g = s.mul_(signs).sigmoid().mul_(signs)
+            g = s.mul_(signs).sigmoid()
+            total = _sum(_softplus_(s, g))
+            g.mul_(signs)
         else:
             if ids is not None:
                 _leave_out(s, ids)
             s.diagonal().neg_()
             g = s.sigmoid()
+            total = _sum(_softplus_(s, g))
             g.diagonal().neg_()
-        return _sum(_softplus_(s)), g
+        return total, g
 
     return _loss(x, y, scale, bias, precision, divisor, weigh)
 
@@ -208,12 +211,13 @@ def small_sup_con_loss(
     return _loss(z, None, scale, None, precision, 1, weigh)
 
 
-def _softplus_(s: Tensor) -> Tensor:
-    """log(1 + exp s), in place, as max(s, 0) + 2·atanh(q / (2 − q)) with q = sigmoid(−|s|).
+def _softplus_(s: Tensor, g: Tensor) -> Tensor:
+    """log(1 + exp s), in place, as max(s, 0) + 2·atanh(q / (2 − q)) with q = sigmoid(−|s|); g is sigmoid(s).
 
     `F.softplus`, and `exp` where it overflows, can take ten times as long.
     """
-    rest = s.abs().neg_().sigmoid_()
+    rest = 1.0 - g
+    torch.minimum(rest, g, out=rest)  # q
     rest.div_(2.0 - rest).atanh_()
     return s.clamp_min_(0.0).add_(rest, alpha=2.0)
 
