@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from dense_losses import LOSSES, data, relative_errors, truth_of
 from record import Record, arguments
-from small_cpu_report import report
-from small_cpu_worker import DENSE, OURS, Worker
+from small_cpu_report import DENSE, OURS, report
+from small_cpu_worker import Worker
 
 from megabatch.commands.arguments.options import whole
 
