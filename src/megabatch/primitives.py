@@ -100,7 +100,7 @@ def pairs(
     run = execution(x, y, names, same_rows=True, group=group, purpose=purpose, backend=backend)
     if ids is not None:
         checks.ids(ids, "ids", x, names[0])
-    if group is None:  # over a group one rank may have no rows; the operator finds out together whether all have none
+    if not run.group:  # over a group one rank may have no rows; the operator finds out together whether all have none
         checks.at_least_one_pair(x, names[0])
     return run
 

@@ -163,6 +163,15 @@ def test_gradients_of_several_factors_at_once_and_of_two_backward_passes(name):
         torch.testing.assert_close(both, torch.stack([first, -3 * first]))
 
 
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "sup_con alone"])  # which makes its labels itself
+def test_the_default_device_does_not_matter(name):
+    inputs = leaves(*aligned_pairs(N, D, noise=0.5, seed=1), torch.tensor(10.0, dtype=torch.float64))
+    expected = outcomes(LOSSES[name], inputs)
+    with torch.device("meta"):
+        found = outcomes(LOSSES[name], inputs)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_fake_tensors_have_no_values_to_read():
     with FakeTensorMode():
         x, y = (torch.zeros(N, D, requires_grad=True) for _ in range(2))

@@ -263,7 +263,7 @@ class _SmallLoss(torch.autograd.Function):
         if learns:
             needs_x, needs_y, needs_scale, needs_bias, *_ = ctx.needs_input_grad
             dx = dy = products = dscale = dbias = None
-            factor = torch.scalar_tensor(scale.item() * share, dtype=g.dtype)
+            factor = _number(scale.item() * share, g)
             if y is None:
                 g = g + g.T
             if needs_x or needs_scale:
@@ -278,7 +278,7 @@ class _SmallLoss(torch.autograd.Function):
                 dbias = _sum(g) * share
             ctx.save_for_backward(x, y, scale, bias, dx if needs_x else None, dy)
             ctx.numbers = dscale, dbias
-        return torch.scalar_tensor(total * share, dtype=g.dtype)
+        return _number(total * share, g)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
@@ -292,13 +292,17 @@ class _SmallLoss(torch.autograd.Function):
             if by != 1.0:
                 dx, dy = (None if d is None else d * by for d in (dx, dy))
             if dscale is not None:
-                dscale = torch.scalar_tensor(dscale * by, dtype=scale.dtype)
+                dscale = _number(dscale * by, scale)
             if dbias is not None:
-                dbias = torch.scalar_tensor(dbias * by, dtype=bias.dtype)
+                dbias = _number(dbias * by, bias)
         gradients: Sequence[Tensor | None] = (dx, dy, dscale, dbias)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = refusing((x, y, scale, bias), gradients)
         return *gradients, None, None, None, None
+
+
+def _number(value: float, like: Tensor) -> Tensor:  # ()
+    return torch.scalar_tensor(value, dtype=like.dtype, device="cpu")  # whatever the default device is
 
 
 def _sum(matrix: Tensor) -> float:
