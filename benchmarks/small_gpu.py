@@ -22,14 +22,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from dense_losses import LOSSES, data, dense_clip, dense_info_nce, errors, outcome, step_of
 from record import Record, arguments, device_of
 from small_gpu_report import report
 from timing import take_turns
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.bench.accuracy import SCALE
 from megabatch.bench.loss_systems import DENSE, LIGER, loss_of
 from megabatch.bench.losses import bare_products
 from megabatch.tiles import plan
@@ -43,82 +42,12 @@ OURS, IN_MEMORY, OVER_TILES, BARE = "megabatch", "in memory", "over tiles", "bar
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRADIENT_ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5}  # relative to float64; two roundings and sums
 LOSS_ERROR = 2e-5
-BIAS = -10.0
-
-
-def dense_clip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    logits, labels = scale * x @ y.T, torch.arange(len(x), device=x.device)
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-
-
-def dense_siglip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    logits = scale * x @ y.T + BIAS
-    signs = 2 * torch.eye(len(x), device=x.device, dtype=logits.dtype) - 1
-    return -F.logsigmoid(signs * logits).sum() / len(x)
-
-
-def dense_info_nce(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    return F.cross_entropy(scale * x @ y.T, torch.arange(len(x), device=x.device))
-
-
-def dense_nt_xent(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    z = torch.cat((x, y))
-    logits = (scale * z @ z.T).fill_diagonal_(-torch.inf)
-    return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(x)))
-
-
-def labels_of(x: Tensor) -> Tensor:
-    return torch.arange(len(x), device=x.device) // 3
-
-
-def dense_sup_con(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    labels = labels_of(x)
-    logits = scale * x @ x.T
-    own = torch.eye(len(x), dtype=torch.bool, device=x.device)
-    positive = (labels[:, None] == labels) & ~own
-    count = positive.sum(1)
-    mean = logits.masked_fill(~positive, 0).sum(1) / count.clamp_min(1)
-    losses = logits.float() if logits.dtype != torch.float64 else logits
-    losses = losses.masked_fill(own, -torch.inf).logsumexp(1) - mean
-    return losses[count > 0].mean()
-
-
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # ours, dense
-    "clip_loss": (mb.clip_loss, dense_clip),
-    "siglip_loss": (lambda x, y, s: mb.siglip_loss(x, y, s, BIAS), dense_siglip),
-    "info_nce_loss": (lambda x, y, s: mb.info_nce_loss(x, y, scale=s), dense_info_nce),
-    "nt_xent_loss": (mb.nt_xent_loss, dense_nt_xent),
-    "sup_con_loss": (lambda x, y, s: mb.sup_con_loss(x, labels_of(x), s), dense_sup_con),
-}
 
 
 TILED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # as if the pairs did not fit in memory
     "clip_loss over tiles": (lambda x, y, s: limited(0, mb.clip_loss)(x, y, s), dense_clip),
     "info_nce_loss over tiles": (lambda x, y, s: limited(0, mb.info_nce_loss)(x, y, scale=s), dense_info_nce),
 }
-
-
-def data(B: int, D: int, dtype: torch.dtype, device: str, noise: float = 4.0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator(device).manual_seed(B + D)
-    x, e = (F.normalize(torch.randn(B, D, generator=generator, device=device), dim=1) for _ in range(2))
-    y = F.normalize(x + noise * e, dim=1)
-    return x.to(dtype).requires_grad_(), y.to(dtype).requires_grad_(), torch.tensor(SCALE, device=device, requires_grad=True)
-
-
-def outcome(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """The value and all gradients; 0 for an input that a loss does not use."""
-    value = loss(*inputs)
-    found = torch.autograd.grad(value, inputs, allow_unused=True)
-    return [value.detach(), *(torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs, strict=True))]
-
-
-def step_of(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-    """Forward and backward."""
-
-    def step() -> None:
-        torch.autograd.grad(loss(*inputs), inputs, allow_unused=True)
-
-    return step
 
 
 @contextmanager
@@ -129,13 +58,6 @@ def small_up_to(pairs: int) -> Iterator[None]:
         yield
     finally:
         plan.SMALL_PAIRS = before
-
-
-def errors(mine: Callable[..., Tensor], dense: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[float]:
-    """Relative errors of the value and of each gradient."""
-    wide = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
-    pairs = zip(outcome(mine, inputs), outcome(dense, wide), strict=True)
-    return [float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs]
 
 
 def check(record: Record, device: str, sizes: tuple[int, ...], few: tuple[int, ...]) -> int:

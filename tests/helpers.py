@@ -35,12 +35,12 @@ def examples(thorough: int, *, quick: int = 10) -> "settings":
 @contextmanager
 def tile_size(rows: int, columns: int) -> Iterator[None]:
     """Tiles of another size, so that small inputs have several."""
-    original = plan.eager_tile
-    plan.eager_tile = lambda device, dtype: plan.TileSize(rows, columns)
+    original = plan.eager_tile, plan.CPU
+    plan.eager_tile, plan.CPU = lambda device, dtype: plan.CPU, plan.TileSize(rows, columns)
     try:
         yield
     finally:
-        plan.eager_tile = original
+        plan.eager_tile, plan.CPU = original
 
 
 def unit(*shape: int, seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:

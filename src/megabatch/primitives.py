@@ -73,7 +73,7 @@ def execution(
     checks.embeddings(x, y, names, same_rows=same_rows)
     precision = compute_precision(x)
     if backend == "auto":
-        chosen = str(backends.default(precision, x.device))
+        chosen = backends.EAGER if x.is_cpu else str(backends.default(precision, x.device))
     else:
         checks.backend(backend, precision, x.device)
         chosen = backend
@@ -98,7 +98,8 @@ def pairs(
     """`execution` of a loss over pairs, row i of x with row i of y."""
     checks.reduction(reduction)
     run = execution(x, y, names, same_rows=True, group=group, purpose=purpose, backend=backend)
-    checks.ids(ids, "ids", x, names[0])
+    if ids is not None:
+        checks.ids(ids, "ids", x, names[0])
     if not run.group:  # over a group one rank may have no rows; the operator finds out together whether all have none
         checks.at_least_one_pair(x, names[0])
     return run
@@ -110,13 +111,14 @@ def number(value: float | Tensor, name: str, x: Tensor, *, shared: bool = False)
     One that several operators share is float64, and stays it. Their gradients are then added before they are rounded, which
     matters where they nearly cancel.
     """
+    dtype = torch.float64 if shared or x.dtype == torch.float64 else torch.float32
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (dtype, torch.float64) and value.device == x.device:
+        return value  # the usual case; a conversion to the same type would take 4 µs
     checks.number(value, name, x)
-    dtype = torch.float64 if shared else accumulator_dtype(x.dtype)
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=dtype, device=x.device)
-    if value.dim() > 0:
-        value = value.reshape(())
-    return value if value.dtype in (dtype, torch.float64) else value.to(dtype)  # a conversion to the same type takes 4 µs
+    value = value.reshape(())
+    return value if value.dtype == torch.float64 else value.to(dtype)
 
 
 def offsets(value: Tensor | None, x: Tensor) -> Tensor | None:

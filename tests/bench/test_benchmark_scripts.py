@@ -384,6 +384,7 @@ def test_texts_of_different_lengths(tmp_path):
         "late_interaction_gpu",
         "million",
         "sentence_transformers_gpu",
+        "small_cpu",
         "small_gpu",
         "topk_gpu",
         "train_speed",

@@ -57,8 +57,8 @@ def record():
 def test_tables_give_errors_and_no_speed_to_wrong_results():
     of_losses, of_levels, of_steps = tables(record()).values()
     by = {(row[0], row[1]): row for row in of_losses.rows}
-    assert by["512", "megabatch"][2:] == ["0.050", "0.150", "0.200", "0.50", "1.00", "1", "1.0", "1e-07", "1e-07"]
-    assert by["512", "open_clip"][6:9] == ["1.50", "5", "5.0"]
+    assert by["512", "megabatch"][2:] == ["50.0", "150", "200", "0.50", "1.00", "1.00", "1.0", "1e-07", "1e-07"]
+    assert by["512", "open_clip"][6:9] == ["1.50", "5.00", "5.0"]
     assert by["512", "checkpoint"][2:] == ["WRONG", "", "", "", "", "", "", "2e-01", "2e-01"]
     assert by["1,024", "open_clip"][2] == "no memory"
     assert ("512", "inf_cl") not in by
@@ -69,10 +69,16 @@ def test_tables_give_errors_and_no_speed_to_wrong_results():
         assert {len(row) for row in table.rows} == {len(table.headings)}
 
 
-def test_a_gpu_is_timed_in_milliseconds():
-    of_losses = tables(record() | {"device": "cuda"})["losses"]
+@pytest.mark.parametrize(("batch", "device"), [(64, "cpu"), (262144, "cuda")])
+def test_the_smallest_and_the_largest_batch_have_three_digits(batch, device):
+    seconds = batch / 64 * 2.88e-4
+    of_losses = tables(record() | {"device": device, "losses": [loss("megabatch", batch, seconds=seconds)]})["losses"]
     assert of_losses.headings[2:5] == ["forward ms", "backward ms", "total ms"]
-    assert of_losses.rows[0][2:5] == ["50.0", "150.0", "200.0"]
+    assert of_losses.rows[0][2:5] == (["0.072", "0.216", "0.288"] if batch == 64 else ["295", "885", "1,180"])
+
+
+def test_every_run_begins_at_64_pairs():
+    assert {sizes.batches[0] for sizes in parts.SIZES.values()} == {64}
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
@@ -81,7 +87,7 @@ def test_no_terminal_is_too_narrow_for_a_number(columns, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     bench._show(record())
     shown = capsys.readouterr().out
-    for number in ("0.050", "0.150", "0.200", "2e-01", "4.0000"):
+    for number in ("50.0", "150", "200", "2e-01", "4.0000"):
         assert number in shown
     assert "…" not in shown
 

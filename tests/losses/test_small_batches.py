@@ -81,6 +81,19 @@ def test_almost_certain_pairs_keep_their_digits(scale):
     assert torch.equal(dx, dy)
 
 
+@pytest.mark.parametrize("gap", [80.0, 87.0, 89.0, 100.0, 1e4])
+def test_matches_far_below_another_pair(gap):
+    """Where an exponential relative to the match overflows, and just before."""
+    x, y = torch.eye(6), gap * torch.eye(6).roll(1, 0)
+    y[2] = 0.0  # and a row without such a pair
+    for name in ("clip", "info_nce", "nt_xent"):
+        found, expected = (
+            outcomes(LOSSES[name], leaves(x.to(t), y.to(t), torch.tensor(1.0, dtype=t))) for t in (torch.float32, torch.float64)
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6 * gap)
+
+
 @EVERY
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_hidden(name, bad):
@@ -148,6 +161,15 @@ def test_gradients_of_several_factors_at_once_and_of_two_backward_passes(name):
     for first, second, both in zip(once, again, batched, strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(both, torch.stack([first, -3 * first]))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "sup_con alone"])  # which makes its labels itself
+def test_the_default_device_does_not_matter(name):
+    inputs = leaves(*aligned_pairs(N, D, noise=0.5, seed=1), torch.tensor(10.0, dtype=torch.float64))
+    expected = outcomes(LOSSES[name], inputs)
+    with torch.device("meta"):
+        found = outcomes(LOSSES[name], inputs)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_fake_tensors_have_no_values_to_read():

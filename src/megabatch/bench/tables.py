@@ -100,29 +100,31 @@ def _seconds(r: dict[str, Any]) -> float:
     return float(r["forward"] + r["backward"])
 
 
+def _three_digits(value: float) -> str:
+    """0.287, 2.87, 28.7, 287, 2,870."""
+    digits = sum(value < bound for bound in (1, 10, 100))
+    return f"{value:,.{digits}f}"
+
+
 def losses_table(record: dict[str, Any]) -> Table:
     """Time, memory and errors of each loss at each batch; without measured products, no column for them."""
     bare = {p["batch"]: p["seconds"] for p in record["products"]}
     ours = {r["batch"]: r for r in record["losses"] if r["system"] == MEGABATCH and r["status"] == OK}
-    unit = "ms" if record["device"] == "cuda" else "s"
-
-    def shown(seconds: float) -> str:
-        return f"{1000 * seconds:.1f}" if unit == "ms" else f"{seconds:.{3 if seconds >= 0.01 else 5}f}"
-
     run = [r for r in record["losses"] if r["status"] != MISSING]
     rows = []
     for r in run:
         cells = [f"{r['batch']:,}", r["system"]]
         if r["status"] == OK:
             base, seconds = ours.get(r["batch"]), _seconds(r)
-            cells += [shown(r["forward"]), shown(r["backward"]), shown(seconds), ratio(bare.get(r["batch"]), seconds)]
-            cells += [ratio(seconds, base and _seconds(base)), f"{r['peak'] / MIB:.0f}"]
+            cells += [_three_digits(1000 * time) for time in (r["forward"], r["backward"], seconds)]
+            cells += [ratio(bare.get(r["batch"]), seconds), ratio(seconds, base and _seconds(base))]
+            cells.append(_three_digits(r["peak"] / MIB))
             cells.append(ratio(r["peak"], base and base["peak"], ".1f"))
         else:
             cells += [SHORT.get(r["status"], _first_line(r["status"])), "", "", "", "", "", ""]
         rows.append([*cells, cell(r["loss_error"], ".0e"), cell(r["gradient_error"], ".0e")])
     missing = ", ".join(dict.fromkeys(r["system"] for r in record["losses"] if r["status"] == MISSING))
-    headings = ["batch", "system", f"forward {unit}", f"backward {unit}", f"total {unit}", "bare ÷ total"]
+    headings = ["batch", "system", "forward ms", "backward ms", "total ms", "bare ÷ total"]
     headings += ["× time", "peak MiB", "× memory", "loss error", "grad. error"]
     if not bare:
         for cells in (headings, *rows):

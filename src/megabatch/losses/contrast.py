@@ -100,11 +100,6 @@ class Batch:
         number, correction = primitives.number(scale, "scale", query, shared=True), primitives.offsets(log_q, query)
         return cls(query, key, number, contrast, symmetric, run, ids, correction, further, limit, guide)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the negatives of a query are the other keys of the batch, without corrections."""
-        return tuple(self.contrast) == (QUERY_KEY,) and len(self.negatives) == 0 and self.log_q is None and self.limit is None
-
     def sums(self, scale: Tensor | None = None) -> Sums:
         """The sums over the negatives named by `contrast`, and over further negatives; if `symmetric`, also those of keys.
 

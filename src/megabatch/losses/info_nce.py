@@ -7,7 +7,7 @@ from torch import Tensor
 from megabatch.losses.contrast import QUERY_KEY, Batch, Contrast, Sums
 from megabatch.losses.formulas import check_smoothing, cross_entropy, reduced
 from megabatch.losses.negatives import Negatives
-from megabatch.primitives import Backend, Group, Reduction, is_small, mean_similarity, number, small_cross_entropy
+from megabatch.primitives import Backend, Group, Reduction, is_small, mean_similarity, number, pairs, small_cross_entropy
 
 
 def info_nce_loss(
@@ -63,6 +63,13 @@ def info_nce_loss(
         group: see `clip_loss`; each rank passes its own pairs and negatives.
         backend: see `clip_loss`.
     """
+    label_smoothing = check_smoothing(label_smoothing, ids=ids, margin=margin, guide=guide)
+    others_are_keys = negatives is None and contrast in ((QUERY_KEY,), [QUERY_KEY])
+    if others_are_keys and log_q is None and margin is None and guide is None and label_smoothing == 0 and group is None:
+        run = pairs(query, key, ("query", "key"), ids=ids, reduction=reduction, backend=backend)
+        if is_small(query, run, reduction, tiled=True):
+            factor = number(scale, "scale", query)
+            return small_cross_entropy(query, key, factor, run, ids=ids, columns=symmetric, reduction=reduction)
     batch = Batch.of(
         query,
         key,
@@ -78,10 +85,8 @@ def info_nce_loss(
         group=group,
         backend=backend,
     )
-    label_smoothing = _check_smoothing(label_smoothing, batch)
-    if label_smoothing == 0 and batch.is_plain and is_small(query, batch.run, reduction, tiled=True):
-        factor = number(scale, "scale", query)
-        return small_cross_entropy(query, key, factor, batch.run, ids=ids, columns=symmetric, reduction=reduction)
+    if label_smoothing > 0:
+        _check_smoothed(label_smoothing, batch)
     sums = batch.sums()
     losses = [cross_entropy(negatives, match) for negatives, match in sums.directions]
     if label_smoothing > 0:
@@ -101,10 +106,7 @@ def _above_the_mean(batch: Batch, sums: Sums) -> list[Tensor]:  # (N,) each
     ]
 
 
-def _check_smoothing(value: float, batch: Batch) -> float:
-    limited = None if batch.limit is None else "a limit"
-    private = True if any(further.private for further in batch.negatives) else None
-    value = check_smoothing(value, ids=batch.ids, margin=limited, **{"negatives.private": private})
-    if value > 0 and tuple(batch.contrast) != (QUERY_KEY,):
+def _check_smoothed(value: float, batch: Batch) -> None:
+    check_smoothing(value, **{"negatives.private": True if any(further.private for further in batch.negatives) else None})
+    if tuple(batch.contrast) != (QUERY_KEY,):
         raise ValueError(f"contrast must be ({QUERY_KEY!r},) with label smoothing, got {batch.contrast!r}")
-    return value

@@ -9,8 +9,9 @@ for a CPU; where kernels run, `small_kernels` does the same.
 Not for a process group, `torch.compile` or transforms of `torch.func`: the other operators serve these.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, VI
 from megabatch.operators.transforms import transforms_are_active
 from megabatch.tiles import plan
 from megabatch.tiles.backends import TRITON
-from megabatch.tiles.precision import rounded
+from megabatch.tiles.precision import FLOAT32, rounded
 
 Weigh = Callable[[Tensor], tuple[float, Tensor]]  # similarities, overwritten → the sum of all losses, and its gradient
 
@@ -34,12 +35,11 @@ def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = Fa
     On a CPU they fit in one tile of the eager backend, with kernels in a workspace. `tiled` says that with kernels there is a
     loss over tiles too.
     """
-    if group or torch.compiler.is_compiling() or rows < 2 or transforms_are_active():
+    if group or rows < 2 or torch.compiler.is_compiling() or transforms_are_active():
         return False
     if backend == TRITON:
         return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= plan.SMALL_ROWS)
-    tile = plan.eager_tile(x.device, x.dtype)
-    return x.is_cpu and not isinstance(x, FakeTensor) and rows * rows <= tile.rows * tile.columns
+    return x.is_cpu and rows * rows <= plan.CPU.rows * plan.CPU.columns and not isinstance(x, FakeTensor)
 
 
 def small_cross_entropy(
@@ -60,7 +60,8 @@ def small_cross_entropy(
         return small_loss(x, y, scale, None, precision, Task(MATCHES if columns else ROWS, divisor, ids))
 
     def weigh(s: Tensor) -> tuple[float, Tensor]:
-        _leave_out(s, ids)
+        if ids is not None:
+            _leave_out(s, ids)
         total, g = _cross_entropy(s, 1)
         if columns:
             more, of_columns = _cross_entropy(s, 0)
@@ -92,20 +93,49 @@ def small_nt_xent_loss(z1: Tensor, z2: Tensor, scale: Tensor, precision: str, ba
     return _loss(views, None, scale, None, precision, divisor, weigh)
 
 
-def _cross_entropy(s: Tensor, dim: int, matches: Callable[[Tensor], Tensor] = Tensor.diagonal) -> tuple[float, Tensor]:
-    """(Σ −log softmax(s) of the matches, its gradient); `matches` is a view of a matrix, one entry for each sum along `dim`.
+Matches = Callable[[Tensor], Tensor]  # a matrix → a view of its matches, one entry for each sum along `dim`
 
-    The gradient of a match is its probability − 1. As minus the sum of all other probabilities it keeps its digits where the
-    match is almost certain, and so does the loss, log(1 + others / match).
+
+def _cross_entropy(s: Tensor, dim: int, matches: Matches = Tensor.diagonal) -> tuple[float, Tensor]:
+    """(Σ −log softmax(s) of the matches, its gradient).
+
+    The loss of a match is log(1 + others) with others = Σ exp(s − match), its gradient −others / (1 + others). Both keep their
+    digits where the match is almost certain, and equal rows have the exact logarithm of their number.
+    """
+    one, log2_e = _constants(s.dtype)
+    # exp(s − match), by exp2: where results underflow, PyTorch's exp takes 60 times as long on a CPU.
+    g = torch.sub(s, matches(s).unsqueeze(dim)).mul_(log2_e).exp2_()
+    match = matches(g)
+    match.sub_(one)  # 0, or NaN where the match is not finite
+    others = g.sum(dim)
+    match.sub_(others)
+    g.div_(others.add(one).unsqueeze(dim))
+    total = others.double().log1p_().sum().item()
+    return (total, g) if math.isfinite(total) else _softmax_cross_entropy(s, dim, matches)
+
+
+@cache
+def _constants(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """1 and log2 e. As numbers they would become tensors at every use, which takes 2 µs.
+
+    Not made at import, which may happen where tensors are fake.
+    """
+    return torch.ones((), dtype=dtype, device="cpu"), torch.tensor(1 / math.log(2), dtype=dtype, device="cpu")
+
+
+def _softmax_cross_entropy(s: Tensor, dim: int, matches: Matches) -> tuple[float, Tensor]:
+    """`_cross_entropy` of any similarities, also if one is more than 88 above the match, in more time.
+
+    The gradient of a match is minus the sum of all other probabilities, its loss log(1 + others / match).
     """
     g = s.softmax(dim)
     match = matches(g)
     probability = match.clone()
-    match.fill_(0.0)
+    match.zero_()
     others = g.sum(dim, dtype=torch.float64)
     match.sub_(others)
     total = others.div_(probability).log1p_().sum().item()
-    if probability.amin().item() < torch.finfo(s.dtype).tiny:  # so unlikely a match keeps its digits as a logarithm alone
+    if probability.min().item() < torch.finfo(s.dtype).tiny:  # so unlikely a match keeps its digits as a logarithm alone
         total = (s.logsumexp(dim) - matches(s)).sum(dtype=torch.float64).item()
     return total, g
 
@@ -129,13 +159,17 @@ def small_sigmoid_loss(
     def weigh(s: Tensor) -> tuple[float, Tensor]:
         if ids is not None and ids_are_positives:
             signs = torch.where(ids[:, None] == ids, -1.0, 1.0).to(s.dtype)
-            g = s.mul_(signs).sigmoid().mul_(signs)
+            g = s.mul_(signs).sigmoid()
+            total = _sum(_softplus_(s, g))
+            g.mul_(signs)
         else:
-            _leave_out(s, ids)
+            if ids is not None:
+                _leave_out(s, ids)
             s.diagonal().neg_()
             g = s.sigmoid()
+            total = _sum(_softplus_(s, g))
             g.diagonal().neg_()
-        return _softplus_(s).sum(1).sum(dtype=torch.float64).item(), g
+        return total, g
 
     return _loss(x, y, scale, bias, precision, divisor, weigh)
 
@@ -177,33 +211,30 @@ def small_sup_con_loss(
     return _loss(z, None, scale, None, precision, 1, weigh)
 
 
-def _softplus_(s: Tensor) -> Tensor:
-    """log(1 + exp s), in place, as max(s, 0) + 2·atanh(1 / (1 + 2·exp|s|)): `F.softplus` can take ten times as long."""
-    rest = s.abs().exp_().mul_(2.0).add_(1.0).reciprocal_().atanh_()
+def _softplus_(s: Tensor, g: Tensor) -> Tensor:
+    """log(1 + exp s), in place, as max(s, 0) + 2·atanh(q / (2 − q)) with q = sigmoid(−|s|); g is sigmoid(s).
+
+    `F.softplus`, and `exp` where it overflows, can take ten times as long.
+    """
+    rest = 1.0 - g
+    torch.minimum(rest, g, out=rest)  # q
+    rest.div_(2.0 - rest).atanh_()
     return s.clamp_min_(0.0).add_(rest, alpha=2.0)
 
 
-def _leave_out(s: Tensor, ids: Tensor | None) -> None:
+def _leave_out(s: Tensor, ids: Tensor) -> None:
     """Sets pairs of equal ids to −inf, but not the matching pairs."""
-    if ids is not None:
-        s.masked_fill_((ids[:, None] == ids).fill_diagonal_(False), -torch.inf)
+    s.masked_fill_((ids[:, None] == ids).fill_diagonal_(False), -torch.inf)
 
 
 def _loss(
     x: Tensor, y: Tensor | None, scale: Tensor, bias: Tensor | None, precision: str, divisor: int, weigh: Weigh
 ) -> Tensor:  # ()
-    learns = torch.is_grad_enabled()
-    with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():  # `precision` settles it
-        loss: Tensor = _SmallLoss.apply(x, y, scale, bias, precision, 1 / divisor, weigh, learns)
+    if precision != FLOAT32 and torch.is_autocast_enabled("cpu"):  # `precision` settles it
+        with torch.autocast("cpu", enabled=False):
+            return _loss(x, y, scale, bias, precision, divisor, weigh)
+    loss: Tensor = _SmallLoss.apply(x, y, scale, bias, precision, 1 / divisor, weigh, torch.is_grad_enabled())
     return loss
-
-
-def _known(dloss: Tensor) -> Any:
-    """The number, or the tensor itself where its values cannot be read, as under `is_grads_batched=True`."""
-    try:
-        return dloss.item()
-    except RuntimeError:
-        return dloss
 
 
 class _SmallLoss(torch.autograd.Function):
@@ -221,8 +252,10 @@ class _SmallLoss(torch.autograd.Function):
         weigh: Weigh,
         learns: bool,
     ) -> Tensor:
-        rows = rounded(x, precision)
-        columns = rows if y is None else rounded(y, precision)
+        rows, columns = x, x if y is None else y
+        if precision != FLOAT32:
+            rows = rounded(x, precision)
+            columns = rows if y is None else rounded(y, precision)
         s = torch.mm(rows, columns.T).mul_(scale)
         if bias is not None:
             s.add_(bias)
@@ -230,32 +263,49 @@ class _SmallLoss(torch.autograd.Function):
         if learns:
             needs_x, needs_y, needs_scale, needs_bias, *_ = ctx.needs_input_grad
             dx = dy = products = dscale = dbias = None
-            factor = scale.item() * share
+            factor = _number(scale.item() * share, g)
             if y is None:
                 g = g + g.T
             if needs_x or needs_scale:
                 dx = torch.mm(g, columns)
                 if needs_scale:
                     products = dx * rows
-                    dscale = products.sum(1).sum(dtype=torch.float64).item() * (share if y is not None else share / 2)
+                    dscale = _sum(products) * (share if y is not None else share / 2)
                 dx.mul_(factor)
             if needs_y:
                 dy = torch.mm(g.T, rows, out=products).mul_(factor)  # fresh memory is slow
             if needs_bias:
-                dbias = g.sum(1).sum(dtype=torch.float64).item() * share
+                dbias = _sum(g) * share
             ctx.save_for_backward(x, y, scale, bias, dx if needs_x else None, dy)
             ctx.numbers = dscale, dbias
-        return torch.full((), total * share, dtype=s.dtype)
+        return _number(total * share, g)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         x, y, scale, bias, dx, dy = ctx.saved_tensors
         dscale, dbias = ctx.numbers
-        by = _known(dloss)
-        if isinstance(by, Tensor) or by != 1.0:
-            dx, dy = (None if d is None else d * by for d in (dx, dy))
-        dscale, dbias = (None if d is None else torch.as_tensor(d * by, dtype=torch.float64) for d in (dscale, dbias))
+        try:
+            by = dloss.item()
+        except RuntimeError:  # its values cannot be read, as under `is_grads_batched=True`
+            dx, dy, dscale, dbias = (None if d is None else d * dloss for d in (dx, dy, dscale, dbias))
+        else:
+            if by != 1.0:
+                dx, dy = (None if d is None else d * by for d in (dx, dy))
+            if dscale is not None:
+                dscale = _number(dscale * by, scale)
+            if dbias is not None:
+                dbias = _number(dbias * by, bias)
         gradients: Sequence[Tensor | None] = (dx, dy, dscale, dbias)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = refusing((x, y, scale, bias), gradients)
         return *gradients, None, None, None, None
+
+
+def _number(value: float, like: Tensor) -> Tensor:  # ()
+    return torch.scalar_tensor(value, dtype=like.dtype, device="cpu")  # whatever the default device is
+
+
+def _sum(matrix: Tensor) -> float:
+    """Σ of all entries, those of rows added up in float64."""
+    total: float = sum(matrix.sum(1).tolist())
+    return total
