@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import megabatch
 import word_pairs
 from helpers import PATIENCE
 from megabatch import cli, settings
@@ -213,6 +214,14 @@ def test_info_names_versions_backends_and_extras(capsys):
     assert "cpu                eager" in told
     assert "pillow" in info.extras()["data"]
     assert ("tomli" in info.extras()["train"]) == (sys.version_info < (3, 11))
+
+
+def test_info_of_a_source_that_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setattr(info.machine, "version", lambda name: None)
+    assert cli.main(["info"]) == 0
+    told = capsys.readouterr().out
+    assert f"megabatch          {megabatch.__version__}" in told
+    assert "extras             not known: megabatch runs from its source" in told
 
 
 def test_python_m_megabatch_is_the_command_line():

@@ -1,9 +1,12 @@
 """Embeddings of samples for evaluation and search: chunk by chunk, without gradients and augmentation."""
 
+import logging
 import math
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +16,29 @@ from megabatch.cached.tower_io import call, map_rows
 from megabatch.data.dataset import Dataset, UnreadableSampleError
 from megabatch.tiles.block import windows
 from megabatch.towers.tower import Tower
+
+LOG = logging.getLogger("megabatch")
+_SECONDS = 5.0  # between two lines of progress
+
+
+class Progress:
+    """Logs every few seconds how much is done, and the time left.
+
+    Args:
+        told: what is done with samples, such as "images embedded".
+        total: number of samples.
+    """
+
+    def __init__(self, told: str, total: int) -> None:
+        self._told, self._total = told, total
+        self._began = self._last = time.monotonic()
+
+    def tell(self, done: int) -> None:
+        """So many samples are done."""
+        now = time.monotonic()
+        if now - self._last >= _SECONDS:
+            self._last, left = now, (now - self._began) / done * (self._total - done)
+            LOG.info("%s of %s %s, %s left", f"{done:,}", f"{self._total:,}", self._told, timedelta(seconds=round(left)))
 
 
 def embed(
@@ -41,16 +67,18 @@ def embedded(
     chunk_size: int = 256,
     workers: int | Executor = 0,
 ) -> Iterator[Tensor]:  # (n, D) each
-    """The same, one chunk at a time, for data whose embeddings need not all be in memory."""
+    """The same, one chunk at a time, for data whose embeddings need not all be in memory. Logs the progress of long work."""
     if tower.kind != dataset.sides[side]:
         raise ValueError(f"tower must encode side {side} of the dataset, {dataset.sides[side]}, got a tower for {tower.kind}")
     chosen = range(len(dataset)) if indices is None else indices
     source = dataset.source(chosen, side, tower, augment=False, workers=workers)
     spans = [(part.start, part.stop) for part in windows(len(chosen), chunk_size)]
-    for inputs in source.chunks(spans, device_of(tower.module)):
+    progress = Progress(f"{tower.kind}s embedded", len(chosen))
+    for (_, done), inputs in zip(spans, source.chunks(spans, device_of(tower.module)), strict=True):
         with evaluating(tower.module):
             found = call(tower.module, inputs)
         yield found  # outside of `evaluating`: the caller may train between chunks
+        progress.tell(done)
 
 
 def readable(
