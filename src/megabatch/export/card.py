@@ -143,7 +143,8 @@ def _run(run: saved_run.SavedRun, folder: Path) -> list[str]:
         parts.append(table.markdown())
     if run.evaluations:
         last = run.evaluations[-1]
-        on = f" on `{shown(run.test_data[0])}`" if run.test_data else ""
+        part = "the held-out part of " if run.config.get("holdout") else ""
+        on = f" on {part}`{shown(run.test_data[0])}`" if run.test_data else ""
         told = metrics.table(last["evaluation"]).markdown()
         parts += ["## Evaluation", f"After step {last['step']:,}{on}:", told]
     if plots.available() and (drawn := [one for one in (curves.loss(run), curves.recalls(run)) if one is not None]):
