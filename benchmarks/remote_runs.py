@@ -5,7 +5,7 @@ Samples are read twice in each step. A remote run has an empty cache, then a fil
 port. S3 is moto's server, if `moto[server]` and `s3fs` are installed. Other weights than those of the run from local files end
 the program.
 
-    python benchmarks/remote_runs.py --steps 8 --output demo        for a quick look
+    python benchmarks/remote_runs.py --samples 256 --steps 8 --output demo        for a quick look
 """
 
 import argparse
@@ -33,7 +33,7 @@ from megabatch import extras, machine
 from megabatch.commands.arguments.options import whole
 from megabatch.display.tables import Table
 
-SAMPLES, SHARDS, BATCH = 2048, 64, 128
+SHARD, BATCH = 32, 128  # samples
 MODEL = ["width=32", "image_size=16", "channels=[8,16]", "blocks=1", "buckets=512"]  # little work: the rate shows the reading
 AWAY = 2.0  # seconds without a server
 KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -126,15 +126,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [place for place in SERVERS if place != "S3" or (extras.installed("moto") and extras.installed("s3fs"))]
     parser.add_argument("--places", nargs="+", choices=known, default=known, help="beside local files (all that are installed)")
+    parser.add_argument("--samples", type=whole, default=2048, help="samples in all (2048)")
     parser.add_argument("--steps", type=whole, default=16, help="steps of each run (16)")
     arguments(parser, "remote_runs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         shards, runs = Path(made) / "shards", Path(made) / "runs"
         runs.mkdir()
-        names = Path(make(shards, SAMPLES, SHARDS, None, 192)).name
-        size = sum(path.stat().st_size for path in shards.glob("*.tar")) / SAMPLES
-        record = Record("remote_runs", args, steps=args.steps, samples=SAMPLES, bytes=size)
+        names = Path(make(shards, args.samples, args.samples // SHARD, None, 192)).name
+        size = sum(path.stat().st_size for path in shards.glob("*.tar")) / args.samples
+        record = Record("remote_runs", args, steps=args.steps, samples=args.samples, bytes=size)
 
         def measure(place: str, data: str, environment: dict[str, str], server: Server | None = None) -> None:
             record.say(place)
