@@ -90,6 +90,14 @@ def test_a_missing_pillow_is_told_in_a_line(pairs, capsys, monkeypatch):
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize("package", ["numpy", "safetensors"])
+def test_a_package_that_saves_models_is_missed_before_the_training(pairs, capsys, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert call() == 1
+    assert f'Saving a model needs the package "{package}", which is not installed; pip install' in capsys.readouterr().err
+    assert not (pairs / "runs").exists()
+
+
 def test_lines_are_not_doubled_after_someone_logs_to_the_root():
     program = """
 import logging
