@@ -36,7 +36,7 @@ class Progress:
     def tell(self, done: int) -> None:
         """So many samples are done."""
         now = time.monotonic()
-        if now - self._last >= _SECONDS:
+        if done < self._total and now - self._last >= _SECONDS:
             self._last, left = now, (now - self._began) / done * (self._total - done)
             LOG.info("%s of %s %s, %s left", f"{done:,}", f"{self._total:,}", self._told, timedelta(seconds=round(left)))
 

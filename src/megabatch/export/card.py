@@ -27,9 +27,19 @@ model, _, transform = open_clip.create_model_and_transforms("{scheme}:{folder}")
 tokenizer = open_clip.get_tokenizer("{scheme}:{folder}")
 """
 _CLIP = """
+import html
+
+import ftfy
 from transformers import CLIPModel, CLIPProcessor
 
 model, processor = CLIPModel.from_pretrained("{folder}"), CLIPProcessor.from_pretrained("{folder}")
+
+
+def cleaned(text):  # by open_clip's tokenizer in training, and not by transformers': quotation marks, ligatures, HTML
+    return html.unescape(ftfy.fix_text(text))
+
+
+tokens = processor(text=[cleaned("a dog’s tail")], padding=True, return_tensors="pt")
 """
 _SENTENCES = """
 from sentence_transformers import SentenceTransformer
