@@ -13,10 +13,11 @@ import torch
 
 from megabatch import towers
 from megabatch.commands import mine
+from megabatch.data import progress
 from megabatch.data.folders import Images
 from megabatch.data.load import load
 from megabatch.data.tables import Table
-from megabatch.evaluation import embed, embedding, stored
+from megabatch.evaluation import embed, stored
 from megabatch.evaluation.embedding import read_or_none
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
@@ -158,7 +159,7 @@ def test_a_missing_package_is_named_before_the_work_begins(place, tmp_path, monk
 
 @pytest.mark.parametrize("command", ["embed", "eval", "mine", "search"])
 def test_long_work_logs_its_progress(place, tmp_path, monkeypatch, caplog, command):
-    monkeypatch.setattr(embedding, "_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
     monkeypatch.chdir(tmp_path)
     further = {"embed": ("--output", "x.npy"), "search": ("red",), "mine": ("--output", "x.jsonl"), "eval": ()}[command]
     with caplog.at_level("INFO", "megabatch"):

@@ -1,12 +1,9 @@
 """Embeddings of samples for evaluation and search: chunk by chunk, without gradients and augmentation."""
 
-import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,31 +11,9 @@ from torch import Tensor, nn
 
 from megabatch.cached.tower_io import call, map_rows
 from megabatch.data.dataset import Dataset, UnreadableSampleError
+from megabatch.data.progress import Progress
 from megabatch.tiles.block import windows
 from megabatch.towers.tower import Tower
-
-LOG = logging.getLogger("megabatch")
-_SECONDS = 5.0  # between two lines of progress
-
-
-class Progress:
-    """Logs every few seconds how much is done, and the time left.
-
-    Args:
-        told: what is done with samples, such as "images embedded".
-        total: number of samples.
-    """
-
-    def __init__(self, told: str, total: int) -> None:
-        self._told, self._total = told, total
-        self._began = self._last = time.monotonic()
-
-    def tell(self, done: int) -> None:
-        """So many samples are done."""
-        now = time.monotonic()
-        if done < self._total and now - self._last >= _SECONDS:
-            self._last, left = now, (now - self._began) / done * (self._total - done)
-            LOG.info("%s of %s %s, %s left", f"{done:,}", f"{self._total:,}", self._told, timedelta(seconds=round(left)))
 
 
 def embed(

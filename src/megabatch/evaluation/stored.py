@@ -22,7 +22,8 @@ from megabatch import extras
 from megabatch.cached.replay import checksum
 from megabatch.data import cache
 from megabatch.data.dataset import Dataset
-from megabatch.evaluation.embedding import Progress, readable
+from megabatch.data.progress import Progress
+from megabatch.evaluation.embedding import readable
 from megabatch.evaluation.search import ROWS
 from megabatch.towers import Pair, Tower
 
