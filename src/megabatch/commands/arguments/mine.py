@@ -6,7 +6,7 @@ from megabatch.commands.arguments import model
 from megabatch.commands.arguments.options import whole
 
 DESCRIPTION = """
-Finds hard negatives: for each pair, the texts that the model finds most similar, other than its match.
+Finds hard negatives: for each pair, the most similar texts other than its match.
 
   megabatch mine runs/wordnet --data wordnet --split train --negatives 8
   megabatch mine runs/qa --data pairs.csv --negatives 4 --absolute-margin 0.05 --output mined.jsonl
