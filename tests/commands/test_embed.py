@@ -50,6 +50,8 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("ending", [".npy", ".parquet"])
 def test_a_stopped_command_continues_and_its_file_is_searched(place, tmp_path, capsys, monkeypatch, ending, side):
+    if ending == ".parquet":
+        pytest.importorskip("pyarrow", reason='pip install "megabatch[parquet]"')
     output, real, calls = tmp_path / f"x{ending}", stored.Stored.append, []
     arguments = (place / "run", "--data", place / "pairs.csv", "--output", output, "--side", ("images", "texts")[side])
 
