@@ -66,10 +66,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def serve(folder: Path, pause: float, connection: Connection) -> None:
+def serve(folder: Path, pause: float, connection: Connection, port: int = 0) -> None:
     """Runs in a process of its own."""
     Handler.folder, Handler.pause = folder, pause
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     connection.send(server.server_address[1])
     server.serve_forever()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import megabatch
 import word_pairs
 from helpers import PATIENCE
 from megabatch import cli, settings
@@ -87,6 +88,14 @@ def test_a_missing_pillow_is_told_in_a_line(pairs, capsys, monkeypatch):
     told = capsys.readouterr().err
     assert told.startswith('megabatch train: Reading images needs the package "PIL", which is not installed; pip install')
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["numpy", "safetensors"])
+def test_a_package_that_saves_models_is_missed_before_the_training(pairs, capsys, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert call() == 1
+    assert f'Saving a model needs the package "{package}", which is not installed; pip install' in capsys.readouterr().err
+    assert not (pairs / "runs").exists()
 
 
 def test_lines_are_not_doubled_after_someone_logs_to_the_root():
@@ -213,6 +222,14 @@ def test_info_names_versions_backends_and_extras(capsys):
     assert "cpu                eager" in told
     assert "pillow" in info.extras()["data"]
     assert ("tomli" in info.extras()["train"]) == (sys.version_info < (3, 11))
+
+
+def test_info_of_a_source_that_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setattr(info.machine, "version", lambda name: None)
+    assert cli.main(["info"]) == 0
+    told = capsys.readouterr().out
+    assert f"megabatch          {megabatch.__version__}" in told
+    assert "extras             not known: megabatch runs from its source" in told
 
 
 def test_python_m_megabatch_is_the_command_line():

@@ -71,7 +71,7 @@ def describe(*packages: str) -> dict[str, str | int | None]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        **{name: _version(name) for name in (*VERSIONS_OF, *packages)},
+        **{name: version(name) for name in (*VERSIONS_OF, *packages)},
     }
 
 
@@ -155,7 +155,8 @@ def peak_bytes(device: "torch.device") -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _version(distribution: str) -> str | None:
+def version(distribution: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

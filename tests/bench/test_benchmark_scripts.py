@@ -296,6 +296,21 @@ def test_reading_over_http(tmp_path):
 
 
 @pytest.mark.thorough
+def test_a_run_over_http_whose_server_is_killed(tmp_path):
+    """The script ends with an error if weights differ. S3 is left out, if it is installed: its server takes a minute."""
+    command = [sys.executable, str(FOLDER / "remote_runs.py"), "--samples", "256", "--steps", "4", "--places", "HTTP"]
+    subprocess.run([*command, "--output", str(tmp_path)], check=True, capture_output=True, timeout=PATIENCE)
+    results = json.loads((tmp_path / "remote_runs.json").read_text())["results"]
+    assert [result["place"] for result in results] == [
+        "local files",
+        "HTTP, empty cache",
+        "HTTP, filled cache",
+        "HTTP, no cache, server killed",
+    ]
+    assert len({result["weights"] for result in results}) == 1
+
+
+@pytest.mark.thorough
 def test_a_tiny_study_of_images_continues_where_it_was_stopped(tmp_path):
     """Tower and rate are known from lines; a batch size and two losses are missing."""
     pytest.importorskip("open_clip")

@@ -4,13 +4,16 @@ import argparse
 import importlib
 import json
 import math
+import re
 import shutil
+import sys
 
 import pytest
 import torch
 
 from megabatch import towers
 from megabatch.commands import mine
+from megabatch.data import progress
 from megabatch.data.folders import Images
 from megabatch.data.load import load
 from megabatch.data.tables import Table
@@ -47,6 +50,8 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("ending", [".npy", ".parquet"])
 def test_a_stopped_command_continues_and_its_file_is_searched(place, tmp_path, capsys, monkeypatch, ending, side):
+    if ending == ".parquet":
+        pytest.importorskip("pyarrow", reason='pip install "megabatch[parquet]"')
     output, real, calls = tmp_path / f"x{ending}", stored.Stored.append, []
     arguments = (place / "run", "--data", place / "pairs.csv", "--output", output, "--side", ("images", "texts")[side])
 
@@ -145,6 +150,23 @@ def test_only_files_of_an_earlier_embed_are_replaced(place, tmp_path, ending):
     (tmp_path / f"folder{ending}").mkdir()
     with pytest.raises(ValueError, match="--output must be a file, got "):
         call("embed", place / "run", "--data", place / "pairs.csv", "--output", tmp_path / f"folder{ending}")
+
+
+def test_a_missing_package_is_named_before_the_work_begins(place, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "megabatch\[parquet\]"'):
+        call("embed", place / "run", "--data", place / "pairs.csv", "--output", tmp_path / "x.parquet")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["embed", "eval", "mine", "search"])
+def test_long_work_logs_its_progress(place, tmp_path, monkeypatch, caplog, command):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.chdir(tmp_path)
+    further = {"embed": ("--output", "x.npy"), "search": ("red",), "mine": ("--output", "x.jsonl"), "eval": ()}[command]
+    with caplog.at_level("INFO", "megabatch"):
+        call(command, place / "run", *further, "--data", place / "pairs.csv")
+    assert [line for line in caplog.messages if re.fullmatch(r"4 of [67] images embedded, 0:00:0\d left", line)]
 
 
 def test_data_of_another_kind_and_untrained_models(place, tmp_path, capsys):

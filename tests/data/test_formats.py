@@ -226,6 +226,7 @@ def test_an_image_in_the_wrong_column_is_told_in_a_few_words(tmp_path):
     ) as told:
         data.load(spec, columns={"query": "image", "document": "caption"})
     assert len(str(told.value)) < 1000
+    assert "(--columns image=image reads images)" in str(told.value)
 
 
 def test_datasets_that_cannot_be_read_say_why(tmp_path):

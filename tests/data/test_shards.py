@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megabatch as mb
+from megabatch.data import progress
 from megabatch.data.order import Order
 from megabatch.data.places import expanded
 from megabatch.data.shards import Shards
@@ -72,6 +73,15 @@ def test_samples_by_number_in_any_order(folder):
         data.read(8, 0)
     copy = pickle.loads(pickle.dumps(data))  # as for a worker process
     assert torch.equal(copy.read(6, 0), data.read(6, 0))
+
+
+def test_a_long_listing_logs_its_progress(folder, monkeypatch, caplog):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    for number in range(3):
+        whole(folder / f"{number}.tar", 2 * number, 2)
+    with caplog.at_level("INFO", "megabatch"):
+        assert len(Shards(str(folder / "*.tar"))) == 6
+    assert [line.partition(",")[0] for line in caplog.messages] == ["1 of 3 shards listed", "2 of 3 shards listed"]
 
 
 def test_as_webdataset_writes_and_reads(folder):

@@ -101,6 +101,10 @@ def test_a_clip_model_in_open_clip_and_in_transformers(tmp_path, monkeypatch):
             **processor(images=[to_pillow(image) for image in IMAGES], return_tensors="pt"),
         )
     close(out.text_embeds, texts)
+    names = {}
+    exec((tmp_path / "hf" / "README.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0], names)
+    wanted = open_clip.get_tokenizer(f"local-dir:{tmp_path / 'clip'}")(["a dog’s tail"])
+    assert names["tokens"]["input_ids"].tolist() == [wanted[wanted > 0].tolist()]
     # Pillow and torchvision resize with slightly different rounding.
     torch.testing.assert_close(out.image_embeds, images, rtol=0, atol=0.05)
     assert model.logit_scale.exp().item() == pytest.approx(pair.logit_scale)

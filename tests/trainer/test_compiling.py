@@ -104,6 +104,16 @@ def test_a_compiled_run_continues_with_the_same_bits(tmp_path, quick):
     plain.fit()
 
 
+def test_a_compiler_that_misses_evaluation_is_not_used(quick, monkeypatch, caplog):
+    """As on Python 3.13.0: the compiled code of training is called in evaluation too."""
+    monkeypatch.setattr(compiling._Layer, "eval", lambda self: self)
+    tower = deep().towers[0].module
+    assert not compiling.compile_towers([tower], World.of(None, torch.device("cpu")))
+    assert "cannot be compiled" in caplog.text
+    assert "keep their dropout in evaluation, a fault of Python 3.13.0" in caplog.text
+    assert not any(part._compiled_call_impl for part in tower.modules())
+
+
 def broken(graph, inputs):
     raise RuntimeError("no C compiler")
 

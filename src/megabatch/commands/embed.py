@@ -3,7 +3,6 @@
 import argparse
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from megabatch.commands import model
 from megabatch.commands.arguments.embed import SIDES
 from megabatch.data.dataset import IMAGE, TEXT, Dataset
 from megabatch.data.remote import is_url
-from megabatch.display.numbers import duration
 from megabatch.evaluation import stored
 from megabatch.evaluation.embedding import read_or_none, stored_or_none
 from megabatch.names import shown
@@ -21,9 +19,7 @@ from megabatch.world import joined
 def run(args: argparse.Namespace) -> int:
     """Embeds, and writes the file."""
     output = Path(args.output)
-    if output.suffix not in stored.FORMATS:
-        raise ValueError(f"--output must end in {' or '.join(stored.FORMATS)}, got {args.output!r}")
-    stored.check_targets(output)
+    stored.check_output(output)
     with joined(args.device) as world:
         if world.size > 1:
             raise ValueError(f"megabatch embed must be one process, got {world.size}; start it without torchrun")
@@ -38,13 +34,12 @@ def run(args: argparse.Namespace) -> int:
             "split": chosen.split,
             "sides": list(dataset.sides),
             "side": side,
-            "samples": stored.digest(_key(dataset, index, side) for index in range(len(dataset))),
+            "samples": stored.digest((_key(dataset, index, side) for index in range(len(dataset))), len(dataset)),
         }
         work = stored.work_folder(output)
         stored.continue_or_begin(work, about)
         rows = stored.Stored(work / "rows", len(dataset))
-        options = {"chunk_size": args.chunk_size, "workers": args.workers}
-        rows.fill(chosen.pair.towers[side], dataset, side, **options, report=progress())
+        rows.fill(chosen.pair.towers[side], dataset, side, chunk_size=args.chunk_size, workers=args.workers)
     stored.write(output, rows, (sample(dataset, index, side) for index in range(len(dataset))), about)
     unreadable = int(rows.rows()[:, 0].isnan().sum())
     shutil.rmtree(work)
@@ -84,13 +79,3 @@ def _key(dataset: Dataset, index: int, side: int) -> Any:
     except (OSError, ValueError):  # missing, or no path at all
         return place
     return place, found.st_size, found.st_mtime_ns
-
-
-def progress(before: str = "") -> Callable[[int, int, float], None]:
-    """Prints how many samples are embedded, and the time left."""
-
-    def report(done: int, total: int, seconds: float) -> None:
-        left = f", {duration(seconds)} left" if done < total else ""
-        print(f"{before}{done:,} of {total:,} embedded{left}", flush=True)
-
-    return report

@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--{given} must come with --zero-shot, which classifies; without it nothing uses {given}")
     threads = ThreadPoolExecutor(args.workers) if args.workers else nullcontext(0)
     with joined(args.device) as world, threads as workers:
+        if world.rank != 0:
+            LOG.setLevel(logging.WARNING)
         chosen = model.choose(args, world.device)
         if world.rank == 0 and args.data is None and chosen.folder is not None:
             _name_others(chosen.folder, chosen.data)

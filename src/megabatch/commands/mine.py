@@ -14,7 +14,6 @@ from torch import Tensor
 from megabatch import extras
 from megabatch.cached.replay import checksum
 from megabatch.commands import model
-from megabatch.commands.embed import progress
 from megabatch.data import cache, images
 from megabatch.data.dataset import IMAGE, TEXT
 from megabatch.data.remote import is_url
@@ -68,13 +67,15 @@ class Mine:
 
     def _about(self) -> dict[str, Any]:
         """What must be the same for a stopped command to continue."""
-        everything = range(len(self.dataset))
+        everything, number = range(len(self.dataset)), len(self.dataset)
         return {
             "the model": self.args.model,
             "the model's weights": stored.fingerprint(self.chosen.pair),
             "the data": [shown(self.chosen.data), self.chosen.split],
-            "the first side of the pairs": stored.digest(stored_or_none(self.dataset, index, 0) for index in everything),
-            "the texts": stored.digest(self.texts),
+            "the first side of the pairs": stored.digest(
+                (stored_or_none(self.dataset, index, 0) for index in everything), number
+            ),
+            "the texts": stored.digest(self.texts, number),
             "the ids of the pairs": checksum(self.dataset.ids(everything)),
         }
 
@@ -85,8 +86,7 @@ class Mine:
         query, document = (stored.Stored(self.work / f"side{side}", len(self.dataset)) for side in (0, 1))
         options = {"chunk_size": self.args.chunk_size, "workers": self.args.workers}
         for side, embeddings in enumerate((query, document)):
-            report = progress(f"side {side + 1}: ")
-            embeddings.fill(self.chosen.pair.towers[side], self.dataset, side, **options, report=report)
+            embeddings.fill(self.chosen.pair.towers[side], self.dataset, side, **options)
         ids = self.dataset.ids(range(len(self.dataset)))
         part = self.output.with_name(self.output.name + ".part")
         done, missing = self._lines(part, choice)

@@ -41,6 +41,8 @@ FLAGS = (  # that are settings
 
 def run(args: argparse.Namespace) -> int:
     """Trains."""
+    for package in ("numpy", "safetensors"):
+        extras.load(package, extra="train", purpose="Saving a model")  # an error now, and not after the training
     given = _given(args)
     folder, checkpoint = _places(args, configs.resolved(*given).data)
     config = configs.resolved(_before(folder, checkpoint), *given)

@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor
 from megabatch.data import cache, images
 from megabatch.data.dataset import Dataset, UnreadableSampleError
 from megabatch.data.places import OpenFiles, Place, expanded, identity
+from megabatch.data.progress import Progress
 from megabatch.data.remote import RemoteError, Url
 from megabatch.names import shown
 
@@ -142,12 +143,13 @@ def text_id(text: str) -> int:
 _Contents = tuple[dict[str, Any] | None, list[str]]
 
 
-def _all_contents(paths: list[Place], folder: Path) -> Iterable[tuple[Place, _Contents]]:
+def _all_contents(paths: list[Place], folder: Path) -> Iterator[tuple[Place, _Contents]]:
     """The tables of contents of all shards; of remote ones several at once."""
-    if not any(isinstance(path, Url) for path in paths):
-        return ((path, _contents(path, folder)) for path in paths)
-    with ThreadPoolExecutor(REMOTE_SHARDS, thread_name_prefix="megabatch-shards") as threads:
-        return list(zip(paths, threads.map(lambda path: _contents(path, folder), paths), strict=True))
+    progress, at_once = Progress("shards listed", len(paths)), REMOTE_SHARDS if any(isinstance(p, Url) for p in paths) else 1
+    with ThreadPoolExecutor(at_once, thread_name_prefix="megabatch-shards") as threads:
+        for done, contents in enumerate(threads.map(lambda path: _contents(path, folder), paths), 1):
+            progress.tell(done)
+            yield paths[done - 1], contents
 
 
 def _contents(path: Place, folder: Path) -> _Contents:

@@ -200,7 +200,8 @@ class Table(Dataset):
                 value = value.digest
             if not isinstance(value, str) or not value.strip():
                 came = "nothing" if value is None or value == "" else _short(value)
-                self.problems.append(_told(source, row, f"{column} must be a text, got {came}"))
+                hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
+                self.problems.append(_told(source, row, f"{column} must be a text, got {came}{hint}"))
                 return
             if kind == TEXT and _SURROGATE.search(value):
                 problem = f"{column} must be Unicode text, and half of a surrogate pair is no character"

@@ -60,6 +60,7 @@ def figure(
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["bottom", "left"]].set_color(GREY)
         axes.tick_params(colors=GREY)
+        axes.ticklabel_format(useOffset=False)  # full values at the ticks, and no "+1.427e1" above the axis
         for text in (axes.xaxis.label, axes.yaxis.label):
             text.set_color(GREY)
         axes.title.set_color(INK)

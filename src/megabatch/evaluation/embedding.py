@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megabatch.cached.tower_io import call, map_rows
 from megabatch.data.dataset import Dataset, UnreadableSampleError
+from megabatch.data.progress import Progress
 from megabatch.tiles.block import windows
 from megabatch.towers.tower import Tower
 
@@ -41,16 +42,18 @@ def embedded(
     chunk_size: int = 256,
     workers: int | Executor = 0,
 ) -> Iterator[Tensor]:  # (n, D) each
-    """The same, one chunk at a time, for data whose embeddings need not all be in memory."""
+    """The same, one chunk at a time, for data whose embeddings need not all be in memory. Logs the progress of long work."""
     if tower.kind != dataset.sides[side]:
         raise ValueError(f"tower must encode side {side} of the dataset, {dataset.sides[side]}, got a tower for {tower.kind}")
     chosen = range(len(dataset)) if indices is None else indices
     source = dataset.source(chosen, side, tower, augment=False, workers=workers)
     spans = [(part.start, part.stop) for part in windows(len(chosen), chunk_size)]
-    for inputs in source.chunks(spans, device_of(tower.module)):
+    progress = Progress(f"{tower.kind}s embedded", len(chosen))
+    for (_, done), inputs in zip(spans, source.chunks(spans, device_of(tower.module)), strict=True):
         with evaluating(tower.module):
             found = call(tower.module, inputs)
         yield found  # outside of `evaluating`: the caller may train between chunks
+        progress.tell(done)
 
 
 def readable(

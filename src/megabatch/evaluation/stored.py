@@ -5,13 +5,14 @@
 
 import hashlib
 import json
+import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,15 +22,16 @@ from megabatch import extras
 from megabatch.cached.replay import checksum
 from megabatch.data import cache
 from megabatch.data.dataset import Dataset
+from megabatch.data.progress import Progress
 from megabatch.evaluation.embedding import readable
 from megabatch.evaluation.search import ROWS
 from megabatch.towers import Pair, Tower
 
+LOG = logging.getLogger("megabatch")
 FORMATS = (".npy", ".parquet")
 EMBEDDING = "embedding"  # column of a Parquet file
 SAMPLE = ("name", "path", "text")  # keys of a sample
 _ABOUT = "megabatch"  # key of the file's metadata
-_SECONDS = 5.0  # between two lines of progress
 
 
 class Stored:
@@ -57,36 +59,15 @@ class Stored:
         """All rows, mapped from the file and not read into memory."""
         return torch.from_file(str(self.path), shared=False, size=self.done * self.width).view(self.done, self.width)
 
-    def fill(
-        self,
-        tower: Tower,
-        dataset: Dataset,
-        side: int,
-        *,
-        chunk_size: int,
-        workers: int | Executor,
-        report: Callable[[int, int, float], None],
-    ) -> None:
-        """Embeds the samples that are not in the file yet. Rows of unreadable ones are NaN.
-
-        Args:
-            tower: of the side.
-            dataset: with `total` samples.
-            side: 0 or 1.
-            chunk_size: samples encoded at once.
-            workers: as for `embed`.
-            report: called every few seconds and at the end with the samples done, their number and the seconds left.
-        """
-        begin, began = self.done, time.monotonic()
-        rest, told = range(begin, self.total), began
+    def fill(self, tower: Tower, dataset: Dataset, side: int, *, chunk_size: int, workers: int | Executor) -> None:
+        """Embeds the samples that are not in the file yet, with the arguments of `embed`. Rows of unreadable ones are NaN."""
+        if self.done:
+            LOG.info("%s of %s %ss are embedded already", f"{self.done:,}", f"{self.total:,}", tower.kind)
+        rest = range(self.done, self.total)
         if not rest:
             return
         for chunk in readable(tower, dataset, side, rest, chunk_size=chunk_size, workers=workers):
             self.append(chunk)
-            now = time.monotonic()
-            if now - told >= _SECONDS or self.done == self.total:
-                told = now
-                report(self.done, self.total, (now - began) / (self.done - begin) * (self.total - self.done))
 
 
 def fingerprint(pair: Pair) -> Any:
@@ -94,11 +75,12 @@ def fingerprint(pair: Pair) -> Any:
     return checksum([pair.name, dict(pair.options), [tower.module.state_dict() for tower in pair.towers]])
 
 
-def digest(samples: Iterable[Any]) -> str:
+def digest(samples: Iterable[Any], number: int) -> str:
     """A checksum of any number of samples, one in memory at a time."""
-    total = hashlib.sha256()
-    for sample in samples:
+    total, progress = hashlib.sha256(), Progress("samples checksummed", number)
+    for done, sample in enumerate(samples, 1):
         total.update(f"{checksum(sample)},".encode())
+        progress.tell(done)
     return total.hexdigest()
 
 
@@ -112,8 +94,14 @@ def targets(output: Path) -> list[Path]:
     return [output] if output.suffix == ".parquet" else [output.with_suffix(ending) for ending in (".json", ".jsonl", ".npy")]
 
 
-def check_targets(output: Path) -> None:
-    """Only files of an earlier `write` are replaced; any other at the same place is an error."""
+def check_output(output: Path) -> None:
+    """Checks before the work that `write` will be able to write: the ending, the package for it, and the files at the place.
+
+    Only files of an earlier `write` are replaced; any other is an error.
+    """
+    if output.suffix not in FORMATS:
+        raise ValueError(f"--output must end in {' or '.join(FORMATS)}, got {str(output)!r}")
+    _load_writer(output)
     there = [path for path in targets(output) if os.path.lexists(path)]
     if folders := [path for path in there if path.is_dir()]:
         raise ValueError(f"--output must be a file, got {folders[0]}, which is a folder")
@@ -169,14 +157,14 @@ def write(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about
         samples: one table row for each, with the same keys.
         about: the model and the data.
     """
+    package = _load_writer(output)
     if output.suffix == ".parquet":
-        _write_parquet(output, stored, samples, about)
+        _write_parquet(package, output, stored, samples, about)
         return
-    numpy = extras.load("numpy", extra="train", purpose="Writing embeddings")
     header = {"descr": "<f4", "fortran_order": False, "shape": (stored.done, stored.width)}
 
     def array(file: Any) -> None:
-        numpy.lib.format.write_array_header_1_0(file, header)
+        package.lib.format.write_array_header_1_0(file, header)
         with stored.path.open("rb") as rows:
             shutil.copyfileobj(rows, file, 1 << 24)
 
@@ -188,8 +176,16 @@ def write(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about
     cache.write(output, array)
 
 
-def _write_parquet(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about: dict[str, Any]) -> None:
-    arrow = extras.load("pyarrow", extra="parquet", purpose="Writing Parquet")
+def _load_writer(output: Path) -> ModuleType:
+    """pyarrow or NumPy."""
+    if output.suffix == ".parquet":
+        return extras.load("pyarrow", extra="parquet", purpose="Writing Parquet")
+    return extras.load("numpy", extra="train", purpose="Writing embeddings")
+
+
+def _write_parquet(
+    arrow: ModuleType, output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about: dict[str, Any]
+) -> None:
     parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Writing Parquet")
     texts, kind = iter(samples), arrow.list_(arrow.float32(), stored.width)
     metadata = {_ABOUT: json.dumps(about)}

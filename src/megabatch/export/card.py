@@ -27,9 +27,19 @@ model, _, transform = open_clip.create_model_and_transforms("{scheme}:{folder}")
 tokenizer = open_clip.get_tokenizer("{scheme}:{folder}")
 """
 _CLIP = """
+import html
+
+import ftfy
 from transformers import CLIPModel, CLIPProcessor
 
 model, processor = CLIPModel.from_pretrained("{folder}"), CLIPProcessor.from_pretrained("{folder}")
+
+
+def cleaned(text):  # by open_clip's tokenizer in training, and not by transformers': quotation marks, ligatures, HTML
+    return html.unescape(ftfy.fix_text(text))
+
+
+tokens = processor(text=[cleaned("a dog’s tail")], padding=True, return_tensors="pt")
 """
 _SENTENCES = """
 from sentence_transformers import SentenceTransformer
@@ -143,7 +153,8 @@ def _run(run: saved_run.SavedRun, folder: Path) -> list[str]:
         parts.append(table.markdown())
     if run.evaluations:
         last = run.evaluations[-1]
-        on = f" on `{shown(run.test_data[0])}`" if run.test_data else ""
+        part = "the held-out part of " if run.config.get("holdout") else ""
+        on = f" on {part}`{shown(run.test_data[0])}`" if run.test_data else ""
         told = metrics.table(last["evaluation"]).markdown()
         parts += ["## Evaluation", f"After step {last['step']:,}{on}:", told]
     if plots.available() and (drawn := [one for one in (curves.loss(run), curves.recalls(run)) if one is not None]):

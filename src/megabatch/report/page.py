@@ -112,7 +112,10 @@ def setting(run: SavedRun) -> Table | None:
         return None
     resumed = f", last resumed {about['last_start']}" if about["last_start"] != about["started"] else ""
     gpu = f"{about['processes']} × {machine['gpu']}" if about["device"] == "cuda" else ""
-    towers = ", ".join(f"{side} tower {numbers.count(count)}" for side, count in about["parameters_of"].items())
+    sizes = about["parameters_of"]
+    shared = sum(sizes.values()) > about["parameters"]
+    separate = ", ".join(f"{side} tower {numbers.count(count)}" for side, count in sizes.items())
+    towers = "one model for both towers" if shared else separate
     phases = phase_shares(run)
     seconds = run.training[-1].get("seconds") if run.training else None
     versions = [

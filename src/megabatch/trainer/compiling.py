@@ -73,16 +73,22 @@ class _Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.gelu(self.linear(x))
+        found: torch.Tensor = self.dropout(torch.nn.functional.gelu(self.linear(x)))
+        return found
 
 
 def _try_compiler(device: torch.device) -> None:
-    layer: Any = _Layer().to(device)
+    """Compiles and runs a layer; an error if the compiler does not work, or gives evaluation the code of training."""
+    x, layer, switched = torch.ones(8, 8, device=device), _Layer().to(device), _Layer().to(device)
     layer.compile(**OPTIONS)
-    layer(torch.ones(8, 8, device=device)).sum().backward()
+    layer(x).sum().backward()
+    switched.compile(backend="eager")  # the choice of the code is Dynamo's, whatever compiles it
+    switched(x)
+    if (switched.eval()(x) == 0).any():  # dropped
+        raise RuntimeError("compiled layers keep their dropout in evaluation, a fault of Python 3.13.0; 3.13.1 is right")
 
 
 def warm_up(modules: Sequence[nn.Module], inputs: Sequence[Any], world: World) -> None:

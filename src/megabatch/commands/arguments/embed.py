@@ -26,5 +26,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch embed`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     model.add_arguments(parser, model.IMAGES_ALONE)
-    parser.add_argument("--output", required=True, metavar="FILE", help="ends in .npy or .parquet")
+    parser.add_argument("--output", required=True, metavar="FILE", help="file to write, .npy or .parquet")
     parser.add_argument("--side", choices=SIDES, help="side of the data to embed (default: images or documents)")

@@ -17,7 +17,7 @@ batch, evaluation, curves, settings.
   --to        models
   hf          hf: and hf-config:, one encoder or two (folders image and text); CLIP of open_clip:
   open_clip   open_clip:
-  onnx        all; embeddings are compared if onnxruntime is installed
+  onnx        all; embeddings are compared with the model's if onnxruntime is installed
 
 --push uploads the folder to the Hugging Face hub (a new model is private). It needs a token:
 `hf auth login`, or HF_TOKEN. Read the card first: it has the paths of the data and all settings.
@@ -31,5 +31,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", help=f"folder of a run or a checkpoint, or towers by name: {'; '.join(names.MODELS)}"
     )
     parser.add_argument("folder", metavar="FOLDER", help="where to write; new or empty")
-    parser.add_argument("--to", required=True, choices=("hf", "open_clip", "onnx"), help="what shall load the model")
+    parser.add_argument("--to", required=True, choices=("hf", "open_clip", "onnx"), help="format to write")
     parser.add_argument("--push", metavar="NAME", help="upload to the Hugging Face hub under this name, such as me/qa-encoder")

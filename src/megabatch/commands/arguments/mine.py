@@ -6,7 +6,7 @@ from megabatch.commands.arguments import model
 from megabatch.commands.arguments.options import whole
 
 DESCRIPTION = """
-Finds hard negatives: for each pair, texts that the model takes for its match, and that are none.
+Finds hard negatives: for each pair, the most similar texts other than its match.
 
   megabatch mine runs/wordnet --data wordnet --split train --negatives 8
   megabatch mine runs/qa --data pairs.csv --negatives 4 --absolute-margin 0.05 --output mined.jsonl
@@ -28,17 +28,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch mine`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     model.add_arguments(parser)
-    parser.add_argument("--negatives", type=whole, default=8, metavar="K", help="of each pair (default: %(default)s)")
+    parser.add_argument("--negatives", type=whole, default=8, metavar="K", help="negatives per pair (default: %(default)s)")
     parser.add_argument(
         "--output", default="mined.jsonl", metavar="FILE", help="the table, .jsonl or .parquet (default: %(default)s)"
     )
-    parser.add_argument("--range-min", type=int, default=0, metavar="N", help="skip so many of the best (default: 0)")
-    parser.add_argument("--range-max", type=int, metavar="N", help="look at so many of the best (default: as many as needed)")
-    parser.add_argument("--max-score", type=float, metavar="S", help="no negative with a similarity above it")
-    parser.add_argument("--min-score", type=float, metavar="S", help="no negative with a similarity below it")
-    parser.add_argument("--absolute-margin", type=float, metavar="S", help="none above the similarity of the pair less this")
+    parser.add_argument("--range-min", type=int, default=0, metavar="N", help="skip the N most similar texts (default: 0)")
     parser.add_argument(
-        "--relative-margin", type=float, metavar="R", help="none above s - R·|s|, s being the similarity of the pair"
+        "--range-max", type=int, metavar="N", help="consider only the N most similar texts (default: as many as needed)"
     )
-    parser.add_argument("--sampling", choices=("top", "random"), default="top", help="the best, or random ones of the range")
+    parser.add_argument("--max-score", type=float, metavar="S", help="leave out texts with a similarity above S")
+    parser.add_argument("--min-score", type=float, metavar="S", help="leave out texts with a similarity below S")
+    parser.add_argument(
+        "--absolute-margin", type=float, metavar="S", help="leave out texts above s - S, where s is the pair's similarity"
+    )
+    parser.add_argument(
+        "--relative-margin", type=float, metavar="R", help="leave out texts above s - R·|s|, where s is the pair's similarity"
+    )
+    parser.add_argument(
+        "--sampling",
+        choices=("top", "random"),
+        default="top",
+        help="the most similar, or random ones of the range (default: top)",
+    )
     parser.add_argument("--keep-embeddings", action="store_true", help="keep the folder OUTPUT.work for another call")

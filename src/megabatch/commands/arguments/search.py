@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("images", "texts"),
         help="side of the data to search (default: images or documents for texts, texts for images)",
     )
-    parser.add_argument("--embeddings", metavar="FILE", help="search this file of `megabatch embed`, in place of --data")
+    parser.add_argument("--embeddings", metavar="FILE", help="file of `megabatch embed` to search, instead of --data")
     parser.add_argument(
         "--json", action="store_true", help="print the matches as JSON: rank, similarity, index, name, path, text"
     )
