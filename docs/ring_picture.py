@@ -16,8 +16,9 @@ def draw(axes: Any, route: Route, title: str) -> None:
     """Ranks from top to bottom, steps from left to right. Arrows are blocks in transit during a step."""
     ranks = len(route.node_of)
     row = {rank: ranks - 1 - rank - 0.35 * route.node_of[rank] for rank in range(ranks)}
-    for step, work in enumerate(route.work):
-        for rank, (block,) in enumerate(work):
+    for step in range(route.steps):
+        for rank in range(ranks):
+            (block,) = route.work(step, rank)
             own = "own" if rank == block else f"y{block}"
             box = {"boxstyle": "round,pad=0.45", "facecolor": COLOURS[block], "edgecolor": "none"}
             axes.text(2 * step, row[rank], own, color="white", ha="center", va="center", bbox=box, family="monospace", zorder=3)

@@ -32,9 +32,9 @@ def ranks_of(route):
 @every_route
 def test_every_block_meets_every_rank_once_and_its_own_first(route):
     for rank in ranks_of(route):
-        met = [block for step in route.work for block in step[rank]]
+        met = [block for step in range(route.steps) for block in route.work(step, rank)]
         assert sorted(met) == list(ranks_of(route))
-        assert route.work[0][rank] == (rank,)
+        assert route.work(0, rank) == (rank,)
 
 
 @every_route
@@ -46,9 +46,9 @@ def test_blocks_arrive_whole_and_in_time_from_ranks_that_have_them(route):
         pieces.setdefault((hop.block, hop.target), []).append((hop.piece, hop.pieces, hop.source))
     for hop in route.blocks:
         assert arrives[hop.block, hop.source] <= hop.leaves < hop.needed
-    for step, work in enumerate(route.work):
-        for rank, blocks in enumerate(work):
-            assert all(arrives[block, rank] == step for block in blocks)
+    for step in range(route.steps):
+        for rank in ranks_of(route):
+            assert all(arrives[block, rank] == step for block in route.work(step, rank))
     for found in pieces.values():
         assert [piece for piece, *_ in sorted(found)] == list(range(found[0][1]))
         assert len({source for *_, source in found}) == 1
@@ -102,6 +102,17 @@ def test_both_parts_make_one_hop_less_than_there_are_ranks(route):
     for hops in (route.blocks, route.sums):
         for block in range(ranks):
             assert sum(1 / hop.pieces for hop in hops if hop.block == block) == pytest.approx(ranks - 1)
+
+
+@every_route
+def test_a_rank_knows_all_of_its_hops(route):
+    for rank in ranks_of(route):
+        for hops, by_step in zip((route.blocks, route.sums), route.hops_of(rank), strict=True):
+            wanted = {}
+            for hop in hops:
+                if rank in (hop.source, hop.target):
+                    wanted.setdefault(hop.leaves, []).append(hop)
+            assert by_step == wanted
 
 
 def test_nodes():

@@ -170,7 +170,7 @@ class _Simulation:
             for hop in blocks:
                 self._send(hop, self.lap.block_bytes, clocks, self._block_arrives)
             for rank in ranks:
-                pairs = self.columns[rank] * sum(self.columns[block] for block in self.schedule.work[step][rank])
+                pairs = self.columns[rank] * sum(self.columns[block] for block in self.schedule.work(step, rank))
                 seconds = self.lap.operations * self.D * pairs / cluster.rate + cluster.overhead
                 working[rank] += seconds
                 clocks[rank] = max(clocks[rank] + seconds, self._sums_arrive.pop((rank, step), 0.0))

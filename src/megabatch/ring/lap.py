@@ -33,7 +33,7 @@ class Lap:
     def __init__(self, route: Route, ranks: Ranks) -> None:
         self.route, self.ranks, self.columns = route, ranks, ranks.columns
         self.rank = ranks.rank
-        self._block_hops, self._sum_hops = route.hops_of[self.rank]
+        self._block_hops, self._sum_hops = route.hops_of(self.rank)
         self._rooms: dict[int, _Room] = {}
         self._sums_coming: dict[int, list[tuple[Hop, Tensors, Pending]]] = defaultdict(list)
         self._going: list[Pending] = []
@@ -44,7 +44,7 @@ class Lap:
         home: Tensors = ()
         blocks_here, sums_here = _Stock(self._block_hops, self.rank), _Stock(self._sum_hops, self.rank)
         for step in range(self.route.steps):
-            blocks = self.route.work[step][self.rank]
+            blocks = self.route.work(step, self.rank)
             here = self._arrived(step) if step else own
             blocks_here.put(zip(blocks, self._split(here, blocks), strict=True))
             self._post_blocks(step, blocks_here, here)
@@ -98,7 +98,7 @@ class Lap:
 
     def _room(self, step: int, like: Tensors) -> _Room:
         if step not in self._rooms:
-            blocks = self.route.work[step][self.rank]
+            blocks = self.route.work(step, self.rank)
             whole = _empty(like, sum(self.columns[block] for block in blocks))
             self._rooms[step] = _Room(whole, dict(zip(blocks, self._split(whole, blocks), strict=True)))
         return self._rooms[step]
