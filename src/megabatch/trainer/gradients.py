@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch.cached.tower_io import is_sharded, local
+from megabatch.cached.dtensors import is_sharded, local
 from megabatch.world import World
 
 

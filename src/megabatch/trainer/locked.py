@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.cached import batchnorm
+from megabatch.cached.dtensors import is_sharded
 from megabatch.cached.graphs import parameters_in
 from megabatch.cached.replay import checksum
-from megabatch.cached.tower_io import call, is_sharded, map_rows
+from megabatch.cached.tower_io import call, map_rows
 from megabatch.data import cache
 from megabatch.data.dataset import Dataset
 from megabatch.evaluation.embedding import embed

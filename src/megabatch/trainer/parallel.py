@@ -100,4 +100,4 @@ def whole(modules: Sequence[nn.Module]) -> Iterator[None]:
         for part in parts:
             part.reshard()
             # The default of FSDP2: a root stays gathered between its forward and its backward pass.
-            part.set_reshard_after_forward(not any(part is root for root in roots), recurse=False)
+            part.set_reshard_after_forward(part not in roots, recurse=False)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megabatch.cached import randomness
-from megabatch.cached.tower_io import is_sharded
+from megabatch.cached.dtensors import is_sharded
 from megabatch.towers.lora import trained
 from megabatch.trainer.ema import Average
 from megabatch.world import World
