@@ -14,7 +14,7 @@ from megabatch.cached.sharding import shared_between_ranks
 from megabatch.cached.tower_io import call, map_rows, opened
 from megabatch.world import World
 
-DDP, FSDP = "ddp", "fsdp"
+FSDP = "fsdp"
 
 
 def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
