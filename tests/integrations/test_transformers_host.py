@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import loops
 import megabatch as mb
-from megabatch.cached.tower_io import is_sharded
+from megabatch.cached.dtensors import is_sharded
 from megabatch.integrations import accelerate as loop_host
 from megabatch.integrations import transformers as host
 

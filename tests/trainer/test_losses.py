@@ -13,7 +13,7 @@ from megabatch.commands.arguments import train as arguments
 from megabatch.data.negatives import WithNegatives
 from megabatch.data.tables import Table
 from megabatch.evaluation import encode, results
-from megabatch.trainer.objective import Beside, LossConfig, Name, Objective, ReadablePairs
+from megabatch.trainer.objective import LossConfig, LossInputs, Name, Objective, ReadablePairs
 from megabatch.trainer.observers import MetricsFile
 from megabatch.world import World
 
@@ -54,13 +54,13 @@ def test_each_loss_is_the_loss_of_its_name():
     x, y, t, u, hard, ids = unit(1), unit(2), unit(3), unit(4), unit(5, 3), torch.arange(6) // 2
     labels, owners, negative_ids = torch.tensor([0, 1, 0, 1, 2, 2]), torch.tensor([0, 3, 5]), torch.tensor([-1, 0, -3])
     negatives = mb.Negatives(hard, ids=negative_ids, owner=owners)
-    beside, taught = Beside(labels, None, owners, negative_ids), Beside(teacher=(t, u))
+    inputs, taught = LossInputs(labels, None, owners, negative_ids), LossInputs(teacher=(t, u))
     scale = torch.tensor(5.0, dtype=torch.float64).log().exp()
     cases = {
         "clip": (objective("clip")(x, y, ids, ALONE), mb.clip_loss(x, y, scale, ids=ids)),
         "siglip": (objective("siglip", scale=5.0, bias=-1.0)(x, y, ids, ALONE), mb.siglip_loss(x, y, scale, -1.0, ids=ids)),
         "info_nce": (
-            objective("info_nce", margin=0.1)(x, y, ids, ALONE, beside, hard),
+            objective("info_nce", margin=0.1)(x, y, ids, ALONE, inputs, hard),
             mb.info_nce_loss(x, y, scale=scale, negatives=negatives, ids=ids, margin=0.1),
         ),
         "dcl": (
@@ -68,12 +68,12 @@ def test_each_loss_is_the_loss_of_its_name():
             mb.dcl_loss(x, y, scale=scale, ids=ids, symmetric=True, guide=(t, u)),
         ),
         "hcl": (
-            objective("hcl", beta=0.5, tau_plus=0.05)(x, y, ids, ALONE, beside, hard),
+            objective("hcl", beta=0.5, tau_plus=0.05)(x, y, ids, ALONE, inputs, hard),
             mb.hcl_loss(x, y, scale=scale, negatives=negatives, ids=ids, beta=0.5, tau_plus=0.05),
         ),
         "nt_xent": (objective("nt_xent")(x, y, ids, ALONE), mb.nt_xent_loss(x, y, scale)),
         "sup_con": (
-            objective("sup_con")(x, y, ids, ALONE, beside),
+            objective("sup_con")(x, y, ids, ALONE, inputs),
             mb.sup_con_loss(torch.cat([x, y]), labels.repeat(2), scale),
         ),
         "matryoshka": (
@@ -94,14 +94,14 @@ def test_unreadable_pairs_go_with_their_negatives_labels_and_teacher():
     x, second, hard, t, u = unit(1), unit(2), unit(5, 4), unit(3), unit(4)
     owners, usable = torch.tensor([0, 1, 1, 4]), torch.tensor([True, False, True, True, True, False])
     made = objective("info_nce")
-    made.beside = lambda indices: Beside(owners=owners, negative_ids=torch.tensor([-1, -2, -3, -4]))
+    made.inputs_of = lambda indices: LossInputs(owners=owners, negative_ids=torch.tensor([-1, -2, -3, -4]))
     loss = ReadablePairs(made, ALONE, lambda: usable, torch.arange(6), {}, torch.arange(6))(x, torch.cat([second, hard]))
     kept = mb.Negatives(hard[[0, 3]], ids=torch.tensor([-1, -4]), owner=torch.tensor([0, 3]))
     scale = made.log_scale.exp()
     wanted = mb.info_nce_loss(x[usable], second[usable], scale=scale, negatives=kept, ids=torch.arange(6)[usable])
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
     made = objective("distill", teacher="x")
-    made.beside = lambda indices: Beside(teacher=(t, u))
+    made.inputs_of = lambda indices: LossInputs(teacher=(t, u))
     loss = ReadablePairs(made, ALONE, lambda: usable, None, {}, torch.arange(6))(x, second)
     part = (x[usable], second[usable], made.log_scale.exp())
     wanted = mb.clip_loss(*part) + mb.soft_clip_loss(*part, t[usable], u[usable], 1.0)

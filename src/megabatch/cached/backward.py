@@ -9,19 +9,17 @@ gradient. See docs/cached.md.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
-from warnings import warn
 
 import torch
 from torch import Tensor
 
 from megabatch.cached import batchnorm, checks, randomness
 from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, Budget, Keeper
-from megabatch.cached.graphs import measured, parameters_in, stored
+from megabatch.cached.graphs import parameters_in
 from megabatch.cached.roles import Role
 from megabatch.cached.sharding import Ranks, Reductions, not_reached
-from megabatch.cached.sources import TensorSource
 from megabatch.cached.timing import BACKWARD, FORWARD, LOSS, phase
-from megabatch.cached.tower_io import Encoded, map_rows, tensors
+from megabatch.cached.tower_io import Encoded
 from megabatch.world import default_group
 
 ENCODE = "encode"
@@ -117,8 +115,8 @@ class _Step:
         self.roles, self.scaler, self.where, self.on_chunk = roles, scaler, where, on_chunk
         self.reductions = Reductions([role.shared for role in roles], sync)
         self.share = 0.0  # weight of one sample, so that the mean over ranks of their sums is the mean over the batch
-        self.graph_mode: bool | None = None
-        self.loss_trains = False
+        self.graph_mode: bool | None = None  # whether the last pass had a graph
+        self.loss_trains = False  # whether the loss has parameters of its own
         self.ranks: Ranks | None = None
 
     def equalise_passes(self) -> None:
@@ -127,19 +125,17 @@ class _Step:
         synchronised = [
             layer for role in self.roles for _, layer in role.batch_norms if isinstance(layer, torch.nn.SyncBatchNorm)
         ]
-        if shared or synchronised:
-            ranks = Ranks(shared, synchronised, next((role.device for role in self.roles if role.device), None))
-            self.ranks = ranks if ranks.size > 1 else None
+        self.ranks = Ranks.of(shared, synchronised, next((role.device for role in self.roles if role.device), None))
         rows = len(self.roles[0].source)
         if rows == 0 and self.ranks is None and default_group() is None:
             raise ValueError("towers must have at least one sample, got inputs with 0 rows")
-        unknown = [role.index for role in self.roles if rows == 0 and role.source.placeholder(role.device) is None]
-        own = [rows, unknown[0] if unknown else -1, *(role.passes for role in self.roles)]
-        table = [own] if self.ranks is None else self.ranks.gather_integers(own)
-        for rank, (_, without, *_passes) in enumerate(table):
-            if without >= 0:
+        no_dummy = [role.index for role in self.roles if rows == 0 and role.source.placeholder(role.device) is None]
+        own = [rows, no_dummy[0] if no_dummy else -1, *(role.passes for role in self.roles)]
+        table = [own] if self.ranks is None else self.ranks.gather_integers(own)  # a line for each rank
+        for rank, (_, tower, *_passes) in enumerate(table):
+            if tower >= 0:
                 raise ValueError(
-                    f"towers[{without}][1] must have at least one sample on every rank, because every rank encodes at least "
+                    f"towers[{tower}][1] must have at least one sample on every rank, because every rank encodes at least "
                     "once and this source cannot make a dummy sample; got none"
                     + (f" on rank {rank}" if self.ranks is not None else "")
                 )
@@ -151,7 +147,7 @@ class _Step:
 
     def encode(self, budget: Budget, budget_fraction: float | None) -> None:
         """The first pass: embeddings of every tower, and graphs of the chunks that fit the budget."""
-        keeper = Keeper(budget, budget_fraction, self._smallest if self.ranks is not None else None)
+        keeper = Keeper(budget, budget_fraction, None if self.ranks is None else self.ranks.smallest)
         progress = self._progress(ENCODE, sum(role.passes for role in self.roles))
         for role in self.roles:
             keeper.begin(role.device)
@@ -167,13 +163,13 @@ class _Step:
             role.states[i] = randomness.capture(role.devices, role.states.get(i - 1))
         held = self.reductions.held_back(role.index) if with_graph else nullcontext()
         without_trace = nullcontext() if rows else _without_trace(role)
-        noticing = role.noticing() if i == 0 and len(role.shared) > 1 else nullcontext()
-        with held, without_trace, noticing, self._graph(with_graph):
+        first = role.keeping_called_wrappers() if i == 0 else nullcontext()
+        with held, without_trace, first, self._graph(with_graph):
             if not with_graph:
                 encoded = role.encode(inputs, rows)
             else:
-                encoded, graph_bytes = _encode_with_graph(role, inputs, rows)
-                role.trains = any(part is not None and part.requires_grad for part in encoded)
+                encoded, graph_bytes = role.encode_with_graph(inputs, rows)
+                role.trains = _has_graph(encoded)
                 if role.trains and keeper.keeps(graph_bytes, role.passes, self._other_bytes(encoded.embeddings)):
                     role.kept[i] = encoded
         role.store(i, encoded.embeddings, self.where)
@@ -187,10 +183,6 @@ class _Step:
         missing = sum(p.numel() * p.element_size() for p in parameters.values() if p.requires_grad and p.grad is None)
         rows = sum(len(role.source) for role in self.roles)
         return missing + COPIES_OF_EMBEDDINGS * rows * embeddings.shape[1] * embeddings.element_size()
-
-    def _smallest(self, number: int) -> int:
-        assert self.ranks is not None
-        return min(line[0] for line in self.ranks.gather_integers([number]))
 
     # The loss
 
@@ -226,7 +218,6 @@ class _Step:
         self.reductions.schedule([role.index for role in learning if len(role.kept) < role.passes])
         progress = self._progress(BACKWARD, sum(role.passes for role in learning))
         after = randomness.capture({device for role in self.roles for device in role.devices})
-        differences: list[tuple[Role, Tensor]] = []
         try:
             for role in learning:  # kept graphs first, so that their memory is free for the other chunks
                 for i in list(role.kept):
@@ -235,7 +226,7 @@ class _Step:
                     role.states.pop(i)
                     progress(role)
             for role in learning:
-                self._encode_again(role, progress, differences)
+                self._encode_again(role, progress)
             for index in self.reductions.left_over([role.index for role in learning if role.trains]):
                 role = self.roles[index]
                 kept = batchnorm.running_statistics_kept(role.batch_norms)
@@ -246,11 +237,12 @@ class _Step:
             randomness.restore(after)
         if not self.loss_trains and not any(role.trains for role in self.roles):
             raise ValueError(_NOTHING_TO_TRAIN)
-        _compare(differences)
+        for role in learning:
+            if role.trains:
+                role.comparison.warn(role.name, role.modules)
 
-    def _encode_again(self, role: Role, progress: Callable[[Role], None], differences: list[tuple[Role, Tensor]]) -> None:
+    def _encode_again(self, role: Role, progress: Callable[[Role], None]) -> None:
         again = sorted(role.states)  # chunks whose graph was not kept
-        difference: Tensor | None = None
         with closing(role.chunks(again)) as chunks:
             for i, inputs in chunks:
                 last = i == again[-1]
@@ -259,16 +251,13 @@ class _Step:
                 with around as reducing, batchnorm.running_statistics_kept(role.batch_norms):
                     with nullcontext() if role.rows(i) else _without_trace(role), self._graph(True):
                         encoded = role.encode(inputs, role.rows(i))
-                    if not any(part is not None and part.requires_grad for part in encoded):
+                    if not _has_graph(encoded):
                         role.trains = False  # a frozen tower behind a function
                         return
-                    if i in role.samples:
-                        difference = _larger(difference, encoded.embeddings, role.samples.pop(i))
+                    role.comparison.compare(i, encoded.embeddings)
                     self._backpropagate(role, i, encoded, reducing or ())
                 del encoded
                 progress(role)
-        if difference is not None:
-            differences.append((role, difference))
 
     def _backpropagate(self, role: Role, i: int, encoded: Encoded, reducing: Sequence[torch.nn.Module]) -> None:
         outputs, gradients = [], []
@@ -313,23 +302,8 @@ _NOTHING_TO_TRAIN = (
 )
 
 
-def _encode_with_graph(role: Role, inputs: Any, rows: int) -> tuple[Encoded, int]:
-    """Encodes a chunk, and measures its graph with the inputs that it holds; on CUDA once for inputs of one shape."""
-    shape = tuple(tuple(tensor.shape) for _, tensor in tensors(inputs, role.name))
-    if role.source.reuses_memory:
-        inputs = map_rows(torch.clone, inputs)
-    held: list[Tensor] = []
-    map_rows(held.append, inputs)
-    on_cuda = role.device is not None and role.device.type == "cuda"
-    if on_cuda and shape in role.graph_bytes:
-        return role.encode(inputs, rows), role.graph_bytes[shape]
-    known = [*stored(role.modules), *(held if on_cuda or isinstance(role.source, TensorSource) else ())]
-    with measured(role.device, known) as graph:
-        encoded = role.encode(inputs, rows)
-    if on_cuda and not isinstance(role.source, TensorSource):
-        graph.bytes += sum(tensor.numel() * tensor.element_size() for tensor in held)
-    role.graph_bytes[shape] = graph.bytes
-    return encoded, graph.bytes
+def _has_graph(encoded: Encoded) -> bool:
+    return any(part is not None and part.requires_grad for part in encoded)
 
 
 @contextmanager
@@ -347,29 +321,3 @@ def _outside_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def _larger(difference: Tensor | None, now: Tensor, before: Tensor) -> Tensor:  # ()
-    """The larger of `difference` and the relative change of a chunk's last embedding. Stays on the device."""
-    dtype = torch.float64 if now.dtype == torch.float64 else torch.float32
-    before, now = before.to(dtype), now.detach()[-1].to(dtype)
-    found = (now - before).norm() / before.norm().clamp_min(torch.finfo(dtype).tiny)
-    return found if difference is None else torch.maximum(difference, found)
-
-
-def _compare(differences: list[tuple[Role, Tensor]]) -> None:
-    """Warns if the second pass gave other embeddings than the first, beyond rounding."""
-    for role, difference in differences:
-        dtypes = {p.dtype for module in role.modules for p in module.parameters() if p.dtype.is_floating_point}
-        dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
-        if torch.get_float32_matmul_precision() != "highest":
-            dtypes.add(torch.bfloat16)
-        bound = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps) ** 0.5
-        value = difference.item()
-        if value > bound:
-            warn(
-                f"{role.name} must give the same embeddings in both passes, got a relative difference of {value:.1e}, so its "
-                "gradients are wrong. Does the tower change a state between calls, or use a random generator of its own?",
-                RuntimeWarning,
-                stacklevel=4,
-            )

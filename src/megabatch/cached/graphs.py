@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from megabatch.cached.tower_io import local
+from megabatch.cached.dtensors import local
 
 
 def parameters_in(outputs: Sequence[Tensor]) -> set[int] | None:

@@ -19,7 +19,7 @@ class States(NamedTuple):
     """States of all random generators that a tower may use."""
 
     cpu: Tensor
-    cuda: tuple[tuple[int, Tensor], ...]  # (device index, state)
+    cuda: tuple[tuple[int | torch.device, Tensor], ...]  # (device, state)
     python: Any
     numpy: Any  # None if NumPy was never imported
 
@@ -50,7 +50,7 @@ def restore(states: States) -> None:
         torch.cuda.set_rng_state(state, index)
     random.setstate(states.python)
     if states.numpy is not None:
-        _numpy().set_state(states.numpy)
+        importlib.import_module("numpy.random").set_state(states.numpy)
 
 
 @contextmanager

@@ -253,54 +253,44 @@ def stack(samples: list[Any], pinned: bool = False) -> Any:
     return torch.stack(tensors, out=room)
 
 
-def checksum(inputs: Any) -> int:
-    """CRC-32 over the bytes, shape and dtype of every tensor, and over the `repr` of everything else."""
-    value = 0
-
-    def add(tensor: Tensor) -> None:
-        nonlocal value
-        data = tensor.detach().cpu().contiguous()
+def checksum(sample: Any, value: int = 0) -> int:
+    """CRC-32 of bytes, shape and dtype of every tensor, and of the `repr` of everything else; continues from `value`."""
+    if isinstance(sample, Tensor):
+        data = sample.detach().cpu().contiguous()
         value = zlib.crc32(f"{data.dtype} {tuple(data.shape)}".encode(), value)
-        size = data.numel() * data.element_size()
-        if size:
-            value = zlib.crc32((ctypes.c_char * size).from_address(data.data_ptr()), value)
-
-    def rest(inputs: Any) -> None:
-        nonlocal value
-        if isinstance(inputs, Tensor):
-            add(inputs)
-        elif isinstance(inputs, Mapping):
-            for key, entry in inputs.items():
-                value = zlib.crc32(repr(key).encode(), value)
-                rest(entry)
-        elif isinstance(inputs, tuple | list):
-            for entry in inputs:
-                rest(entry)
-        elif isinstance(inputs, bytes):
-            value = zlib.crc32(inputs, value)
-        elif is_dataclass(inputs) and not isinstance(inputs, type):
-            for field in fields(inputs):
-                rest(getattr(inputs, field.name))
-        elif hasattr(inputs, "__array__"):
-            add(torch.as_tensor(inputs))
-        else:
-            value = zlib.crc32(repr(inputs).encode(), value)
-
-    rest(inputs)
-    return value
+        return zlib.crc32((ctypes.c_char * data.nbytes).from_address(data.data_ptr()), value) if data.nbytes else value
+    if isinstance(sample, Mapping):
+        for key, entry in sample.items():
+            value = checksum(entry, zlib.crc32(repr(key).encode(), value))
+        return value
+    if isinstance(sample, tuple | list):
+        for entry in sample:
+            value = checksum(entry, value)
+        return value
+    if isinstance(sample, bytes):
+        return zlib.crc32(sample, value)
+    if is_dataclass(sample) and not isinstance(sample, type):
+        return checksum(_values(sample), value)
+    if hasattr(sample, "__array__"):
+        return checksum(torch.as_tensor(sample), value)
+    return zlib.crc32(repr(sample).encode(), value)
 
 
 def size_of(sample: Any) -> int:
     """Bytes of the tensors, arrays and strings in a sample."""
     if isinstance(sample, Tensor):
-        return sample.numel() * sample.element_size()
+        return sample.nbytes
     if isinstance(sample, Mapping):
         return sum(map(size_of, sample.values()))
     if isinstance(sample, tuple | list):
         return sum(map(size_of, sample))
     if is_dataclass(sample) and not isinstance(sample, type):
-        return sum(size_of(getattr(sample, field.name)) for field in fields(sample))
+        return size_of(_values(sample))
     return len(sample) if isinstance(sample, bytes | str) else int(getattr(sample, "nbytes", 8))
+
+
+def _values(sample: Any) -> list[Any]:
+    return [getattr(sample, field.name) for field in fields(sample)]
 
 
 def pieces_of(span: Span) -> range:

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.cached import batchnorm
+from megabatch.cached.comparison import Comparison
+from megabatch.cached.dtensors import is_sharded, working_device
+from megabatch.cached.graphs import measured, stored
 from megabatch.cached.lengths import longest_first, spans
 from megabatch.cached.randomness import States
 from megabatch.cached.sharding import shared_between_ranks
 from megabatch.cached.sources import Source, Span, TensorSource, as_source
 from megabatch.cached.streaming import closed_at_the_end
 from megabatch.cached.timing import DATA, phase
-from megabatch.cached.tower_io import Encoded, call, is_sharded, opened, working_device
+from megabatch.cached.tower_io import Encoded, call, map_rows, opened, tensors
 
 DEVICE, HOST = "device", "host"
 
@@ -44,7 +47,7 @@ class Role:
         self.states: dict[int, States] = {}
         self.kept: dict[int, Encoded] = {}
         self.graph_bytes: dict[tuple[Any, ...], int] = {}  # measured, by the shapes of a chunk's inputs
-        self.samples: dict[int, Tensor] = {}  # (D,) the last embedding of a chunk, to compare with the second pass
+        self.comparison = Comparison()  # of both passes
         self.auxiliary: Tensor | None = None  # (), Σ n · auxiliary loss over chunks
         self.embeddings: Tensor | None = None  # (N, D)
         self.gradient: Tensor | None = None  # (N, D)
@@ -60,8 +63,11 @@ class Role:
         return spans(lengths[self.order].tolist(), source.width, self.chunk_size)
 
     @contextmanager
-    def noticing(self) -> Iterator[None]:
+    def keeping_called_wrappers(self) -> Iterator[None]:
         """Keeps in `shared` only the wrappers that the pass inside calls: a method may use one of two wrapped parts."""
+        if len(self.shared) < 2:
+            yield
+            return
         called: list[nn.Module] = []
         hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in self.shared]
         try:
@@ -70,7 +76,7 @@ class Role:
             for hook in hooks:
                 hook.remove()
         if called:  # empty if a wrapper is reached without its forward hooks
-            self.shared[:] = [module for module in self.shared if any(module is other for other in called)]
+            self.shared[:] = [module for module in self.shared if module in called]
 
     @contextmanager
     def finding_batch_norms(self, *, in_step: bool) -> Iterator[None]:
@@ -138,6 +144,23 @@ class Role:
             )
         return Encoded(answer, None if auxiliary is None else self._mean(auxiliary, rows))
 
+    def encode_with_graph(self, inputs: Any, rows: int) -> tuple[Encoded, int]:
+        """`encode`, and the bytes of the graph with the inputs that it holds; on CUDA measured once for inputs of one shape."""
+        if self.source.reuses_memory:
+            inputs = map_rows(torch.clone, inputs)
+        held = [tensor for _, tensor in tensors(inputs, self.name)]
+        shapes = tuple(tuple(tensor.shape) for tensor in held)
+        on_cuda = self.device is not None and self.device.type == "cuda"
+        if on_cuda and shapes in self.graph_bytes:
+            return self.encode(inputs, rows), self.graph_bytes[shapes]
+        held_anyway = isinstance(self.source, TensorSource)
+        with measured(self.device, [*stored(self.modules), *(held if held_anyway else ())]) as graph:
+            encoded = self.encode(inputs, rows)
+        if on_cuda and not held_anyway:
+            graph.bytes += sum(tensor.nbytes for tensor in held)
+        self.graph_bytes[shapes] = graph.bytes
+        return encoded, graph.bytes
+
     def _mean(self, auxiliary: Any, rows: int) -> Tensor:
         if not isinstance(auxiliary, Tensor) or (rows and auxiliary.shape not in ((), (1,), (rows,))):
             shape = f"shape {tuple(auxiliary.shape)}" if isinstance(auxiliary, Tensor) else type(auxiliary).__name__
@@ -168,7 +191,7 @@ class Role:
             )
         place.copy_(embeddings.detach(), non_blocking=True)
         if self.trains:
-            self.samples[i] = embeddings.detach()[-1].clone()
+            self.comparison.remember(i, embeddings)
 
     def _samples(self, i: int) -> str:
         """The samples of pass i, for messages."""

@@ -4,7 +4,6 @@ DDP and FSDP2 reduce gradients in every backward pass. A cached step has one bac
 FSDP2 also gathers parameters in every pass, so ranks with a different number of chunks would wait for each other forever.
 """
 
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,7 +28,7 @@ def shared_between_ranks(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _collect(module: nn.Module, found: list[nn.Module]) -> None:
     if isinstance(module, DistributedDataParallel) or is_fully_sharded(module):
-        if not any(module is other for other in found):
+        if module not in found:
             found.append(module)
         return
     for child in module.children():
@@ -57,13 +56,13 @@ class Reductions:
         if sync:
             for module in (module for group in modules for module in group):
                 off = isinstance(module, DistributedDataParallel) and not module.require_backward_grad_sync  # its no_sync()
-                if not off and not any(module is other for other in self._pending):
+                if not off and module not in self._pending:
                     self._pending.append(module)
 
     def schedule(self, encoding_again: Sequence[int]) -> None:
         """Assigns each module's reduction to the last of the roles that use it, given the roles that encode again, in order."""
         for module in self._pending:
-            users = [role for role in encoding_again if any(module is other for other in self._modules[role])]
+            users = [role for role in encoding_again if module in self._modules[role]]
             if users:
                 self._final.setdefault(users[-1], []).append(module)
 
@@ -82,12 +81,12 @@ class Reductions:
 
     def done(self, modules: Sequence[nn.Module]) -> None:
         """Records that a backward pass has reduced these modules."""
-        self._pending = [module for module in self._pending if not any(module is other for other in modules)]
+        self._pending = [module for module in self._pending if module not in modules]
 
     def left_over(self, roles: Iterable[int]) -> Iterator[int]:
         """Roles that need one more pass for the reduction, because all their chunks had kept graphs."""
         for role in roles:
-            own = [m for m in self._pending if any(m is other for other in self._modules[role])]
+            own = [module for module in self._pending if module in self._modules[role]]
             if own:
                 self._final[role] = own
                 yield role
@@ -96,7 +95,7 @@ class Reductions:
     def _only(self, modules: Sequence[nn.Module], final: Sequence[nn.Module]) -> Iterator[None]:
         with ExitStack() as held:
             for module in modules:
-                reduce = any(module is other for other in final)
+                reduce = module in final
                 if isinstance(module, DistributedDataParallel):
                     if not reduce:
                         held.enter_context(module.no_sync())
@@ -135,9 +134,18 @@ def not_reached(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> list
 class Ranks:
     """All ranks that share the towers, found from their wrappers: one process group, or one for each dimension of a mesh."""
 
-    def __init__(self, modules: Sequence[nn.Module], synchronised: Sequence[nn.Module], device: torch.device | None) -> None:
-        self._worlds = [World.of(group, device) for group in _groups(modules, synchronised)]
-        self.size = math.prod(world.size for world in self._worlds)
+    def __init__(self, worlds: Sequence[World]) -> None:
+        self._worlds = worlds
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module], synchronised: Sequence[nn.Module], device: torch.device | None) -> "Ranks | None":
+        """The ranks of DDP and FSDP2 modules and of SyncBatchNorm layers; None for one process alone."""
+        worlds = [World.of(group, device) for group in _groups(modules, synchronised)]
+        return cls(worlds) if worlds else None
+
+    def smallest(self, number: int) -> int:
+        """The smallest number over all ranks."""
+        return min(line[0] for line in self.gather_integers([number]))
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """The integers of every rank, in the same order on all ranks. One all-gather for each process group."""

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch.cached.dtensors import local
 from megabatch.cached.lengths import Lengths, known, padded, width_of
 from megabatch.cached.streaming import closed_at_the_end, streamed
-from megabatch.cached.tower_io import count_rows, local, map_rows
+from megabatch.cached.tower_io import count_rows, map_rows
 from megabatch.cached.tower_io import tensors as all_tensors
 
 Span = tuple[int, int]  # first sample, one past the last

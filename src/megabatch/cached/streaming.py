@@ -32,132 +32,6 @@ def streamed(chunks: Iterator[Any], device: torch.device | None) -> Iterator[Any
             yield chunk if device is None else map_rows(lambda tensor: tensor.to(device), chunk)
 
 
-def produced(
-    chunks: Iterator[Any], device: torch.device | None, make: Callable[[Any, torch.device | None], Any], *, ahead: bool
-) -> Iterator[Any]:
-    """`make(chunk, device)` of each chunk: its inputs on `device`.
-
-    Args:
-        chunks: on the host.
-        device: of the tower.
-        make: makes the inputs.
-        ahead: whether a thread runs `chunks` and `make`, one chunk ahead; on CUDA alone.
-    """
-    if device is not None and ahead:
-        yield from _ahead(chunks, device, make)  # the thread closes `chunks`
-        return
-    with closed_at_the_end(chunks):
-        for chunk in chunks:
-            yield make(chunk, device)
-
-
-def copied(chunk: Any, device: torch.device | None) -> Any:
-    """The tensors on `device`. Pinned ones are copied without waiting."""
-    return chunk if device is None else map_rows(lambda tensor: tensor.to(device, non_blocking=True), chunk)
-
-
-def joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Tensors of one shape as the rows of one tensor on `device`.
-
-    To a GPU, pinned tensors are copied without waiting, and neighbours in memory together.
-    """
-    if device.type != "cuda":
-        return torch.stack(list(tensors)).to(device)
-    rows = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, device=device)
-    first = 0
-    for part in neighbours(tensors):
-        rows[first : first + len(part)].copy_(part, non_blocking=True)
-        first += len(part)
-    return rows
-
-
-def neighbours(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The same tensors, in order, as rows of fewer: those that follow each other in memory are one."""
-    first = 0
-    for last in range(1, len(tensors) + 1):
-        if last == len(tensors) or not _adjacent(tensors[last - 1], tensors[last]):
-            start = tensors[first]
-            yield start.as_strided((last - first, *start.shape), (start.numel(), *start.stride()))
-            first = last
-
-
-def _adjacent(one: Tensor, other: Tensor) -> bool:
-    """Whether a tensor begins where another of its shape ends."""
-    return (
-        one.data_ptr() + one.nbytes == other.data_ptr()
-        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        and one.is_contiguous()
-        and other.is_contiguous()
-    )
-
-
-def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, torch.device], Any]) -> Iterator[Any]:
-    made: Queue[Any] = Queue(1)
-    used: Queue[torch.cuda.Event] = Queue()  # after the last kernel of each chunk
-    stop = threading.Event()
-    stream = _stream(device)
-
-    def produce() -> None:
-        try:
-            with closed_at_the_end(chunks), torch.cuda.device(device), torch.cuda.stream(stream):
-                for i, chunk in enumerate(chunks):
-                    if i >= 2 and not stop.is_set():
-                        used.get().synchronize()  # the last kernel of chunk i − 2
-                    if stop.is_set():
-                        return
-                    with ALLOCATING:
-                        inputs = make(chunk, device)
-                    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    ready.record(stream)
-                    made.put((inputs, ready, chunk))  # the chunk's pinned memory lives until its copy is done
-                    del inputs, chunk
-            made.put(None)
-        except BaseException as error:  # raised where the chunk is used
-            made.put(error)
-
-    thread = threading.Thread(target=produce, name="megabatch-chunks", daemon=True)
-    thread.start()
-    try:
-        while (item := made.get()) is not None:
-            if isinstance(item, BaseException):
-                try:
-                    raise item
-                finally:
-                    del item  # its traceback holds this frame, and tensors of the thread
-            inputs, ready, _ = item
-            current = torch.cuda.current_stream(device)
-            current.wait_event(ready)
-            map_rows(lambda tensor, stream=current: tensor.record_stream(stream), inputs)  # type: ignore[misc]
-            yield inputs
-            del inputs, item
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting takes no core from readers
-            done.record(torch.cuda.current_stream(device))
-            used.put(done)
-    finally:
-        stop.set()
-        used.put(torch.cuda.Event())  # type: ignore[no-untyped-call]  # wakes the thread: an event never recorded counts as done
-        while thread.is_alive():
-            with suppress(Empty):
-                made.get(timeout=0.05)
-        thread.join()
-
-
-@contextmanager
-def closed_at_the_end(iterator: Iterator[Any]) -> Iterator[None]:
-    """Closes a generator, and with it its background work; other iterators need no closing."""
-    try:
-        yield
-    finally:
-        if isinstance(iterator, Generator):
-            iterator.close()
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all sources of a device, because PyTorch keeps the memory that a stream has freed for that stream."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 def _double_buffered(chunks: Iterator[Any], device: torch.device) -> Iterator[Any]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     buffers = _Buffer(device, stream), _Buffer(device, stream)
@@ -238,3 +112,129 @@ class _Buffer:
             fresh.record_stream(self._stream)
         buffers[position : position + 1] = [fresh]
         return fresh
+
+
+def produced(
+    chunks: Iterator[Any], device: torch.device | None, make: Callable[[Any, torch.device | None], Any], *, ahead: bool
+) -> Iterator[Any]:
+    """`make(chunk, device)` of each chunk: its inputs on `device`.
+
+    Args:
+        chunks: on the host.
+        device: of the tower.
+        make: makes the inputs.
+        ahead: whether a thread runs `chunks` and `make`, one chunk ahead; on CUDA alone.
+    """
+    if device is not None and ahead:
+        yield from _ahead(chunks, device, make)  # the thread closes `chunks`
+        return
+    with closed_at_the_end(chunks):
+        for chunk in chunks:
+            yield make(chunk, device)
+
+
+def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, torch.device], Any]) -> Iterator[Any]:
+    made: Queue[Any] = Queue(1)
+    used: Queue[torch.cuda.Event] = Queue()  # after the last kernel of each chunk
+    stop = threading.Event()
+    stream = _stream(device)
+
+    def produce() -> None:
+        try:
+            with closed_at_the_end(chunks), torch.cuda.device(device), torch.cuda.stream(stream):
+                for i, chunk in enumerate(chunks):
+                    if i >= 2 and not stop.is_set():
+                        used.get().synchronize()  # the last kernel of chunk i − 2
+                    if stop.is_set():
+                        return
+                    with ALLOCATING:
+                        inputs = make(chunk, device)
+                    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    ready.record(stream)
+                    made.put((inputs, ready, chunk))  # the chunk's pinned memory lives until its copy is done
+                    del inputs, chunk
+            made.put(None)
+        except BaseException as error:  # raised where the chunk is used
+            made.put(error)
+
+    thread = threading.Thread(target=produce, name="megabatch-chunks", daemon=True)
+    thread.start()
+    try:
+        while (item := made.get()) is not None:
+            if isinstance(item, BaseException):
+                try:
+                    raise item
+                finally:
+                    del item  # its traceback holds this frame, and tensors of the thread
+            inputs, ready, _ = item
+            current = torch.cuda.current_stream(device)
+            current.wait_event(ready)
+            map_rows(lambda tensor, stream=current: tensor.record_stream(stream), inputs)  # type: ignore[misc]
+            yield inputs
+            del inputs, item
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting takes no core from readers
+            done.record(torch.cuda.current_stream(device))
+            used.put(done)
+    finally:
+        stop.set()
+        used.put(torch.cuda.Event())  # type: ignore[no-untyped-call]  # wakes the thread: an event never recorded counts as done
+        while thread.is_alive():
+            with suppress(Empty):
+                made.get(timeout=0.05)
+        thread.join()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all sources of a device, because PyTorch keeps the memory that a stream has freed for that stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def closed_at_the_end(iterator: Iterator[Any]) -> Iterator[None]:
+    """Closes a generator, and with it its background work; other iterators need no closing."""
+    try:
+        yield
+    finally:
+        if isinstance(iterator, Generator):
+            iterator.close()
+
+
+def copied(chunk: Any, device: torch.device | None) -> Any:
+    """The tensors on `device`. Pinned ones are copied without waiting."""
+    return chunk if device is None else map_rows(lambda tensor: tensor.to(device, non_blocking=True), chunk)
+
+
+def joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tensors of one shape as the rows of one tensor on `device`.
+
+    To a GPU, pinned tensors are copied without waiting, and neighbours in memory together.
+    """
+    if device.type != "cuda":
+        return torch.stack(list(tensors)).to(device)
+    rows = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, device=device)
+    first = 0
+    for part in neighbours(tensors):
+        rows[first : first + len(part)].copy_(part, non_blocking=True)
+        first += len(part)
+    return rows
+
+
+def neighbours(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The same tensors, in order, as rows of fewer: those that follow each other in memory are one."""
+    first = 0
+    for last in range(1, len(tensors) + 1):
+        if last == len(tensors) or not _adjacent(tensors[last - 1], tensors[last]):
+            start = tensors[first]
+            yield start.as_strided((last - first, *start.shape), (start.numel(), *start.stride()))
+            first = last
+
+
+def _adjacent(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor begins where another of its shape ends."""
+    return (
+        one.data_ptr() + one.nbytes == other.data_ptr()
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        and one.is_contiguous()
+        and other.is_contiguous()
+    )

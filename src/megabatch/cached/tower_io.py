@@ -9,11 +9,9 @@ its second entry is rarely a loss (it may be a logit scale, or the tokens before
 loss would be wrong.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 _SAME_FOR_ALL = (bool, int, float, str, type(None))
@@ -68,26 +66,6 @@ def call(tower: Callable[..., Any], inputs: Any) -> Any:
     if isinstance(inputs, tuple | list):
         return tower(*inputs)
     return tower(inputs)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; other tensors unchanged."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. If that module was never imported there is none, and importing it is slow."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def working_device(parameter: Tensor) -> torch.device:
-    """The device that a module with this parameter computes on. FSDP2 may keep the parameter itself on the host."""
-    if is_sharded(parameter) and parameter.device.type == "cpu":
-        kind = parameter.device_mesh.device_type  # type: ignore[attr-defined]
-        if kind != "cpu":
-            return torch.device(kind, torch.get_device_module(kind).current_device())
-    return parameter.device
 
 
 class Encoded(NamedTuple):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from megabatch import extras
 from megabatch.cached import HostSource
 from megabatch.cached import cached_backward as plain_cached_backward
+from megabatch.cached.dtensors import is_sharded
 from megabatch.cached.sources import TensorSource
-from megabatch.cached.tower_io import is_sharded
 from megabatch.data import cache
 from megabatch.integrations.wrapping import unwrapped, whole
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.cached import Budget
+from megabatch.cached.dtensors import is_sharded
 from megabatch.cached.roles import modules_of
 from megabatch.cached.sharding import is_fully_sharded, shared_between_ranks
 from megabatch.cached.sources import as_source
-from megabatch.cached.tower_io import call, is_sharded, opened
+from megabatch.cached.tower_io import call, opened
 from megabatch.world import default_group
 
 Towers = Sequence[tuple[Callable[..., Any], Any]]

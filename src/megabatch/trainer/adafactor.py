@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megabatch.cached.tower_io import is_sharded
+from megabatch.cached.dtensors import is_sharded
 
 DECAY_EXPONENT = 0.8
 DECAY_CAP = 0.999

@@ -153,16 +153,13 @@ def settings(*, strict: bool = False) -> Iterator[None]:
 @contextmanager
 def plain(modules: Sequence[nn.Module]) -> Iterator[None]:
     """The towers without the compiler, for calls with other sizes than in training."""
-    found = {layer: made for module in modules for layer, made in _compiled(module).items()}
+    parts = [part for module in modules for part in module.modules()]
+    found = {part: part._compiled_call_impl for part in parts if part._compiled_call_impl is not None}
     _set(dict.fromkeys(found))
     try:
         yield
     finally:
         _set(found)
-
-
-def _compiled(module: nn.Module) -> dict[nn.Module, Any]:
-    return {layer: layer._compiled_call_impl for layer in module.modules() if layer._compiled_call_impl is not None}
 
 
 def _set(calls: Mapping[nn.Module, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from megabatch import settings
 from megabatch.towers.lora import LoraConfig
-from megabatch.trainer.checkpoint import CheckpointConfig
+from megabatch.trainer.checkpoints import CheckpointConfig
 from megabatch.trainer.fit import MemoryConfig
 from megabatch.trainer.objective import LossConfig
 from megabatch.trainer.optim import OptimizerConfig, ScheduleConfig

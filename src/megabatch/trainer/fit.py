@@ -20,7 +20,8 @@ from torch import nn
 
 from megabatch.cached import batchnorm, randomness
 from megabatch.cached.budget import COPIES_OF_EMBEDDINGS, free_memory
-from megabatch.cached.tower_io import call, count_rows, local, map_rows, opened
+from megabatch.cached.dtensors import local
+from megabatch.cached.tower_io import call, count_rows, map_rows, opened
 from megabatch.evaluation.embedding import evaluating
 from megabatch.machine import available_memory, ran_out_of_memory
 from megabatch.towers.blocks import set_checkpointing

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch.cached.tower_io import is_sharded, local
+from megabatch.cached.dtensors import is_sharded, local
 from megabatch.world import World
 
 
@@ -20,6 +20,19 @@ def average(parameters: Iterable[nn.Parameter], world: World) -> None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad, group=world.group)
         parameter.grad /= world.size
+
+
+@torch.no_grad()
+def average_statistics(statistics: Sequence[Tensor], world: World) -> None:
+    """Averages running statistics over ranks, in one message: each rank has updated its own with its own pairs."""
+    if world.group is None or not statistics:
+        return
+    flat = torch.cat([statistic.flatten() for statistic in statistics])
+    dist.all_reduce(flat, group=world.group)
+    flat /= world.size
+    means = torch.split(flat, [statistic.numel() for statistic in statistics])
+    for statistic, mean in zip(statistics, means, strict=True):
+        statistic.copy_(mean.view_as(statistic))
 
 
 @torch.no_grad()
@@ -38,6 +51,11 @@ def norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:  # ()
     return total.sqrt()
 
 
+def _square(values: Tensor) -> Tensor:  # ()
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    return wide.square().sum() if wide.numel() else wide.new_zeros(())
+
+
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], now: Tensor, longest: float) -> None:
     """Clips the gradient norm, now `now`, to `longest`. The host does not wait for the device."""
@@ -46,21 +64,3 @@ def clip(parameters: Iterable[nn.Parameter], now: Tensor, longest: float) -> Non
         if parameter.grad is not None:
             gradient = local(parameter.grad)
             gradient.mul_(share.to(gradient))
-
-
-def _square(values: Tensor) -> Tensor:  # ()
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    return wide.square().sum() if wide.numel() else wide.new_zeros(())
-
-
-@torch.no_grad()
-def average_statistics(statistics: Sequence[Tensor], world: World) -> None:
-    """Averages running statistics over ranks, in one message: each rank has updated its own with its own pairs."""
-    if world.group is None or not statistics:
-        return
-    flat = torch.cat([statistic.flatten() for statistic in statistics])
-    dist.all_reduce(flat, group=world.group)
-    flat /= world.size
-    means = torch.split(flat, [statistic.numel() for statistic in statistics])
-    for statistic, mean in zip(statistics, means, strict=True):
-        statistic.copy_(mean.view_as(statistic))

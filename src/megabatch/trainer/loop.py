@@ -29,17 +29,18 @@ from megabatch.data.resident import Resident
 from megabatch.evaluation import evaluate
 from megabatch.machine import peak_bytes
 from megabatch.towers.tower import Pair
-from megabatch.trainer import beside, compiling, lock, locked, optim, parallel
+from megabatch.trainer import compiling, lock, locked_side, loss_inputs, optim, parallel
 from megabatch.trainer.checkpoint import CheckpointError
 from megabatch.trainer.config import TrainConfig, reader_count
 from megabatch.trainer.fit import Fit, repeated, what_fits
-from megabatch.trainer.observers import Observer, Observers, Unreadable
+from megabatch.trainer.observers import Observer, Observers
 from megabatch.trainer.precision import autocast, fast_products
 from megabatch.trainer.run import LOCKED, TEACHER, Run
 from megabatch.trainer.step import Inputs, Outcome, Step
 from megabatch.trainer.stopping import Request, StoppedError, requests
 from megabatch.trainer.storage import Storage, check_best
 from megabatch.trainer.trained import build
+from megabatch.trainer.unreadable import Unreadable
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
@@ -89,8 +90,8 @@ class Trainer:
                 f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
             )
         check_best(config, dataset.sides, list(self.validation))
-        self._encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked.SIDES[side]]
-        self._negatives = beside.with_negatives(config.loss, dataset, [side for side in (0, 1) if side not in self._encoded])
+        self._encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked_side.SIDES[side]]
+        self._negatives = loss_inputs.with_negatives(config.loss, dataset, self._encoded)
         groups: Any = getattr(dataset, "groups", len(dataset))
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
         self.steps = config.total_steps(self.order.batches_per_epoch)
@@ -184,10 +185,10 @@ class Trainer:
             place, chunk_size = self.run.folder / TEACHER, min(self._fit.chunk_sizes)
             # A teacher is built with random weights first; these must not change generators that `resume` has restored.
             with randomness.untouched([self.world.device]), autocast(self.config.precision, self.world.device):
-                taught, self.objective.teacher_scale = beside.teacher(
+                taught, self.objective.teacher_scale = loss_inputs.teacher(
                     spec, self.dataset, place, self.world, chunk_size=chunk_size, workers=workers
                 )
-        self.objective.beside = beside.of_batches(loss, self.dataset, self._negatives, taught)
+        self.objective.inputs_of = loss_inputs.of_batches(loss, self.dataset, self._negatives, taught)
         known = self._locked_embeddings(workers, self._fit)
         return Step(self.config, self._trained, dataset, known, self.world, self._fit, workers)
 
@@ -209,15 +210,15 @@ class Trainer:
             with autocast(self.config.precision, self.world.device):
                 compiling.warm_up(self._trained.modules, chunks, self.world)
 
-    def _locked_embeddings(self, workers: int | Executor, fit: Fit) -> dict[int, locked.KeptEmbeddings]:
+    def _locked_embeddings(self, workers: int | Executor, fit: Fit) -> dict[int, locked_side.KeptEmbeddings]:
         """Embeddings of the locked side, by its index, if they are computed once."""
         if self.config.lock == "none" or not self.config.keep_locked:
             return {}
-        side = locked.SIDES.index(self.config.lock)
+        side = locked_side.SIDES.index(self.config.lock)
         if self.config.augment and self.world.rank == 0:
             LOG.info("the locked side is not augmented, because its embeddings are computed once (keep_locked)")
         with parallel.whole(self._trained.modules), autocast(self.config.precision, self.world.device):
-            kept = locked.KeptEmbeddings(
+            kept = locked_side.KeptEmbeddings(
                 self.run.folder / LOCKED,
                 self.dataset,
                 side,
@@ -225,7 +226,6 @@ class Trainer:
                 chunk_size=fit.chunk_sizes[side],
                 workers=workers,
                 world=self.world,
-                report=LOG.info,
             )
         return {side: kept}
 

@@ -70,7 +70,7 @@ class LossConfig:
                 raise ValueError(f"loss.{name} must be given for the loss {self.name!r}")
 
 
-class Beside(NamedTuple):
+class LossInputs(NamedTuple):
     """Inputs of a loss beside the embeddings of a batch's pairs, on this rank."""
 
     labels: Tensor | None = None  # (n,) int64 classes
@@ -78,24 +78,24 @@ class Beside(NamedTuple):
     owners: Tensor | None = None  # (m,) int64: the pair that each hard negative belongs to
     negative_ids: Tensor | None = None  # (m,) int64
 
-    def of(self, usable: Tensor) -> "Beside":  # (n,) bool
-        """The same for the pairs that could be read; their negatives alone."""
+    def of_readable(self, usable: Tensor) -> "LossInputs":  # (n,) bool
+        """The same for the pairs that could be read, and for their negatives."""
         kept = None if self.owners is None else usable[self.owners]
-        return Beside(
+        return LossInputs(
             None if self.labels is None else self.labels[usable],
             None if self.teacher is None else (self.teacher[0][usable], self.teacher[1][usable]),
             None if self.owners is None else (usable.cumsum(0) - 1)[self.owners[kept]],
             None if self.negative_ids is None else self.negative_ids[kept],
         )
 
-    def to(self, device: torch.device) -> "Beside":
+    def to(self, device: torch.device) -> "LossInputs":
         """The same on a device."""
         moved = [value if value is None else value.to(device) for value in (self.labels, self.owners, self.negative_ids)]
         teacher = None if self.teacher is None else (self.teacher[0].to(device), self.teacher[1].to(device))
-        return Beside(moved[0], teacher, *moved[1:])
+        return LossInputs(moved[0], teacher, *moved[1:])
 
 
-NOTHING = Beside()
+NO_INPUTS = LossInputs()
 
 
 class Objective(nn.Module):
@@ -118,7 +118,7 @@ class Objective(nn.Module):
             self.bias = nn.Parameter(torch.tensor(bias if config.bias is None else config.bias, dtype=dtype))
         beginning = min(scale if config.scale is None else config.scale, config.largest_scale)
         self.log_scale = nn.Parameter(torch.tensor(math.log(beginning), dtype=dtype))
-        self.beside: Callable[[Tensor], Beside] = lambda indices: NOTHING  # of the samples of a batch
+        self.inputs_of: Callable[[Tensor], LossInputs] = lambda indices: NO_INPUTS  # of the samples of a batch
         self.teacher_scale = 1.0
 
     def forward(
@@ -127,48 +127,48 @@ class Objective(nn.Module):
         second: Tensor,
         ids: Tensor | None,
         world: World,
-        beside: Beside = NOTHING,
-        further: Tensor | None = None,
+        inputs: LossInputs = NO_INPUTS,
+        negatives: Tensor | None = None,
     ) -> Tensor:  # ()
-        """This rank's share of the loss over all ranks. `further` are the embeddings of hard negatives, (m, D)."""
+        """This rank's share of the loss over all ranks. `negatives` are the embeddings of hard negatives, (m, D)."""
         scale, group, config = self.log_scale.exp(), world.group, self.config
         if config.name in CONTRASTS:
-            return self._contrast(first, second, ids, world, beside, further)
+            return self._contrast(first, second, ids, world, inputs, negatives)
         if config.name == "siglip":
             assert self.bias is not None
             return siglip_loss(first, second, scale, self.bias, ids=ids, group=group)
         if config.name == "nt_xent":
             return nt_xent_loss(first, second, scale, group=group)
         if config.name == "sup_con":
-            assert beside.labels is not None
-            return sup_con_loss(torch.cat([first, second]), beside.labels.repeat(2), scale, group=group)
+            assert inputs.labels is not None
+            return sup_con_loss(torch.cat([first, second]), inputs.labels.repeat(2), scale, group=group)
         if config.name == "matryoshka":
             return matryoshka_clip_loss(first, second, scale, widths=config.widths, ids=ids, group=group)
         loss = clip_loss(first, second, scale, ids=ids, group=group)
         if config.name == "distill":
-            assert beside.teacher is not None
-            targets = soft_clip_loss(first, second, scale, *beside.teacher, self.teacher_scale, group=group)
+            assert inputs.teacher is not None
+            targets = soft_clip_loss(first, second, scale, *inputs.teacher, self.teacher_scale, group=group)
             loss = loss + config.teacher_weight * targets
         return loss
 
     def _contrast(
-        self, first: Tensor, second: Tensor, ids: Tensor | None, world: World, beside: Beside, further: Tensor | None
+        self, first: Tensor, second: Tensor, ids: Tensor | None, world: World, inputs: LossInputs, negatives: Tensor | None
     ) -> Tensor:  # ()
         config = self.config
-        negatives = None
-        if further is not None and beside.owners is not None:
-            negatives = Negatives(further, ids=None if ids is None else beside.negative_ids, owner=beside.owners)
+        hard = None
+        if negatives is not None and inputs.owners is not None:
+            hard = Negatives(negatives, ids=None if ids is None else inputs.negative_ids, owner=inputs.owners)
         options: dict[str, Any] = {"beta": config.beta, "tau_plus": config.tau_plus} if config.name == "hcl" else {}
         loss: Any = {"info_nce": info_nce_loss, "dcl": dcl_loss, "hcl": hcl_loss}[config.name]
         share: Tensor = loss(
             first,
             second,
             scale=self.log_scale.exp(),
-            negatives=negatives,
+            negatives=hard,
             symmetric=config.symmetric,
             ids=ids,
             margin=config.margin,
-            guide=beside.teacher,
+            guide=inputs.teacher,
             group=world.group,
             **options,
         )
@@ -207,13 +207,13 @@ class ReadablePairs:
         indices: Tensor | None = None,  # (n,) int64
     ) -> None:
         self._objective, self._world, self._usable, self._ids, self._known = objective, world, usable, ids, known
-        self._beside = NOTHING if indices is None else objective.beside(indices)
+        self._inputs = NO_INPUTS if indices is None else objective.inputs_of(indices)
         self.pairs = 0  # readable pairs on all ranks; set by the call
 
     @property
     def further_rows(self) -> bool:
         """Whether the second side has hard negatives after the pairs, for `cached_backward`."""
-        return self._beside.owners is not None
+        return self._inputs.owners is not None
 
     def __call__(self, *encoded: Tensor) -> Tensor:  # ()
         """This rank's share of the loss; zero, with zero gradients, if no rank has a readable pair."""
@@ -223,14 +223,14 @@ class ReadablePairs:
         if self.pairs == 0:
             return sum((part.sum() for part in encoded), self._objective.log_scale.sum()) * 0
         ids = None if self._ids is None else self._ids.to(first.device)
-        beside, further = self._beside.to(first.device), None
-        if beside.owners is not None:  # hard negatives come after the pairs
-            second, further = second[: len(usable)], second[len(usable) :]
+        inputs, negatives = self._inputs.to(first.device), None
+        if inputs.owners is not None:  # hard negatives come after the pairs
+            second, negatives = second[: len(usable)], second[len(usable) :]
         if not bool(usable.all()):
-            further = None if further is None or beside.owners is None else further[usable[beside.owners]]
+            negatives = None if negatives is None or inputs.owners is None else negatives[usable[inputs.owners]]
             first, second, ids = first[usable], second[usable], None if ids is None else ids[usable]
-            beside = beside.of(usable)
-        loss: Tensor = self._objective(first, second, ids, self._world, beside, further)
+            inputs = inputs.of_readable(usable)
+        loss: Tensor = self._objective(first, second, ids, self._world, inputs, negatives)
         return loss
 
     def _both(self, encoded: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from megabatch.cached.sharding import shared_between_ranks
 from megabatch.cached.tower_io import call, map_rows, opened
 from megabatch.world import World
 
-DDP, FSDP = "ddp", "fsdp"
+FSDP = "fsdp"
 
 
 def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -100,4 +100,4 @@ def whole(modules: Sequence[nn.Module]) -> Iterator[None]:
         for part in parts:
             part.reshard()
             # The default of FSDP2: a root stays gathered between its forward and its backward pass.
-            part.set_reshard_after_forward(not any(part is root for root in roots), recurse=False)
+            part.set_reshard_after_forward(part not in roots, recurse=False)

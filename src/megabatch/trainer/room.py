@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megabatch import machine
 from megabatch.towers.tower import Pair
-from megabatch.trainer import locked, run
-from megabatch.trainer.checkpoint import Checkpoints
+from megabatch.trainer import locked_side, run
+from megabatch.trainer.checkpoints import Checkpoints
 from megabatch.trainer.config import TrainConfig
 from megabatch.world import World
 
@@ -61,7 +61,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def environment(config: TrainConfig, pair: Pair, world: World, samples: int, steps: int) -> dict[str, Any]:
     """Hardware, versions and sizes."""
-    of_sides = zip(locked.SIDES, pair.towers, strict=True)
+    of_sides = zip(locked_side.SIDES, pair.towers, strict=True)
     return {
         "machine": machine.describe(),
         "device": world.device.type,

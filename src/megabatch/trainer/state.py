@@ -5,8 +5,6 @@ rank, so that another number of ranks can resume. Each rank writes its generator
 augmentation and learning rate follow from the number of the step and are not saved.
 """
 
-import importlib
-import random
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 
 from megabatch.cached import randomness
-from megabatch.cached.tower_io import is_sharded
+from megabatch.cached.dtensors import is_sharded
 from megabatch.towers.lora import trained
 from megabatch.trainer.ema import Average
 from megabatch.world import World
@@ -227,11 +225,6 @@ def _generators(device: torch.device) -> dict[str, Any]:
 
 
 def _restore(known: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(known["cpu"])
-    if device.type == "cuda" and known["cuda"]:
-        torch.cuda.set_rng_state(known["cuda"][0], device)
-    random.setstate(known["python"])
-    if known["numpy"] is not None:
-        numpy = importlib.import_module("numpy.random")
-        key, position, has_gauss, gauss = known["numpy"]
-        numpy.set_state(("MT19937", key, position, has_gauss, gauss))
+    cuda = tuple((device, state) for state in known["cuda"][:1] if device.type == "cuda")
+    numpy = None if known["numpy"] is None else ("MT19937", *known["numpy"])
+    randomness.restore(randomness.States(known["cpu"], cuda, known["python"], numpy))

@@ -21,7 +21,7 @@ from megabatch.machine import ran_out_of_memory
 from megabatch.trainer import gradients
 from megabatch.trainer.config import TrainConfig
 from megabatch.trainer.fit import Fit, input_bytes
-from megabatch.trainer.locked import KeptEmbeddings
+from megabatch.trainer.locked_side import KeptEmbeddings
 from megabatch.trainer.objective import ReadablePairs
 from megabatch.trainer.precision import autocast
 from megabatch.trainer.trained import Trained

@@ -17,7 +17,8 @@ from megabatch.evaluation.retrieval import HEADLINES, RECALLS
 from megabatch.towers.blocks import set_checkpointing
 from megabatch.trainer import optim, parallel, room
 from megabatch.trainer import run as runs
-from megabatch.trainer.checkpoint import CheckpointError, Checkpoints, contents, reason
+from megabatch.trainer.checkpoint import CheckpointError, contents, reason
+from megabatch.trainer.checkpoints import Checkpoints
 from megabatch.trainer.config import FREE, TrainConfig, differences
 from megabatch.trainer.fit import Fit
 from megabatch.trainer.observers import Observers
@@ -55,7 +56,7 @@ class Storage:
         self._observers, self._world = observers, world
         self._checkpoints = Checkpoints(run.folder / CHECKPOINTS, config.checkpoint.keep, world)
         self._state = State(
-            trained.by_name(),
+            trained.by_name,
             trained.optimizer,
             trained.average,
             trained.scaler,

@@ -12,7 +12,7 @@ from torch import nn
 from megabatch.cached import randomness
 from megabatch.towers.lora import store_frozen
 from megabatch.towers.tower import Pair
-from megabatch.trainer import compiling, locked, optim, parallel
+from megabatch.trainer import compiling, locked_side, optim, parallel
 from megabatch.trainer.config import TrainConfig
 from megabatch.trainer.ema import Average
 from megabatch.trainer.flops import Utilisation
@@ -30,6 +30,7 @@ class Trained:
 
     pair: Pair  # the towers, with unwrapped modules
     called: list[nn.Module]  # modules of the two sides, wrapped in DDP or FSDP2 on several ranks
+    by_name: dict[str, nn.Module]  # modules of towers and loss, unwrapped, each once
     objective: Objective
     optimizer: torch.optim.Optimizer
     average: Average | None  # exponential moving average of the weights, if config.ema is set
@@ -41,10 +42,6 @@ class Trained:
     def modules(self) -> list[nn.Module]:
         """Modules of the two sides, unwrapped. Both sides may share one."""
         return [tower.module for tower in self.pair.towers]
-
-    def by_name(self) -> dict[str, nn.Module]:
-        """Every module once."""
-        return _by_name(self.modules, self.objective)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Swaps the averaged weights into the modules, if there are any."""
@@ -73,7 +70,7 @@ def build(config: TrainConfig, pair: Pair, samples: Callable[[int, int], Any], e
     shown = [samples(side, SAMPLES_SHOWN) for side in (0, 1)]
     if config.lock != "none":
         with randomness.untouched([world.device]):
-            locked.lock(pair, locked.SIDES.index(config.lock), shown)
+            locked_side.lock(pair, locked_side.SIDES.index(config.lock), shown)
     counted = [partial(samples, side, SAMPLES_COUNTED) for side in encoded]
     utilisation = Utilisation([pair.towers[side] for side in encoded], counted, config.precision, world)
     compiled = config.compile == "on" and compiling.compile_towers(modules, world)
@@ -83,10 +80,7 @@ def build(config: TrainConfig, pair: Pair, samples: Callable[[int, int], Any], e
     objective = Objective(config.loss, pair.logit_scale, pair.logit_bias, dtype).to(world.device)
     groups = optim.parameter_groups(parallel.distinct(modules), objective, config.optimizer.weight_decay)
     optimizer = optim.build(config.optimizer, groups)
-    average = Average(_by_name(modules, objective), config.ema) if config.ema else None
+    by_name = dict(zip(locked_side.SIDES, parallel.distinct(modules), strict=False)) | {"loss": objective}
+    average = Average(by_name, config.ema) if config.ema else None
     scaler = grad_scaler(config.precision, world.device)
-    return Trained(pair, called, objective, optimizer, average, scaler, compiled, utilisation)
-
-
-def _by_name(modules: Sequence[nn.Module], objective: Objective) -> dict[str, nn.Module]:
-    return dict(zip(locked.SIDES, parallel.distinct(modules), strict=False)) | {"loss": objective}
+    return Trained(pair, called, by_name, objective, optimizer, average, scaler, compiled, utilisation)

@@ -4,8 +4,9 @@ A frozen tower always gives the same embeddings for the same inputs. Without aug
 the run's folder; later epochs and resumed runs read them.
 """
 
+import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.cached import batchnorm
+from megabatch.cached.dtensors import is_sharded
 from megabatch.cached.graphs import parameters_in
 from megabatch.cached.replay import checksum
-from megabatch.cached.tower_io import call, is_sharded, map_rows
+from megabatch.cached.tower_io import call, map_rows
 from megabatch.data import cache
 from megabatch.data.dataset import Dataset
 from megabatch.evaluation.embedding import embed
 from megabatch.towers.tower import Pair
 from megabatch.world import World
 
+LOG = logging.getLogger("megabatch")
 SIDES = ("first", "second")
 ROWS = 1 << 16  # per file: small enough for memory, large enough to keep the number of files low
 
@@ -81,7 +84,6 @@ class KeptEmbeddings:
         chunk_size: samples encoded at once.
         workers: as for `Dataset.source`.
         world: the ranks, each of which encodes a part.
-        report: called with progress messages.
     """
 
     def __init__(
@@ -94,7 +96,6 @@ class KeptEmbeddings:
         chunk_size: int,
         workers: Any,
         world: World,
-        report: Callable[[str], None],
     ) -> None:
         tower = pair.towers[side]
         self._places = [
@@ -103,7 +104,7 @@ class KeptEmbeddings:
         for number, place in enumerate(self._places):
             if number % world.size == world.rank and not _whole(place):
                 rows = range(number * ROWS, min((number + 1) * ROWS, len(dataset)))
-                report(f"encoding samples {rows.start} to {rows.stop - 1} of {len(dataset)} once, with a frozen tower")
+                LOG.info("encoding samples %d to %d of %d once, with a frozen tower", rows.start, rows.stop - 1, len(dataset))
                 found = embed(tower, dataset, side, rows, chunk_size=chunk_size, workers=workers).cpu()
                 failures = {index: dataset.failures[index] for index in rows if index in dataset.failures}
                 cache.write(place, partial(torch.save, {"embeddings": found, "failures": failures}))

@@ -5,7 +5,7 @@ import torch
 
 import runs
 from megabatch import towers
-from megabatch.trainer import locked
+from megabatch.trainer import locked_side
 
 LIT = {"lock": "first", "augment": False}
 
@@ -17,7 +17,7 @@ def trained(folder, changes, **options):
 
 
 def test_kept_embeddings_train_as_embeddings_made_every_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(locked, "ROWS", 16)  # several blocks
+    monkeypatch.setattr(locked_side, "ROWS", 16)  # several blocks
     wanted = trained(tmp_path / "encoded", {**LIT, "keep_locked": False}, pair=runs.tiny(0.3))
     data = runs.Numbers()
     made = trained(tmp_path / "kept", LIT, pair=runs.tiny(0.3), data=data)
@@ -80,7 +80,7 @@ def test_a_model_that_is_one_module_locks_the_parts_of_one_side(tmp_path):
     pair = towers.load("open_clip:ViT-S-32-alt")
     image = torch.zeros(1, 3, pair.first.module.model.visual.image_size[0], pair.first.module.model.visual.image_size[1])
     samples = [{"image": image}, pair.second.collate([pair.second.prepare("a text", None)])]
-    locked.lock(pair, 0, samples)
+    locked_side.lock(pair, 0, samples)
     model = pair.first.module.model
     assert not any(p.requires_grad for p in model.visual.parameters())
     assert not model.visual.training
@@ -94,4 +94,4 @@ def test_a_model_that_is_one_module_locks_the_parts_of_one_side(tmp_path):
 def test_one_encoder_for_both_sides_cannot_be_locked(tmp_path):
     pair = towers.load("small", ("text", "text"), width=8, buckets=64)
     with pytest.raises(ValueError, match='lock must be "none" for small, because its two sides share parameters'):
-        locked.lock(pair, 0, [pair.first.collate([pair.first.prepare("a", None)])] * 2)
+        locked_side.lock(pair, 0, [pair.first.collate([pair.first.prepare("a", None)])] * 2)

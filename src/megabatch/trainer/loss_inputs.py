@@ -1,6 +1,5 @@
 """Inputs of a loss beside the embeddings of a batch: hard negatives, labels, and the embeddings of a teacher or a guide."""
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -12,18 +11,19 @@ from megabatch import towers
 from megabatch.data.dataset import Dataset
 from megabatch.data.negatives import WithNegatives
 from megabatch.data.tables import Table
-from megabatch.trainer.locked import SIDES, KeptEmbeddings
-from megabatch.trainer.objective import CONTRASTS, Beside, LossConfig
+from megabatch.trainer.locked_side import SIDES, KeptEmbeddings
+from megabatch.trainer.objective import CONTRASTS, LossConfig, LossInputs
 from megabatch.trainer.weights import load_newest
 from megabatch.world import World
 
-LOG = logging.getLogger("megabatch")
 
+def with_negatives(config: LossConfig, dataset: Dataset, encoded: Sequence[int]) -> WithNegatives | None:
+    """The data with its hard negatives, if it has columns of them; checks that loss and data fit together.
 
-def with_negatives(config: LossConfig, dataset: Dataset, known: Sequence[int] = ()) -> WithNegatives | None:
-    """The data with its hard negatives, if it has columns of them; checks that the loss uses what the data has.
-
-    `known` are the sides whose embeddings are kept.
+    Args:
+        config: of the loss.
+        dataset: of the pairs.
+        encoded: sides that are encoded in each step.
     """
     if config.name == "sup_con" and getattr(dataset, "label_column", None) is None:
         raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
@@ -36,7 +36,7 @@ def with_negatives(config: LossConfig, dataset: Dataset, known: Sequence[int] = 
             f"the data has hard negatives in the column {columns[0]}, and {why}. --loss info_nce uses them; --columns without "
             "negative=… leaves them out"
         )
-    if 1 in known:
+    if 1 not in encoded:
         raise ValueError(
             f"the data has hard negatives in the column {columns[0]}, and the embeddings of a locked second side are kept for "
             "pairs alone. keep_locked=false computes them every time; --columns without negative=… leaves the negatives out"
@@ -46,7 +46,7 @@ def with_negatives(config: LossConfig, dataset: Dataset, known: Sequence[int] = 
 
 def of_batches(
     config: LossConfig, dataset: Dataset, negatives: WithNegatives | None, taught: list[KeptEmbeddings] | None
-) -> Callable[[Tensor], Beside]:
+) -> Callable[[Tensor], LossInputs]:
     """A function from the indices of a batch on this rank, (n,), to the loss's further inputs.
 
     Args:
@@ -57,16 +57,16 @@ def of_batches(
     """
     labelled = dataset if config.name == "sup_con" and isinstance(dataset, Table) else None
 
-    def beside(indices: Tensor) -> Beside:
+    def inputs_of(indices: Tensor) -> LossInputs:
         samples = indices.tolist()
-        return Beside(
+        return LossInputs(
             None if labelled is None else labelled.labels(samples),
             None if taught is None else (taught[0].rows(indices), taught[1].rows(indices)),
             None if negatives is None else negatives.owners(samples),
             None if negatives is None else negatives.negative_ids(samples),
         )
 
-    return beside
+    return inputs_of
 
 
 def teacher(
@@ -85,5 +85,5 @@ def teacher(
     pair = load_newest(Path(spec), world.device)[0] if Path(spec).is_dir() else towers.load(spec, dataset.sides)
     for tower in pair.towers:
         tower.module.to(world.device).requires_grad_(False).eval()
-    kept = partial(KeptEmbeddings, chunk_size=chunk_size, workers=workers, world=world, report=LOG.info)
+    kept = partial(KeptEmbeddings, chunk_size=chunk_size, workers=workers, world=world)
     return [kept(folder / name, dataset, side, pair) for side, name in enumerate(SIDES)], pair.logit_scale
