@@ -221,11 +221,11 @@ def test_a_model_that_does_not_fit_is_told_on_all_ranks(tmp_path, monkeypatch):
 
 def test_room_on_the_disk_is_checked_before_the_first_step(tmp_path, caplog, monkeypatch):
     made = runs.trainer(tmp_path / "none")
-    monkeypatch.setattr("megabatch.trainer.run.free_bytes", lambda folder: 60_000)
+    monkeypatch.setattr("megabatch.trainer.room.free_bytes", lambda folder: 60_000)
     with pytest.raises(ValueError, match=r"has 0\.1 MB free; the model takes .* Make room, or use another folder"):
         made.fit()
     assert not (tmp_path / "none").exists()
-    monkeypatch.setattr("megabatch.trainer.run.free_bytes", lambda folder: 150_000)
+    monkeypatch.setattr("megabatch.trainer.room.free_bytes", lambda folder: 150_000)
     runs.trainer(tmp_path / "some").fit()
     assert "2 of them, and the next, may not fit" in caplog.text
 
@@ -263,10 +263,10 @@ def test_room_counts_the_best_model_and_old_checkpoints(tmp_path, monkeypatch):
     made = runs.trainer(tmp_path, {"steps": 5})
     assert made.resume()
     model = sum(v.numel() * v.element_size() for tower in made.pair.towers for v in tower.module.state_dict().values())
-    monkeypatch.setattr("megabatch.trainer.run.free_bytes", lambda folder: 2 * model)
+    monkeypatch.setattr("megabatch.trainer.room.free_bytes", lambda folder: 2 * model)
     made.fit()  # the older of two checkpoints gives way
     changes = {"steps": 7, "evaluate_every": 1, "checkpoint": {"keep": 1}}
-    monkeypatch.setattr("megabatch.trainer.run.free_bytes", lambda folder: int(1.5 * model))
+    monkeypatch.setattr("megabatch.trainer.room.free_bytes", lambda folder: int(1.5 * model))
     made = runs.trainer(tmp_path, changes, validation=runs.Numbers(samples=20))
     assert made.resume()
     with pytest.raises(ValueError, match=r"checkpoint\.best.* use --resume .*checkpoints/step_… --output OTHER_FOLDER"):

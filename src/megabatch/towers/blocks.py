@@ -38,15 +38,11 @@ def set_checkpointing(modules: Sequence[nn.Module], on: bool) -> None:
         before = own.get("forward")  # set on the instance, as Accelerate does
         if isinstance(before, _Checkpointed):
             if not on:
-                _set_forward(layer, before.own)
+                del own["forward"]
+                if before.own is not None:
+                    own["forward"] = before.own
         elif on:
             own["forward"] = _Checkpointed(layer.forward, before)
-
-
-def _set_forward(layer: nn.Module, own: Callable[..., Any] | None) -> None:
-    vars(layer).pop("forward")
-    if own is not None:
-        vars(layer)["forward"] = own
 
 
 class _Checkpointed:

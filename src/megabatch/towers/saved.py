@@ -28,11 +28,10 @@ from megabatch.data import cache
 from megabatch.towers import huggingface, lora, open_clip
 from megabatch.towers.load import adapted, load
 from megabatch.towers.sentence_transformer import write_tensors
-from megabatch.towers.tower import Pair
+from megabatch.towers.tower import SIDES, Pair
 from megabatch.world import World, default_group
 
 WEIGHTS = "model.safetensors"
-SIDES = ("first", "second")
 _HEADER = "megabatch"
 _FORMAT = 1
 
@@ -90,9 +89,9 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
         if missing := lora.trained(module) - set(own) if pair.base_is_elsewhere else ():
             raise ValueError(f"{place / WEIGHTS} must have all trained weights, got none for {', '.join(sorted(missing))}")
     if description.get("frozen"):
-        lora.store_frozen([tower.module for tower in pair.towers], getattr(torch, description["frozen"]))
-    for tower in pair.towers:
-        tower.module.to(device).eval()
+        lora.store_frozen(pair.modules, getattr(torch, description["frozen"]))
+    for module in pair.modules:
+        module.to(device).eval()
     return dataclasses.replace(pair, logit_scale=description["logit_scale"], logit_bias=description["logit_bias"])
 
 

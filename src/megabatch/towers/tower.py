@@ -12,6 +12,7 @@ from megabatch.data.crops import TrainingImages
 from megabatch.towers.lora import LoraConfig
 
 INITIAL_SCALE = 1 / 0.07  # CLIP's
+SIDES = ("first", "second")  # names of the two towers of a pair, in files and settings
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Pair:
     def towers(self) -> tuple[Tower, Tower]:
         """Both towers, in the order of a dataset's sides."""
         return self.first, self.second
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of both towers, which may be one."""
+        return [tower.module for tower in self.towers]
 
     @property
     def base_is_elsewhere(self) -> bool:

@@ -86,7 +86,7 @@ def what_fits(
         world: the ranks.
     """
     free = free_memory(world.device) // (1 if world.device.type == "cuda" else world.local_size)
-    free -= _coming(modules, samples, pairs, world.device)
+    free -= _bytes_to_come(modules, samples, pairs, world.device)
     graphs = max(0.0, config.graphs * free)
     checkpointing = config.checkpointing == "on"
     set_checkpointing(modules, checkpointing)
@@ -108,20 +108,14 @@ def what_fits(
     return Fit(tuple(int(size) for size in least[:-1]), int(least[-1]), checkpointing)
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Seconds and bytes of one sample, of one tower in chunks of one size."""
-
-    forward: float  # without a graph
-    both: float  # a forward and a backward pass, and what is computed again
-    graph_bytes: float  # kept between them
-
-
-def pair_seconds(paces: Sequence[Pace], pairs: int, graph_bytes: float) -> float:
-    """Seconds of one pair in a cached step: chunks whose graph is kept have one forward pass less."""
-    needed = pairs * sum(pace.graph_bytes for pace in paces)
-    again = 1 - min(1.0, graph_bytes / needed) if needed else 0.0
-    return sum(pace.both + again * pace.forward for pace in paces)
+def _bytes_to_come(modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pairs: int, device: torch.device) -> int:
+    """Bytes that training still allocates beside graphs and activations: gradients, moments, embeddings."""
+    parameters = {id(p): local(p) for module in modules for p in module.parameters() if p.requires_grad}
+    learned = sum(p.numel() * p.element_size() for p in parameters.values())
+    with torch.no_grad(), evaluating(modules[0]):
+        output = call(modules[0], map_rows(lambda tensor: tensor.to(device), samples(0, 1)))
+    width = opened(output, type(modules[0]).__name__).embeddings.shape[1]
+    return OPTIMIZER_COPIES * learned + COPIES_OF_EMBEDDINGS * len(modules) * pairs * width * 4
 
 
 def _faster(
@@ -148,11 +142,6 @@ def _faster(
     return found[checkpointing][1], checkpointing
 
 
-def input_bytes(config: MemoryConfig, world: World) -> int:
-    """Host memory for the samples of one batch on this rank, while the next batch has as much."""
-    return int(config.inputs * (available_memory() or 0) / world.local_size / 2)
-
-
 def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> int:
     """The largest chunk size that fits: doubles while the next size would fit, halves if the first does not.
 
@@ -175,10 +164,20 @@ def largest_chunk(most: int, peak: Callable[[int], int | None], budget: int) -> 
             size = min(2 * size, most)
 
 
-def repeated(inputs: Any, size: int) -> Any:
-    """Inputs of `size` samples: the given ones, again and again."""
-    times = -(-size // count_rows(inputs, "inputs"))
-    return map_rows(lambda tensor: torch.cat([tensor] * times)[:size], inputs)
+@dataclass(frozen=True)
+class Pace:
+    """Seconds and bytes of one sample, of one tower in chunks of one size."""
+
+    forward: float  # without a graph
+    both: float  # a forward and a backward pass, and what is computed again
+    graph_bytes: float  # kept between them
+
+
+def pair_seconds(paces: Sequence[Pace], pairs: int, graph_bytes: float) -> float:
+    """Seconds of one pair in a cached step: chunks whose graph is kept have one forward pass less."""
+    needed = pairs * sum(pace.graph_bytes for pace in paces)
+    again = 1 - min(1.0, graph_bytes / needed) if needed else 0.0
+    return sum(pace.both + again * pace.forward for pace in paces)
 
 
 class _Trial:
@@ -227,6 +226,12 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
+def repeated(inputs: Any, size: int) -> Any:
+    """Inputs of `size` samples: the given ones, again and again."""
+    times = -(-size // count_rows(inputs, "inputs"))
+    return map_rows(lambda tensor: torch.cat([tensor] * times)[:size], inputs)
+
+
 def forward_backward(module: nn.Module, inputs: Any) -> None:
     """A forward and, with gradients enabled, a backward pass; running statistics stay as they were."""
     with batchnorm.running_statistics_kept(batchnorm.layers([module])):
@@ -235,11 +240,6 @@ def forward_backward(module: nn.Module, inputs: Any) -> None:
             output.float().sum().backward()
 
 
-def _coming(modules: Sequence[nn.Module], samples: Callable[[int, int], Any], pairs: int, device: torch.device) -> int:
-    """Bytes that training still allocates beside graphs and activations: gradients, moments, embeddings."""
-    parameters = {id(p): local(p) for module in modules for p in module.parameters() if p.requires_grad}
-    learned = sum(p.numel() * p.element_size() for p in parameters.values())
-    with torch.no_grad(), evaluating(modules[0]):
-        output = call(modules[0], map_rows(lambda tensor: tensor.to(device), samples(0, 1)))
-    width = opened(output, type(modules[0]).__name__).embeddings.shape[1]
-    return OPTIMIZER_COPIES * learned + COPIES_OF_EMBEDDINGS * len(modules) * pairs * width * 4
+def input_bytes(config: MemoryConfig, world: World) -> int:
+    """Host memory for the samples of one batch on this rank, while the next batch has as much."""
+    return int(config.inputs * (available_memory() or 0) / world.local_size / 2)

@@ -22,11 +22,10 @@ from megabatch.cached.tower_io import call, map_rows
 from megabatch.data import cache
 from megabatch.data.dataset import Dataset
 from megabatch.evaluation.embedding import embed
-from megabatch.towers.tower import Pair
+from megabatch.towers.tower import SIDES, Pair
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
-SIDES = ("first", "second")
 ROWS = 1 << 16  # per file: small enough for memory, large enough to keep the number of files low
 
 

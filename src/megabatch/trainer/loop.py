@@ -28,7 +28,7 @@ from megabatch.data.order import Order
 from megabatch.data.resident import Resident
 from megabatch.evaluation import evaluate
 from megabatch.machine import peak_bytes
-from megabatch.towers.tower import Pair
+from megabatch.towers.tower import SIDES, Pair
 from megabatch.trainer import compiling, lock, locked_side, loss_inputs, optim, parallel
 from megabatch.trainer.checkpoint import CheckpointError
 from megabatch.trainer.config import TrainConfig, reader_count
@@ -90,7 +90,7 @@ class Trainer:
                 f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
             )
         check_best(config, dataset.sides, list(self.validation))
-        self._encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != locked_side.SIDES[side]]
+        self._encoded = [side for side in (0, 1) if not config.keep_locked or config.lock != SIDES[side]]
         self._negatives = loss_inputs.with_negatives(config.loss, dataset, self._encoded)
         groups: Any = getattr(dataset, "groups", len(dataset))
         self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
@@ -174,7 +174,7 @@ class Trainer:
         """Finds the chunk sizes, and computes the embeddings of a teacher and of a locked side, before the first step."""
         if self.step == 0:
             self._seed(0)
-        modules = self._trained.modules
+        modules = self.pair.modules
         dataset = self._resident(workers)  # first: chunks and graphs share the memory that is left
         if self._fit is None:
             share = -(-self.config.batch_size // self.world.size)
@@ -208,16 +208,16 @@ class Trainer:
         if self._trained.compiled and self.step < self.steps:
             chunks = [repeated(self._samples(side, SAMPLES_REPEATED), size) for side, size in enumerate(fit.chunk_sizes)]
             with autocast(self.config.precision, self.world.device):
-                compiling.warm_up(self._trained.modules, chunks, self.world)
+                compiling.warm_up(self.pair.modules, chunks, self.world)
 
     def _locked_embeddings(self, workers: int | Executor, fit: Fit) -> dict[int, locked_side.KeptEmbeddings]:
         """Embeddings of the locked side, by its index, if they are computed once."""
         if self.config.lock == "none" or not self.config.keep_locked:
             return {}
-        side = locked_side.SIDES.index(self.config.lock)
+        side = SIDES.index(self.config.lock)
         if self.config.augment and self.world.rank == 0:
             LOG.info("the locked side is not augmented, because its embeddings are computed once (keep_locked)")
-        with parallel.whole(self._trained.modules), autocast(self.config.precision, self.world.device):
+        with parallel.whole(self.pair.modules), autocast(self.config.precision, self.world.device):
             kept = locked_side.KeptEmbeddings(
                 self.run.folder / LOCKED,
                 self.dataset,
@@ -300,7 +300,7 @@ class Trainer:
 
     def _evaluate(self, workers: int | Executor) -> dict[str, float]:
         result: dict[str, float] = {}
-        whole = parallel.whole(self._trained.modules)
+        whole = parallel.whole(self.pair.modules)
         with self._trained.averaged(), whole, autocast(self.config.precision, self.world.device):
             # A chunk that fits with a graph fits without one.
             chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)

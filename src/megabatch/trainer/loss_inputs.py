@@ -11,7 +11,8 @@ from megabatch import towers
 from megabatch.data.dataset import Dataset
 from megabatch.data.negatives import WithNegatives
 from megabatch.data.tables import Table
-from megabatch.trainer.locked_side import SIDES, KeptEmbeddings
+from megabatch.towers.tower import SIDES
+from megabatch.trainer.locked_side import KeptEmbeddings
 from megabatch.trainer.objective import CONTRASTS, LossConfig, LossInputs
 from megabatch.trainer.weights import load_newest
 from megabatch.world import World
@@ -83,7 +84,7 @@ def teacher(
         workers: as for `Dataset.source`.
     """
     pair = load_newest(Path(spec), world.device)[0] if Path(spec).is_dir() else towers.load(spec, dataset.sides)
-    for tower in pair.towers:
-        tower.module.to(world.device).requires_grad_(False).eval()
+    for module in pair.modules:
+        module.to(world.device).requires_grad_(False).eval()
     kept = partial(KeptEmbeddings, chunk_size=chunk_size, workers=workers, world=world)
     return [kept(folder / name, dataset, side, pair) for side, name in enumerate(SIDES)], pair.logit_scale

@@ -1,32 +1,21 @@
-"""Where a run takes place: the room on its disk, and hardware, versions and sizes, for a report that can be cited."""
+"""The room on the disk of a run: whether the model and its checkpoints will fit."""
 
 import logging
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from megabatch import machine
 from megabatch.towers.tower import Pair
-from megabatch.trainer import locked_side, run
 from megabatch.trainer.checkpoints import Checkpoints
-from megabatch.trainer.config import TrainConfig
+from megabatch.trainer.parallel import distinct
 from megabatch.world import World
 
 LOG = logging.getLogger("megabatch")
 
 
-def check(
-    folder: Path,
-    pair: Pair,
-    moments: float,
-    checkpoints: Checkpoints,
-    keep: int,
-    world: World,
-    *,
-    models: int = 1,
-) -> None:
+def check(folder: Path, pair: Pair, moments: float, checkpoints: Checkpoints, keep: int, world: World, *, models: int) -> None:
     """Raises an error if the disk has no room for the model and a checkpoint, and warns if it has none for all of them.
 
     Args:
@@ -38,11 +27,11 @@ def check(
         world: the ranks.
         models: number of models in the folder: the last, and the best if it is kept.
     """
-    modules = {id(tower.module): tower.module for tower in pair.towers}.values()
     learned = _bytes(parameter for parameter in pair.parameters() if parameter.requires_grad)
-    model = learned if pair.base_is_elsewhere else _bytes(value for module in modules for value in module.state_dict().values())
+    stored = (value for module in distinct(pair.modules) for value in module.state_dict().values())
+    model = learned if pair.base_is_elsewhere else _bytes(stored)
     each = int(model + moments * learned)
-    free, there = world.from_first((run.free_bytes(folder), checkpoints.count()))
+    free, there = world.from_first((free_bytes(folder), checkpoints.count()))
     told = (
         f"the disk of {folder} has {free / 1e6:,.1f} MB free; the model takes {model / 1e6:,.1f} MB"
         + (", the best one as much (checkpoint.best)," if models > 1 else "")
@@ -59,18 +48,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def environment(config: TrainConfig, pair: Pair, world: World, samples: int, steps: int) -> dict[str, Any]:
-    """Hardware, versions and sizes."""
-    of_sides = zip(locked_side.SIDES, pair.towers, strict=True)
-    return {
-        "machine": machine.describe(),
-        "device": world.device.type,
-        "processes": world.size,
-        "parameters": sum(p.numel() for p in pair.parameters()),
-        "trained_parameters": sum(p.numel() for p in pair.parameters() if p.requires_grad),
-        "parameters_of": {side: sum(p.numel() for p in tower.module.parameters()) for side, tower in of_sides},
-        "samples": samples,
-        "pairs_per_step": config.batch_size,
-        "steps": steps,
-        "precision": config.precision,
-    }
+def free_bytes(folder: Path) -> int:
+    """Free space of the disk that the folder is on, or will be on."""
+    return shutil.disk_usage(next(place for place in (folder, *folder.resolve().parents) if place.exists())).free

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -10,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megabatch import settings
+from megabatch import machine, settings
 from megabatch.data import cache
 from megabatch.towers.saved import WEIGHTS
+from megabatch.towers.tower import SIDES, Pair
 from megabatch.trainer.config import TrainConfig
+from megabatch.world import World
 
-BEST_ABOUT, ENVIRONMENT = "best.json", "environment.json"
+CONFIG, COMMAND, ENVIRONMENT = "config.toml", "command.txt", "environment.json"
+CHECKPOINTS, BEST, LOCKED, TEACHER = "checkpoints", "best", "locked", "teacher"  # folders
+BEST_ABOUT = "best.json"  # in the folder of the best weights
 PROBE = 1 << 16  # bytes: more than settings and the first lines of metrics take
-CONFIG, COMMAND, CHECKPOINTS, LOCKED, BEST = "config.toml", "command.txt", "checkpoints", "locked", "best"
-TEACHER = "teacher"
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Run:
         return self.config.batch_size
 
     def write(self, about: Mapping[str, Any]) -> None:
-        """Writes settings, command line, and `about` the environment with the date into the folder."""
+        """Writes settings, command line, and the environment (`about`) with the date into the folder."""
         text = settings.to_toml(settings.table(self.config))
         cache.write(self.folder / CONFIG, lambda file: file.write(text.encode()))
         place, now = self.folder / ENVIRONMENT, time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -49,6 +50,23 @@ class Run:
         cache.write(place, lambda file: file.write(environment.encode()))
         if self.command:
             cache.write(self.folder / COMMAND, lambda file: file.write(f"{self.command}\n".encode()))
+
+
+def environment(config: TrainConfig, pair: Pair, world: World, samples: int, steps: int) -> dict[str, Any]:
+    """Hardware, versions and sizes, for a report that can be cited."""
+    of_sides = zip(SIDES, pair.towers, strict=True)
+    return {
+        "machine": machine.describe(),
+        "device": world.device.type,
+        "processes": world.size,
+        "parameters": sum(p.numel() for p in pair.parameters()),
+        "trained_parameters": sum(p.numel() for p in pair.parameters() if p.requires_grad),
+        "parameters_of": {side: sum(p.numel() for p in tower.module.parameters()) for side, tower in of_sides},
+        "samples": samples,
+        "pairs_per_step": config.batch_size,
+        "steps": steps,
+        "precision": config.precision,
+    }
 
 
 def unwritable(folder: Path) -> str | None:
@@ -80,11 +98,6 @@ def forget_best(folder: Path) -> None:
     """Removes the note and the weights that a run before left in the folder."""
     for name in (BEST_ABOUT, WEIGHTS):
         (folder / BEST / name).unlink(missing_ok=True)
-
-
-def free_bytes(folder: Path) -> int:
-    """Free space of the disk that the folder is on, or will be on."""
-    return shutil.disk_usage(next(place for place in (folder, *folder.resolve().parents) if place.exists())).free
 
 
 def unused(parent: Path, name: str) -> Path:

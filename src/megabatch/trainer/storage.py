@@ -85,7 +85,7 @@ class Storage:
         fit = None
         if self._fits_as_before(about):
             fit = Fit(tuple(about["chunk_sizes"]), about["graph_bytes"], about.get("checkpointing", False))
-            set_checkpointing(self._trained.modules, fit.checkpointing)
+            set_checkpointing(self._trained.pair.modules, fit.checkpointing)
         if path.resolve().parent == self._checkpoints.folder.resolve():
             self._checkpoints.set_aside_after(run.step)
             self._set_weights_aside()
@@ -126,7 +126,7 @@ class Storage:
         if self._world.rank == 0:
             if self._run.step == 0:  # the best weights of another run in this folder are none of this one's
                 runs.forget_best(self._run.folder)
-            self._run.write(room.environment(config, pair, self._world, len(self._dataset), self._run.total_steps))
+            self._run.write(runs.environment(config, pair, self._world, len(self._dataset), self._run.total_steps))
 
     def overdue(self) -> bool:
         """Whether the last checkpoint is too long ago, by the clock of this rank."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from megabatch.cached import randomness
 from megabatch.towers.lora import store_frozen
-from megabatch.towers.tower import Pair
+from megabatch.towers.tower import SIDES, Pair
 from megabatch.trainer import compiling, locked_side, optim, parallel
 from megabatch.trainer.config import TrainConfig
 from megabatch.trainer.ema import Average
@@ -28,7 +28,7 @@ SAMPLES_COUNTED = 64  # whose operations are counted
 class Trained:
     """Towers, loss and optimizer of a run."""
 
-    pair: Pair  # the towers, with unwrapped modules
+    pair: Pair  # the towers; their modules are unwrapped
     called: list[nn.Module]  # modules of the two sides, wrapped in DDP or FSDP2 on several ranks
     by_name: dict[str, nn.Module]  # modules of towers and loss, unwrapped, each once
     objective: Objective
@@ -37,11 +37,6 @@ class Trained:
     scaler: torch.amp.GradScaler | None  # for fp16
     compiled: bool
     utilisation: Utilisation
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Modules of the two sides, unwrapped. Both sides may share one."""
-        return [tower.module for tower in self.pair.towers]
 
     def averaged(self) -> AbstractContextManager[None]:
         """Swaps the averaged weights into the modules, if there are any."""
@@ -65,12 +60,12 @@ def build(config: TrainConfig, pair: Pair, samples: Callable[[int, int], Any], e
         world: the ranks.
     """
     if pair.lora is not None:
-        store_frozen([tower.module for tower in pair.towers], AUTOCAST_TYPES.get(config.precision, torch.float32))
-    modules = [tower.module.to(world.device) for tower in pair.towers]
+        store_frozen(pair.modules, AUTOCAST_TYPES.get(config.precision, torch.float32))
+    modules = [module.to(world.device) for module in pair.modules]
     shown = [samples(side, SAMPLES_SHOWN) for side in (0, 1)]
     if config.lock != "none":
         with randomness.untouched([world.device]):
-            locked_side.lock(pair, locked_side.SIDES.index(config.lock), shown)
+            locked_side.lock(pair, SIDES.index(config.lock), shown)
     counted = [partial(samples, side, SAMPLES_COUNTED) for side in encoded]
     utilisation = Utilisation([pair.towers[side] for side in encoded], counted, config.precision, world)
     compiled = config.compile == "on" and compiling.compile_towers(modules, world)
@@ -80,7 +75,7 @@ def build(config: TrainConfig, pair: Pair, samples: Callable[[int, int], Any], e
     objective = Objective(config.loss, pair.logit_scale, pair.logit_bias, dtype).to(world.device)
     groups = optim.parameter_groups(parallel.distinct(modules), objective, config.optimizer.weight_decay)
     optimizer = optim.build(config.optimizer, groups)
-    by_name = dict(zip(locked_side.SIDES, parallel.distinct(modules), strict=False)) | {"loss": objective}
+    by_name = dict(zip(SIDES, parallel.distinct(modules), strict=False)) | {"loss": objective}
     average = Average(by_name, config.ema) if config.ema else None
     scaler = grad_scaler(config.precision, world.device)
     return Trained(pair, called, by_name, objective, optimizer, average, scaler, compiled, utilisation)

@@ -10,8 +10,7 @@ import torch
 
 from megabatch import settings, towers
 from megabatch.towers.lora import store_frozen
-from megabatch.towers.tower import Pair
-from megabatch.trainer import locked_side
+from megabatch.towers.tower import SIDES, Pair
 from megabatch.trainer.checkpoint import contents
 from megabatch.trainer.checkpoints import Checkpoints
 from megabatch.trainer.config import TrainConfig
@@ -59,7 +58,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[P
     config = settings.build(TrainConfig, about["config"])
     model = config.model.partition("@")[0]  # the weights come from the checkpoint
     pair = replace(towers.load(model, tuple(about["sides"]), lora=config.lora, **config.model_options), name=config.model)
-    modules = dict(zip(locked_side.SIDES, distinct([tower.module for tower in pair.towers]), strict=False))
+    modules = dict(zip(SIDES, distinct(pair.modules), strict=False))
     state = _state(path)
     state = state["model"] | state["average"]  # the average is what a run saves
     for name, module in modules.items():
