@@ -227,8 +227,8 @@ def host_profile(record: Record, step: Callable[[], Any], what: str) -> None:
     profiler.disable()
     torch.cuda.synchronize()
     text = io.StringIO()
-    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(22)
-    kept = [line[:150] for line in text.getvalue().splitlines() if any(mark in line for mark in ("/", "{", "ncalls"))]
+    pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(22)
+    kept = [line[:150] for line in text.getvalue().splitlines() if any(mark in line for mark in (".py:", "{", "ncalls"))]
     record["host_profile"][what] = kept
     record.say(f"host profile of {what}, 200 steps:\n" + "\n".join(kept))
 
