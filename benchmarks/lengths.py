@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import reports
 import torch
 from record import RESULTS, Record
 from sentence_transformers_systems import Features, Setting, encoder, integration, ours, plain, theirs
 from torch import Tensor, nn
 
-from megabatch import machine
 from megabatch.bench.measure import peak_memory
 from megabatch.display.numbers import gib, ratio
 from megabatch.display.tables import OURS, Table
@@ -149,10 +149,8 @@ def main() -> None:
                 results[name].update(one)
     record["results"].extend(results.values())
     record.save()
-    made = table(record.contents)
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    record.path.with_suffix(".md").write_text(f"{made.markdown()}\n\n{about}")
-    made.print()
+    reports.write(record.path, lambda found: table(found).markdown())
+    table(record.contents).print()
 
 
 if __name__ == "__main__":

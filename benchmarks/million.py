@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import reports
 import torch
 from flickr8k_data import Captioned, invented, read
 from image_study_settings import Sizes
 from image_study_worker import add_model
 from record import Record, arguments, device_of
-from reports import paragraphs
 from torch import Tensor
 
-from megabatch import machine, towers
+from megabatch import towers
 from megabatch.data.resident import Resident
 from megabatch.display.tables import Table
 from megabatch.evaluation import results
@@ -173,11 +173,8 @@ def main() -> int:
         parser.error("--data is needed: the folder with Flickr8k's .bin and .json")
     bench = Bench(args)
     bench.work()
-    record = bench.record.contents
-    made = table(record)
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    bench.record.path.with_suffix(".md").write_text(paragraphs(made.markdown(), about), "utf-8")
-    made.print()
+    reports.write(bench.record.path, lambda record: table(record).markdown())
+    table(bench.record.contents).print()
     return 0
 
 

@@ -22,10 +22,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import reports
 from record import Record, arguments
 from train_speed_data import make
 
-from megabatch import machine
 from megabatch.bench.processes import fresh_process
 from megabatch.commands.arguments.options import whole
 from megabatch.data.order import Order
@@ -144,10 +144,8 @@ def main() -> int:
                 best = [max(one, key=lambda result: result["rate"]) for one in zip(*rounds, strict=True)]
                 record["results"].extend(best if pause == args.pauses[0] else best[1:])
                 record.save()
-    text = table(record.contents).markdown()
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    record.path.with_suffix(".md").write_text(f"{text}\n\n{about}")
-    print(text)
+    reports.write(record.path, lambda found: table(found).markdown())
+    print(table(record.contents).markdown())
     return 0
 
 

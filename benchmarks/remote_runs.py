@@ -25,11 +25,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import reports
 from record import Record, arguments
 from remote_reading import serve
 from train_speed_data import make
 
-from megabatch import extras, machine
+from megabatch import extras
 from megabatch.commands.arguments.options import whole
 from megabatch.display.tables import Table
 
@@ -158,10 +159,8 @@ def main() -> int:
             without = {"MEGABATCH_CACHE": str(Path(made) / "no cache"), "MEGABATCH_CACHE_GIB": "0"}
             measure(f"{place}, no cache, server killed", data, environment | without, server)
             server.kill()
-    text = table(record.contents).markdown()
-    about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
-    record.path.with_suffix(".md").write_text(f"{text}\n\n{about}")
-    print(text)
+    reports.write(record.path, lambda found: table(found).markdown())
+    print(table(record.contents).markdown())
     return 0
 
 

@@ -13,17 +13,19 @@ Record = dict[str, Any]
 Row = dict[str, Any]
 
 
-def write(path: Path, text: Callable[[Record], str], draw: Callable[[Record], Any]) -> None:
+def write(path: Path, text: Callable[[Record], str], draw: Callable[[Record], Any] | None = None) -> None:
     """Writes `.md` and `.png` beside the record, with the machine and the command. Without matplotlib there is no plot.
 
     Args:
         path: of the JSON record.
         text: the Markdown of a record.
-        draw: the matplotlib figure of a record.
+        draw: the matplotlib figure of a record, if it has one.
     """
     record = json.loads(path.read_text())
     about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
     path.with_suffix(".md").write_text(f"{text(record)}\n\n{about}")
+    if draw is None:
+        return
     if plots.available():
         plots.save(draw(record), path.with_suffix(".png"))
     else:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megabatch.operators.definition import refusing
 from megabatch.tiles.precision import FLOAT16, HALF_DTYPE, TF32, multiply_into, rounded
 
-MATCHES, ROWS, VIEWS, LABELS, SIGMOID = range(5)  # the kinds of `tiles.triton_small`
+MATCHES, ROWS, VIEWS, LABELS, SIGMOID = range(5)  # the kinds of `tiles.triton_small_device`
 
 
 class Task(NamedTuple):

@@ -160,9 +160,8 @@ _MAXSIM_SMALL = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
 # and with 4 24.9, 128×128 with 8 29.7 and with 4 25.7, 256×64 with 8 24.8, 64×64 with 4 31.9.
 _MAXSIM_GRADIENT = KernelTile(rows=128, columns=64, width=128, warps=4, stages=3)
 _MAXSIM_GRADIENT_FLOAT32 = KernelTile(rows=64, columns=32, width=64, warps=4, stages=2)
-MAXSIM_GATHER = KernelTile(
-    rows=32, columns=1, width=128, warps=4, stages=3
-)  # query vectors that gather their winners; 16 to 128: ± 3 %
+# Query vectors that gather their winners; 16 to 128 of them differ by 3 %.
+MAXSIM_GATHER = KernelTile(rows=32, columns=1, width=128, warps=4, stages=3)
 MAXSIM_SCORES = TileSize(rows=4096, columns=4096)  # queries and documents of a launch: 64 MiB of scores
 _MAXSIM_WINNERS = 2**27  # of a strip: 256 MiB in int16
 
