@@ -46,7 +46,7 @@ SMALL = Shape(
     "Qwen3-0.6B",
     {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, **_HEADS},
     False,
-    (256, 2048, 8192),
+    (256, 1024, 8192),
     128,
     (32768, 65536),
 )
@@ -54,7 +54,7 @@ LARGE = Shape(
     "Qwen3-8B",
     {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, **_HEADS},
     True,
-    (64, 256, 1024),
+    (64, 128, 1024),
     32,
     (16384, 32768),
 )

@@ -17,8 +17,8 @@ Parts, each of which builds on the lines of the parts before:
     siglip  SigLIP at 1,024 and 8,192 pairs
 
 Each run is a line in image_study.jsonl and is not repeated, so that the study can be cut into slices (`--seconds`). Several
-runs share the GPU (`--beside`): one alone does not keep it busy. After a slice, the best model draws what it finds for a few
-captions (image_study_gallery.png).
+runs share the GPU (`--beside`): one alone does not keep it busy. After a slice, image_study_gallery.png shows the photographs
+that the best model finds for a few captions.
 """
 
 import argparse
@@ -46,7 +46,15 @@ from megabatch.evaluation.search import search
 from megabatch.evaluation.sheet import Found, draw
 
 SEEDS = (0, 1, 2)
-QUERIES, FOUND = 5, 5  # captions of the gallery, and photographs for each
+QUERIES = (  # of the gallery
+    "a brown dog runs through the grass",
+    "a surfer rides a wave",
+    "a climber on a steep rock",
+    "children play in the water",
+    "football players on a field",
+    "snow on a mountain",
+)
+FOUND = 5  # photographs for each
 GRACE = 15.0  # seconds after the limit in which a run may still end
 FIRST_GUESS = 40_000.0  # pairs a second of all runs together, until one has been measured
 
@@ -149,7 +157,7 @@ class Bench:
         about.write_text(json.dumps(line))
 
     def draw_gallery(self) -> None:
-        """What the best model finds among held-out photographs for some of their captions."""
+        """What the best model finds among held-out photographs."""
         about = self.options.best / "line.json"
         if not about.exists():
             return
@@ -160,18 +168,14 @@ class Bench:
         images = test.items()
         first = [i for i in range(len(test)) if i == 0 or images[i] != images[i - 1]]  # one caption of each photograph
         embeddings = embed(pair.first, test, 0, first)
-        queries = [test.name(first[i]) for i in range(0, len(first), max(1, len(first) // QUERIES))][:QUERIES]
-        matches = search(encode(pair.second, queries), embeddings, FOUND)
+        matches = search(encode(pair.second, QUERIES), embeddings, FOUND)
         found = [
-            [
-                Found(test.read(first[i], 0), "its own photograph" if test.name(first[i]) == query else "", score)
-                for i, score in zip(indices, scores, strict=True)
-            ]
-            for query, indices, scores in zip(queries, matches.indices.tolist(), matches.scores.tolist(), strict=True)
+            [Found(test.read(first[i], 0), "", score) for i, score in zip(indices, scores, strict=True)]
+            for indices, scores in zip(matches.indices.tolist(), matches.scores.tolist(), strict=True)
         ]
         title = f"Best matches among {len(first):,} photographs that were never trained on"
         place = self.options.output / f"{self.options.name}_gallery.png"
-        draw(place, queries, found, title=title, credits=test.credits)
+        draw(place, QUERIES, found, title=title, credits=test.credits)
         print(f"wrote {place}: recall@1 by text {line['text_to_image_R@1']:.1%}", flush=True)
 
 
@@ -187,6 +191,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="(default: all, in this order)")
     parser.add_argument("--beside", type=int, default=6, help="runs that share the GPU (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="(default: 0 1 2)")
+    parser.add_argument("--sizes", type=int, nargs="+", help="pairs in a batch of the part study (default: 256, 512, … 32768)")
     parser.add_argument("--samples", type=int, default=Sizes().samples, help="pairs that a run sees (%(default)s)")
     parser.add_argument("--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: chosen by the part rate)")
     parser.add_argument("--compile", choices=("on", "off"), default="off", help="(%(default)s: each run would compile anew)")

@@ -111,7 +111,7 @@ def _choices(study: Study) -> Table:
         ]
         for line in sorted(study.trials, key=mean_recall, reverse=True)
     ]
-    notes = f"{study.base:,} pairs, one seed that the study does not use. Tower: pixels of an image / of a patch."
+    notes = f"{study.base:,} pairs, one seed that the study does not use. Tower: convolutions, blocks of a stage @ pixels."
     return Table(["tower", "least area of a crop", "mirrored", "rate", "mean recall, %"], rows, notes=notes)
 
 

@@ -12,7 +12,7 @@ from megabatch.bench.loss_systems import DENSE, INF_CL, MEGABATCH
 SIGLIP = "siglip"
 BASE, SIZES = 1024, [256 << power for power in range(8)]
 RULES = ("none", "sqrt", "linear")  # `optimizer.scaling`
-TOWERS = ("96/16", "64/8", "128/16")  # pixels of a side / of a patch
+TOWERS = ("conv1@64", "conv2@64", "conv1@96")  # residual blocks of a stage at pixels of a side; "64/8": pixels / of a patch
 CROPS = ((0.9, False), (0.4, True))  # least share of the area, and whether half of the images are mirrored
 FIRST_RATE, RATES = 1e-3, (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 NEARLY = 0.97  # of the best mean recall: the smallest such rate is taken, because two rules make it larger
@@ -39,7 +39,7 @@ class Setting(NamedTuple):
 class Sizes(NamedTuple):
     """What a tiny run has smaller."""
 
-    layers: tuple[int, int] = (6, 4)  # of images and texts
+    layers: tuple[int, int] = (4, 2)  # transformer layers of images, unless they are convolved, and of texts
     width: int = 256
     base: int = BASE
     sizes: Sequence[int] = SIZES
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
     held_out: int = HELD_OUT
 
 
-TINY = Sizes((1, 1), 32, 16, (16, 64), 256, 16, (16,), ("32/16",), (1e-3, 2e-3), 12)
+TINY = Sizes((1, 1), 32, 16, (16, 64), 256, 16, (16,), ("conv1@32", "32/16"), (1e-3, 2e-3), 12)
 
 
 def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argparse.Namespace) -> list[Setting]:
@@ -72,7 +72,7 @@ def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argpar
         return [
             base._replace(batch_size=size, rule=rule, steps=sizes.samples // size, seed=seed)
             for seed in options.seeds
-            for size in sorted(sizes.sizes, reverse=True)
+            for size in sorted(options.sizes or sizes.sizes, reverse=True)
             for rule in (("none",) if size == sizes.base else RULES)  # there the rules agree
         ]
     study = [line for line in lines if setting(line) in set(wanted("study", lines, sizes, options))]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from flickr8k_data import Captioned, Pictures, invented, read
+from image_study_convolutions import register_convolutions
 from image_study_settings import SIGLIP, Setting, Sizes
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from megabatch.world import World
 
 CHUNK = 2048  # pairs encoded at once: 6 to 10 GB of activations
 GRAPHS = 0.3  # of the free memory, for graphs of all runs together
-WEIGHT_DECAY, WARM_UP = 0.2, 0.1
+WEIGHT_DECAY, WARM_UP = 0.2, 0.2
 
 
 class Worker:
@@ -139,20 +140,19 @@ def other_loss(name: str, objective: Any, device: str) -> Callable[..., Tensor]:
 
 
 def add_model(tower: str, sizes: Sizes) -> str:
-    """Makes open_clip know a model of this resolution and patch size, and returns its name."""
+    """Makes open_clip know a model of this resolution and these blocks or patches, and returns its name."""
     import open_clip
 
-    pixels, patch = map(int, tower.split("/"))
-    name, layers = f"flickr-{pixels}-{patch}-{sizes.width}", sizes.layers
+    name = f"flickr-{tower.replace('/', '-').replace('@', '-')}-{sizes.width}"
     about = {
         "embed_dim": sizes.width,
-        "vision_cfg": {"image_size": pixels, "layers": layers[0], "width": sizes.width, "patch_size": patch, "head_width": 32},
+        "vision_cfg": _vision(tower, sizes),
         "text_cfg": {
             "context_length": 32,
             "vocab_size": 49408,
             "width": sizes.width,
             "heads": sizes.width // 32,
-            "layers": layers[1],
+            "layers": sizes.layers[1],
         },
     }
     if name not in open_clip.list_models():
@@ -161,6 +161,16 @@ def add_model(tower: str, sizes: Sizes) -> str:
             place.write_text(json.dumps(about))
             open_clip.add_model_config(place)
     return name
+
+
+def _vision(tower: str, sizes: Sizes) -> dict[str, Any]:
+    """The image tower as open_clip describes it: "conv1@64" has one block in each stage, "64/8" is a transformer."""
+    if tower.startswith("conv"):
+        blocks, pixels = map(int, tower.removeprefix("conv").split("@"))
+        about = {"timm_model_name": register_convolutions(blocks), "timm_pool": "", "timm_proj": "linear"}
+        return {"image_size": pixels, **about}
+    pixels, patch = map(int, tower.split("/"))
+    return {"image_size": pixels, "layers": sizes.layers[0], "width": sizes.width, "patch_size": patch, "head_width": 32}
 
 
 def pictures(folder: Path | None) -> Pictures:

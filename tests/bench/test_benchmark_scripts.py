@@ -134,18 +134,18 @@ def image_study_line(setting, recall):
 
 
 def test_runs_of_the_image_study_follow_from_those_before(tmp_path):
-    """Of made-up results: small towers are better, 2e-3 is the best rate and 5e-4 nearly as good, 2,048 the best batch."""
+    """Of made-up results: two blocks are better, 2e-3 is the best rate and 5e-4 nearly as good, 2,048 the best batch."""
     pytest.importorskip("matplotlib")
     import image_study_report
     import image_study_settings
 
     from megabatch.evaluation import results
 
-    sizes, options = image_study_settings.Sizes(), mock.Mock(lr=None, seeds=[0, 1])
+    sizes, options = image_study_settings.Sizes(), mock.Mock(lr=None, seeds=[0, 1], sizes=None)
     with pytest.raises(SystemExit, match="rate needs the results of choose"):
         image_study_settings.wanted("rate", [], sizes, options)
     lines = [
-        image_study_line(one, 0.3 if one.tower == "64/8" and one.flip else 0.2)
+        image_study_line(one, 0.3 if one.tower == "conv2@64" and one.flip else 0.2)
         for one in image_study_settings.wanted("choose", [], sizes, options)
     ]
     with pytest.raises(SystemExit, match="study needs the results of rate, or --lr"):
@@ -156,7 +156,7 @@ def test_runs_of_the_image_study_follow_from_those_before(tmp_path):
         image_study_line(one, by_rate[one.lr]) for one in rates if one.lr != image_study_settings.FIRST_RATE
     ]  # it is known
     study = image_study_settings.wanted("study", lines, sizes, options)
-    assert {(one.tower, one.flip, one.lr) for one in study} == {("64/8", True, 5e-4)}
+    assert {(one.tower, one.flip, one.lr) for one in study} == {("conv2@64", True, 5e-4)}
     assert len(study) == len(set(study)) == 2 * (7 * 3 + 1)
     assert {one.batch_size * one.steps for one in study} == {2**20}
     assert {one.seed for one in study[: len(study) // 2]} == {0}  # each seed after the other

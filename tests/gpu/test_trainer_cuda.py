@@ -84,15 +84,22 @@ def test_memory_that_runs_out_in_training_is_survived(tmp_path, monkeypatch, cap
 
 
 def test_compiled_towers_learn_the_same(tmp_path, caplog):
-    """Dropout included. fp32, so that what is left is rounding."""
+    """Dropout included. fp32, so that the rest is rounding.
+
+    AdamW divides a gradient by its size, so an element whose gradient is almost zero moves by a whole learning rate in either
+    direction. A few of a million do, so each tensor's change is compared as a whole. Another dropout mask would change more.
+    """
     made = {how: trainer(tmp_path / how, compile=how, chunk_size=100, steps=3) for how in ("off", "on")}
+    before = runs.weights(made["off"])
     for one in made.values():
         one.fit()
     assert "cannot be compiled" not in caplog.text
     wanted, found = (runs.weights(made[how]) for how in ("off", "on"))
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+        change = (value - before[name].to(value.device)).norm()
+        assert change > 0, f"{name} has not learned"
+        assert (found[name] - value).norm() <= 1e-2 * change, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
