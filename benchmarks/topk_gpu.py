@@ -1,8 +1,11 @@
-"""Time and memory of exact top-k on a GPU: megabatch, `torch.topk` on chunks of products, FAISS, and the bare product.
+"""Time and memory of exact top-k: megabatch, `torch.topk` on chunks of products, FAISS, and the bare product.
 
-All systems get the same bf16 embeddings and take turns in one process. Before a system is timed, the columns found for sampled
+    python benchmarks/topk_gpu.py                                                              on a GPU, bf16
+    python benchmarks/topk_gpu.py --cpu --sizes 131072x256x16 --rows 2048 --name topk_cpu      on a CPU, float32
+
+All systems get the same embeddings and take turns in one process. Before a system is timed, the columns found for sampled
 rows are compared with float64. Rows are independent, so the time of many rows is extrapolated from `--rows` of them. "Bare
-product" is x·yᵀ by cuBLAS in strips, without any top-k.
+product" is x·yᵀ by the library (cuBLAS, on a CPU MKL) in strips, without any top-k.
 
 Writes a JSON file; `topk_gpu_report.py` makes the table and the plot of it, on any machine.
 """
@@ -112,9 +115,9 @@ class Run:
     """The sizes one after the other."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device = args, device_of(args)
+        self.args, self.device = args, "cpu" if args.cpu else device_of(args)
         self.backend = "triton" if self.device == "cuda" else "eager"
-        self.record = Record("topk_gpu", args, args.seconds, tuned=[])
+        self.record = Record("topk_gpu", args, args.seconds, device=self.device, tuned=[])
 
     def measure(self, size: Size) -> None:
         """All systems at one size."""
@@ -228,7 +231,8 @@ class Run:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, in float32, with the eager backend")
     parser.add_argument("--sizes", nargs="*", default=None, metavar="MxDxK", help=f"({' '.join(SIZES)})")
     parser.add_argument("--rows", type=int, default=65536, help="rows that are searched for; M at most (65536)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system; the median is kept (3)")

@@ -39,11 +39,11 @@ def markdown(record: dict[str, Any]) -> str:
         for r in group:
             ms = r.get("ms")
             cells = [f"{r['M']:,}", r["D"], r["k"], f"{r['rows']:,}", r["system"], cell(ms, ".1f") or r["status"]]
-            cells += [ratio(2 * r["rows"] * r["M"] * r["D"] / 1e9, ms, ".0f"), ratio(bare, ms, ".3f"), ratio(ms, ours)]
+            cells += [ratio(2 * r["rows"] * r["M"] * r["D"] / 1e9, ms, ".3g"), ratio(bare, ms, ".3f"), ratio(ms, ours)]
             whole = None if ms is None or not r["rows"] else ms * r["M"] / r["rows"] / 1000
             rows.append([*cells, cell(whole, ".2f"), gib(r.get("peak_bytes")), cell(r.get("error"), ".0e")])
     return reports.paragraphs(
-        "The k largest products of each row on a GPU, bf16.",
+        f"The k largest products of each row on a {'CPU, float32' if record.get('device') == 'cpu' else 'GPU, bf16'}.",
         Table(HEADINGS, rows, names=(4,)).markdown(),
         LEGEND,
         "\n".join(_tuned(t) for t in record.get("tuned", [])),
