@@ -125,8 +125,14 @@ def test_addresses_that_cannot_be_read_say_what_to_do(server, monkeypatch):
     def refused():
         raise NoCredentialsError("Unable to locate credentials")
 
-    with pytest.raises(RemoteError, match=r"s3://b/x\.csv cannot be read, .*set AWS_ACCESS_KEY_ID .*FSSPEC_S3_ANON=true"):
-        Url("s3://b/x.csv")._patiently(refused)
+    for address, advice in (
+        ("s3://b/x.csv", "set AWS_ACCESS_KEY_ID .*FSSPEC_S3_ANON=true"),
+        ("s3a://b/x.csv", "set AWS_ACCESS_KEY_ID"),
+        ("gcs://b/x.csv", "run `gcloud auth"),
+        ("https://b/x.csv", "check the address and the token"),
+    ):
+        with pytest.raises(RemoteError, match=rf"{address} cannot be read, .*; {advice}"):
+            Url(address)._patiently(refused)
 
 
 def test_a_missing_image_is_skipped_and_a_lost_server_is_not(server, tmp_path):

@@ -132,6 +132,9 @@ def test_columns_of_your_own(tmp_path):
             ValueError, match=r"columns must be image=NAME text=NAME or query=NAME document=NAME, got image=word"
         ):
             Table(path, columns=wrong)
+    for wrong in ("word", ["word"], {"query": 3, "document": "word"}):
+        with pytest.raises(ValueError, match=r"columns must be two names, or names by role .*, got ['\[{]"):
+            Table(path, columns=wrong)
 
 
 def test_a_table_that_is_not_utf_8_is_refused_with_the_line(tmp_path):

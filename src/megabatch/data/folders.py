@@ -12,6 +12,7 @@ from megabatch.data.dataset import Dataset, UnreadableSampleError
 from megabatch.names import TABLES
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+CAPTIONS = (".txt", ".json")  # endings of a caption beside an image; upper case counts too
 
 
 class Folders(Dataset):
@@ -87,7 +88,7 @@ def is_plain(path: Path) -> bool:
     if not os.path.isdir(path):  # a Path refuses long names
         return False
     files = [entry for entry in path.iterdir() if entry.is_file()]
-    captions = {file.stem for file in files if file.suffix in (".txt", ".json")}
+    captions = {file.stem for file in files if file.suffix.lower() in CAPTIONS}
     stems = {file.stem for file in files if is_image(file)}
     return bool(stems) and not stems & captions and not any(file.suffix in (".tar", *TABLES) for file in files)
 

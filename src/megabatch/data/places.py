@@ -28,7 +28,8 @@ def expanded(files: str | Path | Sequence[str | Place]) -> list[Place]:
     """The files that match a pattern; no match is an error. A file of this name comes first; a plain one need not exist."""
     if not isinstance(files, str | Path):
         return [place(path) for path in files]
-    pattern = str(files)
+    named = place(files)
+    pattern = named.address if isinstance(named, Url) else str(named)
     if os.path.exists(pattern):
         return [Path(pattern)]
     if "{" in pattern:

@@ -40,11 +40,11 @@ PACKAGES = {
     "http": "aiohttp",
     "https": "aiohttp",
 }
-ACCESS = {  # how to get access
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads a public bucket without",
-    "gs": "run `gcloud auth application-default login`; FSSPEC_GS_TOKEN=anon reads a public bucket without",
-    "hf": "run `hf auth login`, or set HF_TOKEN, and accept the terms of the dataset on its page",
-    "http": "check the address and the token in it; images with relative names are requested without the table's token",
+ACCESS = {  # advice by package
+    "s3fs": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads public buckets",
+    "gcsfs": "run `gcloud auth application-default login`; FSSPEC_GS_TOKEN=anon reads public buckets",
+    "huggingface_hub": "run `hf auth login`, or set HF_TOKEN, and accept the terms of the dataset on its page",
+    "aiohttp": "check the address and the token in it; images with relative names are requested without the table's token",
 }
 VERSIONS = (  # the first that the server sends counts; a list of files and a single one differ in the others
     "ETag",
@@ -244,8 +244,8 @@ class Url:
         if isinstance(error, FileNotFoundError) or status in (404, 410):
             raise FileNotFoundError(errno.ENOENT, "No such file on the server", str(self)) from error
         if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in kind:
-            how = ACCESS.get(self.protocol, ACCESS["http"])
-            raise RemoteError(f"{self} cannot be read, because access was denied ({reason}); {how}") from error
+            advice = ACCESS[PACKAGES[self.protocol]]
+            raise RemoteError(f"{self} cannot be read, because access was denied ({reason}); {advice}") from error
         if isinstance(error, ImportError | ValueError | TypeError | RemoteError):
             raise error
         if 400 <= status < 500 and status not in AGAIN:

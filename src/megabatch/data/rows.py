@@ -18,12 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 from megabatch import extras
 from megabatch.data import embedded
-from megabatch.data.folders import class_folders, is_image
+from megabatch.data.folders import CAPTIONS, class_folders, is_image
 from megabatch.data.places import Place, identity
 from megabatch.data.remote import RemoteError
 
 LOG = logging.getLogger("megabatch")
-CAPTIONS = (".txt", ".json")  # endings of a file beside an image; upper case counts too
 CAPTION_KEYS = ("caption", "text")  # in JSON
 ROWS_AT_ONCE = 1024
 
