@@ -78,7 +78,7 @@ def test_without_versions_nothing_is_kept_for_another_run(server, caplog):
         (server.folder / "x.bin").write_bytes(content)
         url = Url(f"{server.address}/x.bin")
         assert pickle.loads(pickle.dumps(url)).read(0, 500) == url.read(0, 500) == content[:500]
-        remote._run.cache_clear()  # as in another process
+        remote._version_of_this_run.cache_clear()  # as in another process
         assert pickle.loads(pickle.dumps(url)).read(1000, 500) == content[1000:1500]  # of a reader, with what is known
     assert [record.getMessage().partition(" ")[2][:30] for record in caplog.records] == ["sends neither ETag nor Last-Mo"] * 2
 

@@ -7,7 +7,8 @@ import torch
 
 from megabatch import extras
 from megabatch.data.dataset import UnreadableSampleError
-from megabatch.data.tables import Table, connected
+from megabatch.data.ids import connected
+from megabatch.data.tables import Table
 
 ROWS = [("a.png", "one"), ("b.png", "two, with a comma"), ("a.png", 'a "third"'), ("c.png", "one")]
 
@@ -155,7 +156,7 @@ def test_what_is_no_table(tmp_path):
     with pytest.raises(ValueError, match=r"must have one table .*, got none; name the file"):
         Table(tmp_path)
     (tmp_path / "pairs.txt").write_text("")
-    with pytest.raises(ValueError, match=r"A table ends in .csv, .tsv, .jsonl, .parquet, got .*pairs.txt"):
+    with pytest.raises(ValueError, match=r"a table must end in .csv, .tsv, .jsonl, .parquet, got .*pairs.txt"):
         Table(tmp_path / "pairs.txt")
     with pytest.raises(FileNotFoundError, match=r"No such file: .*pairs.csv"):
         Table(tmp_path / "pairs.csv")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megabatch.data.dataset import Dataset
+from megabatch.data.ids import text_id
 from megabatch.data.order import Mixture
-from megabatch.data.shards import text_id
 
 BETWEEN = " + "
 _WEIGHT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*\*(\s*)(.*)", re.DOTALL)
@@ -94,7 +94,7 @@ class Mix(Dataset):
         return self.sources[source].place(own)
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
-        """As in the sources. A sample without an id has its own, because one that is repeated may be in a batch twice."""
+        """As in the sources. A sample without an id gets one, because a repeated sample may be in a batch twice."""
         found = torch.as_tensor(indices, dtype=torch.int64).clone()
         numbers = torch.bucketize(found, torch.tensor(self._ends), right=True)
         for number, source in enumerate(self.sources):

@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megabatch.data import columns as roles
 from megabatch.data import images
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
 from megabatch.data.embedded import Embedded
+from megabatch.data.ids import connected, numbered
 from megabatch.data.places import OpenFiles, Place, expanded, place
 from megabatch.data.remote import RemoteError, Url, is_url
 from megabatch.data.rows import CaptionedImages, ParquetRows, Row, Source, TextRows, captioned
@@ -147,7 +148,7 @@ class Table(Dataset):
         return made
 
     def scores(self) -> Tensor | None:  # (samples,) float64
-        """How similar the two texts of each row are, by the column of scores, NaN if it has no number; None without one."""
+        """The similarity of the two texts by the column of scores, NaN where it has no number; None without this column."""
         return None if self.score_column is None or self.sides[0] == IMAGE else self._scores
 
     def negative_count(self, index: int) -> int:
@@ -241,7 +242,7 @@ def _told(source: Source, row: Row, problem: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value for a message, which may be an image."""
+    """A value as messages show it; bytes, which may be an image, by their number."""
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
     if isinstance(value, dict):
@@ -251,30 +252,6 @@ def _short(value: Any) -> str:
 
 
 _SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON may escape one alone; no encoding and no tokenizer takes it
-
-
-def connected(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) int64
-    """Connected components: an id per row, the same for rows that share a number on either side, also through others."""
-    parent = list(range(len(first)))
-
-    def root(row: int) -> int:
-        while parent[row] != row:
-            parent[row] = parent[parent[row]]
-            row = parent[row]
-        return row
-
-    for side in (first, second):
-        seen: dict[int, int] = {}
-        for row, value in enumerate(side.tolist()):
-            a, b = root(row), root(seen.setdefault(value, row))
-            parent[max(a, b)] = min(a, b)
-    return torch.tensor([root(row) for row in range(len(first))], dtype=torch.int64)
-
-
-def numbered(values: Sequence[Hashable]) -> Tensor:  # (n,) int64
-    """A number for each value, the same for equal ones."""
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in values], dtype=torch.int64)
 
 
 def _sources(spec: str | Path, encoding: str) -> list[Source]:
@@ -300,7 +277,7 @@ def _source(path: Place, encoding: str) -> Source:
     if not path.exists():
         raise FileNotFoundError(f"No such file: {path}")
     if path.suffix not in TABLES:
-        raise ValueError(f"A table ends in {', '.join(TABLES)}, got {path}")
+        raise ValueError(f"a table must end in {', '.join(TABLES)}, got {path}")
     return ParquetRows(path) if path.suffix == ".parquet" else TextRows(path, encoding)
 
 
@@ -308,6 +285,6 @@ def _root(sources: Sequence[Source]) -> Place:
     folders = list(dict.fromkeys(str(source.folder) for source in sources))
     if len(folders) > 1:
         raise ValueError(
-            f"tables of one pattern must be in one folder, got {folders[0]} and {folders[1]}; root names the images'"
+            f"tables of one pattern must be in one folder, got {folders[0]} and {folders[1]}; root names the folder of images"
         )
     return sources[0].folder
