@@ -55,7 +55,7 @@ def _mixture(spec: str, split: str | None, size: int | None, holdout: float, opt
     specs, weights = mix.parsed(spec)
     numbers = [str(number) for number in range(1, len(specs) + 1)]
     common = {name: value for name, value in options.items() if not name.isdecimal()}
-    for name in options.keys() - common.keys():
+    for name in [name for name in options if name not in common]:
         if name not in numbers:
             raise ValueError(f"options of a source must have its number, from 1 to {len(specs)}, got {name}")
         if not isinstance(options[name], dict):

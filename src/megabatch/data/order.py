@@ -1,7 +1,7 @@
 """Which samples are in which batch: a shuffle that follows from (seed, epoch), cut into batches, shared out over ranks.
 
-Batches are numbered through all epochs, and each batch follows from its number alone. So a run continues in the middle of an
-epoch. Batches are the same on one rank as on eight: each rank has a stretch of every batch.
+Batches are numbered through all epochs, and each batch follows from the seed and its number alone. So a run continues in the
+middle of an epoch. Batches are the same on one rank as on eight: each rank has a stretch of every batch.
 """
 
 import math

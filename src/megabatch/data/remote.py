@@ -99,7 +99,7 @@ class Url:
     __repr__ = __str__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy does not ask the server again."""
+        """A copy keeps size and version, if they are known."""
         return Url, (self.address, self._about)
 
     def __truediv__(self, name: str) -> "Url":

@@ -189,41 +189,44 @@ class Table(Dataset):
         return ValueError(f"{self.path} must have at least one pair, got none: {told}")
 
     def _add(self, source: Source, row: Row, columns: tuple[str, str]) -> None:
-        values, number = row.values, row.number
-        if values is None:
-            self.problems.append(_told(source, row, row.problem))
-            return
+        """Adds the pair of a row, or its problem."""
+        values, problem = row.values or {}, row.problem
         pair = []
         for column, kind in zip(columns, self.sides, strict=True):
-            value = values.get(column)
+            value: Any = values.get(column)
             if kind == IMAGE and isinstance(value, Embedded):
                 self._embedded.setdefault(value.digest, value)
                 value = value.digest
-            if not isinstance(value, str) or not value.strip():
-                came = "nothing" if value is None or value == "" else _short(value)
-                hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
-                self.problems.append(_told(source, row, f"{column} must be a text, got {came}{hint}"))
-                return
-            if kind == TEXT and _SURROGATE.search(value):
-                problem = f"{column} must be Unicode text, and half of a surrogate pair is no character"
-                self.problems.append(_told(source, row, problem))
-                return
-            pair.append(value.strip())
-        negatives = [entry for column in self.negative_columns for entry in _texts(source, row, column)]
+            problem = problem or _problem_with(value, column, kind)
+            pair.append(value)
+        if problem:
+            self.problems.append(_told(source, row, problem))
+            return
+        self._first.append(pair[0].strip())
+        self._second.append(pair[1].strip())
+        self._negatives += [entry for column in self.negative_columns for entry in _texts(source, row, column)]
+        self._negative_ends.append(len(self._negatives))
         if self.label_column is not None:
             label = values.get(self.label_column)
             if label is None or label != label or not str(label).strip():  # nothing, NaN, an empty cell
-                self._unlabelled.append(number)
+                self._unlabelled.append(row.number)
             self._labels.append(str(label))
         if self.score_column is not None:
             try:
                 self._score_list.append(float(values.get(self.score_column, "")))
             except (TypeError, ValueError):
                 self._score_list.append(math.nan)
-        self._negatives += negatives
-        self._negative_ends.append(len(self._negatives))
-        self._first.append(pair[0])
-        self._second.append(pair[1])
+
+
+def _problem_with(value: Any, column: str, kind: str) -> str:
+    """The reason why a value cannot be one side of a pair; empty if it can."""
+    if not isinstance(value, str) or not value.strip():
+        came = "nothing" if value is None or value == "" else _short(value)
+        hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
+        return f"{column} must be a {'text' if kind == TEXT else 'path'}, got {came}{hint}"
+    if kind == TEXT and _SURROGATE.search(value):
+        return f"{column} must be Unicode text, and half of a surrogate pair is no character"
+    return ""
 
 
 def _texts(source: Source, row: Row, column: str) -> list[str]:
