@@ -14,7 +14,7 @@ import torch
 from megabatch import towers
 from megabatch.commands import mine
 from megabatch.data import progress
-from megabatch.data.folders import Images
+from megabatch.data.folders import Images, is_plain
 from megabatch.data.load import load
 from megabatch.data.tables import Table
 from megabatch.evaluation import embed, stored
@@ -129,6 +129,15 @@ def test_embeddings_of_other_weights_and_wrong_arguments(place, tmp_path):
     with pytest.raises(ValueError, match="--side must be images or texts for this data, got queries"):
         call("embed", place / "run", "--data", place / "images", "--output", tmp_path / "y.npy", "--side", "queries")
     assert len(Images(place / "images")) == 7
+
+
+def test_images_with_captions_beside_them_are_not_alone(tmp_path):
+    (tmp_path / "0.png").touch()
+    assert is_plain(tmp_path)
+    for ending in (".txt", ".TXT", ".json"):
+        (tmp_path / f"0{ending}").touch()
+        assert not is_plain(tmp_path)
+        (tmp_path / f"0{ending}").unlink()
 
 
 @pytest.mark.parametrize("ending", [".npy", ".parquet"])

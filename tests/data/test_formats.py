@@ -206,6 +206,8 @@ def test_names_with_brackets_and_local_addresses_are_paths(tmp_path):
     (folder / "pairs.csv").write_text(f"image,caption\n{image.as_uri()},a\n")
     found = data.load(str(folder / "pairs.csv"))
     assert (found.stored(0, 0).data, found.place(0)) == (png(3), str(image))
+    (tmp_path / "more pairs.csv").write_text(f"image,caption\n{image},a\n")
+    assert len(data.load(f"file://{tmp_path}/more%20*.csv")) == 1
 
 
 def test_dictionaries_of_texts_in_parquet_are_paths(tmp_path):

@@ -74,9 +74,22 @@ def test_sources_by_name(tmp_path, monkeypatch):
         data.load("3 * a.csv + b.csv")
     with pytest.raises(ValueError, match="options of a source must have its number, from 1 to 2, got 3"):
         data.load(spec, **{"3": {}})
+    with pytest.raises(ValueError, match="options of source 2 must be a table, got 'query'"):
+        data.load(spec, **{"2": "query"})
+    for nameless in ("a.csv + ", "2 * a.csv + 1 * "):
+        with pytest.raises(ValueError, match="every source must have a name, got "):
+            data.load(nameless)
     (tmp_path / "c.csv").write_text("query,document,negative\nq,d,n\n")
     with pytest.raises(ValueError, match="must be pairs, got hard negatives in the column negative"):
         data.load(f"{tmp_path}/a.csv + {tmp_path}/c.csv")
+
+
+def test_items_of_parts_are_not_mixed_up(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text("query,document\n" + "\n".join(f"{name}{i // 2},{name}{i}" for i in range(40)))
+    tables = [data.load(str(tmp_path / f"{name}.csv")) for name in "ab"]
+    mixed = Mix([tables[0].part([4, 5, 6]), tables[1].part([0, 1, 9])])
+    assert torch.unique(mixed.items(), return_inverse=True)[1].tolist() == [0, 0, 1, 2, 2, 3]
 
 
 @pytest.mark.thorough

@@ -78,7 +78,7 @@ def test_without_versions_nothing_is_kept_for_another_run(server, caplog):
         (server.folder / "x.bin").write_bytes(content)
         url = Url(f"{server.address}/x.bin")
         assert pickle.loads(pickle.dumps(url)).read(0, 500) == url.read(0, 500) == content[:500]
-        remote._run.cache_clear()  # as in another process
+        remote._version_of_this_run.cache_clear()  # as in another process
         assert pickle.loads(pickle.dumps(url)).read(1000, 500) == content[1000:1500]  # of a reader, with what is known
     assert [record.getMessage().partition(" ")[2][:30] for record in caplog.records] == ["sends neither ETag nor Last-Mo"] * 2
 
@@ -125,8 +125,14 @@ def test_addresses_that_cannot_be_read_say_what_to_do(server, monkeypatch):
     def refused():
         raise NoCredentialsError("Unable to locate credentials")
 
-    with pytest.raises(RemoteError, match=r"s3://b/x\.csv cannot be read, .*set AWS_ACCESS_KEY_ID .*FSSPEC_S3_ANON=true"):
-        Url("s3://b/x.csv")._patiently(refused)
+    for address, advice in (
+        ("s3://b/x.csv", "set AWS_ACCESS_KEY_ID .*FSSPEC_S3_ANON=true"),
+        ("s3a://b/x.csv", "set AWS_ACCESS_KEY_ID"),
+        ("gcs://b/x.csv", "run `gcloud auth"),
+        ("https://b/x.csv", "check the address and the token"),
+    ):
+        with pytest.raises(RemoteError, match=rf"{address} cannot be read, .*; {advice}"):
+            Url(address)._patiently(refused)
 
 
 def test_a_missing_image_is_skipped_and_a_lost_server_is_not(server, tmp_path):

@@ -8,7 +8,8 @@ from megabatch.cached.replay import sample_seed
 from megabatch.data.crops import RandomCrop, TrainingImages
 from megabatch.data.dataset import Dataset, UnreadableSampleError
 from megabatch.data.mix import Mix
-from megabatch.data.resident import Resident, uniform
+from megabatch.data.resident import Resident
+from megabatch.data.uniform import uniform
 
 TRAINING = TrainingImages(RandomCrop((24, 24), area=(0.3, 1.0), flip=True), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "pixels")
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ import torch
 
 from megabatch import extras
 from megabatch.data.dataset import UnreadableSampleError
-from megabatch.data.tables import Table, connected
+from megabatch.data.ids import connected
+from megabatch.data.tables import Table
 
 ROWS = [("a.png", "one"), ("b.png", "two, with a comma"), ("a.png", 'a "third"'), ("c.png", "one")]
 
@@ -82,7 +83,8 @@ def test_damaged_rows_are_named_and_left_out(tmp_path):
     ]
     (tmp_path / "short.csv").write_text("image,caption\na.png\n,nothing\n")
     with pytest.raises(
-        ValueError, match=r"short\.csv must have at least one pair, got none: short.csv, row 1: caption must be"
+        ValueError,
+        match=r"short\.csv must have at least one pair, .*, row 1: caption must be a text, .*, row 2: image must be a path",
     ):
         Table(tmp_path / "short.csv")
 
@@ -132,6 +134,9 @@ def test_columns_of_your_own(tmp_path):
             ValueError, match=r"columns must be image=NAME text=NAME or query=NAME document=NAME, got image=word"
         ):
             Table(path, columns=wrong)
+    for wrong in ("word", ["word"], {"query": 3, "document": "word"}):
+        with pytest.raises(ValueError, match=r"columns must be two names, or names by role .*, got ['\[{]"):
+            Table(path, columns=wrong)
 
 
 def test_a_table_that_is_not_utf_8_is_refused_with_the_line(tmp_path):
@@ -152,7 +157,7 @@ def test_what_is_no_table(tmp_path):
     with pytest.raises(ValueError, match=r"must have one table .*, got none; name the file"):
         Table(tmp_path)
     (tmp_path / "pairs.txt").write_text("")
-    with pytest.raises(ValueError, match=r"A table ends in .csv, .tsv, .jsonl, .parquet, got .*pairs.txt"):
+    with pytest.raises(ValueError, match=r"a table must end in .csv, .tsv, .jsonl, .parquet, got .*pairs.txt"):
         Table(tmp_path / "pairs.txt")
     with pytest.raises(FileNotFoundError, match=r"No such file: .*pairs.csv"):
         Table(tmp_path / "pairs.csv")

@@ -305,7 +305,8 @@ def test_messages():
         contrast=("key-key",),
     )
     fails(ValueError, "negatives.guide must be given", negatives=negatives, guide=(query, key))
-    fails(TypeError, "guide must be a pair", guide=query)
+    fails(TypeError, "guide must be a pair .*, got Tensor", guide=query)
+    fails(TypeError, "guide must be a pair .*, got 3 values", guide=(query, key, key))
     fails(ValueError, r"guide\[0\] must have 23 rows", guide=(query[:4], key[:4]))
     fails(ValueError, r"guide\[1\] must not require a gradient", guide=(query, key.clone().requires_grad_()))
     fails(ValueError, r"margin must have shape \(23,\)", margin=torch.zeros(4))
@@ -313,6 +314,8 @@ def test_messages():
     fails(ValueError, "label_smoothing must be a number", label_smoothing=2.0)
     fails(ValueError, "ids must be None with label smoothing", label_smoothing=0.1, ids=torch.arange(23))
     fails(ValueError, "margin must be None with label smoothing", label_smoothing=0.1, margin=0.1)
+    private = mb.Negatives(negatives, private=True)
+    fails(ValueError, "negatives must not be private with label smoothing", label_smoothing=0.1, negatives=private)
     fails(ValueError, "contrast must be", label_smoothing=0.1, contrast=ALL)
     with pytest.raises(ValueError, match="query must have at least one row"):
         mb.info_nce_loss(query[:0], key[:0], scale=1.0)

@@ -261,6 +261,7 @@ def test_errors_of_further_arguments():
             "negatives must be a tensor, Tokens or a list",
         ),
         (lambda: mb.late_distillation_loss(query, candidates, teacher.to("meta")), "teacher must be on cpu, got meta"),
+        (lambda: mb.late_distillation_loss(query, candidates, teacher[0]), r"teacher must be .*, got torch\.float\d+ \(\d+,\)"),
         (
             lambda: mb.late_distillation_loss(query, candidates, teacher, document_mask=5),
             "the mask of document must have shape",

@@ -202,6 +202,8 @@ def test_an_encoder_of_both_is_none_of_texts(tmp_path):
         ("12M:3x4,5M:3x4,6M:3x4", "model must be PARAMETERS:TOKENSxWIDTH"),
         ("12M:0x128", "model must be PARAMETERS:TOKENSxWIDTH"),
         ("12M:16x0", "model must be PARAMETERS:TOKENSxWIDTH"),
+        ("12M:16x1", "got '12M:16x1': 12,000,000 parameters of width 1 are 1,000,000 layers, more than 1,000"),
+        ("12X:16x128", "got '12X:16x128': must be a number of 1 or more, such as 304M, got '12X'"),
         ("hf-config:/no/such/folder", "model must be a folder with a config.json, got '/no/such/folder'"),
     ],
 )

@@ -12,7 +12,7 @@ from megabatch.planning.ring import (
     SCHEDULES,
     Cluster,
     Link,
-    averaging_seconds,
+    all_reduce_seconds,
     clip_passes,
     predict,
     traffic,
@@ -117,12 +117,12 @@ def test_the_line_is_the_simulation(nodes, each, rails, rate):
 def test_alone_nobody_waits():
     cluster = Cluster(1, 1, WIDE, NARROW, 1e12)
     assert waiting_for_columns(cluster, 1000, 64, 2) == 0
-    assert averaging_seconds(cluster, 1e9) == 0
+    assert all_reduce_seconds(cluster, 1e9) == 0
 
 
 def test_averaging_goes_over_the_slowest_link():
     inside = Cluster(1, 8, WIDE, NARROW, 1e12)
-    assert averaging_seconds(inside, 8e9) == pytest.approx(2 * 7 / 8 * 8e9 / 300e9)
+    assert all_reduce_seconds(inside, 8e9) == pytest.approx(2 * 7 / 8 * 8e9 / 300e9)
     across = replace(inside, nodes=4)
-    assert averaging_seconds(across, 8e9) == pytest.approx(2 * 31 / 32 * 8e9 / 40e9)
-    assert averaging_seconds(replace(across, rails=8), 8e9) == pytest.approx(2 * 31 / 32 * 8e9 / 300e9)
+    assert all_reduce_seconds(across, 8e9) == pytest.approx(2 * 31 / 32 * 8e9 / 40e9)
+    assert all_reduce_seconds(replace(across, rails=8), 8e9) == pytest.approx(2 * 31 / 32 * 8e9 / 300e9)

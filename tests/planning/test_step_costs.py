@@ -96,7 +96,7 @@ def test_columns_go_to_one_gpu_and_gradients_to_all():
     )
     # At a few pairs a GPU the columns' way is all that is waited for, beside the gradients, which use every link in both.
     gradients = 2 * 7 / 8 * 4 * PARAMETERS / (448e9 * gpus.LINK_EFFICIENCY)
-    assert ring.averaging_seconds(mesh.setup.all_links, 4 * PARAMETERS) == pytest.approx(gradients)
+    assert ring.all_reduce_seconds(mesh.setup.all_links, 4 * PARAMETERS) == pytest.approx(gradients)
     assert (switched.setup.cluster.inside.bandwidth, mesh.setup.cluster.inside.bandwidth) == pytest.approx((358.4e9, 51.2e9))
     assert step.on(mesh, 1, 3).setup.all_links.inside.bandwidth == pytest.approx(2 * 51.2e9)  # two others, two links
     assert mesh.seconds(2**15).waiting > switched.seconds(2**15).waiting

@@ -28,9 +28,9 @@ _warned = False
 
 
 def part(name: str, start: int, size: int | None, fetch: Callable[[], bytes]) -> bytes:
-    """Bytes of a piece from `start` on, `size` of them or all. `fetch` gets a piece that is not there.
+    """Bytes of a piece from `start` on, `size` of them or all. `fetch` gets a piece that is not in the cache.
 
-    Without room or permission to write, it is fetched each time.
+    If the cache cannot be written, the piece is fetched each time.
     """
     place = cache.folder() / "remote" / name
     if (found := _stored(place, start, size)) is not None:
@@ -73,12 +73,12 @@ def _store(place: Path, data: bytes) -> None:
     size = len(data) + len(END)
     with cache.locked(place.parent / "size") as number:
         counted = os.pread(number, 32, 0)
-        total = int(counted) if counted.isdigit() else _deleted(place.parent, None)
+        total = int(counted) if counted.isdigit() else sum(size for _, _, size in _pieces(place.parent))
         most = _limit(place.parent, total)
         if size > most:
             return
         if total + size > most:
-            total = _deleted(place.parent, int(KEPT * most) - size)
+            total = _shrunk(place.parent, int(KEPT * most) - size)
         os.truncate(number, 0)
         os.pwrite(number, str(total + size).encode(), 0)
     cache.write(place, lambda file: file.write(data + END), durable=False)
@@ -94,8 +94,8 @@ def _limit(folder: Path, total: int) -> int:
         raise ValueError(f"MEGABATCH_CACHE_GIB must be a number of GiB, such as 64, got {asked!r}") from None
 
 
-def _deleted(folder: Path, most: int | None) -> int:
-    """Deletes the pieces unused for longest until `most` bytes are left, or none without `most`; returns the bytes left."""
+def _pieces(folder: Path) -> list[tuple[float, str, int]]:
+    """The time of last use, path and bytes of each piece. Deletes abandoned files."""
     pieces, now = [], time.time()
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):
@@ -104,9 +104,15 @@ def _deleted(folder: Path, most: int | None) -> int:
                 os.unlink(entry)
             elif entry.name != "size" and not entry.name.startswith("lock-"):
                 pieces.append((status.st_mtime, entry.path, status.st_size))
+    return pieces
+
+
+def _shrunk(folder: Path, most: int) -> int:
+    """Deletes the pieces unused for longest until at most `most` bytes are left. Returns the bytes left."""
+    pieces = sorted(_pieces(folder))
     total = sum(size for _, _, size in pieces)
-    for _, path, size in sorted(pieces):
-        if most is None or total <= most:
+    for _, path, size in pieces:
+        if total <= most:
             break
         with suppress(FileNotFoundError):
             os.unlink(path)

@@ -52,7 +52,7 @@ def write(path: Path, save: Callable[[Any], Any], *, durable: bool = True) -> No
 
 @contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Holds a lock and gives the number of its open file. It holds against threads too: `flock` belongs to the opened file."""
+    """Holds a lock and yields its file descriptor. Threads exclude one another too: `flock` belongs to the opened file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -48,7 +48,7 @@ def choose(columns: Mapping[str, str] | Sequence[str] | None, names: list[str], 
         return Columns(
             *_usual_columns(names, table), tuple(name for name in names if _NEGATIVES.fullmatch(name.lower())), label, score
         )
-    by_role = columns if isinstance(columns, Mapping) else dict(zip(("image", "text"), columns, strict=True))
+    by_role = _by_role(columns)
     unknown = [role for role in by_role if role not in (*FIRST_ROLES, *SECOND_ROLES, NEGATIVE, LABEL, SCORE)]
     sides = [[role for role in roles if role in by_role] for roles in (FIRST_ROLES, SECOND_ROLES)]
     if unknown or any(len(found) != 1 for found in sides):
@@ -61,6 +61,18 @@ def choose(columns: Mapping[str, str] | Sequence[str] | None, names: list[str], 
         raise ValueError(f"columns must name two columns of pairs, got {chosen[0]} twice: {_told_columns(by_role)}")
     negatives = (by_role[NEGATIVE],) if NEGATIVE in by_role else ()
     return Columns(chosen, sides[0][0] == "query", negatives, by_role.get(LABEL), by_role.get(SCORE))
+
+
+def _by_role(columns: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
+    """The names by role. Two names without roles are those of an image and a text."""
+    found = columns if isinstance(columns, Mapping) else {}
+    if isinstance(columns, list | tuple) and len(columns) == 2:
+        found = {"image": columns[0], "text": columns[1]}
+    if not found or not all(isinstance(name, str) for name in found.values()):
+        raise ValueError(
+            f'columns must be two names, or names by role as in {{"image": "file", "text": "title"}}, got {columns!r}'
+        )
+    return found
 
 
 def _told_columns(by_role: Mapping[str, str]) -> str:

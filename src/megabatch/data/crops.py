@@ -38,7 +38,7 @@ class RandomCrop:
 
     size: tuple[int, int]  # height, width
     area: tuple[float, float] = (0.9, 1.0)  # least and most of the image's area
-    shape: tuple[float, float] = (3 / 4, 4 / 3)  # least and most width over height
+    shape: tuple[float, float] = (3 / 4, 4 / 3)  # least and most aspect ratio, width over height
     flip: bool = False  # left to right, half of the images; off, because "left of" in a caption would become wrong
 
     def draw(self, generator: torch.Generator) -> tuple[float, ...]:
@@ -54,7 +54,7 @@ class RandomCrop:
         w = min(width, max(1, round((wanted * ratio) ** 0.5)))
         return Box(int(down * (height - h + 1)), int(right * (width - w + 1)), h, w, self.flip and mirror < 0.5)
 
-    def parts(self, numbers: Tensor, shapes: Tensor) -> Tensor:  # (n, NUMBERS), (n,) width over height -> (n, 5)
+    def parts(self, numbers: Tensor, shapes: Tensor) -> Tensor:  # (n, NUMBERS), (n,) aspect ratios -> (n, 5)
         """`box` of many images, in fractions of their sides: top, left, height, width; then -1 if mirrored, else 1."""
         area, shape, down, right, mirror = numbers.unbind(1)
         wanted = self.area[0] + area * (self.area[1] - self.area[0])

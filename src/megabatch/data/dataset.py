@@ -45,7 +45,7 @@ class Preparation(Protocol):
 
     @property
     def training_images(self) -> "TrainingImages | None":
-        """Preprocessing of images in training, in place of both; None if there is no faster way."""
+        """Faster preprocessing of training images, used instead of `prepare` and `collate`; None if there is none."""
 
 
 class Dataset(ABC):
@@ -90,7 +90,7 @@ class Dataset(ABC):
         return None
 
     def classes(self) -> Tensor | None:  # (samples,) int64
-        """For evaluation, an id per sample; samples with equal ids have the same second side. None if it is not looked at."""
+        """For evaluation, the class of each sample; samples of one class have the same second side. None without classes."""
         return None
 
     def source(
@@ -171,7 +171,7 @@ class _Read:
 
 @dataclass
 class _ReadImage:
-    """The same for images in training. Checksums are those of the stored images."""
+    """The same for images in training. The checksum is of the stored image, not of the crop."""
 
     dataset: Dataset
     side: int

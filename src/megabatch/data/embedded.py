@@ -31,7 +31,7 @@ class Embedded(NamedTuple):
 
 
 def copied(key: str, column: str, table: str, values: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """The images of a column, in order; the path where a row has no bytes, and None without both.
+    """The images of a column, in order. A row without bytes gives its path, or None if it has no path either.
 
     Args:
         key: name of the table and its version.
@@ -58,7 +58,7 @@ def copied(key: str, column: str, table: str, values: Callable[[], Iterable[Any]
 
 
 def _copy(values: Iterable[Any], file: Path, what: str) -> dict[str, Any]:
-    """Writes the copy. Returns of each row the place and digest of its image, offset −1 if there is none, and its path."""
+    """Writes the copy. Returns for each row the place of its image (offset −1 if there is none), its digest and its path."""
     LOG.info("the images of %s are copied once to %s, so that each can be read by itself", what, file)
     places: list[tuple[int, int]] = []
     digests: list[bytes] = []

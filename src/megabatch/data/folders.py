@@ -9,42 +9,41 @@ from torch import Tensor
 
 from megabatch.data import images
 from megabatch.data.dataset import Dataset, UnreadableSampleError
+from megabatch.data.ids import numbered
 from megabatch.names import TABLES
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+CAPTIONS = (".txt", ".json")  # endings of a caption beside an image; upper case counts too
 
 
-class Folders(Dataset):
-    """Images in folders, one for each class.
+class _ImageFiles(Dataset):
+    """Image files, each with a text that follows from its path.
 
     Args:
-        path: of the folder that has the classes' folders.
+        path: of the folder that all files are in.
+        files: the images.
+        texts: of each file.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: Path, files: list[Path], texts: list[str]) -> None:
         super().__init__()
-        self.path = Path(path)
-        self._files = [file for folder in class_folders(self.path) for file in sorted(folder.rglob("*")) if is_image(file)]
-        self._classes = [file.relative_to(self.path).parts[0].replace("_", " ") for file in self._files]
-        if not self._files:
-            raise ValueError(f"{path} must have folders with images ({', '.join(ENDINGS)}), got none")
-        numbers: dict[str, int] = {}
-        self._ids = torch.tensor([numbers.setdefault(name, len(numbers)) for name in self._classes], dtype=torch.int64)
+        self.path, self._files, self._texts = path, files, texts
+        self._ids = numbered(texts)
 
     def __len__(self) -> int:
         """The number of images."""
         return len(self._files)
 
     def read(self, index: int, side: int) -> Any:
-        """The image, or the name of its class."""
+        """The image, or its text."""
         found = self.stored(index, side)
         return images.decode(found) if side == 0 else found
 
     def stored(self, index: int, side: int) -> Any:
-        """The file of the image, or the name of its class."""
+        """The encoded image, or its text."""
         place = self._files[self.check(index)]
         if side == 1:
-            return self._classes[index]
+            return self._texts[index]
         try:
             return images.Encoded(place.read_bytes(), str(place))
         except OSError as error:
@@ -59,27 +58,40 @@ class Folders(Dataset):
         return str(self._files[self.check(index)])
 
     def ids(self, indices: Any) -> Tensor:  # (n,) int64
-        """Images of one class are not each other's negatives."""
+        """Images with one text are not each other's negatives."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
 
     def classes(self) -> Tensor:  # (samples,) int64
-        """Images of one class have the same text."""
+        """Images with one text are of one class."""
         return self._ids
 
 
-class Images(Folders):
-    """Images without captions, to search or embed. In place of a caption is the name of the file.
+class Folders(_ImageFiles):
+    """Images in folders, one for each class. The text of an image is the name of its class, with spaces for underscores.
 
     Args:
-        path: of the folder; images of folders in it belong to it too.
+        path: of the folder that has the classes' folders.
     """
 
     def __init__(self, path: str | Path) -> None:
-        Dataset.__init__(self)
-        self.path = Path(path)
-        self._files = sorted(file for file in self.path.rglob("*") if is_image(file))
-        self._classes = [str(file.relative_to(self.path)) for file in self._files]
-        self._ids = torch.arange(len(self._files))
+        path = Path(path)
+        files = [file for folder in class_folders(path) for file in sorted(folder.rglob("*")) if is_image(file)]
+        if not files:
+            raise ValueError(f"{path} must have folders with images ({', '.join(ENDINGS)}), got none")
+        super().__init__(path, files, [file.relative_to(path).parts[0].replace("_", " ") for file in files])
+
+
+class Images(_ImageFiles):
+    """Images without captions, to search or embed. The text of an image is its path in the folder.
+
+    Args:
+        path: of the folder; images in its subfolders belong to it too.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        files = sorted(file for file in path.rglob("*") if is_image(file))
+        super().__init__(path, files, [str(file.relative_to(path)) for file in files])
 
 
 def is_plain(path: Path) -> bool:
@@ -87,7 +99,7 @@ def is_plain(path: Path) -> bool:
     if not os.path.isdir(path):  # a Path refuses long names
         return False
     files = [entry for entry in path.iterdir() if entry.is_file()]
-    captions = {file.stem for file in files if file.suffix in (".txt", ".json")}
+    captions = {file.stem for file in files if file.suffix.lower() in CAPTIONS}
     stems = {file.stem for file in files if is_image(file)}
     return bool(stems) and not stems & captions and not any(file.suffix in (".tar", *TABLES) for file in files)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megabatch import extras
 from megabatch.data.places import Place
-from megabatch.data.rows import Row, numbered
+from megabatch.data.rows import Row, numbered_rows
 from megabatch.data.tables import Table
 
 PREFIX = "datasets:"
@@ -91,7 +91,7 @@ class HubRows:
         """Classes are given by their names."""
         if image is not None and getattr(self._data.features[image], "dtype", None) in TEXTS:
             image = None  # paths
-        return numbered(self._read, list(columns or self._data.column_names), image, self._data._fingerprint, self.name)
+        return numbered_rows(self._read, list(columns or self._data.column_names), image, self._data._fingerprint, self.name)
 
     def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
         data = self._data.select_columns(columns).with_format(None)

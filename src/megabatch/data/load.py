@@ -28,23 +28,13 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
     Args:
         spec: see `megabatch.names.DATA`.
         split: "train" (default), "test" or "all" of a dataset with splits; files have none without `holdout`.
-        holdout: fraction of files that is held out: split "test" is this part, "train" the rest.
         size: pixels of a side of emoji; photographs keep their size.
+        holdout: fraction of the samples that is held out: split "test" is this part, "train" the rest. For files only.
         options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
-            `Shards`. Of a mixture they hold for all sources; those of one source are a table under its number, from "1" on.
+            `Shards`. In a mixture they hold for all sources; options of one source are a table under its number, from "1" on.
     """
     if mix.BETWEEN in spec and not os.path.exists(spec):  # a Path refuses long names
-        specs, weights = mix.parsed(spec)
-        common = {name: value for name, value in options.items() if not name.isdecimal()}
-        if wrong := [name for name in options if name.isdecimal() and not 1 <= int(name) <= len(specs)]:
-            raise ValueError(f"options of a source must have its number, from 1 to {len(specs)}, got {wrong[0]}")
-        own = [{**common, **options.get(str(number), {})} for number in range(1, len(specs) + 1)]
-        together = bool(holdout) and split in ("train", "test")
-        whole = "all" if together else split
-        sources = [load(one, whole, size=size, holdout=holdout, **own[i]) for i, one in enumerate(specs)]
-        if together:
-            sources = _held_out(specs, sources, split == "test", holdout)
-        return mix.Mix(sources, weights)
+        return _mixture(spec, split, size, holdout, options)
     if holdout and spec in WITH_SPLITS:
         raise ValueError(f"holdout must be 0 for {spec}, which has a test split of its own, got {holdout}")
     if spec == "emoji":
@@ -61,18 +51,36 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
     return _from_files(spec, options)
 
 
-def _held_out(specs: list[str], datasets: list[Dataset], wanted: bool, holdout: float) -> list[Dataset]:
-    """The part of each dataset that is held out, if that is wanted, or the rest."""
+def _mixture(spec: str, split: str | None, size: int | None, holdout: float, options: dict[str, Any]) -> Dataset:
+    specs, weights = mix.parsed(spec)
+    numbers = [str(number) for number in range(1, len(specs) + 1)]
+    common = {name: value for name, value in options.items() if not name.isdecimal()}
+    for name in [name for name in options if name not in common]:
+        if name not in numbers:
+            raise ValueError(f"options of a source must have its number, from 1 to {len(specs)}, got {name}")
+        if not isinstance(options[name], dict):
+            raise ValueError(f"options of source {name} must be a table, got {options[name]!r}")
+    # Sources are split together, so that an image of two sources is on one side.
+    together = bool(holdout) and split in ("train", "test")
+    sources = [
+        load(one, "all" if together else split, size=size, holdout=holdout, **{**common, **options.get(number, {})})
+        for number, one in zip(numbers, specs, strict=True)
+    ]
+    return mix.Mix(_held_out(specs, sources, split == "test", holdout) if together else sources, weights)
+
+
+def _held_out(specs: list[str], datasets: list[Dataset], test: bool, holdout: float) -> list[Dataset]:
+    """The held-out part of each dataset for `test`, else the rest."""
     found = parts(datasets, holdout)
-    for spec, (train, test) in zip(specs, found, strict=True):
-        share = len(test) / (len(train) + len(test))
-        if not wanted and abs(share - holdout) > holdout / 10:
+    for spec, (kept, held) in zip(specs, found, strict=True):
+        share = len(held) / (len(kept) + len(held))
+        if not test and abs(share - holdout) > holdout / 10:
             LOG.info(
                 "holdout: %.1f %% of %s is held out instead of %.1f %%, because samples that share an image or a text stay "
                 "together, and each of the others is drawn on its own",
                 *(100 * share, spec, 100 * holdout),
             )
-    return [pair[wanted] for pair in found]
+    return [held if test else kept for kept, held in found]
 
 
 def _from_files(spec: str, options: dict[str, Any]) -> Dataset:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megabatch.data.dataset import Dataset
+from megabatch.data.ids import text_id
 from megabatch.data.order import Mixture
-from megabatch.data.shards import text_id
 
 BETWEEN = " + "
 _WEIGHT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*\*(\s*)(.*)", re.DOTALL)
@@ -27,11 +27,12 @@ def parsed(spec: str) -> tuple[list[str], list[float] | None]:
     """The names of the sources, and their weights; None if none has one."""
     specs = [part.strip() for part in spec.split(BETWEEN)]
     found = [_weighted(part) for part in specs]
-    if not any(found):
-        return specs, None
-    if not all(found):
+    if any(found) and not all(found):
         raise ValueError(f'every source or none must have a weight, as in "3 * photos.csv + 1 * drawings.csv", got {spec!r}')
-    return [part[1] for part in found if part], [part[0] for part in found if part]
+    names = [part[1] for part in found if part] or specs
+    if not all(names):
+        raise ValueError(f"every source must have a name, got {spec!r}")
+    return names, [part[0] for part in found if part] or None
 
 
 def _weighted(spec: str) -> tuple[float, str] | None:
@@ -93,7 +94,7 @@ class Mix(Dataset):
         return self.sources[source].place(own)
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
-        """As in the sources. A sample without an id has its own, because one that is repeated may be in a batch twice."""
+        """As in the sources. A sample without an id gets one, because a repeated sample may be in a batch twice."""
         found = torch.as_tensor(indices, dtype=torch.int64).clone()
         numbers = torch.bucketize(found, torch.tensor(self._ends), right=True)
         for number, source in enumerate(self.sources):
@@ -112,11 +113,16 @@ class Mix(Dataset):
         return self._joined([source.classes() for source in self.sources])
 
     def _joined(self, found: list[Tensor | None]) -> Tensor | None:
+        """One id per sample of all sources. Sources share none; a sample of a source without ids has one of its own."""
         if all(ids is None for ids in found):
             return None
-        starts = [end - len(source) for end, source in zip(self._ends, self.sources, strict=True)]
-        known = [torch.arange(len(self.sources[i])) if ids is None else ids for i, ids in enumerate(found)]
-        return torch.cat([start + ids for start, ids in zip(starts, known, strict=True)])
+        joined, first = [], 0
+        for source, ids in zip(self.sources, found, strict=True):
+            # Numbered from 0 on: a part of a dataset keeps the ids of the whole, which may be any numbers.
+            own = torch.arange(len(source)) if ids is None else torch.unique(ids, return_inverse=True)[1]
+            joined.append(first + own)
+            first += len(source)
+        return torch.cat(joined)
 
     def _find(self, index: int) -> tuple[int, int]:
         source = bisect.bisect_right(self._ends, self.check(index))

@@ -1,7 +1,7 @@
 """Which samples are in which batch: a shuffle that follows from (seed, epoch), cut into batches, shared out over ranks.
 
-Batches are numbered through all epochs, and batch number b is known without those before it. So a run continues in the middle
-of an epoch from one number, and the batches are the same on one rank as on eight: rank r has a stretch of each of them.
+Batches are numbered through all epochs, and each batch follows from the seed and its number alone. So a run continues in the
+middle of an epoch. Batches are the same on one rank as on eight: each rank has a stretch of every batch.
 """
 
 import math
@@ -28,7 +28,7 @@ class Mixture:
     """Samples of several sources, numbered one source after another.
 
     Args:
-        parts: of each source the number of samples, or the size of each shard.
+        parts: the number of samples of each source, or the sizes of its shards.
         weights: share of each source in an epoch; they need not sum to one.
     """
 
@@ -37,14 +37,14 @@ class Mixture:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        known = len(self.weights) == len(self.parts) and all(0 <= weight < math.inf for weight in self.weights)
-        if not known or not any(self.weights):
+        valid = len(self.weights) == len(self.parts) and all(0 <= weight < math.inf for weight in self.weights)
+        if not valid or not any(self.weights):
             raise ValueError(
                 f"weights must be a number of at least 0 for each of {len(self.parts)} sources, got {self.weights}"
             )
 
     def shares(self) -> list[int]:
-        """Samples of each source in an epoch, which has as many as all sources together; the largest remainders round up."""
+        """Samples of each source in an epoch of as many samples as all sources together. The largest remainders round up."""
         total, whole = sum(map(_count, self.parts)), sum(self.weights)
         exact = [total * weight / whole for weight in self.weights]
         found = [int(share) for share in exact]
@@ -64,9 +64,9 @@ class Order:
     """Shuffled batches of samples. The last, incomplete batch of an epoch is dropped.
 
     Args:
-        samples: number of samples; or the size of each shard. Shards are then shuffled, and samples within `window` shards
-            at a time, so that few shards are read at once. Of a mixture, each source is shuffled like this on its own, and the
-            sources take turns at random.
+        samples: number of samples, or the sizes of shards, or a mixture. Shards are shuffled, and samples within `window`
+            shards at a time, so that few shards are read at once. Each source of a mixture is shuffled like this on its own,
+            and the sources take turns at random.
         batch_size: pairs in a batch, over all ranks.
         seed: of the run.
         rank: of this process.
@@ -140,7 +140,7 @@ class Order:
         return found
 
     def stretch(self, start: int, count: int) -> Tensor:  # (count,) int64
-        """Samples `start` to `start + count - 1` of all epochs, one after another."""
+        """Samples `start` to `start + count - 1` of the sequence of all epochs."""
         size, end, found = _count(self.samples), start + count, [torch.empty(0, dtype=torch.int64)]
         for epoch in range(start // size, -(-end // size)):
             found.append(self.epoch(epoch)[max(start - epoch * size, 0) : end - epoch * size])

@@ -1,4 +1,4 @@
-"""Files by path or address: patterns, names for what is cached about them, and reading parts of local files."""
+"""Files by path or address: patterns, names of cached files, and reading parts of local files."""
 
 import glob
 import hashlib
@@ -16,7 +16,7 @@ Place = Path | Url
 
 
 def place(spec: str | Place) -> Place:
-    """The path or address of a text."""
+    """A path, or an address. A `file://` address is a path."""
     if not isinstance(spec, str):
         return spec
     if spec.startswith("file://"):
@@ -25,10 +25,11 @@ def place(spec: str | Place) -> Place:
 
 
 def expanded(files: str | Path | Sequence[str | Place]) -> list[Place]:
-    """The files that match a pattern; no match is an error. A file of this name comes first; a plain one need not exist."""
+    """The files of a pattern; no match is an error. An existing file is no pattern; a plain name need not exist."""
     if not isinstance(files, str | Path):
         return [place(path) for path in files]
-    pattern = str(files)
+    named = place(files)
+    pattern = named.address if isinstance(named, Url) else str(named)
     if os.path.exists(pattern):
         return [Path(pattern)]
     if "{" in pattern:
@@ -45,12 +46,12 @@ def expanded(files: str | Path | Sequence[str | Place]) -> list[Place]:
 
 
 def has_magic(spec: str) -> bool:
-    """Whether a path or address is a pattern. The query of an address is none."""
+    """Whether a path or address is a pattern. In an address, `?` begins the query."""
     return glob.has_magic(spec.partition("?")[0] if is_url(spec) else spec) or "{" in spec
 
 
 def identity(path: Place) -> tuple[str, str, int]:
-    """For names of cached files: a hash of where the file is, its version, and its size in bytes."""
+    """A hash of the file's path or address, its version, and its size in bytes; for names of cached files."""
     if isinstance(path, Url):
         where, size = path.address, path.about.size
         version = hashlib.blake2b(path.about.version.encode(), digest_size=8).hexdigest()
@@ -61,7 +62,7 @@ def identity(path: Place) -> tuple[str, str, int]:
 
 
 class OpenFiles:
-    """Reads parts of files, the last few of which stay open. Threads may share it; a copy in another process opens its own."""
+    """Reads parts of files, and keeps the last `most` open. Threads may share it; a pickled copy opens its own files."""
 
     def __init__(self, most: int = 64) -> None:
         self._most = most

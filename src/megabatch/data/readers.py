@@ -72,7 +72,7 @@ class ReaderProcesses(ThreadPoolExecutor):
     def __init__(self, count: int, shared: Sequence[Any] = ()) -> None:
         super().__init__(count, thread_name_prefix="megabatch-read")
         self._numbers = {id(value): number for number, value in enumerate(shared)}
-        self._shared = list(shared)  # alive, so that their ids stay theirs
+        self._shared = list(shared)  # kept alive: the id of a freed object could become another's
         first = _dumped(list(shared), {})
         memory = _Memory(pinned=torch.cuda.is_available())
         self._processes = [_Process(first, memory) for _ in range(count)]
@@ -174,7 +174,7 @@ def _nothing() -> None:
 
 
 def serve(number: int) -> None:
-    """The main function of a reader: answers tasks from the socket with this file number until it is closed."""
+    """The main function of a reader: answers tasks from the socket with this file descriptor until it is closed."""
     torch.set_num_threads(1)
     os.nice(NICENESS)
     connection = socket.socket(fileno=number)
@@ -242,7 +242,7 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 class _Memory:
-    """Memory for tensors that are received; never cleared, which would take the interpreter lock.
+    """Memory for tensors that are received; never zeroed, which would take the interpreter lock.
 
     Pinned memory is allocated in slabs that many tensors share, since PyTorch rounds its size up to a power of two. PyTorch
     keeps a slab when its last tensor is gone, so the next batch is received into memory that is pinned already.
@@ -254,7 +254,7 @@ class _Memory:
         self._lock = threading.Lock()
 
     def take(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """A tensor whose values nobody has set."""
+        """An uninitialised tensor."""
         if not self._pinned:
             return torch.empty(shape, dtype=dtype)
         size = math.prod(shape) * dtype.itemsize
@@ -287,7 +287,7 @@ def _loaded(message: Message, shared: list[Any]) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends shared objects by their number. Tensors are sent beside the rest, those of one dtype and shape together."""
+    """Sends shared objects by their number. Tensors are sent beside the rest, tensors of one dtype and shape together."""
 
     def __init__(self, stream: io.BytesIO, numbers: dict[int, int]) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)

@@ -6,8 +6,8 @@ so a file that has changed on the server is not mixed with the blocks of the old
 after each block that was fetched the server is asked for it again, because a file may change during a run.
 
 A request that fails for a reason that may pass (no connection, a busy server) is repeated after a growing pause. If it fails
-for good, a `RemoteError` ends the run: a sample that is skipped because of the network would make another run of it. A file
-that does not exist raises FileNotFoundError, as on a disk.
+for good, a `RemoteError` ends the run, because a skipped sample would change its results. A file that does not exist raises
+FileNotFoundError, as on a disk.
 """
 
 import errno
@@ -40,13 +40,13 @@ PACKAGES = {
     "http": "aiohttp",
     "https": "aiohttp",
 }
-ACCESS = {  # how to get access
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads a public bucket without",
-    "gs": "run `gcloud auth application-default login`; FSSPEC_GS_TOKEN=anon reads a public bucket without",
-    "hf": "run `hf auth login`, or set HF_TOKEN, and accept the terms of the dataset on its page",
-    "http": "check the address and the token in it; images with relative names are requested without the table's token",
+ACCESS = {  # advice by package
+    "s3fs": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads public buckets",
+    "gcsfs": "run `gcloud auth application-default login`; FSSPEC_GS_TOKEN=anon reads public buckets",
+    "huggingface_hub": "run `hf auth login`, or set HF_TOKEN, and accept the terms of the dataset on its page",
+    "aiohttp": "check the address and the token in it; images with relative names are requested without the table's token",
 }
-VERSIONS = (  # the first that the server sends counts; a list of files and a single one differ in the others
+VERSIONS = (  # the first that the server sends counts; later ones may differ between a listing and the file itself
     "ETag",
     "etag",
     "Content-MD5",
@@ -58,9 +58,9 @@ VERSIONS = (  # the first that the server sends counts; a list of files and a si
     "LastModified",
     "Last-Modified",
 )
-UNCHECKED = ("hf",)  # protocols without a request for each block whether the file has changed; the hub limits their number
+UNCHECKED = ("hf",)  # protocols without the check for a change after each block: the hub limits the number of requests
 AGAIN = (408, 425, 429)  # HTTP statuses below 500 that may pass
-_JITTER = random.Random()  # the program's own random numbers stay as they are
+_JITTER = random.Random()  # apart from the program's random numbers, which stay as they are
 _Result = TypeVar("_Result")
 
 
@@ -85,7 +85,7 @@ class Url:
 
     Args:
         address: of the file or folder.
-        about: what the server said about it (default: asked for when it is needed). Copies take it along.
+        about: size and version of the file (default: asked for when needed). Pickled copies keep them.
     """
 
     def __init__(self, address: str, about: About | None = None) -> None:
@@ -99,7 +99,7 @@ class Url:
     __repr__ = __str__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy asks for nothing that is known."""
+        """A copy keeps size and version, if they are known."""
         return Url, (self.address, self._about)
 
     def __truediv__(self, name: str) -> "Url":
@@ -134,9 +134,9 @@ class Url:
         """
         if self._about is None:
             found = self._asked()
-            self._about = (
-                found if found.version else found._replace(version=_run(urlsplit(self.address).netloc.rpartition("@")[2]))
-            )
+            if not found.version:
+                found = found._replace(version=_version_of_this_run(urlsplit(self.address).netloc.rpartition("@")[2]))
+            self._about = found
         return self._about
 
     def _asked(self) -> About:
@@ -171,7 +171,7 @@ class Url:
         return b"".join(found)
 
     def read_bytes(self) -> bytes:
-        """The whole file in one request, without one for its size and version: it must not change, as images do not.
+        """The whole file, in one request. Its version is not asked for, so it must not change; images of a table do not.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -216,7 +216,7 @@ class Url:
         )
 
     def _patiently(self, request: Callable[[], _Result]) -> _Result:
-        """Makes a request, again and again while the failure may pass."""
+        """Makes a request, and repeats it after failures that may pass."""
         for attempt, pause in enumerate((*PAUSES, None), 1):
             try:
                 return request()
@@ -233,7 +233,7 @@ class Url:
         raise AssertionError("the last attempt returns or raises")
 
     def _passing(self, error: Exception) -> str:
-        """The reason of a failure that may pass; raises for one that does not."""
+        """The reason of a failure that may pass. Raises an error for any other failure."""
         if self.protocol.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__  # fsspec says of every failure of a HEAD request that there is no file
         response = getattr(error, "response", None)
@@ -244,8 +244,8 @@ class Url:
         if isinstance(error, FileNotFoundError) or status in (404, 410):
             raise FileNotFoundError(errno.ENOENT, "No such file on the server", str(self)) from error
         if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in kind:
-            how = ACCESS.get(self.protocol, ACCESS["http"])
-            raise RemoteError(f"{self} cannot be read, because access was denied ({reason}); {how}") from error
+            advice = ACCESS[PACKAGES[self.protocol]]
+            raise RemoteError(f"{self} cannot be read, because access was denied ({reason}); {advice}") from error
         if isinstance(error, ImportError | ValueError | TypeError | RemoteError):
             raise error
         if 400 <= status < 500 and status not in AGAIN:
@@ -254,7 +254,7 @@ class Url:
 
 
 class _Raw(io.RawIOBase):
-    """A remote file as `io` wants it."""
+    """A remote file as a raw stream of `io`."""
 
     def __init__(self, url: Url) -> None:
         self._url, self._position = url, 0
@@ -281,8 +281,8 @@ class _Raw(io.RawIOBase):
 
 
 @functools.cache
-def _run(server: str) -> str:
-    """The version of files whose server sends none: another one in every run, so that nothing old is read from the cache."""
+def _version_of_this_run(server: str) -> str:
+    """A version for files whose server sends none: new in every run, so that blocks of earlier runs are not used."""
     LOG.warning(
         "%s sends neither ETag nor Last-Modified, so a changed file of the same size is not noticed. Its files are fetched "
         "anew in every run, and must not change during one",
@@ -293,7 +293,7 @@ def _run(server: str) -> str:
 
 @functools.cache
 def _filesystem(protocol: str) -> Any:
-    """One for the whole process: fsspec makes one for each thread, with connections of its own."""
+    """One file system for the whole process: fsspec would make one for each thread, with connections of its own."""
     package = PACKAGES.get(protocol)
     if package is None:
         known = ", ".join(f"{name}://" for name in PACKAGES)

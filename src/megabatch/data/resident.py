@@ -3,14 +3,15 @@
 Readers decode and crop every image again in every epoch, and a small model waits for them. A dataset that fits into the
 memory of the device needs no reader after the first pass.
 
-An image is stored as a square a little larger than the tower's input. A crop is a bilinear sample of a random part of it, where
-a reader resizes that part of the original image. Its numbers follow from (seed, epoch, sample, side), so they are the same on
-any rank and in both passes of a step.
+An image is stored in a size a little larger than the tower's input. A crop is sampled bilinearly from a random part of it;
+readers resize this part of the original image instead. The random numbers of a crop follow from (seed, epoch, sample, side), so
+they are the same on any rank and in both passes of a step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megabatch.cached.tower_io import map_rows, tensors
 from megabatch.data.crops import NUMBERS, TrainingImages
 from megabatch.data.dataset import IMAGE, Dataset, Preparation
 from megabatch.data.split import Part
+from megabatch.data.uniform import uniform
 
 MARGIN = 1.125  # side of a stored image over that of a crop: parts of 80 % of it are then not enlarged much
 CHUNK = 1024  # images read, and cropped, at once
@@ -66,10 +68,12 @@ class Resident(Part):
                     "open_clip and transformers are cropped on the device"
                 )
             first, rows = self._distinct(side)
+            prepared = partial(dataset.source, first, side, augment=False, workers=workers)
             if images and augment:
-                self._kept[side] = _Images.read(dataset, side, first, rows, training, device, workers, room)
+                self._kept[side] = _Images.read(prepared, rows, training, device, room)
             else:
-                self._kept[side] = _Fixed.read(dataset, side, first, rows, preparation, device, workers, room)
+                chunk = CHUNK if images else len(first)  # all texts at once: they are padded to one width
+                self._kept[side] = _Fixed.read(prepared(preparation), rows, preparation, device, room, chunk)
             self._spread_failures(first, rows)
 
     def _distinct(self, side: int) -> tuple[list[int], Tensor]:
@@ -82,7 +86,7 @@ class Resident(Part):
         return first.tolist(), rows
 
     def _spread_failures(self, first: list[int], rows: Tensor) -> None:
-        """The reason of an unreadable image is that of every sample with this image."""
+        """Every sample of an unreadable image fails for the same reason."""
         if len(first) < len(rows):
             broken = {row: self.failures[index] for row, index in enumerate(first) if index in self.failures}
             for row, reason in broken.items():
@@ -133,19 +137,15 @@ class _Fixed:
     @classmethod
     def read(
         cls,
-        dataset: Dataset,
-        side: int,
-        first: list[int],
+        source: Source,
         rows: Tensor,
         preparation: Any,
         device: torch.device,
-        workers: int | Executor,
         room: _Room,
+        chunk: int,
     ) -> "_Fixed":
-        # All texts in one chunk: they are padded to one width.
-        size = CHUNK if dataset.sides[side] == IMAGE else len(first)
         parts = []
-        for inputs in _chunks(dataset.source(first, side, preparation, augment=False, workers=workers), size):
+        for inputs in _chunks(source, chunk):
             room.take(sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(inputs, "inputs")))
             counted = getattr(preparation, "lengths", None)
             known = None if counted is None else counted(inputs)
@@ -169,34 +169,31 @@ class _Fixed:
 
 @dataclass(frozen=True)
 class _Images:
-    """Images of which each epoch makes other crops."""
+    """Images, cropped anew in each epoch."""
 
-    pixels: Tensor  # (images, 3, T, T) uint8 on the device, each image stretched to a square
-    shapes: Tensor  # (images,) float32 on the device, width over height before that
+    pixels: Tensor  # (images, 3, H, W) uint8 on the device, each image stretched to this size
+    shapes: Tensor  # (images,) float32 on the device, aspect ratios before that
     rows: Tensor  # (samples,) int64 on the device
     training: TrainingImages
 
     @classmethod
     def read(
         cls,
-        dataset: Dataset,
-        side: int,
-        first: list[int],
+        prepared: Callable[[Preparation], Source],
         rows: Tensor,
         training: TrainingImages,
         device: torch.device,
-        workers: int | Executor,
         room: _Room,
     ) -> "_Images":
         height, width = (round(MARGIN * length) for length in training.crop.size)
-        room.take(len(first) * 3 * height * width)
-        pixels = torch.empty(len(first), 3, height, width, dtype=torch.uint8, device=device)
-        shapes = torch.empty(len(first), device=device)
-        source, begin = dataset.source(first, side, _Squares((height, width)), augment=False, workers=workers), 0
-        for squares, ratios in _chunks(source, CHUNK):
-            pixels[begin : begin + len(squares)] = squares.to(device)
-            shapes[begin : begin + len(squares)] = ratios.to(device)
-            begin += len(squares)
+        source, begin = prepared(_Stretched((height, width))), 0
+        room.take(len(source) * 3 * height * width)
+        pixels = torch.empty(len(source), 3, height, width, dtype=torch.uint8, device=device)
+        shapes = torch.empty(len(source), device=device)
+        for stretched, ratios in _chunks(source, CHUNK):
+            pixels[begin : begin + len(stretched)] = stretched.to(device)
+            shapes[begin : begin + len(stretched)] = ratios.to(device)
+            begin += len(stretched)
         return cls(pixels, shapes, rows.to(device), training)
 
     def source(self, indices: Tensor, seed: int) -> "_Crops":
@@ -229,20 +226,20 @@ class _Crops(Source):
 
 
 @dataclass(frozen=True)
-class _Squares:
-    """Preprocessing of stored images: the whole image stretched to `size`, and its width over its height."""
+class _Stretched:
+    """Preprocessing of stored images: the whole image stretched to `size`, and its aspect ratio."""
 
     size: tuple[int, int]
     training_images: None = None
 
     def prepare(self, image: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         _, height, width = image.shape
-        square = F.interpolate(image[None], self.size, mode="bicubic", antialias=True)[0]
-        return square, torch.tensor(width / height)
+        stretched = F.interpolate(image[None], self.size, mode="bicubic", antialias=True)[0]
+        return stretched, torch.tensor(width / height)
 
     def collate(self, samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        squares, shapes = zip(*samples, strict=True)
-        return torch.stack(squares), torch.stack(shapes)
+        stretched, shapes = zip(*samples, strict=True)
+        return torch.stack(stretched), torch.stack(shapes)
 
 
 def _chunks(source: Source, size: int) -> Iterator[Any]:
@@ -261,31 +258,3 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], dict):
         return {key: _joined([part[key] for part in parts]) for key in parts[0]}
     return tuple(_joined(list(entries)) for entries in zip(*parts, strict=True))
-
-
-_MASK = {shift: (1 << (64 - shift)) - 1 for shift in (1, 27, 30, 31)}
-
-
-def uniform(seed: int, indices: Tensor, count: int) -> Tensor:  # (n,) int64 -> (n, count) float32
-    """Numbers in [0, 1) for each sample: `sample_seed(sample_seed(seed, index), number)`, of all samples at once."""
-    of_sample = _mixed(_wrapped(seed * 0xD1342543DE82EF95) + (indices + 1) * _wrapped(0x9E3779B97F4A7C15))
-    further = (torch.arange(count, device=indices.device) + 1) * _wrapped(0x9E3779B97F4A7C15)
-    mixed = _mixed(of_sample[:, None] * _wrapped(0xD1342543DE82EF95) + further)
-    return (mixed >> 39).float() / 2**24  # 24 of 63 bits, all of which float32 can hold
-
-
-def _mixed(state: Tensor) -> Tensor:
-    """`sample_seed` after its first line. int64 wraps around like the 64 bits there."""
-    state = (state ^ _shifted(state, 30)) * _wrapped(0xBF58476D1CE4E5B9)
-    state = (state ^ _shifted(state, 27)) * _wrapped(0x94D049BB133111EB)
-    return _shifted(state ^ _shifted(state, 31), 1)
-
-
-def _shifted(state: Tensor, count: int) -> Tensor:
-    return (state >> count) & _MASK[count]
-
-
-def _wrapped(number: int) -> int:
-    """The signed number with the same 64 bits."""
-    number %= 1 << 64
-    return number - (1 << 64) if number >> 63 else number

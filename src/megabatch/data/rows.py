@@ -18,12 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 from megabatch import extras
 from megabatch.data import embedded
-from megabatch.data.folders import class_folders, is_image
+from megabatch.data.folders import CAPTIONS, class_folders, is_image
 from megabatch.data.places import Place, identity
 from megabatch.data.remote import RemoteError
 
 LOG = logging.getLogger("megabatch")
-CAPTIONS = (".txt", ".json")  # endings of a file beside an image; upper case counts too
 CAPTION_KEYS = ("caption", "text")  # in JSON
 ROWS_AT_ONCE = 1024
 
@@ -63,18 +62,18 @@ class TextRows:
             codecs.lookup(encoding)
         except LookupError as error:
             raise ValueError(f"encoding must be one that Python knows, such as utf-8 or latin-1, got {encoding!r}") from error
-        self._quoted: bool | None = None  # whether quotes are those of CSV; found when it is needed
+        self._quoted: bool | None = None  # whether quotes have the meaning of CSV; found when needed
         self._encoding = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
 
     def columns(self) -> list[str]:
-        """Of JSON lines the keys of all rows: each row has its own."""
+        """The names of the header; for JSON lines the keys of all rows, because each row has its own."""
         found = (row.values for row in self.rows() if row.values is not None)
         if self._path.suffix != ".jsonl":
             return list(next(found, {}))
         return list(dict.fromkeys(name for values in found for name in values))
 
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
-        """All columns, as texts."""
+        """All columns. Values of CSV and TSV are texts."""
         try:
             if self._path.suffix == ".jsonl":
                 yield from _json_rows(self._path, self._encoding)
@@ -108,7 +107,7 @@ class ParquetRows:
         wanted = [name for name in schema.names if columns is None or name in columns]
         if image not in schema.names or re.match(r"(dictionary<values=)?(large_)?string", str(schema.field(image).type)):
             image = None  # paths
-        return numbered(self._read, wanted, image, "-".join(map(str, identity(self._path))), self.name)
+        return numbered_rows(self._read, wanted, image, "-".join(map(str, identity(self._path))), self.name)
 
     def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
         with self._opened() as file:
@@ -127,10 +126,10 @@ class ParquetRows:
             raise ValueError(f"{self._path} must be Parquet and cannot be read: {error}") from error
 
 
-def numbered(
+def numbered_rows(
     read: Callable[[list[str]], Iterator[dict[str, Any]]], columns: list[str], image: str | None, key: str, table: str
 ) -> Iterator[Row]:
-    """The rows that `read` gives for some columns; the images of the column `image` are copied once (see embedded.py)."""
+    """Numbers the rows that `read` yields for some columns. Images of the column `image` are copied once (embedded.py)."""
     if image is None:
         yield from (Row(number, values) for number, values in enumerate(read(columns), 1))
         return
@@ -255,7 +254,7 @@ def _kept(file: Iterable[str], taken: list[str]) -> Iterator[str]:
 
 
 def _misquoted(lines: list[str], separator: str, fields: int) -> str:
-    """What is wrong with the quotes of a row, given its lines; empty if nothing is."""
+    """The problem with the quotes of a row, given its lines; empty if there is none."""
     if len(lines) < 2 and not sum(line.count('"') for line in lines) % 2:
         return ""
     how = 'a text with quotation marks needs quotes around it, and each mark of its own twice ("")'
@@ -270,7 +269,7 @@ def _misquoted(lines: list[str], separator: str, fields: int) -> str:
 
 
 def _well_quoted(path: Place, encoding: str) -> bool:
-    """Whether the quotes of a TSV file are those of CSV. Otherwise they are part of the texts."""
+    """Whether the quotes of a TSV file have the meaning of CSV. Otherwise they are part of the texts."""
     with path.open(encoding=encoding, newline="") as file:
         taken: list[str] = []
         reader, fields = csv.reader(_kept(file, taken), delimiter="\t", strict=True), 0

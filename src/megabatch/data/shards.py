@@ -11,7 +11,6 @@ Damaged data does not end a run. Of a truncated shard the intact samples are use
 """
 
 import bisect
-import hashlib
 import itertools
 import json
 import tarfile
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from megabatch.data import cache, images
 from megabatch.data.dataset import Dataset, UnreadableSampleError
+from megabatch.data.ids import text_id
 from megabatch.data.places import OpenFiles, Place, expanded, identity
 from megabatch.data.progress import Progress
 from megabatch.data.remote import RemoteError, Url
@@ -135,11 +135,6 @@ def _reopened(paths: list[Place], caption_ids: bool, folder: Path, groups: tuple
     return shards
 
 
-def text_id(text: str) -> int:
-    """63-bit hash of a text; two texts collide with probability 10⁻¹⁹."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
-
-
 _Contents = tuple[dict[str, Any] | None, list[str]]
 
 
@@ -165,7 +160,7 @@ def _contents(path: Place, folder: Path) -> _Contents:
 
 
 def _listed(path: Place, length: int) -> dict[str, Any]:
-    """Of each sample with both sides: its key, UTF-8 in one tensor, and offset, size and kind of each side's member."""
+    """The keys of all samples with both sides, as UTF-8 in one tensor; and offset, size and kind of the member of each side."""
     members, problems = _members(path, length)
     keys, places = [], []
     for key, by_ending in members.items():
@@ -202,7 +197,7 @@ def _members(path: Place, length: int) -> tuple[dict[str, dict[str, tuple[int, i
                 key, _, ending = name.partition(".")
                 key, ending = (f"{folder}/{key}" if folder else key), ending.lower()
                 if member.offset_data + member.size > length:
-                    problems.append(f"shard {path} is cut off in {member.name}; what comes before it is used")
+                    problems.append(f"shard {path} is cut off in {member.name}; the samples before it are used")
                 elif ending in members.setdefault(key, {}):
                     problems.append(f"sample {path.name}:{key} has {ending} twice; the first is used")
                 else:
@@ -211,9 +206,9 @@ def _members(path: Place, length: int) -> tuple[dict[str, dict[str, tuple[int, i
         raise
     except (tarfile.TarError, OSError, EOFError) as error:
         if not any("is cut off" in problem for problem in problems):
-            problems.append(f"shard {path} is not a whole tar file: {error}; what comes before is used")
+            problems.append(f"shard {path} is not a whole tar file: {error}; the samples before the damage are used")
     if not problems and not _ends_at(path, end):
-        problems.append(f"shard {path} has no end mark, so it may be cut off; what comes before is used")
+        problems.append(f"shard {path} has no end mark, so it may be cut off; its samples are used")
     return members, problems
 
 

@@ -1,8 +1,8 @@
-"""Holds out a part of a dataset for evaluation. The samples' names decide, so it is the same in every run and on every rank.
+"""Holds out a part of a dataset for evaluation. Names of samples decide, so it is the same in every run and on every rank.
 
-Samples with one id, such as the captions of one image, are on the same side of the split. In a folder for each class the id is
-the class; there each image is on its own. Sources of a mixture are split together, and images with
-one name or path are on the same side.
+Samples with equal ids, such as the captions of one image, stay on one side of the split. In a folder of classes, where equal
+ids mean one class, each image is drawn on its own. Sources of a mixture are split together: images with one name or one path
+stay on one side.
 """
 
 import itertools
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from megabatch.data.dataset import Dataset
 from megabatch.data.folders import Folders
+from megabatch.data.ids import connected, numbered, text_id
 from megabatch.data.remote import is_url
-from megabatch.data.shards import text_id
-from megabatch.data.tables import Table, connected, numbered
+from megabatch.data.tables import Table
 
-STEPS = 10**9  # of the fraction
+STEPS = 10**9  # the fraction is rounded to a multiple of 1 / STEPS
 
 
 def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, Dataset]]:
-    """Of each dataset the training part, and about `fraction` of the samples held out; each has at least one sample.
+    """The training part and the held-out part of each dataset, neither empty. About `fraction` of the samples are held out.
 
-    Samples of several datasets with one name or place, or one text of tables, are on the same side.
+    Across datasets, samples with one name, one path or (in tables) one second text stay together.
     """
 
     def each(value: Callable[[Dataset, int], Any]) -> list[Any]:
@@ -38,7 +38,7 @@ def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, D
         texts = each(lambda one, index: one.stored(index, 1) if isinstance(one, Table) else (id(one), index))
         for shared in (names, places, texts):
             units = connected(units, numbered(shared))
-    least: dict[int, int] = {}  # the smallest key of a unit's samples, whatever their order
+    least: dict[int, int] = {}  # the smallest key of a unit's samples decides, whatever their order
     keys, numbers = [text_id(name) for name in names], units.tolist()
     for number, key in zip(numbers, keys, strict=True):
         least[number] = min(key, least.get(number, key))
@@ -47,7 +47,7 @@ def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, D
 
 
 def _path(dataset: Dataset, index: int) -> str | None:
-    """Where the image is; None if its name is an address, which says so with its query, or if it has no file of its own."""
+    """The path or address of the image; None if it has no file of its own, or if its name already is the address."""
     found = None if is_url(dataset.name(index)) else dataset.place(index)
     return found and os.path.abspath(found)
 

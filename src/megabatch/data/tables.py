@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megabatch.data import columns as roles
 from megabatch.data import images
 from megabatch.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError
 from megabatch.data.embedded import Embedded
+from megabatch.data.ids import connected, numbered
 from megabatch.data.places import OpenFiles, Place, expanded, place
 from megabatch.data.remote import RemoteError, Url, is_url
 from megabatch.data.rows import CaptionedImages, ParquetRows, Row, Source, TextRows, captioned
@@ -147,7 +148,7 @@ class Table(Dataset):
         return made
 
     def scores(self) -> Tensor | None:  # (samples,) float64
-        """How similar the two texts of each row are, by the column of scores, NaN if it has no number; None without one."""
+        """The similarity of the two texts by the column of scores, NaN where it has no number; None without this column."""
         return None if self.score_column is None or self.sides[0] == IMAGE else self._scores
 
     def negative_count(self, index: int) -> int:
@@ -188,41 +189,44 @@ class Table(Dataset):
         return ValueError(f"{self.path} must have at least one pair, got none: {told}")
 
     def _add(self, source: Source, row: Row, columns: tuple[str, str]) -> None:
-        values, number = row.values, row.number
-        if values is None:
-            self.problems.append(_told(source, row, row.problem))
-            return
+        """Adds the pair of a row, or its problem."""
+        values, problem = row.values or {}, row.problem
         pair = []
         for column, kind in zip(columns, self.sides, strict=True):
-            value = values.get(column)
+            value: Any = values.get(column)
             if kind == IMAGE and isinstance(value, Embedded):
                 self._embedded.setdefault(value.digest, value)
                 value = value.digest
-            if not isinstance(value, str) or not value.strip():
-                came = "nothing" if value is None or value == "" else _short(value)
-                hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
-                self.problems.append(_told(source, row, f"{column} must be a text, got {came}{hint}"))
-                return
-            if kind == TEXT and _SURROGATE.search(value):
-                problem = f"{column} must be Unicode text, and half of a surrogate pair is no character"
-                self.problems.append(_told(source, row, problem))
-                return
-            pair.append(value.strip())
-        negatives = [entry for column in self.negative_columns for entry in _texts(source, row, column)]
+            problem = problem or _problem_with(value, column, kind)
+            pair.append(value)
+        if problem:
+            self.problems.append(_told(source, row, problem))
+            return
+        self._first.append(pair[0].strip())
+        self._second.append(pair[1].strip())
+        self._negatives += [entry for column in self.negative_columns for entry in _texts(source, row, column)]
+        self._negative_ends.append(len(self._negatives))
         if self.label_column is not None:
             label = values.get(self.label_column)
             if label is None or label != label or not str(label).strip():  # nothing, NaN, an empty cell
-                self._unlabelled.append(number)
+                self._unlabelled.append(row.number)
             self._labels.append(str(label))
         if self.score_column is not None:
             try:
                 self._score_list.append(float(values.get(self.score_column, "")))
             except (TypeError, ValueError):
                 self._score_list.append(math.nan)
-        self._negatives += negatives
-        self._negative_ends.append(len(self._negatives))
-        self._first.append(pair[0])
-        self._second.append(pair[1])
+
+
+def _problem_with(value: Any, column: str, kind: str) -> str:
+    """The reason why a value cannot be one side of a pair; empty if it can."""
+    if not isinstance(value, str) or not value.strip():
+        came = "nothing" if value is None or value == "" else _short(value)
+        hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
+        return f"{column} must be a {'text' if kind == TEXT else 'path'}, got {came}{hint}"
+    if kind == TEXT and _SURROGATE.search(value):
+        return f"{column} must be Unicode text, and half of a surrogate pair is no character"
+    return ""
 
 
 def _texts(source: Source, row: Row, column: str) -> list[str]:
@@ -241,7 +245,7 @@ def _told(source: Source, row: Row, problem: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value for a message, which may be an image."""
+    """A value as messages show it; bytes, which may be an image, by their number."""
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
     if isinstance(value, dict):
@@ -251,30 +255,6 @@ def _short(value: Any) -> str:
 
 
 _SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON may escape one alone; no encoding and no tokenizer takes it
-
-
-def connected(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) int64
-    """Connected components: an id per row, the same for rows that share a number on either side, also through others."""
-    parent = list(range(len(first)))
-
-    def root(row: int) -> int:
-        while parent[row] != row:
-            parent[row] = parent[parent[row]]
-            row = parent[row]
-        return row
-
-    for side in (first, second):
-        seen: dict[int, int] = {}
-        for row, value in enumerate(side.tolist()):
-            a, b = root(row), root(seen.setdefault(value, row))
-            parent[max(a, b)] = min(a, b)
-    return torch.tensor([root(row) for row in range(len(first))], dtype=torch.int64)
-
-
-def numbered(values: Sequence[Hashable]) -> Tensor:  # (n,) int64
-    """A number for each value, the same for equal ones."""
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in values], dtype=torch.int64)
 
 
 def _sources(spec: str | Path, encoding: str) -> list[Source]:
@@ -300,7 +280,7 @@ def _source(path: Place, encoding: str) -> Source:
     if not path.exists():
         raise FileNotFoundError(f"No such file: {path}")
     if path.suffix not in TABLES:
-        raise ValueError(f"A table ends in {', '.join(TABLES)}, got {path}")
+        raise ValueError(f"a table must end in {', '.join(TABLES)}, got {path}")
     return ParquetRows(path) if path.suffix == ".parquet" else TextRows(path, encoding)
 
 
@@ -308,6 +288,6 @@ def _root(sources: Sequence[Source]) -> Place:
     folders = list(dict.fromkeys(str(source.folder) for source in sources))
     if len(folders) > 1:
         raise ValueError(
-            f"tables of one pattern must be in one folder, got {folders[0]} and {folders[1]}; root names the images'"
+            f"tables of one pattern must be in one folder, got {folders[0]} and {folders[1]}; root names the folder of images"
         )
     return sources[0].folder

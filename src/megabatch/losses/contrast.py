@@ -41,7 +41,7 @@ _SWAPPED: dict[Contrast, Contrast] = {QUERY_KEY: KEY_QUERY, KEY_QUERY: QUERY_KEY
 
 
 class Direction(NamedTuple):
-    """What a loss is made of: queries that look for their keys, or keys for their queries."""
+    """The numbers that a loss is made of: of queries that look for their keys, or of keys that look for their queries."""
 
     negatives: Tensor  # (N,) log Σ exp(s) over the negatives of query i; −inf without any
     match: Tensor  # (N,) s_ii
@@ -67,7 +67,7 @@ class Batch:
     ids: Tensor | None  # (N,)
     log_q: Tensor | None  # (N,)
     negatives: tuple[Negatives, ...]  # flat
-    limit: Tensor | None  # (N,) products above are no negatives
+    limit: Tensor | None  # (N,) keys with a larger product are left out
     guide: tuple[Tensor, Tensor] | None  # (N, E), (N, E): whose products are compared with the limit
 
     @classmethod
@@ -101,7 +101,7 @@ class Batch:
         return cls(query, key, number, contrast, symmetric, run, ids, correction, further, limit, guide)
 
     def sums(self, scale: Tensor | None = None) -> Sums:
-        """The sums over the negatives named by `contrast`, and over further negatives; if `symmetric`, also those of keys.
+        """The sums over the negatives named by `contrast`, and over further negatives; if `symmetric`, also the sums of keys.
 
         Args:
             scale: () in place of the batch's own.
@@ -212,12 +212,12 @@ class Batch:
 
 
 def _scaled(products: Tensor, scale: Tensor) -> Tensor:  # (K,), () float64
-    """s, whose gradients are added up in float64 where they become that of the scale."""
+    """s. The terms of the scale's gradient are added up in float64."""
     return (products.double() * scale).to(products.dtype)
 
 
 def _purpose(contrast: Sequence[Contrast], *, symmetric: bool) -> str:
-    """What ranks would not notice by their operations: different contrasts run the same operators."""
+    """The contrasts in words, which ranks compare: different contrasts run the same operators, so nothing else would differ."""
     names: list[str] = [name for name in CONTRASTS if name in contrast] or ["nothing"]
     return " ".join(["contrast", *names, *(["symmetric"] if symmetric else [])])
 
@@ -248,7 +248,8 @@ def _limit(
 
 def _check_guide(guide: Any, query: Tensor) -> None:
     if not isinstance(guide, Sequence) or len(guide) != 2:
-        raise TypeError(f"guide must be a pair of embeddings, those of query and of key, got {type(guide).__name__}")
+        came = f"{len(guide)} values" if isinstance(guide, Sequence) else type(guide).__name__
+        raise TypeError(f"guide must be a pair of embeddings, of query and of key, got {came}")
     names = ("guide[0]", "guide[1]")
     checks.embeddings(guide[0], guide[1], names, same_rows=True)
     checks.same_rows(guide[0], names[0], query, "query")

@@ -4,6 +4,7 @@ With the matching pair kept apart, a cross-entropy is softplus(row − match). I
 gradient loses digits when the pair is almost certain.
 """
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -60,12 +61,21 @@ def _logarithm(total: Tensor, base: Tensor) -> Tensor:
     return torch.where(nothing, -torch.inf, base + torch.where(nothing, 1.0, total).log())
 
 
-def check_smoothing(value: Any, **unsupported: Any) -> float:
-    """A number from 0 to 1, which is returned; and where it is not 0, nothing that leaves pairs out."""
-    if isinstance(value, bool) or not isinstance(value, (float, Real)) or not 0 <= float(value) <= 1:
-        raise ValueError(f"label_smoothing must be a number from 0 to 1, got {value!r}")
-    if float(value) > 0:
-        for name, other in unsupported.items():
-            if other is not None:
-                raise ValueError(f"{name} must be None with label smoothing, whose mean is taken over all keys of the batch")
-    return float(value)
+def number_in_range(name: str, value: Any, expected: str, *, below: float = math.inf, at_most: float = math.inf) -> float:
+    """The value as a float of at least 0, less than `below` and at most `at_most`; `expected` tells this range."""
+    number = float(value) if isinstance(value, (float, Real)) and not isinstance(value, bool) else math.nan
+    if not 0 <= number <= at_most or number >= below:
+        raise ValueError(f"{name} must be a number {expected}, got {value!r}")
+    return number
+
+
+def check_smoothing(value: Any, **leaving_out: Any) -> float:
+    """The value of `label_smoothing` as a float. Above 0, no argument may leave pairs out: the mean is over all keys."""
+    smoothing = number_in_range("label_smoothing", value, "from 0 to 1", at_most=1)
+    for name, given in leaving_out.items():
+        if smoothing > 0 and given is not None:
+            raise ValueError(
+                f"{name} must be None with label smoothing, whose mean is taken over all keys of the batch, got "
+                f"{type(given).__name__}"
+            )
+    return smoothing

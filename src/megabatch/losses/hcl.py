@@ -6,14 +6,12 @@ sum is subtracted. Both need two sums of exponentials, of (1 + β)·s and of β�
 
 import math
 from collections.abc import Sequence
-from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megabatch.losses.contrast import KEY_KEY, QUERY_KEY, Batch, Contrast
-from megabatch.losses.formulas import cross_entropy, reduced
+from megabatch.losses.formulas import cross_entropy, number_in_range, reduced
 from megabatch.losses.negatives import Negatives
 from megabatch.primitives import Backend, Group, Reduction, accumulator_dtype, sum_over_ranks
 
@@ -66,8 +64,8 @@ def hcl_loss(
         group: see `clip_loss`.
         backend: see `clip_loss`.
     """
-    beta = _number("beta", beta, "of at least 0", math.inf)
-    tau_plus = _number("tau_plus", tau_plus, "from 0 to below 1", 1)
+    beta = number_in_range("beta", beta, "of at least 0")
+    tau_plus = number_in_range("tau_plus", tau_plus, "from 0 to below 1", below=1)
     batch = Batch.of(
         query,
         key,
@@ -94,12 +92,12 @@ def hcl_loss(
     for (total, match), weight, count in zip(upper, weights, counts, strict=True):
         match = match / (1 + beta)
         weighted = total - _finite(weight) + _finite(count)
-        freed = _freed_of_matches(weighted, count, match, batch.scale, tau_plus)
-        losses.append(cross_entropy(freed, match))
+        debiased = _debiased(weighted, count, match, batch.scale, tau_plus)
+        losses.append(cross_entropy(debiased, match))
     return reduced(losses, share, reduction)
 
 
-def _freed_of_matches(
+def _debiased(
     weighted: Tensor,  # (N,) log Σ over the negatives, reweighted; −inf without any
     count: Tensor,  # (N,) log n
     match: Tensor,  # (N,)
@@ -111,13 +109,13 @@ def _freed_of_matches(
     weighted, count = _finite(weighted), _finite(count)
     floor = count - scale
     if tau_plus == 0:
-        freed = weighted
+        debiased = weighted
     else:
         chance = math.log(tau_plus) + count + match - weighted  # log of the part that is subtracted
         too_much = chance >= 0
         kept = (-torch.expm1(torch.where(too_much, -1.0, chance))).log()
-        freed = torch.where(too_much, floor, weighted + kept - math.log1p(-tau_plus))
-    return torch.where(nothing, -torch.inf, torch.maximum(freed, floor))
+        debiased = torch.where(too_much, floor, weighted + kept - math.log1p(-tau_plus))
+    return torch.where(nothing, -torch.inf, torch.maximum(debiased, floor))
 
 
 def _log_counts(batch: Batch) -> list[Tensor]:  # (N,) each
@@ -139,11 +137,5 @@ def _log_counts(batch: Batch) -> list[Tensor]:  # (N,) each
 
 
 def _finite(logarithm: Tensor) -> Tensor:
-    """0 in place of −inf, where there is nothing to weigh."""
+    """0 in place of −inf, where there are no negatives."""
     return torch.where(logarithm == -torch.inf, 0.0, logarithm)
-
-
-def _number(name: str, value: Any, expected: str, below: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
-        raise ValueError(f"{name} must be a number {expected}, got {value!r}")
-    return float(value)

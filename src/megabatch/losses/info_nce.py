@@ -86,7 +86,7 @@ def info_nce_loss(
         backend=backend,
     )
     if label_smoothing > 0:
-        _check_smoothed(label_smoothing, batch)
+        _check_smoothed(batch)
     sums = batch.sums()
     losses = [cross_entropy(negatives, match) for negatives, match in sums.directions]
     if label_smoothing > 0:
@@ -96,7 +96,7 @@ def info_nce_loss(
 
 
 def _above_the_mean(batch: Batch, sums: Sums) -> list[Tensor]:  # (N,) each
-    """How far s_ii is above the mean of all that query i is compared with, for each direction."""
+    """s_ii less the mean of all similarities of query i, for each direction."""
     keys = [(batch.key, batch.log_q), *((further.keys, further.log_q) for further in batch.negatives)]
     queries: list[tuple[Tensor, Tensor | None]] = [(batch.query, None)]
     sides = ((batch.query, keys), (batch.key, queries))
@@ -106,7 +106,8 @@ def _above_the_mean(batch: Batch, sums: Sums) -> list[Tensor]:  # (N,) each
     ]
 
 
-def _check_smoothed(value: float, batch: Batch) -> None:
-    check_smoothing(value, **{"negatives.private": True if any(further.private for further in batch.negatives) else None})
+def _check_smoothed(batch: Batch) -> None:
+    if any(further.private for further in batch.negatives):
+        raise ValueError("negatives must not be private with label smoothing, whose mean is taken over all keys of the batch")
     if tuple(batch.contrast) != (QUERY_KEY,):
         raise ValueError(f"contrast must be ({QUERY_KEY!r},) with label smoothing, got {batch.contrast!r}")

@@ -123,7 +123,10 @@ def late_distillation_loss(
     """
     checks.reduction(reduction)
     if not isinstance(teacher, Tensor) or teacher.dim() != 2 or not teacher.dtype.is_floating_point:
-        raise ValueError("teacher must be a floating-point tensor of shape (N, K), a score for each document of a query")
+        came = f"{teacher.dtype} {tuple(teacher.shape)}" if isinstance(teacher, Tensor) else type(teacher).__name__
+        raise ValueError(
+            f"teacher must be a floating-point tensor of shape (N, K), a score for each document of a query, got {came}"
+        )
     checks.without_gradient([teacher], ["teacher"])
     flat_mask = document_mask.flatten(0, 1) if isinstance(document_mask, Tensor) and document_mask.dim() == 3 else document_mask
     pairs = Similarities(

@@ -98,7 +98,7 @@ def _weights_by_width(widths: Any, weights: Any, x: Tensor) -> dict[int, float]:
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
-    """Of numbers, NumPy's too: a list, a tuple or an array; booleans are no numbers."""
+    """Whether the value is a list, tuple or array of such numbers, NumPy's included. Booleans are no numbers."""
     if isinstance(value, (str, Tensor)) or not isinstance(value, Collection):
         return False
     return all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)

@@ -1,4 +1,4 @@
-"""Negatives that are not of the batch: hard negatives, or keys of earlier steps; and the checks of them."""
+"""Negatives from outside the batch: hard negatives, or keys of earlier steps; and their checks."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class Negatives(NamedTuple):
 
 
 def checked(value: Any, query: Tensor, ids: Tensor | None, *, against_keys: bool, guided: bool) -> tuple[Negatives, ...]:
-    """What a loss was given as `negatives`: flat, and in the types that operators take.
+    """The argument `negatives` of a loss, checked: flat, and in the types that operators take.
 
     Args:
         value: None, a tensor, `Negatives`, or a sequence of these.
@@ -82,7 +82,7 @@ def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, *, agains
     if flat.private and flat.owner is None:
         raise ValueError(f"{name} must have shape (N, K, D) or owners to be private, got shape {tuple(keys.shape)}")
     if flat.ids is not None and ids is None:
-        raise ValueError(f"ids must be given where {name}.ids are: they say which queries have no negative in them")
+        raise ValueError(f"ids must be given where {name}.ids are, because the two are compared, got None")
     if flat.ids is not None and flat.owner is not None and not flat.private and against_keys:
         raise ValueError(
             f'{name}.ids must be None with the contrast "key-key": there the negatives of a query are left out by their owner, '
@@ -90,7 +90,7 @@ def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, *, agains
         )
     if guided:
         if flat.guide is None:
-            raise ValueError(f"{name}.guide must be given where guide is: the guide's embeddings of these keys")
+            raise ValueError(f"{name}.guide must be given where guide is, with the guide's embeddings of these keys, got None")
         checks.embeddings(flat.guide, flat.guide, (f"{name}.guide", f"{name}.guide"))
         checks.same_rows(flat.guide, f"{name}.guide", keys, name)
         checks.without_gradient([flat.guide], [f"{name}.guide"])
@@ -119,5 +119,5 @@ def _check_shapes(value: Negatives, name: str, query: Tensor) -> None:
 
 
 def _can_look_at(values: Tensor) -> bool:
-    """On CUDA the host would have to wait for them; on the meta device, and while a graph is traced, there are none."""
+    """Whether the host can read values without waiting for a GPU. On the meta device and in a traced graph there are none."""
     return not values.is_cuda and not values.is_meta and not torch.compiler.is_compiling()

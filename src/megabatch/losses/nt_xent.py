@@ -62,6 +62,6 @@ def nt_xent_loss(
 
 
 def _cross_entropy(first: Tensor, second: Tensor, match: Tensor) -> Tensor:
-    """log(1 + exp(first − match) + exp(second − match)), of two terms that are never negative; −inf counts as nothing."""
+    """log(1 + exp(first − match) + exp(second − match)), as two terms that are never negative; −inf counts as nothing."""
     before = cross_entropy(first, match)
     return before + exact_softplus(second - match - before)

@@ -1,4 +1,4 @@
-"""What a plan can be asked for. Imports nothing large, so that the help of `megabatch plan` appears at once."""
+"""Choices and defaults of a plan. Imports nothing large, so that the help of `megabatch plan` appears at once."""
 
 import math
 
@@ -13,7 +13,10 @@ def number(text: str) -> int:
     """ "304M", "1.2B", "64k" or "1,048,576" as a number; k, M and B are thousands, millions and billions."""
     units = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
     bare = text.replace(",", "").replace("_", "").strip()
-    value = float(bare[:-1]) * units[bare[-1]] if bare[-1:] in units else float(bare)
+    try:
+        value = float(bare[:-1]) * units[bare[-1]] if bare[-1:] in units else float(bare)
+    except ValueError:
+        value = math.nan
     if not (math.isfinite(value) and value >= 1):
         raise ValueError(f"must be a number of 1 or more, such as 304M, got {text!r}")
     return round(value)

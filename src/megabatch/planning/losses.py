@@ -1,7 +1,7 @@
 """Memory and time of the loss alone on one rank: megabatch and its peers.
 
-n pairs of a rank, B of all R ranks, D wide. Bytes are counted at the peak of forward and backward, beyond the embeddings,
-gradients included. Tests compare megabatch's and the dense formulas with the sum of all live tensors;
+A rank has n pairs, all R ranks together B, and embeddings are D wide. Bytes are counted at the peak of forward and backward,
+beyond the embeddings, gradients included. Tests compare megabatch's and the dense formulas with the sum of all live tensors;
 `benchmarks/plan_validation.py` compares megabatch's with a GPU.
 """
 
@@ -22,8 +22,8 @@ DENSE_BYTES = 16  # bytes of a matrix entry at the peak, in float32 and under au
 INF_CL_BLOCKS, INF_CL_RING_BLOCKS = 10, 5
 
 # Seconds that a loss takes in a step however small it is: 0.8 to 1.2 ms measured at 4k pairs on an H200
-# (benchmarks/results/plan_validation.md). Its launches, 5 ms of the host's time, are made while the device still encodes; a
-# loss that runs alone waits for them below 64k pairs (loss_gpu.md there). Work hides some of it: the third root of the sum of
+# (benchmarks/results/plan_validation.md). Its launches are made while the device still encodes; a small loss that runs alone
+# waits for them (small_gpu.md there). Work hides part of this time: the two are combined as the cube root of the sum of their
 # cubes.
 LAUNCHING = 0.9e-3
 
@@ -72,11 +72,11 @@ def _megabatch(shape: Shape) -> float:
     rounded = 2 * block * HALF if shape.half and s > HALF else 0
     statistics = STATISTICS * n
     if shape.ranks == 1:
-        # d image in its own type, the sums of d text in float32; as they end, d text is a copy if it is to be rounded.
+        # dx in its own type, and the sums of dy in float32. At the end dy is a rounded copy of them, if it is not float32.
         last = block * s if s < FLOAT else 0
         return rounded + block * s + block * FLOAT + statistics + max(work, last)
     # Travelling columns; sums of columns (found here, arriving, leaving, at home) and of rows. Two levels hold twice as many
-    # travelling columns.
+    # travelling columns, and two more blocks of sums.
     two_levels = shape.nodes > 1 and shape.ranks > shape.nodes
     travelling = (4 if two_levels else 2) * block * product
     sums = (7 if two_levels else 5) * block * FLOAT
@@ -93,6 +93,7 @@ def _vanilla(shape: Shape) -> float:
 def _local(shape: Shape) -> float:
     if shape.ranks == 1:
         return _vanilla(shape)
+    # For both towers: the gathered embeddings and their concatenation.
     return DENSE_BYTES * float(shape.batch) * shape.rows + shape.batch * shape.width * 2 * 2 * FLOAT
 
 

@@ -6,6 +6,7 @@ machine. If only the number of parameters is known, a transformer of that size s
 
 import importlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,13 +209,13 @@ def _freeze_unused(sides: tuple[Side, Side]) -> None:
 
 
 class StandIn(nn.Module):
-    """A pre-norm transformer over vectors, as many layers of its width as the parameters make."""
+    """A pre-norm transformer over vectors, with as many layers as give the number of parameters."""
 
     def __init__(self, parameters: int, tokens: int, width: int) -> None:
         super().__init__()
         layers = max(1, round(parameters / (12 * width**2)))
         if layers > MOST_LAYERS:
-            raise ValueError(f"{parameters} parameters would be {layers} layers of width {width}")
+            raise ValueError(f"{parameters:,} parameters of width {width} are {layers:,} layers, more than {MOST_LAYERS:,}")
         heads = next(heads for heads in range(max(1, width // 64), 0, -1) if width % heads == 0)
         self.position = nn.Parameter(torch.empty(tokens, width))
         self.blocks = nn.ModuleList([_Layer(width, heads) for _ in range(layers)])
@@ -242,22 +243,23 @@ class _Layer(nn.Module):
         return h + added
 
 
+_STAND_IN = re.compile(r"([^:]+):([1-9]\d*)x([1-9]\d*)")
+
+
 def _stand_ins(spec: str) -> tuple[Side, Side]:
-    parts = spec.split(",")
+    towers = [_STAND_IN.fullmatch(text.strip()) for text in spec.split(",")]
+    first, second = towers[0], towers[-1]  # one description stands for both
+    if len(towers) > 2 or first is None or second is None:
+        raise ValueError(f"model must be {STAND_IN}, got {spec!r}")
     try:
-        one, other = parts * 2 if len(parts) == 1 else parts
-        first, second = _stand_in(one, "first"), _stand_in(other, "second")
+        return _stand_in(first, "first"), _stand_in(second, "second")
     except ValueError as error:
-        raise ValueError(f"model must be {STAND_IN}, got {spec!r}") from error
-    return first, second
+        raise ValueError(f"model must be {STAND_IN}, got {spec!r}: {error}") from error
 
 
-def _stand_in(text: str, name: str) -> Side:
-    count, _, shape = text.partition(":")
-    tokens, width = map(int, shape.split("x"))
-    if tokens < 1 or width < 1:
-        raise ValueError(f"tokens and width must be 1 or more, got {shape!r}")
-    module = StandIn(number(count), tokens, width)
+def _stand_in(described: re.Match[str], name: str) -> Side:
+    tokens, width = int(described[2]), int(described[3])
+    module = StandIn(number(described[1]), tokens, width)
     return Side(name, module, lambda n: {"tokens": torch.zeros(n, tokens, width)})
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from megabatch.display import plots
 from megabatch.planning import step
+from megabatch.planning.gpus import GIB
 from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA
-from megabatch.planning.report import GIB, TIMES
+from megabatch.planning.report import TIMES
 from megabatch.planning.step import HOST, REPLAY, Plan
 
 COLOURS = {VANILLA: plots.ORANGE, LOCAL: plots.OCHRE, INF_CL: plots.BLUE, MEGABATCH: plots.GREEN}

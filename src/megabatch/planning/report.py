@@ -5,10 +5,10 @@ from typing import Any
 
 from megabatch.display.tables import Table
 from megabatch.planning import gpus, losses, step
+from megabatch.planning.gpus import GIB
 from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA
 from megabatch.planning.step import DEVICE, HOST, REPLAY, Memory, Plan
 
-GIB = 2**30
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",

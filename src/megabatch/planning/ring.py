@@ -115,8 +115,8 @@ def predict(name: str, cluster: Cluster, batch: int, D: int, lap: Pass) -> Cost:
     return Cost(clocks[slowest], clocks[slowest] - working[slowest])
 
 
-# A lap is in steady state after its first steps, so that every further node adds the same waiting time. Two small clusters are
-# simulated, with as many pairs on each rank, and extended by that line; thousands of ranks would take too long to simulate.
+# A lap is in steady state after its first steps: every further node adds the same waiting time. So two small clusters are
+# simulated, with as many pairs on each rank, and a line through both extends them. Thousands of ranks would take too long.
 SIMULATED = 6  # nodes, or ranks of one node, up to which everything is simulated
 
 
@@ -138,12 +138,12 @@ def waiting_for_columns(cluster: Cluster, rows: int, D: int, element_bytes: int)
     return most + (most - exposed(SIMULATED - 1)) * (size - SIMULATED)
 
 
-def averaging_seconds(cluster: Cluster, gradient_bytes: float) -> float:
-    """Seconds of a ring all-reduce of the gradients over all ranks, by the slowest link."""
+def all_reduce_seconds(cluster: Cluster, size: float) -> float:
+    """Seconds of a ring all-reduce of `size` bytes over all ranks, by the slowest link. An all-gather takes half of it."""
     slowest = cluster.inside.bandwidth
     if cluster.nodes > 1:
         slowest = min(slowest, cluster.between.bandwidth * cluster.rails)
-    return 2 * (cluster.ranks - 1) / cluster.ranks * gradient_bytes / slowest
+    return 2 * (cluster.ranks - 1) / cluster.ranks * size / slowest
 
 
 class _Simulation:

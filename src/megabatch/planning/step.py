@@ -15,7 +15,7 @@ from megabatch.planning import encoder, gpus, losses, ring
 from megabatch.planning.choices import HOST_MEMORY, OPTIMIZERS, PRECISIONS, SHARDINGS
 from megabatch.planning.encoder import Encoder
 from megabatch.planning.gpus import Gpu
-from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, Shape
+from megabatch.planning.losses import FLOAT, HALF, INF_CL, LOCAL, MEGABATCH, VANILLA, Shape
 from megabatch.planning.models import Model
 from megabatch.planning.ring import Cluster, Link
 from megabatch.towers.blocks import set_checkpointing
@@ -23,7 +23,6 @@ from megabatch.towers.blocks import set_checkpointing
 DEVICE, HOST, REPLAY = "device", "host", "replay"
 SOURCES = (DEVICE, HOST, REPLAY)
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # autocast's type for a precision
-FLOAT = 4
 SYSTEMS = (VANILLA, LOCAL, INF_CL, MEGABATCH)
 
 # Chunk sizes that a plan chooses from: the largest whose activations take at most this share of a GPU. Larger chunks gain
@@ -66,7 +65,7 @@ class Setup:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster for messages to one other rank, as the ring sends them: `planning.ring`."""
+        """The cluster with the bandwidth to one other GPU, which the ring uses."""
         give = 1e9 * gpus.LINK_EFFICIENCY
         return Cluster(
             nodes=self.nodes,
@@ -79,7 +78,7 @@ class Setup:
 
     @property
     def all_links(self) -> Cluster:
-        """The cluster for all-reduce and all-gather, which use every link of a GPU at once."""
+        """The cluster with the bandwidth to all other GPUs at once, which all-reduce and all-gather use."""
         one, others = self.cluster, max(1, self.per_node - 1)
         bandwidth = min(self.gpu.inside * 1e9 * gpus.LINK_EFFICIENCY, others * one.inside.bandwidth)
         return replace(one, inside=replace(one.inside, bandwidth=bandwidth))
@@ -129,7 +128,7 @@ class Plan:
     encoders: tuple[Encoder, ...]
     chunk: int
     checkpointing: bool = False  # whether activations are computed again in the backward pass
-    checkpointed_chunk: int = 0  # samples that would fit with it, where chunks are small without; else 0
+    checkpointed_chunk: int = 0  # samples that fit with checkpointing; only for small chunks without it, else 0
 
     # Memory
 
@@ -262,22 +261,22 @@ class Plan:
 
     def _columns(self, system: str, shape: Shape) -> float:
         if system == MEGABATCH:
-            element = 2 if self.setup.half else FLOAT
+            element = HALF if self.setup.half else FLOAT
             return ring.waiting_for_columns(self.setup.cluster, shape.rows, shape.width, element)
         if system == INF_CL:
             return 0.0  # Inf-CL's two rings send columns and gradients in float32, hidden behind much longer work
         # All-gather of both towers' embeddings, reduce-scatter of their gradients.
-        return ring.averaging_seconds(self.setup.all_links, 2 * shape.batch * shape.width * FLOAT)
+        return ring.all_reduce_seconds(self.setup.all_links, 2 * shape.batch * shape.width * FLOAT)
 
     def _gradients(self, rows: int, forward: float, backward: float, cached: bool) -> float:
         chunk = min(self.chunk, rows) if cached else rows
         chunks = -(-rows // chunk)
-        averaging = ring.averaging_seconds(self.setup.all_links, self.model.trained * FLOAT)
+        averaging = ring.all_reduce_seconds(self.setup.all_links, self.model.trained * FLOAT)
         hidden_by = backward / chunks  # the last chunk's backward pass
         exposed = max(0.0, averaging - hidden_by)
         if self.setup.sharding == "fsdp":
             # FSDP gathers the weights for each chunk in both forward passes and in backward; each costs half an all-reduce.
-            gathering = ring.averaging_seconds(self.setup.all_links, self.model.weight_bytes) / 2
+            gathering = ring.all_reduce_seconds(self.setup.all_links, self.model.weight_bytes) / 2
             passes, work = (3, 2 * forward + backward) if cached else (2, forward + backward)
             exposed += max(0.0, passes * chunks * gathering - work)
         return exposed

