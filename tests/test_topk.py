@@ -101,17 +101,22 @@ def test_compiled_and_under_vmap():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_groups_of_columns_hold_the_best(dtype):
-    """Ties, NaN, infinities, groups that do not fit evenly, and more columns asked for than there are."""
+    """Ties, NaN, infinities, groups that do not fit evenly, more columns asked for than there are, and columns in two parts."""
     generator = torch.Generator().manual_seed(0)
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
-    for m, k in ((1, 1), (9, 1), (50, 3), (64, 4), (103, 2), (20, 30), (257, 16)):
+    for m, k in ((1, 1), (9, 1), (50, 3), (64, 4), (103, 2), (20, 30), (257, 16), (1100, 2)):
         values = torch.randint(-3, 4, (17, m), generator=generator).to(dtype)
         replaced = torch.rand(17, m, generator=generator) < 0.2
         values[replaced] = odd[torch.randint(4, (int(replaced.sum()),), generator=generator)].to(dtype)
         order = torch.cat((values.nan_to_num(-torch.inf, torch.inf, -torch.inf), values.new_full((17, k), -torch.inf)), 1)
         wanted = order.sort(dim=1, descending=True, stable=True)
         indices = (wanted.indices[:, :k] + 5).masked_fill(wanted.values[:, :k] == -torch.inf, -1)
-        same(best_columns(values, 5, k), (wanted.values[:, :k].double(), indices))
+        same(best_columns(values.clone(), 5, k), (wanted.values[:, :k].double(), indices))
+        for cut in (m // 9, m // 2, m - 1):
+            if cut > 0:
+                before = best_columns(values[:, :cut].clone(), 5, k)
+                after = best_columns(values[:, cut:].clone(), 5 + cut, k, before)
+                same(after, (wanted.values[:, :k].double(), indices))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from the interpreter's numpy, on intended inf and NaN

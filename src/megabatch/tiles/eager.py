@@ -208,7 +208,7 @@ def topk(block: Block, k: int) -> Best:  # (N, k)
         x, kept = tiles.x(rows), Best(*(part[rows] for part in found))
         for columns in tiles.columns:
             s = tiles.similarities(rows, columns, x, tiles.y(columns))
-            kept = kept.merged(best_columns(s, columns.start, k))
+            kept = best_columns(s, columns.start, k, kept)
         found.values[rows], found.indices[rows] = kept
     return found
 

@@ -47,26 +47,52 @@ def best(values: Tensor, indices: Tensor, k: int) -> Best:  # (n, m), (n, m) or 
     return Best(torch.cat((found.values, missing.values), 1), torch.cat((indices, missing.indices), 1))
 
 
-def best_columns(values: Tensor, first: int, k: int) -> Best:  # (n, m) → (n, k)
-    """The k best of neighbouring columns, the first of which has the index `first`; replaces NaN in `values` by −inf.
+def best_columns(values: Tensor, first: int, k: int, before: Best | None = None) -> Best:  # (n, m) → (n, k)
+    """The k best of neighbouring columns and of `before`; replaces NaN in `values` by −inf.
 
     The k groups of columns with the largest maxima hold the k best columns: a column in another group comes after all k
-    maxima, because groups are runs of columns. So only √(m·k) candidates or so are ordered by index as well as by value.
+    maxima, because groups are runs of columns. So only √(m·k) candidates or so are ordered by index as well as by value, and
+    fewer if many groups have no column above the k-th of `before`.
+
+    Args:
+        values: the columns.
+        first: the index of the first column.
+        k: at most this many are found.
+        before: the k best of columns with smaller indices.
     """
     n, m = values.shape
     values.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
-    size = int((m / k) ** 0.5)
-    columns = torch.arange(m, device=values.device)
+    size, columns = _group_size(m, k), torch.arange(m, device=values.device)
     if size < 2:
-        return best(values, first + columns, k)
+        found = best(values, first + columns, k)
+        return found if before is None else before.merged(found)
     whole = m // size * size
     groups = values[:, :whole].view(n, -1, size)
     maxima = torch.cat((groups.amax(2), values[:, whole:].amax(1, keepdim=True)), 1) if whole < m else groups.amax(2)
-    chosen = best(maxima, torch.arange(maxima.shape[1], device=values.device), k).indices
+    wanted = k
+    if before is not None and values.is_cpu:  # on another device the host would have to wait for the number
+        is_better = maxima > before.values[:, -1:]
+        wanted = min(k, int(is_better.sum(1).amax()))
+        if wanted == 0:
+            return before
+        maxima.masked_fill_(~is_better, -torch.inf)
+    chosen = best(maxima, torch.arange(maxima.shape[1], device=values.device), wanted).indices
     among = chosen[:, :, None] * size + columns[:size]  # negative if there is no such group
     among = among.where((among >= 0) & (among < m), -1).flatten(1)
-    candidates = values.gather(1, among.clamp_min(0)).masked_fill_(among < 0, -torch.inf)
-    return best(candidates, first + among, k)
+    candidates, indices = values.gather(1, among.clamp_min(0)).masked_fill_(among < 0, -torch.inf), first + among
+    if before is not None:
+        candidates, indices = torch.cat((before.values, candidates), 1), torch.cat((before.indices, indices), 1)
+    return best(candidates, indices, k)
+
+
+def _group_size(m: int, k: int) -> int:
+    """Columns of a group: about √(m / k), and a power of two.
+
+    From 32 on, PyTorch takes the maxima of groups with vector instructions: 128 × 8,192 values on one core, ms for groups of
+    16 / 22 / 32 / 64: 1.15 / 1.31 / 0.18 / 0.09.
+    """
+    size = 1 << max(0, int((m / k) ** 0.5).bit_length() - 1)
+    return 32 if size == 16 else size
 
 
 def _sorted(values: Tensor, indices: Tensor, k: int) -> Best:
