@@ -41,7 +41,7 @@ from megabatch.trainer.observers import METRICS, MetricsFile
 from megabatch.world import World
 
 BATCHES = [1 << 20, 1 << 22]
-TOWER, CHUNK, HELD_OUT = "96/16", 4096, 1000
+TOWER, CHUNK, HELD_OUT = "conv1@64", 4096, 1000
 PHASES = ("data", "forward", "loss", "backward", "optimizer")
 
 
@@ -163,12 +163,12 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder with Flickr8k's .bin and .json; left out, a tiny run invents some")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="pairs (1048576 4194304)")
     parser.add_argument("--chunk", type=int, default=CHUNK, help="pairs encoded at once (%(default)s)")
-    parser.add_argument("--tower", default=TOWER, metavar="PIXELS/PATCH", help="(%(default)s)")
+    parser.add_argument("--tower", default=TOWER, help="of `image_study.py` (%(default)s)")
     parser.add_argument("--compile", choices=("on", "off"), default="off", help="layers by torch.compile (%(default)s)")
     arguments(parser, "million", 500)
     args = parser.parse_args()
     if args.tiny:
-        args.batches, args.chunk, args.tower = [512, 2048], 64, "32/16"
+        args.batches, args.chunk, args.tower = [512, 2048], 64, "conv1@32"
     elif args.data is None:
         parser.error("--data is needed: the folder with Flickr8k's .bin and .json")
     bench = Bench(args)
