@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megabatch.tiles import plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import BFLOAT16, FLOAT16, TF32
 from megabatch.tiles.triton_device import finish_tile, load_embeddings
@@ -100,7 +101,7 @@ def finish_rows(
 
 
 def _grid(rows: Tensor) -> tuple[int]:
-    return (triton.cdiv(len(rows), _BLOCK_N),)
+    return (plan.tiles(len(rows), _BLOCK_N),)
 
 
 def _options(precision: str) -> dict[str, int]:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megabatch.tiles import plan
 from megabatch.tiles.triton_device import load_embeddings
 from megabatch.tiles.triton_launcher import launch
 
@@ -113,7 +114,7 @@ def exponent_scale(
     not finite are ignored: their rows are found later, by their sums.
     """
     other = None if y is x and products is None else y
-    programs = triton.cdiv(max(len(x), len(y)), _BLOCK_N)
+    programs = plan.tiles(max(len(x), len(y)), _BLOCK_N)
     work = torch.empty(_CONSTANTS + (1 if other is None else 2) * programs, dtype=torch.float32, device=x.device)
     shift = torch.empty((), dtype=torch.float64, device=x.device)
     launch(

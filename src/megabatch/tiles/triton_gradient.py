@@ -220,9 +220,9 @@ def form_strip(
     operands, block, tile, weights = task.operands, task.block, task.tile, task.weights
     kinds, hopper = task.kinds, hopper_tile(block, task.kinds[0])
     n, m = rows.stop - rows.start, columns.stop - columns.start
-    tiles_m = 2 * triton.cdiv(m, tile.columns) if hopper is None else triton.cdiv(m, hopper.columns)
+    tiles_m = 2 * plan.tiles(m, tile.columns) if hopper is None else plan.tiles(m, hopper.columns)
     row_parts = [None if whole is None else _partial_sums(block, tiles_m, n) for whole in row_sums]
-    col_part = None if col_sum is None else _partial_sums(block, triton.cdiv(n, tile.rows), m)
+    col_part = None if col_sum is None else _partial_sums(block, plan.tiles(n, tile.rows), m)
     if hopper is not None:
         from megabatch.tiles import gluon_warp_specialized as gluon
 

@@ -150,7 +150,7 @@ def _partial_sums(
 ) -> tuple[Tensor, Tensor | None]:  # (panels, n), (partial sums, m)
     """Partial row sums of 2^t, and partial column sums if `with_columns`."""
     rows, columns, tile, hopper = task
-    panels = triton.cdiv(columns.stop - columns.start, tile.columns if hopper is None else hopper.columns)
+    panels = plan.tiles(columns.stop - columns.start, tile.columns if hopper is None else hopper.columns)
     row_part = torch.empty(panels, rows.stop - rows.start, dtype=block.dtype, device=block.x.device)
     if hopper is None:
         return row_part, _launch(operands, block, tile, rows, columns, row_part, with_columns=with_columns)
@@ -164,7 +164,7 @@ def _tuned_tile(operands: Operands, block: Block) -> plan.KernelTile:
     rows, columns = slice(0, min(block.N, 16384)), slice(0, min(block.M, 8192))
 
     def trial(tile: plan.KernelTile) -> None:
-        panels = triton.cdiv(columns.stop, tile.columns)
+        panels = plan.tiles(columns.stop, tile.columns)
         row_part = torch.empty(panels, rows.stop, dtype=block.dtype, device=block.x.device)
         _launch(operands, block, tile, rows, columns, row_part, with_columns=True)
 

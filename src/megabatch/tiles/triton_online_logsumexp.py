@@ -157,7 +157,7 @@ def complete_sums(
     """Writes the sums of rows, and of columns if given, from partial sums; `total` itself may be the only part of it."""
     assert col is None or operands.limit is None, "a limit applies to row sums only"
     tile = plan.ONLINE
-    programs = triton.cdiv(block.N, tile.rows) + (0 if col is None else triton.cdiv(block.M, tile.rows))
+    programs = plan.tiles(block.N, tile.rows) + (0 if col is None else plan.tiles(block.M, tile.rows))
     launch(
         _online_logsumexp_kernel,
         (programs,),

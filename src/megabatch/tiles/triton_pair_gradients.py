@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megabatch.tiles import plan
 from megabatch.tiles.block import Needs
 from megabatch.tiles.triton_backward import WholeGradients
 from megabatch.tiles.triton_device import finish_tile, sum_all_parts
@@ -91,7 +92,7 @@ def finish_pairs(
         for total, need, dtype in zip(sums[:2], needs[:2], dtypes, strict=True)
     )
     loss = torch.empty((), dtype=torch.float32, device=device)
-    tiles = triton.cdiv(N, _BLOCK_N)
+    tiles = plan.tiles(N, _BLOCK_N)
     dscale = torch.empty(tiles, dtype=torch.float64, device=device) if needs.dscale else None
     of_rows = sums.dx is not None or sums.dscale is not None
     launch(

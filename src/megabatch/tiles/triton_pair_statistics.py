@@ -90,7 +90,7 @@ class PairVectors(NamedTuple):
     @classmethod
     def empty(cls, block: Block) -> "PairVectors":
         """Uninitialised vectors."""
-        stride = triton.cdiv(block.N + plan.HOPPER_BLOCK, 64) * 64  # to the end of a tile, and each vector aligned
+        stride = plan.tiles(block.N + plan.HOPPER_BLOCK, 64) * 64  # to the end of a tile, and each vector aligned
         vectors = torch.empty((9, stride), dtype=torch.float32, device=block.x.device)
         *weights, dmatch = vectors.unbind(0)
         _, _, row_cap, col_cap, row_shift, col_shift, *_ = weights
@@ -112,7 +112,7 @@ def pair_statistics(
     `tile` is the kernel's that forms strips.
     """
     size = max(tile.rows, tile.columns)
-    losses = torch.empty(triton.cdiv(block.N, size), dtype=torch.float64, device=block.x.device)
+    losses = torch.empty(plan.tiles(block.N, size), dtype=torch.float64, device=block.x.device)
     launch(
         _pair_statistics_kernel,
         (len(losses),),
