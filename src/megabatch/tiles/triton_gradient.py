@@ -31,10 +31,10 @@ SOFTMAX, SOFTMAX_OWN_SHIFT, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.const
 @triton.jit
 def _any(flags, count):
     """The largest of flags[:count] ≥ 0."""
-    found = tl.zeros((128,), flags.dtype.element_ty)
+    found = tl.zeros((128,), tl.float32)
     for first in range(0, count, 128):
         offs = first + tl.arange(0, 128)
-        found = tl.maximum(found, tl.load(flags + offs, offs < count, 0))
+        found = tl.maximum(found, tl.load(flags + offs, offs < count, 0.0))
     return tl.max(found, 0)
 
 
@@ -87,7 +87,7 @@ def _gradient_strip_kernel(
     tiles_n, tiles_m = tl.cdiv(rows, BLOCK_N), tl.cdiv(columns, BLOCK_M)
     if KIND == SOFTMAX_OWN_SHIFT:
         of_rows = _any(row_tile_own_shift + first_row // BLOCK_N, tiles_n)
-        if (of_rows + _any(col_tile_own_shift + first_column // BLOCK_M, tiles_m)) == 0:
+        if (of_rows + _any(col_tile_own_shift + first_column // BLOCK_M, tiles_m)) == 0.0:
             return
     HAS_ROW: tl.constexpr = row_offset is not None
     k, k_rest, base = tl.load(exponent_scale), tl.load(exponent_scale + 1), tl.load(exponent_scale + 2)

@@ -53,6 +53,7 @@ def _complete(
     BLOCK_P: tl.constexpr,
 ):
     """The sums of one tile of rows."""
+    HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
     n = tile * BLOCK_N
     offs_n = n + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
@@ -62,7 +63,6 @@ def _complete(
         tl.store(total + offs_n, sums, mask_n)
         tl.store(shift + offs_n, tl.full((BLOCK_N,), -float("inf"), tl.float32), mask_n)
     else:
-        HAS_ROW_OFFSET: tl.constexpr = row_offset is not None
         k, k_rest = tl.load(exponent_scale), tl.load(exponent_scale + 1)
         peak = tl.full((BLOCK_N,), -float("inf"), tl.float32)
         again = tl.zeros((BLOCK_N,), tl.float32)

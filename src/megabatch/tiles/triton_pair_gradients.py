@@ -34,11 +34,12 @@ def _finish_pairs_kernel(
     losses,  # (losses_count,) float64
     scale,  # ()
     loss,  # ()
-    dscale,  # (programs of rows,) float64, or None
+    dscale,  # (row_tiles,) float64, or None
     N,
     D,
     x_stride,
     y_stride,
+    row_tiles,  # programs of dx and d scale; those of dy come after them
     losses_count,
     divisor,
     unit,
@@ -48,28 +49,20 @@ def _finish_pairs_kernel(
 ):
     program = tl.program_id(0)
     factor = (tl.load(scale).to(tl.float64) / divisor / unit).to(tl.float32)
-    OF_DX: tl.constexpr = dx_sums is not None
-    OF_ROWS: tl.constexpr = row_dscale is not None
-    first_of_y = 0
-    if OF_DX or OF_ROWS:
-        first_of_y = tl.cdiv(N, BLOCK_N)
-        if program < first_of_y:
-            if OF_DX:
-                terms = finish_tile(
-                    program, dx_sums, dx, x, y, dmatch, factor, N, D, x_stride, 1, y_stride, 1, 0, BLOCK_N, BLOCK_D
-                ).to(tl.float64)
-            if OF_ROWS:
-                offs_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
-                mask_n = offs_n < N
-                of_match = tl.load(dmatch + offs_n, mask_n, 0.0).to(tl.float64) * tl.load(products + offs_n, mask_n, 0.0)
-                terms = tl.load(row_dscale + offs_n, mask_n, 0.0) + of_match
-            if dscale is not None:
-                tl.store(dscale + program, tl.sum(terms, 0) / divisor / unit)
-    if dy_sums is not None:
-        if program >= first_of_y:
-            finish_tile(
-                program - first_of_y, dy_sums, dy, None, x, dmatch, factor, N, D, 0, 0, x_stride, 1, 0, BLOCK_N, BLOCK_D
-            )
+    if program < row_tiles:
+        if dx_sums is not None:
+            terms = finish_tile(
+                program, dx_sums, dx, x, y, dmatch, factor, N, D, x_stride, 1, y_stride, 1, 0, BLOCK_N, BLOCK_D
+            ).to(tl.float64)
+        if row_dscale is not None:
+            offs_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask_n = offs_n < N
+            of_match = tl.load(dmatch + offs_n, mask_n, 0.0).to(tl.float64) * tl.load(products + offs_n, mask_n, 0.0)
+            terms = tl.load(row_dscale + offs_n, mask_n, 0.0) + of_match
+        if dscale is not None:
+            tl.store(dscale + program, tl.sum(terms, 0) / divisor / unit)
+    elif dy_sums is not None:
+        finish_tile(program - row_tiles, dy_sums, dy, None, x, dmatch, factor, N, D, 0, 0, x_stride, 1, 0, BLOCK_N, BLOCK_D)
     if program == 0:
         tl.store(loss, (sum_all_parts(losses, losses_count, BLOCK) / divisor).to(tl.float32))
 
@@ -94,12 +87,12 @@ def finish_pairs(
     loss = torch.empty((), dtype=torch.float32, device=device)
     tiles = plan.tiles(N, _BLOCK_N)
     dscale = torch.empty(tiles, dtype=torch.float64, device=device) if needs.dscale else None
-    of_rows = sums.dx is not None or sums.dscale is not None
+    row_tiles = 0 if sums.dx is None and sums.dscale is None else tiles
     launch(
         _finish_pairs_kernel,
-        (max(1, tiles * (of_rows + (sums.dy is not None))),),
+        (max(1, row_tiles + (0 if sums.dy is None else tiles)),),
         (operands.x, operands.y, *sums[:2], dx, dy, sums.dscale, products, pairs.dmatch, losses, scale, loss, dscale),
-        (N, D, operands.x.stride(0), operands.y.stride(0), len(losses), float(divisor), pairs.unit),
+        (N, D, operands.x.stride(0), operands.y.stride(0), row_tiles, len(losses), float(divisor), pairs.unit),
         BLOCK_N=_BLOCK_N,
         BLOCK_D=_BLOCK_D,
         BLOCK=_BLOCK,
