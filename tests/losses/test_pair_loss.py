@@ -98,4 +98,4 @@ def test_few_calls():
         torch.autograd.grad(mb.clip_loss(*(x.bfloat16() for x in inputs[:2]), inputs[2], backend="triton"), inputs)
     assert len(launches) == 9  # one of them in backward
     work = [name for name in calls.names if not name.startswith(("aten::_to_copy", "aten::detach"))]
-    assert len(work) <= 24, work
+    assert len(work) <= 22, work

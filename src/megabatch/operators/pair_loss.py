@@ -56,20 +56,17 @@ class _PairLoss(torch.autograd.Function):
 
         block = Block.of(x, y, scale, precision, row_ids=row_ids, col_ids=col_ids, skip_diagonal=True)
         needs = Needs(*ctx.needs_input_grad[:3]) if learns else Needs(False, False, False)
-        products = torch.empty(block.N, dtype=block.dtype, device=x.device)
-        operands = exponent_operands(block, products)
-        tile = softmax_tile(operands, block)
         pairs = PairVectors.empty(block)
+        operands = exponent_operands(block, pairs.products)
+        tile = softmax_tile(operands, block)
         write_sums(operands, block, pairs.row, pairs.col if columns else None)
-        losses = pair_statistics(operands, block, tile, products, pairs, columns=columns)
+        losses = pair_statistics(operands, block, tile, pairs, columns=columns)
         sums = WholeGradients(None, None, None)
         if any(needs):
             sums = whole_gradients(StripTask(operands, block, tile, SOFTMAX_KINDS, pairs.weights), needs)
         half = torch.float16 in (x.dtype, y.dtype)  # a gradient may leave its range before backward multiplies it
         dtypes = (torch.float32, torch.float32) if half else (x.dtype, y.dtype)
-        loss, dx, dy, dscale = finish_pairs(
-            operands, block.scale, sums, needs, pairs, products, losses, divisor=divisor, dtypes=dtypes
-        )
+        loss, dx, dy, dscale = finish_pairs(operands, block, sums, needs, pairs, losses, divisor=divisor, dtypes=dtypes)
         if any(needs):
             ctx.save_for_backward(x, y, scale, dx, dy, dscale)
         return loss

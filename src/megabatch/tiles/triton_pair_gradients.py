@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles import plan
-from megabatch.tiles.block import Needs
+from megabatch.tiles.block import Block, Needs
 from megabatch.tiles.triton_backward import WholeGradients
 from megabatch.tiles.triton_device import finish_tile, sum_all_parts
 from megabatch.tiles.triton_launcher import launch
@@ -69,11 +69,10 @@ def _finish_pairs_kernel(
 
 def finish_pairs(
     operands: Operands,
-    scale: Tensor,  # ()
+    block: Block,
     sums: WholeGradients,
     needs: Needs,
     pairs: PairVectors,
-    products: Tensor,  # (N,) of the matching pairs
     losses: Tensor,  # (programs,) of `pair_statistics`
     divisor: int,
     dtypes: tuple[torch.dtype, torch.dtype],  # of dx and dy
@@ -91,7 +90,20 @@ def finish_pairs(
     launch(
         _finish_pairs_kernel,
         (max(1, row_tiles + (0 if sums.dy is None else tiles)),),
-        (operands.x, operands.y, *sums[:2], dx, dy, sums.dscale, products, pairs.dmatch, losses, scale, loss, dscale),
+        (
+            operands.x,
+            operands.y,
+            *sums[:2],
+            dx,
+            dy,
+            sums.dscale,
+            pairs.products,
+            pairs.dmatch,
+            losses,
+            block.scale,
+            loss,
+            dscale,
+        ),
         (N, D, operands.x.stride(0), operands.y.stride(0), row_tiles, len(losses), float(divisor), pairs.unit),
         BLOCK_N=_BLOCK_N,
         BLOCK_D=_BLOCK_D,

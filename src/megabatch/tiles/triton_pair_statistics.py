@@ -44,10 +44,9 @@ def _side(common, match, offs, N, unit, weights, stride, TILE: tl.constexpr):
 
 @triton.jit
 def _pair_statistics_kernel(
-    products,  # (N,) of the matching pairs
     scale,  # ()
     common,  # () C, float64
-    vectors,  # (9, stride), `PairVectors`: reads caps and shifts, writes the others
+    vectors,  # (10, stride), `PairVectors`: reads caps, shifts and products, writes the others
     losses,  # (programs,) float64
     N,
     stride,
@@ -59,7 +58,7 @@ def _pair_statistics_kernel(
 ):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < N
-    match = tl.load(products + offs, mask, 0.0) * tl.load(scale).to(tl.float32)
+    match = tl.load(vectors + 9 * stride + offs, mask, 0.0) * tl.load(scale).to(tl.float32)
     C = tl.load(common)
     loss, weight = _side(C, match, offs, N, unit, vectors, stride, TILE_N)
     of_columns = vectors + stride
@@ -78,31 +77,32 @@ def _pair_statistics_kernel(
 
 
 class PairVectors(NamedTuple):
-    """All vectors of the pairs, in one allocation: sums are written first, then the weights made of them."""
+    """All vectors of the pairs, in one allocation: products and sums are written first, then the weights made of them."""
 
-    vectors: Tensor  # (9, stride): the eight `Weights`, then dmatch
+    vectors: Tensor  # (10, stride): the eight `Weights`, then dmatch and products
     row: Sums  # which are the caps and shifts of `weights`
     col: Sums
     weights: Weights  # in units
     dmatch: Tensor  # (N,) or longer: the derivative of the loss by s_ii, in units
+    products: Tensor  # (N,) or longer: ⟨x_i, y_i⟩
     unit: float
 
     @classmethod
     def empty(cls, block: Block) -> "PairVectors":
         """Uninitialised vectors."""
         stride = plan.tiles(block.N + plan.HOPPER_BLOCK, 64) * 64  # to the end of a tile, and each vector aligned
-        vectors = torch.empty((9, stride), dtype=torch.float32, device=block.x.device)
-        *weights, dmatch = vectors.unbind(0)
+        vectors = torch.empty((10, stride), dtype=torch.float32, device=block.x.device)
+        *weights, dmatch, products = vectors.unbind(0)
         _, _, row_cap, col_cap, row_shift, col_shift, *_ = weights
         row, col = Sums(row_cap, row_shift), Sums(col_cap, col_shift)
-        return cls(vectors, row, col, Weights(*weights), dmatch, HALF_UNIT if block.precision == FLOAT16 else 1.0)
+        unit = HALF_UNIT if block.precision == FLOAT16 else 1.0
+        return cls(vectors, row, col, Weights(*weights), dmatch, products, unit)
 
 
 def pair_statistics(
     operands: Operands,
     block: Block,
     tile: plan.KernelTile,
-    products: Tensor,  # (N,)
     pairs: PairVectors,
     *,
     columns: bool,
@@ -116,7 +116,7 @@ def pair_statistics(
     launch(
         _pair_statistics_kernel,
         (len(losses),),
-        (products, block.scale, operands.shift, pairs.vectors, losses),
+        (block.scale, operands.shift, pairs.vectors, losses),
         (block.N, pairs.vectors.shape[1], pairs.unit),
         COLUMNS=columns,
         TILE_N=tile.rows,
