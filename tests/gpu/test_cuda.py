@@ -166,6 +166,8 @@ def test_memory_is_linear_and_the_workspace_capped(dtype, loss, backend):
         return used
 
     assert step(131072) <= 4.1 * step(32768)
+    if backend == "triton":
+        step(16384)  # one strip of 512 MiB in bfloat16 (`plan.pair_strip`)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

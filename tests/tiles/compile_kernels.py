@@ -33,6 +33,7 @@ from megabatch.tiles import (
     triton_maxsim_gradients,
     triton_maxsim_scores,
     triton_online_logsumexp,
+    triton_pair_gradients,
     triton_pair_statistics,
     triton_partial_sums,
     triton_rank,
@@ -137,7 +138,7 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_maxsim_gradients, "_document_gradient_kernel"),
         (triton_topk, "_group_products_kernel"),
         (triton_topk, "_choice_kernel"),
-        (triton_exponent_scale, "_largest_norm_kernel"),
+        (triton_exponent_scale, "_largest_norms_kernel"),
         (triton_exponent_scale, "_exponent_scale_kernel"),
         (triton_embeddings, "_matching_products_kernel"),
         (triton_embeddings, "_finish_gradient_kernel"),
@@ -147,6 +148,7 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_guided_logsumexp, "_guided_logsumexp_kernel"),
         (triton_guided_logsumexp, "_guided_gradient_kernel"),
         (triton_pair_statistics, "_pair_statistics_kernel"),
+        (triton_pair_gradients, "_finish_pairs_kernel"),
         (triton_small, "_partial_sums_kernel"),
         (triton_small, "_combine_kernel"),
         (triton_small, "_softmax_weights_kernel"),
@@ -192,7 +194,7 @@ def launch_small(precision: str, features: bool, N: int = 300, D: int = 512) -> 
         for kind in (MATCHES, ROWS):
             small_loss(x, y, scale, None, precision, Task(kind, N, ids))
     for columns in (False, True):
-        pair_loss(x, y, scale, (ids, ids), precision, columns=columns, divisor=N)
+        torch.autograd.grad(pair_loss(x, y, scale, (ids, ids), precision, columns=columns, divisor=N), (x, scale))
 
 
 def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:

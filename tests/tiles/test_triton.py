@@ -131,14 +131,13 @@ def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
     from megabatch.tiles import triton_logsumexp
 
     recomputed = []
-    original = triton_logsumexp.recompute_out_of_range
+    original = triton_logsumexp.complete_sums
 
-    def watched(operands, block, total, *, transposed):
-        shift = original(operands, block, total, transposed=transposed)
-        recomputed.append(shift.isfinite().sum().item())
-        return shift
+    def watched(operands, block, row_part, row, col_part, col):
+        original(operands, block, row_part, row, col_part, col)
+        recomputed.extend(sums.shift.isfinite().sum().item() for sums in (row, col))
 
-    monkeypatch.setattr(triton_logsumexp, "recompute_out_of_range", watched)
+    monkeypatch.setattr(triton_logsumexp, "complete_sums", watched)
     x, y = (unit(80, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
     for outlier in (False, True):
         if outlier:
@@ -303,9 +302,17 @@ def test_strips_stay_within_the_workspace(monkeypatch, N, M):
         assert min(size.rows, N) * min(size.columns, M) * element_size <= 256 * 2**20
         assert min(size.rows, N) * D * 4 <= 64 * 2**20
         assert size.rows % 256 == size.columns % 256 == 0
+        size = plan.pair_strip(N, element_size)
+        assert min(size.rows, N) * min(size.columns, N) * element_size <= 512 * 2**20
+        assert size.rows % 256 == size.columns % 256 == 0
     for panels in (1, 3, 256):
         splits, rows = plan.row_splits(panels, N, 256, 132)
         assert splits * rows >= N > (splits - 1) * rows
+
+
+def test_16384_pairs_are_one_strip(monkeypatch):
+    monkeypatch.undo()
+    assert plan.pair_strip(16384, 2) == plan.TileSize(16384, 16384)
 
 
 @pytest.mark.parametrize(("panels", "programs"), [(1, 132), (64, 128), (86, 129), (128, 128), (132, 132), (256, 128)])

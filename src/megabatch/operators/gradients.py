@@ -82,12 +82,12 @@ def finish(
     scale: Tensor,  # () as the operator was given it
     unit: Tensor,  # ()
     dmatch: Tensor | None = None,  # (N,) gradient of s_ii where the diagonal is kept apart, in units
-    products: Tensor | None = None,  # (N,) of the matching pairs, computed here if needed and not given
     dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Runs the pass and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, scale, needs._replace(dy=False), dtype)
     factor = block.scale * unit
+    products: Tensor | None = None  # of the matching pairs, if needed
     of_rows = torch.zeros_like(dscale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
     for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
         if dscale_rows is not None and dmatch is not None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.operators.gradients import column_sums, finish
 from megabatch.operators.small_kernels import multiplied, settled
 from megabatch.tiles.block import Block, Needs
 
@@ -48,36 +47,32 @@ class _PairLoss(torch.autograd.Function):
         divisor: int,
         learns: bool,
     ) -> Tensor:
-        from megabatch.tiles import triton_backend, triton_backward, triton_logsumexp, triton_pair_statistics
+        from megabatch.tiles.triton_backward import SOFTMAX_KINDS, WholeGradients, softmax_tile, whole_gradients
         from megabatch.tiles.triton_gradient import StripTask
+        from megabatch.tiles.triton_logsumexp import write_sums
         from megabatch.tiles.triton_operands import exponent_operands
+        from megabatch.tiles.triton_pair_gradients import finish_pairs
+        from megabatch.tiles.triton_pair_statistics import PairVectors, pair_statistics
 
         block = Block.of(x, y, scale, precision, row_ids=row_ids, col_ids=col_ids, skip_diagonal=True)
-        operands = exponent_operands(block)
-        tile = triton_backward.softmax_tile(operands, block)
-        row, col = triton_logsumexp.totals(operands, block, columns=columns)
-        products = triton_backend.matching_products(block)
-        found = triton_pair_statistics.pair_statistics(operands, block, tile, products, row, col)
         needs = Needs(*ctx.needs_input_grad[:3]) if learns else Needs(False, False, False)
+        pairs = PairVectors.empty(block)
+        operands = exponent_operands(block, pairs.products)
+        tile = softmax_tile(operands, block)
+        write_sums(operands, block, pairs.row, pairs.col if columns else None)
+        losses = pair_statistics(operands, block, tile, pairs, columns=columns)
+        sums = WholeGradients(None, None, None)
         if any(needs):
-            task = StripTask(operands, block, tile, triton_backward.SOFTMAX_KINDS, found.weights)
-            sums = column_sums(block, needs)
-            dx, dy, dscale, *_ = finish(
-                triton_backend,
-                block,
-                triton_backward.gradient_strips(task, sums, needs),
-                sums,
-                needs,
-                scale=scale,
-                unit=torch.full((), 1 / (divisor * found.unit), dtype=block.dtype, device=x.device),
-                dmatch=found.dmatch,
-                products=products,
-                dtype=torch.float32 if torch.float16 in (x.dtype, y.dtype) else None,
-            )
-            ctx.save_for_backward(x, y, scale, dx if needs.dx else None, dy if needs.dy else None, dscale)
-        return found.loss.div_(divisor).to(block.dtype)
+            sums = whole_gradients(StripTask(operands, block, tile, SOFTMAX_KINDS, pairs.weights), needs)
+        half = torch.float16 in (x.dtype, y.dtype)  # a gradient may leave its range before backward multiplies it
+        dtypes = (torch.float32, torch.float32) if half else (x.dtype, y.dtype)
+        loss, dx, dy, dscale = finish_pairs(operands, block, sums, needs, pairs, losses, divisor=divisor, dtypes=dtypes)
+        if any(needs):
+            ctx.save_for_backward(x, y, scale, dx, dy, dscale)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
-        x, y, scale, *gradients = ctx.saved_tensors
-        return *multiplied((x, y, scale), ctx.needs_input_grad, dloss, *gradients), *(None,) * 6
+        x, y, scale, dx, dy, dscale = ctx.saved_tensors
+        parts = 0 if dscale is None else len(dscale)
+        return *multiplied((x, y, scale), ctx.needs_input_grad, dloss, dx, dy, dscale, parts), *(None,) * 6

@@ -129,7 +129,8 @@ def multiplied(
     dloss: Tensor,  # ()
     dx: Tensor | None,
     dy: Tensor | None,  # if None where y needs a gradient, the rows of dx beyond those of x
-    numbers: Tensor,  # d scale, d bias, …
+    numbers: Tensor | None,  # d scale in parts, d bias, …
+    scale_parts: int = 1,
 ) -> list[Tensor | None]:
     """The gradients of all inputs that need one, times `dloss`, in one launch."""
     from megabatch.tiles import triton_small_gradients
@@ -146,5 +147,5 @@ def multiplied(
         dy, y_first = dx, first.numel()
     given = dloss.device, tuple(None if out is None else out.dtype for out in found), *kinds(dx, dy, numbers, dloss)
     outs = found if len(found) == 4 else [*found, None]
-    triton_small_gradients.multiply(x_count, y_count, y_first, given)(dx, dy, numbers, dloss, *outs)
+    triton_small_gradients.multiply(x_count, y_count, y_first, scale_parts, given)(dx, dy, numbers, dloss, *outs)
     return refusing(inputs, found) if torch.is_grad_enabled() else found  # enabled by create_graph=True

@@ -119,3 +119,8 @@ def windows(whole: int | slice, size: int) -> Iterator[slice]:
     """[0, whole), or the rows or columns of a slice, cut into windows of `size`; the last may be shorter."""
     start, stop = (0, whole) if isinstance(whole, int) else (whole.start, whole.stop)
     return (slice(first, min(first + size, stop)) for first in range(start, stop, size))
+
+
+def part(values: Tensor, window: slice) -> Tensor:
+    """values[window], and `values` itself if that is all of it: a view takes the host several microseconds."""
+    return values if window.start == 0 and window.stop == len(values) else values[window]

@@ -13,7 +13,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -360,7 +359,7 @@ def _launch(
     vectors: _Vectors,
     g: Tensor | None = None,
 ) -> None:
-    panels = triton.cdiv(columns.stop - columns.start, BLOCK)
+    panels = plan.tiles(columns.stop - columns.start, BLOCK)
     launch(
         _warp_specialized_kernel,
         (plan.panel_programs(panels, plan.multiprocessors(operands.x.device)),),
@@ -381,7 +380,7 @@ def _launch(
         ),
         KIND=kind.value,
         SKIP_DIAGONAL=skip_diagonal,
-        STEPS=triton.cdiv(operands.x.shape[1], tile.width),
+        STEPS=plan.tiles(operands.x.shape[1], tile.width),
         RESIDENT=tile.resident,
         RING=tile.ring,
         BLOCK=BLOCK,

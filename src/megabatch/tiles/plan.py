@@ -200,6 +200,14 @@ def _strip_rows(D: int) -> int:
     return 16384 if 512 < D < 1024 else 8448
 
 
+# Bytes and rows of a strip of `pair_loss`. Every strip costs the host two launches and two products, and every strip but the
+# first reads and writes sums of dx or dy. The whole limit of a workspace serves 16,384 pairs in half precision by one strip.
+# Beside it are the sums of dy, and the sums of dx, which take no more than the gradients, allocated after the strip is freed.
+# Not yet measured.
+_PAIR_STRIP_BYTES = 512 * 2**20
+_PAIR_STRIP_ROWS = 16384
+
+
 # Pairs whose similarities kernels hold in memory at once (`triton_small`): 256 MiB in float32, and half as much for weights in
 # half precision, within the 512 MiB limit of a workspace. H200, bf16, D = 512: 8,192 pairs take 0.7 ms in memory and 2.7 over
 # tiles, where the host needs that long; 16,384 pairs take 2.7 and 2.9, but 1.5 GiB in memory.
@@ -283,6 +291,11 @@ def compiles_gluon() -> bool:
     return first <= tuple(map(int, triton.__version__.split(".")[:2])) < after_last
 
 
+def tiles(length: int, size: int) -> int:
+    """How many tiles of `size` cover `length`. `triton.cdiv`, which kernels may call too, takes the host 3 µs."""
+    return -(-length // size)
+
+
 def logsumexp_tile(precision: str, device: torch.device) -> KernelTile:
     """The tile of the logsumexp kernel."""
     return _tile(_LOGSUMEXP, _LOGSUMEXP_TF32, _LOGSUMEXP_FLOAT32, _LOGSUMEXP_SMALL, precision, device)
@@ -324,6 +337,12 @@ def strip_size(N: int, M: int, D: int, element_size: int) -> TileSize:
     """
     rows = _even(N, min(_strip_rows(D), max(256, 2**24 // D)))
     return TileSize(rows, _even(M, _STRIP_BYTES // element_size // rows))
+
+
+def pair_strip(N: int, element_size: int) -> TileSize:
+    """Rows and columns of one strip of gradients of `pair_loss`."""
+    rows = _even(N, _PAIR_STRIP_ROWS)
+    return TileSize(rows, _even(N, _PAIR_STRIP_BYTES // element_size // rows))
 
 
 def _even(length: int, most: int) -> int:

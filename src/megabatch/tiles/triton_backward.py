@@ -5,13 +5,14 @@ accumulates in fp32. `triton_gradient` has the kernel.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from megabatch.tiles import plan, tuning
-from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, windows
+from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, part, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import FLOAT32, TF32, add_product, multiply_into
 from megabatch.tiles.triton_gradient import (
@@ -128,11 +129,7 @@ def gradient_strips(
     all_rows, all_columns = within or (slice(0, block.N), slice(0, block.M))
     height, width = (window.stop - window.start for window in (all_rows, all_columns))
     strip = plan.strip_size(height, width, block.D, operands.x.element_size())
-    # Summing dscale in the kernel costs a tenth of the kernel's time. Half precision takes it from dx instead: the rounding
-    # errors of g enter, but the dense computation has larger ones. That does not hold if positives are in the sums,
-    # where dscale nearly cancels.
-    scale_in_kernel = needs.dscale and (block.positives_within or block.precision in (FLOAT32, TF32))
-    want_dx = needs.dx or (needs.dscale and not scale_in_kernel)
+    scale_in_kernel, want_dx = _source_of_dscale(block, needs)
     workspace = None
     if want_dx or needs.dy:
         workspace = aligned_empty(operands.x, min(strip.rows, height), min(strip.columns, width))
@@ -153,6 +150,54 @@ def gradient_strips(
             if g is not None and sums.dy is not None:
                 add_product(sums.dy[columns], g.T, operands.x[rows])
         yield RowGradients(rows, dx, dscale, drow_bias)
+
+
+class WholeGradients(NamedTuple):
+    """Gradients of all rows and columns, in fp32; None where not needed."""
+
+    dx: Tensor | None  # (N, D), not yet multiplied by the scale
+    dy: Tensor | None  # (M, D)
+    dscale: Tensor | None  # (N,) Σ_j g_ij·⟨x_i, y_j⟩; None if it is to be taken from dx
+
+
+def whole_gradients(task: StripTask, needs: Needs) -> WholeGradients:
+    """`gradient_strips` for a batch so small that the sums of all rows of dx may be held: fewer calls, and nothing to zero."""
+    operands, block = task.operands, task.block
+    strip = plan.pair_strip(block.N, operands.x.element_size())
+    scale_in_kernel, want_dx = _source_of_dscale(block, needs)
+    dx, dy = (
+        torch.empty(block.N, block.D, dtype=block.dtype, device=block.x.device) if wanted else None
+        for wanted in (want_dx, needs.dy)
+    )
+    dscale = block.zeros(block.N) if scale_in_kernel else None
+    workspace = None
+    if want_dx or needs.dy:
+        workspace = aligned_empty(operands.x, min(strip.rows, block.N), min(strip.columns, block.M))
+    for rows in windows(block.N, strip.rows):
+        row_sums = RowSums(g_times_product=None if dscale is None else part(dscale, rows))
+        for columns in windows(block.M, strip.columns):
+            g, shape = workspace, (rows.stop - rows.start, columns.stop - columns.start)
+            if g is not None and g.shape != shape:
+                g = g[: shape[0], : shape[1]]
+            form_strip(task, rows, columns, g, row_sums, None)
+            if g is not None and dx is not None:
+                into = multiply_into if columns.start == 0 else add_product
+                into(part(dx, rows), g, part(operands.y, columns))
+            if g is not None and dy is not None:
+                into = multiply_into if rows.start == 0 else add_product
+                into(part(dy, columns), g.T, part(operands.x, rows))
+    return WholeGradients(dx, dy, dscale)
+
+
+def _source_of_dscale(block: Block, needs: Needs) -> tuple[bool, bool]:
+    """(whether the kernel sums dscale, whether dx is computed, for itself or for dscale).
+
+    Summing dscale in the kernel costs a tenth of the kernel's time. Half precision takes it from dx instead: the rounding
+    errors of g enter, but the dense computation has larger ones. That does not hold if positives are in the sums, where dscale
+    nearly cancels.
+    """
+    in_kernel = needs.dscale and (block.positives_within or block.precision in (FLOAT32, TF32))
+    return in_kernel, needs.dx or (needs.dscale and not in_kernel)
 
 
 def _tuned_tile(operands: Operands, block: Block, kind: tl.constexpr) -> plan.KernelTile:

@@ -1,5 +1,5 @@
-"""Device functions that several kernels share: exponents of a tile, offsets, equal ids, rounding, sums of softplus,
-cross-entropies.
+"""Device functions that several kernels share: exponents of a tile, offsets, equal ids, rounding, partial sums, sums of
+softplus, cross-entropies, the last step of a gradient.
 
 Kernels import them from here and never from one another. Each is inlined into its caller.
 """
@@ -123,6 +123,28 @@ def decode_softplus(partial):
 
 
 @triton.jit
+def sum_parts(part, offs_n, parts, rows, SOFTPLUS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Σ_p part[p, n], in a fixed order; decoded first if the parts are sums of softplus."""
+    sums = tl.zeros(offs_n.shape, tl.float32)
+    for first in range(0, parts, BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        offs = offs_p.to(tl.int64)[:, None] * rows + offs_n[None, :]
+        values = tl.load(part + offs, (offs_p < parts)[:, None] & (offs_n < rows)[None, :], 0.0)
+        sums += tl.sum(decode_softplus(values) if SOFTPLUS else values, 0)
+    return sums
+
+
+@triton.jit
+def sum_all_parts(values, count, BLOCK: tl.constexpr):
+    """Σ values[:count] of float64, in a fixed order."""
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, count, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        sums += tl.load(values + offs, offs < count, 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
 def logarithm(total):
     """log(total), and −inf for an empty sum."""
     return tl.where(total == 0.0, -float("inf"), tl.log(tl.where(total == 0.0, 1.0, total)))
@@ -140,3 +162,29 @@ def cross_entropy(shift, total, match):
     loss = tl.where(odds > 0, odds, 0.0) + rest
     weight = tl.where(odds > 0, 1.0, small) / above
     return tl.where(odds == odds, loss, odds), tl.where(odds == odds, weight, odds)
+
+
+@triton.jit
+def finish_tile(
+    tile, sums, out, own, partners, dmatch, factor, N, D,
+    own_row_stride, own_stride, partners_row_stride, partners_stride,
+    ROUNDING: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out = (sums + dmatch·partners)·factor for a tile of rows; returns ⟨sums_i + dmatch_i·partners_i, own_i⟩ if asked."""
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_products = tl.zeros((BLOCK_N,), tl.float32)
+    if dmatch is not None:
+        weight = tl.load(dmatch + offs_n, offs_n < N, 0.0)
+    for d in range(0, D, BLOCK_D):
+        offs_d = d + tl.arange(0, BLOCK_D)
+        mask = (offs_n < N)[:, None] & (offs_d < D)[None, :]
+        offs = offs_n.to(tl.int64)[:, None] * D + offs_d[None, :]
+        values = tl.load(sums + offs, mask, 0.0)
+        if dmatch is not None:
+            partner = load_embeddings(partners, offs_n, offs_d, partners_row_stride, partners_stride, mask, ROUNDING)
+            values += weight[:, None] * partner
+        if own is not None:
+            row_products += tl.sum(values * load_embeddings(own, offs_n, offs_d, own_row_stride, own_stride, mask, ROUNDING), 1)
+        if out is not None:
+            tl.store(out + offs, (values * factor).to(out.dtype.element_ty), mask)
+    return row_products

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megabatch.tiles import plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import BFLOAT16, FLOAT16, TF32
-from megabatch.tiles.triton_device import load_embeddings
+from megabatch.tiles.triton_device import finish_tile, load_embeddings
 from megabatch.tiles.triton_launcher import launch
 
 _BLOCK_N, _BLOCK_D = 16, 256
@@ -62,24 +63,12 @@ def _finish_gradient_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_products = tl.zeros((BLOCK_N,), tl.float32)
-    scale = tl.load(factor)
-    if dmatch is not None:
-        weight = tl.load(dmatch + offs_n, offs_n < N, 0.0)
-    for d in range(0, D, BLOCK_D):
-        offs_d = d + tl.arange(0, BLOCK_D)
-        mask = (offs_n < N)[:, None] & (offs_d < D)[None, :]
-        offs = offs_n.to(tl.int64)[:, None] * D + offs_d[None, :]
-        values = tl.load(sums + offs, mask, 0.0)
-        if dmatch is not None:
-            partner = load_embeddings(partners, offs_n, offs_d, partners_row_stride, partners_stride, mask, ROUNDING)
-            values += weight[:, None] * partner
-        if own is not None:
-            row_products += tl.sum(values * load_embeddings(own, offs_n, offs_d, own_row_stride, own_stride, mask, ROUNDING), 1)
-        if out is not None:
-            tl.store(out + offs, (values * scale).to(out.dtype.element_ty), mask)
+    row_products = finish_tile(
+        tl.program_id(0), sums, out, own, partners, dmatch, tl.load(factor), N, D,
+        own_row_stride, own_stride, partners_row_stride, partners_stride, ROUNDING, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
     if own is not None:
+        offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(products + offs_n, row_products, offs_n < N)
 
 
@@ -112,7 +101,7 @@ def finish_rows(
 
 
 def _grid(rows: Tensor) -> tuple[int]:
-    return (triton.cdiv(len(rows), _BLOCK_N),)
+    return (plan.tiles(len(rows), _BLOCK_N),)
 
 
 def _options(precision: str) -> dict[str, int]:

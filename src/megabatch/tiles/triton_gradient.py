@@ -29,6 +29,16 @@ SOFTMAX, SOFTMAX_OWN_SHIFT, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.const
 
 
 @triton.jit
+def _any(flags, count):
+    """The largest of flags[:count] ≥ 0."""
+    found = tl.zeros((128,), tl.float32)
+    for first in range(0, count, 128):
+        offs = first + tl.arange(0, 128)
+        found = tl.maximum(found, tl.load(flags + offs, offs < count, 0.0))
+    return tl.max(found, 0)
+
+
+@triton.jit
 def _gradient_strip_kernel(
     x_desc,  # (N, D)
     y_desc,  # (M, D)
@@ -47,8 +57,7 @@ def _gradient_strip_kernel(
     col_cap,  # (M,)
     row_shift,  # (N,) the row's own shift, or −inf for C
     col_shift,  # (M,)
-    any_own_shift,  # () whether any row or column has its own shift
-    row_tile_own_shift,  # (tiles of N,) whether any row of the tile has its own shift
+    row_tile_own_shift,  # (tiles of N,) whether any row of the tile has its own shift, 0 or 1
     col_tile_own_shift,  # (tiles of M,)
     softplus_part,  # (2 · tiles of M, rows) row sums of softplus, negated, or None
     row_part,  # (2 · tiles of M, rows) row sums of g, or None
@@ -74,11 +83,12 @@ def _gradient_strip_kernel(
     PROGRAMS: tl.constexpr,
 ):
     HALF: tl.constexpr = BLOCK_M // 2
-    if KIND == SOFTMAX_OWN_SHIFT:
-        if tl.load(any_own_shift) == 0:
-            return
     rows, columns = last_row - first_row, last_column - first_column
     tiles_n, tiles_m = tl.cdiv(rows, BLOCK_N), tl.cdiv(columns, BLOCK_M)
+    if KIND == SOFTMAX_OWN_SHIFT:
+        of_rows = _any(row_tile_own_shift + first_row // BLOCK_N, tiles_n)
+        if (of_rows + _any(col_tile_own_shift + first_column // BLOCK_M, tiles_m)) == 0.0:
+            return
     HAS_ROW: tl.constexpr = row_offset is not None
     k, k_rest, base = tl.load(exponent_scale), tl.load(exponent_scale + 1), tl.load(exponent_scale + 2)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, PROGRAMS, flatten=KIND != SOFTMAX_OWN_SHIFT):
@@ -169,16 +179,14 @@ class Weights(NamedTuple):
     col_cap: Tensor | None = None  # (M,)
     row_shift: Tensor | None = None  # (N,)
     col_shift: Tensor | None = None  # (M,)
-    any_own_shift: Tensor | None = None  # () int32
-    row_tile_own_shift: Tensor | None = None  # (tiles of N,) int32
-    col_tile_own_shift: Tensor | None = None  # (tiles of M,) int32
+    row_tile_own_shift: Tensor | None = None  # (tiles of N,) 0 or 1
+    col_tile_own_shift: Tensor | None = None  # (tiles of M,)
 
     @classmethod
     def of_softmax(cls, row: SideWeights, col: SideWeights, tile: plan.KernelTile) -> "Weights":
         """Weights of rows and columns; `tile` is the kernel's."""
         by_row, by_column = _has_own_shift(row.shift, tile.rows), _has_own_shift(col.shift, tile.columns)
-        any_own_shift = by_row.amax() + by_column.amax()
-        return cls(row.weight, col.weight, row.cap, col.cap, row.shift, col.shift, any_own_shift, by_row, by_column)
+        return cls(row.weight, col.weight, row.cap, col.cap, row.shift, col.shift, by_row, by_column)
 
 
 @dataclass(frozen=True)
@@ -212,9 +220,9 @@ def form_strip(
     operands, block, tile, weights = task.operands, task.block, task.tile, task.weights
     kinds, hopper = task.kinds, hopper_tile(block, task.kinds[0])
     n, m = rows.stop - rows.start, columns.stop - columns.start
-    tiles_m = 2 * triton.cdiv(m, tile.columns) if hopper is None else triton.cdiv(m, hopper.columns)
+    tiles_m = 2 * plan.tiles(m, tile.columns) if hopper is None else plan.tiles(m, hopper.columns)
     row_parts = [None if whole is None else _partial_sums(block, tiles_m, n) for whole in row_sums]
-    col_part = None if col_sum is None else _partial_sums(block, triton.cdiv(n, tile.rows), m)
+    col_part = None if col_sum is None else _partial_sums(block, plan.tiles(n, tile.rows), m)
     if hopper is not None:
         from megabatch.tiles import gluon_warp_specialized as gluon
 
@@ -272,10 +280,10 @@ def hopper_tile(block: Block, kind: tl.constexpr) -> plan.HopperTile | None:
     return plan.hopper_tile(block, "sigmoid" if kind == SIGMOID else "softmax")
 
 
-def _has_own_shift(shift: Tensor, tile: int) -> Tensor:  # (tiles,) int32
+def _has_own_shift(shift: Tensor, tile: int) -> Tensor:  # (tiles,)
     """Whether any row (or column) of each tile has a shift of its own."""
     padding = -len(shift) % tile
-    return torch.nn.functional.pad(shift != -torch.inf, (0, padding)).view(-1, tile).any(1).int()
+    return torch.nn.functional.pad(shift != -torch.inf, (0, padding)).view(-1, tile).any(1).float()
 
 
 def _partial_sums(block: Block, *shape: int) -> Tensor:

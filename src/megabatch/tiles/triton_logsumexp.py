@@ -11,6 +11,7 @@ no cosine is above 0.035.
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from megabatch.tiles.block import Block, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.triton_device import exponents, offsets
 from megabatch.tiles.triton_launcher import launch
-from megabatch.tiles.triton_online_logsumexp import recompute_out_of_range
+from megabatch.tiles.triton_online_logsumexp import Sums, complete_sums
 from megabatch.tiles.triton_operands import Operands, exponent_operands, kernel_options
 
 
@@ -83,27 +84,32 @@ def _logsumexp_kernel(
 def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:  # (N,), (M,) or (0,)
     """Row sums and column sums of exp(s), from one pass over the tiles; without `columns` the column sums are empty."""
     operands = exponent_operands(block)
-    row, col = totals(operands, block, columns=columns)
-    if col is None:
-        return log_sum(*row, operands), LogSum.empty(0, dtype=torch.float64, device=block.x.device)
-    return log_sum(*row, operands), log_sum(*col, operands)
+    row, col = (Sums(*torch.empty(2, length, dtype=block.dtype, device=block.x.device)) for length in (block.N, block.M))
+    write_sums(operands, block, row, col if columns else None)
+    if columns:
+        return log_sum(row, operands), log_sum(col, operands)
+    return log_sum(row, operands), LogSum.empty(0, dtype=torch.float64, device=block.x.device)
 
 
-def totals(
-    operands: Operands, block: Block, *, columns: bool
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:  # (N,), (N,) and (M,), (M,)
-    """Row sums of 2^t, and with `columns` column sums: totals, and own shifts where C leaves fp32's range, elsewhere +inf."""
-    assert not columns or block.limit is None, "a limit applies to row sums only"
-    row, col = block.zeros(block.N), block.zeros(block.M) if columns else None
-    add_sums(operands, block, slice(0, block.N), slice(0, block.M), row, col)
-    of_rows = row, recompute_out_of_range(operands, block, row, transposed=False)
-    return of_rows, None if col is None else (col, recompute_out_of_range(operands, block, col, transposed=True))
+def write_sums(operands: Operands, block: Block, row: Sums, col: Sums | None) -> None:
+    """Writes the row sums of 2^t, (N,) each, and the column sums, (M,) each, if `col` is given."""
+    rows, columns = slice(0, block.N), slice(0, block.M)
+    launches = list(_launches(operands, block, rows, columns))
+    if len(launches) == 1:
+        parts = _partial_sums(operands, block, launches[0], with_columns=col is not None)
+        complete_sums(operands, block, parts[0], row, None if col is None else parts[1], col)
+        return
+    row.total.zero_()
+    if col is not None:
+        col.total.zero_()
+    add_sums(operands, block, rows, columns, row.total, None if col is None else col.total)
+    complete_sums(operands, block, row.total[None], row, None if col is None else col.total[None], col)
 
 
-def log_sum(total: Tensor, own_shift: Tensor, operands: Operands) -> LogSum:
+def log_sum(sums: Sums, operands: Operands) -> LogSum:
     """The sums 2^shift · total with the shift in natural units, float64. An empty sum has shift −inf and total 0."""
-    shift = torch.where(own_shift.isinf(), operands.shift, own_shift.double())
-    return LogSum(torch.where(total == 0, -torch.inf, shift * math.log(2)), total.double())
+    shift = torch.where(sums.shift.isinf(), operands.shift, sums.shift.double())
+    return LogSum(torch.where(sums.total == 0, -torch.inf, shift * math.log(2)), sums.total.double())
 
 
 def add_sums(
@@ -115,23 +121,42 @@ def add_sums(
     col_total: Tensor | None,  # (M,) added to
 ) -> None:
     """Adds the row and column sums of 2^t of a rectangle, which starts and ends at tile boundaries or edges of the block."""
+    for task in _launches(operands, block, rows, columns):
+        row_part, col_part = _partial_sums(operands, block, task, with_columns=col_total is not None)
+        row_total[task.rows].add_(row_part.sum(0))
+        if col_total is not None and col_part is not None:
+            col_total[task.columns].add_(col_part.sum(0))
+
+
+class _Launch(NamedTuple):
+    rows: slice
+    columns: slice
+    tile: plan.KernelTile
+    hopper: plan.HopperTile | None
+
+
+def _launches(operands: Operands, block: Block, rows: slice, columns: slice) -> Iterator[_Launch]:
+    """The launches whose partial sums add up to the sums of a rectangle."""
     hopper = plan.hopper_tile(block, "sums")
     tile = plan.logsumexp_tile(block.precision, block.x.device) if hopper is not None else _tuned_tile(operands, block)
     width = tile.columns if hopper is None else hopper.columns
     for row_range in _row_ranges(rows, tile, hopper):
         for col_range in windows(columns, plan.LAUNCH_PANELS * width):
-            panels = triton.cdiv(col_range.stop - col_range.start, width)
-            row_part = torch.empty(panels, row_range.stop - row_range.start, dtype=block.dtype, device=block.x.device)
-            if hopper is None:
-                with_columns = col_total is not None
-                col_part = _launch(operands, block, tile, row_range, col_range, row_part, with_columns=with_columns)
-            else:
-                from megabatch.tiles import gluon_warp_specialized
+            yield _Launch(row_range, col_range, tile, hopper)
 
-                col_part = gluon_warp_specialized.sums(hopper, operands, row_range, col_range, row_part, block.skip_diagonal)
-            row_total[row_range].add_(row_part.sum(0))
-            if col_total is not None and col_part is not None:
-                col_total[col_range].add_(col_part.sum(0))
+
+def _partial_sums(
+    operands: Operands, block: Block, task: _Launch, *, with_columns: bool
+) -> tuple[Tensor, Tensor | None]:  # (panels, n), (partial sums, m)
+    """Partial row sums of 2^t, and partial column sums if `with_columns`."""
+    rows, columns, tile, hopper = task
+    panels = plan.tiles(columns.stop - columns.start, tile.columns if hopper is None else hopper.columns)
+    row_part = torch.empty(panels, rows.stop - rows.start, dtype=block.dtype, device=block.x.device)
+    if hopper is None:
+        return row_part, _launch(operands, block, tile, rows, columns, row_part, with_columns=with_columns)
+    from megabatch.tiles import gluon_warp_specialized
+
+    return row_part, gluon_warp_specialized.sums(hopper, operands, rows, columns, row_part, block.skip_diagonal)
 
 
 def _tuned_tile(operands: Operands, block: Block) -> plan.KernelTile:
@@ -139,7 +164,7 @@ def _tuned_tile(operands: Operands, block: Block) -> plan.KernelTile:
     rows, columns = slice(0, min(block.N, 16384)), slice(0, min(block.M, 8192))
 
     def trial(tile: plan.KernelTile) -> None:
-        panels = triton.cdiv(columns.stop, tile.columns)
+        panels = plan.tiles(columns.stop, tile.columns)
         row_part = torch.empty(panels, rows.stop, dtype=block.dtype, device=block.x.device)
         _launch(operands, block, tile, rows, columns, row_part, with_columns=True)
 

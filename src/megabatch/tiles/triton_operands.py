@@ -33,9 +33,7 @@ class Operands:
 
     x: Tensor  # (N, D) rounded; each row starts at a multiple of 16 bytes
     y: Tensor  # (M, D)
-    exponent_scale: (
-        Tensor  # (4,) k, its rounding error, the column offset to use where col_offset is None, 1 if weights need caps
-    )
+    exponent_scale: Tensor  # (4,) or longer: k, its rounding error, the column offset if there is none, 1 if weights need caps
     shift: Tensor  # () C, float64
     row_offset: Tensor | None  # (N,) of exponents relative to C
     col_offset: Tensor | None  # (M,)
@@ -50,11 +48,11 @@ class Operands:
         return descriptor(self.x, tile.rows, tile.width), descriptor(self.y, tile.columns, tile.width)
 
 
-def exponent_operands(block: Block) -> Operands:
-    """Operands of the softmax kernels: exponents of 2, relative to C."""
+def exponent_operands(block: Block, products: Tensor | None = None) -> Operands:
+    """Operands of the softmax kernels: exponents of 2, relative to C. Writes ⟨x_i, y_i⟩ to `products`, (N,), if given."""
     x = operand(block.x, block.precision)
     y = x if block.y is block.x else operand(block.y, block.precision)
-    constants, shift = exponent_scale(x, y, block.scale, HEADROOM)
+    constants, shift = exponent_scale(x, y, block.scale, HEADROOM, products)
     row = col = row_offset = col_offset = None
     if block.row_bias is not None:
         row = block.row_bias.double() * LOG2E
@@ -120,7 +118,8 @@ def descriptor(values: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def aligned_empty(like: Tensor, rows: int, columns: int) -> Tensor:  # (rows, columns)
     """An uninitialised matrix that the copy engine can write: each row starts at a multiple of 16 bytes."""
     step = 16 // like.element_size()
-    return like.new_empty(rows, -(-columns // step) * step)[:, :columns]
+    room = like.new_empty(rows, -(-columns // step) * step)
+    return room if columns % step == 0 else room[:, :columns]
 
 
 def packed(ids: Tensor | None) -> Tensor | None:

@@ -17,116 +17,110 @@ from megabatch.tiles.precision import FLOAT16
 from megabatch.tiles.triton_device import cross_entropy
 from megabatch.tiles.triton_gradient import Weights
 from megabatch.tiles.triton_launcher import launch
+from megabatch.tiles.triton_online_logsumexp import Sums
 from megabatch.tiles.triton_operands import Operands
 
 HALF_UNIT = 2.0**14  # of weights in float16: a softmax over a million columns stays within its range
 
 
 @triton.jit
-def _side(
-    totals, own_shifts, common, match, offs, N, unit, weights, stride, flags, any_own_shift, TILE: tl.constexpr
-):  # fmt: skip
-    """(losses, their derivatives by the logarithms of the sums) of a program's rows or columns; stores what a strip needs."""
+def _side(common, match, offs, N, unit, weights, stride, TILE: tl.constexpr):
+    """(losses, their derivatives by the logarithms of the sums) of a program's rows or columns; stores weights and flags."""
     mask = offs < N
-    total = tl.load(totals + offs, mask, 0.0)
-    own = tl.load(own_shifts + offs, mask, float("inf"))
-    has_own = (tl.abs(own) != float("inf")) & (total != 0.0)
+    total = tl.load(weights + 2 * stride + offs, mask, 0.0)
+    own = tl.load(weights + 4 * stride + offs, mask, -float("inf"))
+    has_own = own != -float("inf")
     shift = tl.where(has_own, own.to(tl.float64), common)
     shift = shift * 0.693147182464599609375 - shift * 1.9046542999577e-9  # log 2, in two floats
     loss, weight = cross_entropy(shift, total.to(tl.float64), match)
     per_unit = tl.where(total == 0.0, 0.0, unit * weight / tl.where(total == 0.0, 1.0, total).to(tl.float64))
     tl.store(weights + offs, per_unit.to(tl.float32), mask)
-    tl.store(weights + stride + offs, total, mask)
-    tl.store(weights + 2 * stride + offs, tl.where(has_own, own, -float("inf")), mask)
     TILES: tl.constexpr = offs.shape[0] // TILE
     found = tl.max(tl.reshape(has_own.to(tl.int32), (TILES, TILE)), 1)
     offs_tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    tl.store(flags + offs_tile, found, offs_tile * TILE < N)
-    if tl.max(found, 0) > 0:
-        tl.atomic_max(any_own_shift, 1)
+    tl.store(weights + 6 * stride + offs_tile, found.to(tl.float32), offs_tile * TILE < N)
     return tl.where(mask, loss, 0.0), weight
 
 
 @triton.jit
 def _pair_statistics_kernel(
-    products,  # (N,) of the matching pairs
     scale,  # ()
     common,  # () C, float64
-    row_total,  # (N,)
-    row_own_shift,  # (N,) +inf for C
-    col_total,  # (N,) or None
-    col_own_shift,  # (N,) or None
-    vectors,  # (7, stride): weight, cap and own shift of rows and of columns, derivative by the match
-    flags,  # int32 zeros: whether any has an own shift, then by tiles of rows, then by tiles of columns
+    vectors,  # (10, stride), `PairVectors`: reads caps, shifts and products, writes the others
     losses,  # (programs,) float64
     N,
     stride,
-    first_row_flag,
-    first_col_flag,
     unit,
+    COLUMNS: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < N
-    match = tl.load(products + offs, mask, 0.0) * tl.load(scale).to(tl.float32)
+    match = tl.load(vectors + 9 * stride + offs, mask, 0.0) * tl.load(scale).to(tl.float32)
     C = tl.load(common)
-    loss, weight = _side(
-        row_total, row_own_shift, C, match, offs, N, unit, vectors, stride, flags + first_row_flag, flags, TILE_N
-    )
-    if col_total is not None:
-        col_loss, col_weight = _side(
-            col_total, col_own_shift, C, match, offs, N, unit, vectors + 3 * stride, stride, flags + first_col_flag, flags,
-            TILE_M,
-        )  # fmt: skip
+    loss, weight = _side(C, match, offs, N, unit, vectors, stride, TILE_N)
+    of_columns = vectors + stride
+    if COLUMNS:
+        col_loss, col_weight = _side(C, match, offs, N, unit, of_columns, stride, TILE_M)
         loss += col_loss
         weight += col_weight
     else:
-        tl.store(vectors + 3 * stride + offs, tl.zeros((BLOCK,), tl.float32), mask)
-        tl.store(vectors + 4 * stride + offs, tl.full((BLOCK,), float("inf"), tl.float32), mask)
-        tl.store(vectors + 5 * stride + offs, tl.full((BLOCK,), -float("inf"), tl.float32), mask)
-    tl.store(vectors + 6 * stride + offs, (-unit * weight).to(tl.float32), mask)
+        zero = tl.zeros((BLOCK,), tl.float32)
+        tl.store(of_columns + offs, zero, mask)
+        tl.store(of_columns + 2 * stride + offs, zero + float("inf"), mask)
+        tl.store(of_columns + 4 * stride + offs, zero - float("inf"), mask)
+        tl.store(of_columns + 6 * stride + offs, zero, mask)  # tiles are fewer than columns
+    tl.store(vectors + 8 * stride + offs, (-unit * weight).to(tl.float32), mask)
     tl.store(losses + tl.program_id(0), tl.sum(loss, 0))
 
 
-class PairStatistics(NamedTuple):
-    """Of the matching pairs."""
+class PairVectors(NamedTuple):
+    """All vectors of the pairs, in one allocation: products and sums are written first, then the weights made of them."""
 
-    loss: Tensor  # () float64, the sum of all cross-entropies
-    weights: Weights  # of their gradients, in units
-    dmatch: Tensor  # (N,) or longer: their derivative by s_ii, in units
+    vectors: Tensor  # (10, stride): the eight `Weights`, then dmatch and products
+    row: Sums  # which are the caps and shifts of `weights`
+    col: Sums
+    weights: Weights  # in units
+    dmatch: Tensor  # (N,) or longer: the derivative of the loss by s_ii, in units
+    products: Tensor  # (N,) or longer: ⟨x_i, y_i⟩
     unit: float
+
+    @classmethod
+    def empty(cls, block: Block) -> "PairVectors":
+        """Uninitialised vectors."""
+        stride = plan.tiles(block.N + plan.HOPPER_BLOCK, 64) * 64  # to the end of a tile, and each vector aligned
+        vectors = torch.empty((10, stride), dtype=torch.float32, device=block.x.device)
+        *weights, dmatch, products = vectors.unbind(0)
+        _, _, row_cap, col_cap, row_shift, col_shift, *_ = weights
+        row, col = Sums(row_cap, row_shift), Sums(col_cap, col_shift)
+        unit = HALF_UNIT if block.precision == FLOAT16 else 1.0
+        return cls(vectors, row, col, Weights(*weights), dmatch, products, unit)
 
 
 def pair_statistics(
     operands: Operands,
     block: Block,
     tile: plan.KernelTile,
-    products: Tensor,  # (N,)
-    row: tuple[Tensor, Tensor],  # (N,) totals and own shifts
-    col: tuple[Tensor, Tensor] | None,  # (N,) or None
-) -> PairStatistics:
-    """The cross-entropies of pairs (i, i) among those of row i, and of column i if `col` is given; `tile` is the kernel's."""
-    N, device = block.N, block.x.device
+    pairs: PairVectors,
+    *,
+    columns: bool,
+) -> Tensor:  # (programs,) float64
+    """Partial sums of the cross-entropies of pairs (i, i) in row i, and with `columns` in column i; writes their weights.
+
+    `tile` is the kernel's that forms strips.
+    """
     size = max(tile.rows, tile.columns)
-    programs = triton.cdiv(N, size)
-    stride = triton.cdiv(N + plan.HOPPER_BLOCK, 64) * 64  # to the end of a tile, and each vector aligned
-    first_col_flag = 4 + triton.cdiv(programs * (size // tile.rows), 4) * 4  # flags of each kind start at 16 bytes
-    vectors = torch.empty((7, stride), dtype=torch.float32, device=device)
-    flags = torch.zeros(first_col_flag + programs * (size // tile.columns), dtype=torch.int32, device=device)
-    losses = torch.empty(programs, dtype=torch.float64, device=device)
-    unit = HALF_UNIT if block.precision == FLOAT16 else 1.0
+    losses = torch.empty(plan.tiles(block.N, size), dtype=torch.float64, device=block.x.device)
     launch(
         _pair_statistics_kernel,
-        (programs,),
-        (products, block.scale, operands.shift, *row, *(col or (None, None)), vectors, flags, losses),
-        (N, stride, 4, first_col_flag, unit),
+        (len(losses),),
+        (block.scale, operands.shift, pairs.vectors, losses),
+        (block.N, pairs.vectors.shape[1], pairs.unit),
+        COLUMNS=columns,
         TILE_N=tile.rows,
         TILE_M=tile.columns,
         BLOCK=size,
     )
-    row_weight, row_cap, row_shift, col_weight, col_cap, col_shift, dmatch = vectors.unbind(0)
-    by_tile = flags[0], flags[4:], flags[first_col_flag:]
-    weights = Weights(row_weight, col_weight, row_cap, col_cap, row_shift, col_shift, *by_tile)
-    return PairStatistics(losses.sum(), weights, dmatch, unit)
+    return losses

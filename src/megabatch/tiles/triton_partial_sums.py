@@ -6,20 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles.triton_device import decode_softplus
+from megabatch.tiles.triton_device import sum_parts
 from megabatch.tiles.triton_launcher import launch
-
-
-@triton.jit
-def _sum_parts(part, offs_n, parts, rows, SOFTPLUS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Σ_p part[p, n], decoded first if the parts are sums of softplus."""
-    sums = tl.zeros(offs_n.shape, tl.float32)
-    for first in range(0, parts, BLOCK_P):
-        offs_p = first + tl.arange(0, BLOCK_P)
-        offs = offs_p.to(tl.int64)[:, None] * rows + offs_n[None, :]
-        values = tl.load(part + offs, (offs_p < parts)[:, None] & (offs_n < rows)[None, :], 0.0)
-        sums += tl.sum(decode_softplus(values) if SOFTPLUS else values, 0)
-    return sums
 
 
 @triton.jit
@@ -38,14 +26,13 @@ def _add_partial_sums_kernel(
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < rows
     if softplus is not None:
-        sums = _sum_parts(softplus_part, offs_n, parts, rows, True, BLOCK_P)
+        sums = sum_parts(softplus_part, offs_n, parts, rows, True, BLOCK_P)
         tl.store(softplus + offs_n, tl.load(softplus + offs_n, mask_n) + sums, mask_n)
     if row is not None:
-        tl.store(
-            row + offs_n, tl.load(row + offs_n, mask_n) + _sum_parts(row_part, offs_n, parts, rows, False, BLOCK_P), mask_n
-        )
+        sums = sum_parts(row_part, offs_n, parts, rows, False, BLOCK_P)
+        tl.store(row + offs_n, tl.load(row + offs_n, mask_n) + sums, mask_n)
     if scale is not None:
-        sums = _sum_parts(scale_part, offs_n, parts, rows, False, BLOCK_P)
+        sums = sum_parts(scale_part, offs_n, parts, rows, False, BLOCK_P)
         tl.store(scale + offs_n, tl.load(scale + offs_n, mask_n) + sums, mask_n)
 
 

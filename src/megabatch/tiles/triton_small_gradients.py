@@ -9,23 +9,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from megabatch.tiles.triton_device import load_embeddings
+from megabatch.tiles.triton_device import load_embeddings, sum_all_parts
 from megabatch.tiles.triton_launcher import Launcher
 from megabatch.tiles.triton_small_device import FIRST_SUM, LABELS, MATCHES, PLANES, SIGMOID, SUMS, VIEWS, partner_of
 
 _BLOCK_N, _BLOCK_D = 16, 256
 _BLOCK = 1024  # partial sums that are added at once
 _ELEMENTS = 4096  # of a gradient that a program multiplies
-
-
-@triton.jit
-def _add(values, count, BLOCK: tl.constexpr):
-    """Σ values[:count] of float64."""
-    sums = tl.zeros((BLOCK,), tl.float64)
-    for first in range(0, count, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        sums += tl.load(values + offs, offs < count, 0.0)
-    return tl.sum(sums, 0)
 
 
 @triton.jit
@@ -88,7 +78,7 @@ def _finish_kernel(
     program = tl.program_id(0)
     share = 1.0 / tl.maximum(divisor, 1.0).to(tl.float64)
     if KIND == LABELS:
-        rows = tl.maximum(_add(row_sums + 2 * row_programs, row_programs, BLOCK), 1.0)
+        rows = tl.maximum(sum_all_parts(row_sums + 2 * row_programs, row_programs, BLOCK), 1.0)
         share = tl.where(divisor == 0.0, 1.0 / rows, share)
     factor = (tl.load(scale).to(tl.float64) * share / unit).to(tl.float32)
     first_of_y = 0
@@ -100,22 +90,22 @@ def _finish_kernel(
         if program >= first_of_y:
             _finish_rows(program - first_of_y, dy, x, x_row_stride, x_stride, work, factor, unit, N, D, KIND, BLOCK_N, BLOCK_D)
     if program == 0:
-        total = _add(tile_sums, tiles, BLOCK) if KIND == SIGMOID else _add(row_sums, row_programs, BLOCK)
+        total = sum_all_parts(tile_sums, tiles, BLOCK) if KIND == SIGMOID else sum_all_parts(row_sums, row_programs, BLOCK)
         tl.store(loss, (total * share).to(tl.float32))
         if LEARNS:
-            total = _add(tile_sums + tiles, tiles, BLOCK)
+            total = sum_all_parts(tile_sums + tiles, tiles, BLOCK)
             if KIND != SIGMOID:
-                total += _add(row_sums + row_programs, row_programs, BLOCK)
+                total += sum_all_parts(row_sums + row_programs, row_programs, BLOCK)
             tl.store(sums, total * share)
             if KIND == SIGMOID:
-                tl.store(sums + 1, _add(tile_sums + 2 * tiles, tiles, BLOCK) * share)
+                tl.store(sums + 1, sum_all_parts(tile_sums + 2 * tiles, tiles, BLOCK) * share)
 
 
 @triton.jit
 def _multiply_kernel(
     dx,  # or None
     dy,  # or None
-    sums,  # d scale, d bias, …
+    sums,  # d scale in scale_parts parts, d bias, …
     dloss,  # ()
     dx_out,  # x_count numbers, or None
     dy_out,  # y_count numbers, or None
@@ -124,7 +114,9 @@ def _multiply_kernel(
     x_count,
     y_count,
     y_first,  # of dy
+    scale_parts,
     BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     """All gradients times the gradient of the loss."""
     program, factor = tl.program_id(0), tl.load(dloss)
@@ -142,9 +134,9 @@ def _multiply_kernel(
             tl.store(dy_out + offs, values.to(dy_out.dtype.element_ty), offs < y_count)
     if program == 0:
         if dscale_out is not None:
-            tl.store(dscale_out, (tl.load(sums) * factor).to(dscale_out.dtype.element_ty))
+            tl.store(dscale_out, (sum_all_parts(sums, scale_parts, BLOCK_P) * factor).to(dscale_out.dtype.element_ty))
         if dbias_out is not None:
-            tl.store(dbias_out, (tl.load(sums + 1) * factor).to(dbias_out.dtype.element_ty))
+            tl.store(dbias_out, (tl.load(sums + scale_parts) * factor).to(dbias_out.dtype.element_ty))
 
 
 class FinishForm(NamedTuple):
@@ -174,10 +166,11 @@ def finish(form: FinishForm) -> Launcher:
 
 
 @lru_cache(maxsize=256)
-def multiply(x_count: int, y_count: int, y_first: int, given: tuple[Any, ...]) -> Launcher:
-    """Multiplies all gradients by the gradient of the loss; counts are 0 where there is none.
+def multiply(x_count: int, y_count: int, y_first: int, scale_parts: int, given: tuple[Any, ...]) -> Launcher:
+    """Multiplies all gradients by the gradient of the loss; counts are 0 where there is none. Adds up the parts of d scale.
 
     `given` decides how the kernel is compiled: the device, and the kinds of all tensors.
     """
     programs = max(1, -(-x_count // _ELEMENTS) + -(-y_count // _ELEMENTS))
-    return Launcher(_multiply_kernel, (programs,), (x_count, y_count, y_first), BLOCK=_ELEMENTS, num_warps=8)
+    numbers = x_count, y_count, y_first, scale_parts
+    return Launcher(_multiply_kernel, (programs,), numbers, BLOCK=_ELEMENTS, BLOCK_P=_BLOCK, num_warps=8)

@@ -12,7 +12,7 @@ from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.symmetric import Half, Side
 from megabatch.tiles.triton_backward import gradient_strips, side_weights, softmax_task
 from megabatch.tiles.triton_logsumexp import add_sums, log_sum
-from megabatch.tiles.triton_online_logsumexp import recompute_out_of_range
+from megabatch.tiles.triton_online_logsumexp import Sums, complete_sums
 from megabatch.tiles.triton_operands import exponent_operands
 
 
@@ -27,10 +27,11 @@ class KernelHalf(Half):
         if block.is_empty:
             return super().statistics(block)
         operands = exponent_operands(block)
-        total = block.zeros(block.N)
+        total, shift = block.zeros(2, block.N)
         for rows, columns in self.upper_half(block):
             add_sums(operands, block, rows, columns, total, None if rows == columns else total)
-        return log_sum(total, recompute_out_of_range(operands, block, total, transposed=False), operands)
+        complete_sums(operands, block, total[None], sums := Sums(total, shift))
+        return log_sum(sums, operands)
 
     def gradients(self, block: Block, side: Side, dscale: Tensor | None) -> None:
         """Adds the gradients of ⟨dsums, log sums⟩."""
