@@ -38,6 +38,8 @@ class Tiles:
         self._elements = size.rows * size.columns
         self.room = self.buffer()  # the buffer of the similarities
         self.products = self.buffer() if keep_products else self.room
+        # Products alone, as of top-k, are similarities already. On a CPU the scale can be read without waiting.
+        self._unscaled = not keep_products and block.scale.is_cpu and block.scale.item() == 1.0
         self._above: Callable[[int, int], Tensor] | None = None  # allocated on first use: kernels never use it
         self._signs = self.buffer() if block.ids_are_positives else None
         self.companion = None if block.companion is None else _Companion(block.companion, self)
@@ -66,7 +68,8 @@ class Tiles:
         block = self.block
         products, s = self.form_products(x, y), self.room(len(x), len(y))
         above = self._above_limit(products, rows, columns)
-        torch.mul(products, block.scale, out=s)
+        if not self._unscaled:
+            torch.mul(products, block.scale, out=s)
         if block.row_bias is not None:
             s.add_(block.row_bias[rows, None])
         if block.col_bias is not None:

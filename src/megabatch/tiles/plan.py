@@ -45,14 +45,18 @@ def eager_tile(device: torch.device, dtype: torch.dtype) -> TileSize:
 
 
 def topk_tile(device: torch.device, dtype: torch.dtype, k: int) -> TileSize:
-    """The tile of `eager.topk`: as large as other tiles, but wide, because √(columns·k) candidates of a row are ordered.
+    """The tile of `eager.topk`, wide because only √(columns·k) candidates of a row are ordered, and on a CPU 16 MiB in float32.
 
-    One core, 32,768 columns, D = 128, ms at k = 10 / 100 (512 rows) / 1,024 (256 rows): 1024×1024 187 / 344 / 556,
-    256×4096 138 / 252 / 404, 32×32768 152 / 210 / 125. The product alone: 90 / 100 / 50.
+    Two cores, 1,024 rows, ms for 131,072 columns and D = 256 at k = 16 / 128, then for 32,768 columns and D = 128 at k = 100 /
+    1,024: tiles of 1 Mi similarities 746 / 1589 / 266 / 433, 512×8192 661 / 729 / 166 / 724, 256×16384 722 / 753 / 156 / 383,
+    128×32768 901 / 1022 / 157 / 281. The product in tiles of 1024×1024: 384 / 395 / 48 / 50; few rows make it slower.
     """
+    if device.type == "cpu":
+        columns = min(max(8192, 128 * k), 32768)
+        return TileSize(2**22 // columns, columns)
     size = eager_tile(device, dtype)
-    elements, least_rows = size.rows * size.columns, 32 if device.type == "cpu" else 256
-    columns = max(size.columns, min(512 * k, elements // least_rows))
+    elements = size.rows * size.columns
+    columns = max(size.columns, min(512 * k, elements // 256))
     return TileSize(max(1, elements // columns), columns)
 
 

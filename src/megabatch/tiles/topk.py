@@ -48,7 +48,7 @@ def best(values: Tensor, indices: Tensor, k: int) -> Best:  # (n, m), (n, m) or 
 
 
 def best_columns(values: Tensor, first: int, k: int, before: Best | None = None) -> Best:  # (n, m) → (n, k)
-    """The k best of neighbouring columns and of `before`; replaces NaN in `values` by −inf.
+    """The k best of neighbouring columns and of `before`; may replace NaN in `values` by −inf.
 
     The k groups of columns with the largest maxima hold the k best columns: a column in another group comes after all k
     maxima, because groups are runs of columns. So only √(m·k) candidates or so are ordered by index as well as by value, and
@@ -60,15 +60,12 @@ def best_columns(values: Tensor, first: int, k: int, before: Best | None = None)
         k: at most this many are found.
         before: the k best of columns with smaller indices.
     """
-    n, m = values.shape
-    values.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+    m = values.shape[1]
     size, columns = _group_size(m, k), torch.arange(m, device=values.device)
     if size < 2:
         found = best(values, first + columns, k)
         return found if before is None else before.merged(found)
-    whole = m // size * size
-    groups = values[:, :whole].view(n, -1, size)
-    maxima = torch.cat((groups.amax(2), values[:, whole:].amax(1, keepdim=True)), 1) if whole < m else groups.amax(2)
+    maxima = _maxima(values, size)
     wanted = k
     if before is not None and values.is_cpu:  # on another device the host would have to wait for the number
         is_better = maxima > before.values[:, -1:]
@@ -83,6 +80,20 @@ def best_columns(values: Tensor, first: int, k: int, before: Best | None = None)
     if before is not None:
         candidates, indices = torch.cat((before.values, candidates), 1), torch.cat((before.indices, indices), 1)
     return best(candidates, indices, k)
+
+
+def _maxima(values: Tensor, size: int) -> Tensor:  # (n, m) → (n, groups)
+    """The maxima of groups of columns, the last of which may be smaller; NaN in `values` is replaced by −inf first."""
+    if not values.is_cpu:
+        values.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+    n, m = values.shape
+    whole = m // size * size
+    maxima = values[:, :whole].view(n, -1, size).amax(2)
+    if whole < m:
+        maxima = torch.cat((maxima, values[:, whole:].amax(1, keepdim=True)), 1)
+    if values.is_cpu and maxima.isnan().any():  # a maximum shows it, in fewer passes over the values
+        return _maxima(values.nan_to_num_(-torch.inf, torch.inf, -torch.inf), size)
+    return maxima
 
 
 def _group_size(m: int, k: int) -> int:
