@@ -37,8 +37,8 @@ test-rounding: $(READY)  ## the numerical tests as older processors and other nu
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 \
 	    $(PYTEST) -m 'not thorough and not gpu' -k 'not triton and not kernel' $(NUMERICAL)
 
-test-gpu:  ## the tests that need a GPU, with the python that is active; they skip where there is none
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs tests/gpu
+test-gpu:  ## the tests that use a GPU, several at a time, with the python that is active
+	PYTHONPATH=src $(PYTHON) tools/test_gpu.py
 
 check: $(READY)  ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -14,8 +14,12 @@ from megabatch.trainer import compiling
 from megabatch.trainer.patches import use_products
 from megabatch.world import World
 
-# The compiler imports modules that use what PyTorch has deprecated.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
+# The compiler imports modules that use what PyTorch has deprecated, and recommends TF32, which would round float32 steps.
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 HUNGRY = 1 << 17  # numbers that a sample's activations have: 512 KiB
 

@@ -1,0 +1,93 @@
+"""Runs the tests that use a GPU, in several processes side by side: most of their time is spent on compiling kernels.
+
+    python tools/test_gpu.py                              all of them
+    python tools/test_gpu.py tests/gpu/test_cuda.py       some files
+    python tools/test_gpu.py -- -k topk                   with options of pytest
+
+Each process takes every n-th test (`TEST_SHARD`, see tests/conftest.py). Where there is no GPU, tests of tests/gpu skip. The
+others then run interpreted on the CPU, as in `make test`.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Beside tests/gpu: tests of kernels that run on a GPU if there is one.
+FILES = (
+    "tests/gpu",
+    "tests/losses/test_small_kernels.py",
+    "tests/losses/test_pair_loss.py",
+    "tests/losses/test_hostile_matches.py",
+    "tests/tiles/test_triton.py",
+    "tests/tiles/test_triton_late.py",
+    "tests/tiles/test_row_statistics.py",
+    "tests/test_topk.py",
+)
+MARKS = "gpu or not thorough"
+NO_TESTS = 5  # pytest's exit status of a shard without tests
+
+
+def main() -> int:
+    """Returns 1 if a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", default=FILES, help="files and folders of tests (default: all with GPU tests)")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="(%(default)s)")
+    own, further = sys.argv[1:], []
+    if "--" in own:
+        cut = own.index("--")
+        own, further = own[:cut], own[cut + 1 :]
+    options = parser.parse_args(own)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        shards = [Shard(number, options.processes, options.files, further, Path(folder)) for number in range(options.processes)]
+        for shard in shards:
+            shard.wait()
+            print(
+                f"[{time.monotonic() - began:4.0f} s] process {shard.number + 1} of {len(shards)}: {shard.summary()}",
+                flush=True,
+            )
+        failed = [shard for shard in shards if shard.failed()]
+        for shard in failed:
+            print(f"\n== process {shard.number + 1}\n{shard.log.read_text()}")
+        total = {word: sum(shard.count(word) for shard in shards) for word in ("passed", "failed", "skipped", "error")}
+    print(f"{total['passed']} passed, {total['failed'] + total['error']} failed, {total['skipped']} skipped")
+    return 1 if failed else 0
+
+
+class Shard:
+    """One process of pytest."""
+
+    def __init__(self, number: int, count: int, files: list[str], further: list[str], folder: Path) -> None:
+        self.number, self.log = number, folder / f"{number}.log"
+        environment = {**os.environ, "TEST_SHARD": f"{number}/{count}"}
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", MARKS, "-rs", *further, *files]
+        with self.log.open("w") as output:
+            self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._process.wait()
+
+    def failed(self) -> bool:
+        """Whether a test failed, or the process itself."""
+        return self._process.returncode not in (0, NO_TESTS)
+
+    def summary(self) -> str:
+        """The last line of pytest."""
+        lines = self.log.read_text().strip().splitlines()
+        return lines[-1].strip("= ") if lines else f"exit status {self._process.returncode}"
+
+    def count(self, word: str) -> int:
+        """How many tests passed, failed or were skipped, by the last line."""
+        found = re.search(rf"(\d+) {word}", self.summary())
+        return int(found[1]) if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
