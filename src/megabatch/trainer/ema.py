@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.cached import batchnorm
+from megabatch.cached.dtensors import local
 
 
 class Average:
@@ -32,8 +33,8 @@ class Average:
     def update(self, step: int) -> None:
         """Updates the average after step `step`, counted from 1."""
         share = 1 - min(self._decay, (1 + step) / (10 + step))
-        for name, value in self._live.items():
-            self.values[name].lerp_(value.detach(), share)
+        averages = [local(self.values[name]) for name in self._live]
+        torch._foreach_lerp_(averages, [local(value.detach()) for value in self._live.values()], share)  # a few launches
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -38,29 +38,30 @@ def average_statistics(statistics: Sequence[Tensor], world: World) -> None:
 @torch.no_grad()
 def norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:  # ()
     """The gradient norm over all parameters, the same on all ranks."""
-    sharded: list[Tensor] = []
-    whole: list[Tensor] = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            (sharded if is_sharded(parameter.grad) else whole).append(_square(local(parameter.grad)))
-    total = torch.stack(whole).sum() if whole else torch.zeros((), device=world.device)
-    if sharded:
-        parts = torch.stack(sharded).sum().to(world.device)  # from the host, if FSDP2 keeps gradients there
-        dist.all_reduce(parts, group=world.group)
-        total = total + parts
-    return total.sqrt()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    whole = _norm([gradient for gradient in gradients if not is_sharded(gradient)], world.device)
+    sharded = [local(gradient) for gradient in gradients if is_sharded(gradient)]
+    if not sharded:
+        return whole
+    squares = _norm(sharded, world.device).square()
+    dist.all_reduce(squares, group=world.group)
+    return (whole.square() + squares).sqrt()
 
 
-def _square(values: Tensor) -> Tensor:  # ()
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    return wide.square().sum() if wide.numel() else wide.new_zeros(())
+def _norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:  # ()
+    """Of all tensors as one vector, in a few launches on a GPU. On `device`, though FSDP2 may keep gradients on the host."""
+    wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors if tensor.numel()]
+    return nn.utils.get_total_norm(wide).to(device)
 
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], now: Tensor, longest: float) -> None:
     """Clips the gradient norm, now `now`, to `longest`. The host does not wait for the device."""
     share = (longest / now).clamp(max=1.0)
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = local(parameter.grad)
-            gradient.mul_(share.to(gradient))
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), some in groups.items():
+        torch._foreach_mul_(some, share.to(device, dtype))  # a few launches
