@@ -91,7 +91,7 @@ def test_its_loop_trains_to_the_same_weights(case):
     assert_close(trained(ours, **case), trained(open_clip.create_loss, **case), start)
 
 
-@pytest.mark.quick({"siglip": True})
+@pytest.mark.thorough
 @pytest.mark.parametrize("siglip", [False, True], ids=["clip", "siglip"])
 def test_its_loop_trains_to_the_same_weights_on_two_ranks(two, siglip):
     found, wanted = (two.run(on_a_rank, 2, which, siglip) for which in ("ours", "theirs"))

@@ -76,7 +76,6 @@ def put_together(answers):
     {"world": 3, "route": "auto", "share": "all on one"},
     {"world": 4, "route": "gather", "share": "uneven"},
     {"world": 4, "route": "two_level:2", "share": "one empty"},
-    {"world": 8, "route": "two_level:4", "share": "uneven", "loss": "clip"},
 )
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("share", SHARES)
