@@ -179,7 +179,7 @@ class _Step:
 
     def _other_bytes(self, embeddings: Tensor) -> int:
         """Bytes that the step still has to allocate beside graphs: missing gradients and embeddings."""
-        parameters = {id(p): p for role in self.roles for module in role.modules for p in module.parameters()}
+        parameters = {id(p): p for role in self.roles for p in role.parameters}
         missing = sum(p.numel() * p.element_size() for p in parameters.values() if p.requires_grad and p.grad is None)
         rows = sum(len(role.source) for role in self.roles)
         return missing + COPIES_OF_EMBEDDINGS * rows * embeddings.shape[1] * embeddings.element_size()
@@ -239,7 +239,7 @@ class _Step:
             raise ValueError(_NOTHING_TO_TRAIN)
         for role in learning:
             if role.trains:
-                role.comparison.warn(role.name, role.modules)
+                role.comparison.warn(role.name, role.parameters)
 
     def _encode_again(self, role: Role, progress: Callable[[Role], None]) -> None:
         again = sorted(role.states)  # chunks whose graph was not kept

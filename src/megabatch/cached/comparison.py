@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Comparison:
@@ -27,11 +27,11 @@ class Comparison:
         found = (now - before).norm() / before.norm().clamp_min(torch.finfo(dtype).tiny)
         self._difference = found if self._difference is None else torch.maximum(self._difference, found)
 
-    def warn(self, name: str, modules: Iterable[nn.Module]) -> None:
-        """Warns of a difference beyond rounding, in the name of the tower that has these modules."""
+    def warn(self, name: str, parameters: Iterable[Tensor]) -> None:
+        """Warns of a difference beyond rounding, in the name of the tower that has these parameters."""
         if self._difference is None:
             return
-        dtypes = {p.dtype for module in modules for p in module.parameters() if p.dtype.is_floating_point}
+        dtypes = {p.dtype for p in parameters if p.dtype.is_floating_point}
         dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
         if torch.get_float32_matmul_precision() != "highest":
             dtypes.add(torch.bfloat16)

@@ -31,8 +31,8 @@ class Role:
     def __init__(self, index: int, tower: Callable[..., Any], inputs: Any, chunk_size: int) -> None:
         self.index, self.name, self.tower = index, f"towers[{index}]", tower
         self.modules = modules_of(tower)
-        parameters = [p for module in self.modules for p in module.parameters()]
-        self.device = working_device(parameters[0]) if parameters else None
+        self.parameters = [p for module in self.modules for p in module.parameters()]
+        self.device = working_device(self.parameters[0]) if self.parameters else None
         self.source: Source = as_source(inputs, f"{self.name}[1]", self.device)
         inputs_train = isinstance(self.source, TensorSource) and self.source.requires_grad
         self.shared = shared_between_ranks(self.modules)
@@ -42,8 +42,8 @@ class Role:
         self.spans = self._spans()
         self.passes = len(self.spans)  # more if another rank has more chunks; the rest are dummy passes
         # A function whose modules are unknown counts as trained until a pass shows otherwise.
-        self.trains = not self.modules or inputs_train or any(p.requires_grad for p in parameters)
-        self.devices = {working_device(p) for p in parameters}  # whose random generators are replayed
+        self.trains = not self.modules or inputs_train or any(p.requires_grad for p in self.parameters)
+        self.devices = {working_device(p) for p in self.parameters}  # whose random generators are replayed
         self.states: dict[int, States] = {}
         self.kept: dict[int, Encoded] = {}
         self.graph_bytes: dict[tuple[Any, ...], int] = {}  # measured, by the shapes of a chunk's inputs
