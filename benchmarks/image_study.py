@@ -17,7 +17,8 @@ Parts, each of which builds on the lines of the parts before:
     siglip  SigLIP at 1,024 and 8,192 pairs
 
 Each run is a line in image_study.jsonl and is not repeated, so that the study can be cut into slices (`--seconds`). Several
-runs share the GPU (`--beside`): one alone does not keep it busy. After a slice, image_study_gallery.png shows the photographs
+runs share the GPU (`--beside`): one alone does not keep it busy. NVIDIA's MPS (`nvidia-cuda-mps-control -d` before the command)
+lets kernels of several runs work at the same time. After a slice, image_study_gallery.png shows the photographs
 that the best model finds for a few captions.
 """
 
@@ -45,6 +46,7 @@ from megabatch.evaluation.embedding import embed, encode
 from megabatch.evaluation.search import search
 from megabatch.evaluation.sheet import Found, draw
 
+STAGES = (("choose",), ("rate",), ("study",), ("steps", "losses", "siglip"))  # each needs the results of those before
 SEEDS = (0, 1, 2)
 QUERIES = (  # of the gallery
     "a brown dog runs through the grass",
@@ -75,26 +77,27 @@ class Bench:
         return results.read(self.file) if self.file.exists() else []
 
     def work(self) -> None:
-        """All parts in order; a part begins when the one before it is complete."""
+        """All parts in order; a stage begins when the one before it is complete."""
         options = self.options
         context = multiprocessing.get_context("spawn")
         given = (options.data, self.sizes, options.beside, options.compile)
         with ProcessPoolExecutor(options.beside, context, start_worker, given) as pool:
-            for part in options.parts:
-                if not self.finish(part, pool):
-                    print(f"{part} is incomplete: run the same command again", flush=True)
+            for stage in STAGES:
+                parts = [part for part in stage if part in options.parts]
+                if parts and not self.finish(parts, pool):
+                    print(f"{' and '.join(parts)}: incomplete, run the same command again", flush=True)
                     break
             for process in list(pool._processes.values()):
                 process.kill()  # a run that is over the time, and a GPU's memory
         self.draw_gallery()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def finish(self, part: str, pool: ProcessPoolExecutor) -> bool:
-        """Makes the missing runs of a part; whether all are there now."""
-        asked = wanted(part, self.known(), self.sizes, self.options)
+    def finish(self, parts: list[str], pool: ProcessPoolExecutor) -> bool:
+        """Makes the missing runs of some parts; whether all are there now."""
+        asked = [one for part in parts for one in wanted(part, self.known(), self.sizes, self.options)]
         done = {setting(line) for line in self.known()}
         todo = [one for one in dict.fromkeys(asked) if one not in done]
-        print(f"{part}: {len(todo)} runs to do, {len(asked) - len(todo)} known", flush=True)
+        print(f"{' and '.join(parts)}: {len(todo)} runs to do, {len(asked) - len(todo)} known", flush=True)
         running: dict[Future[dict[str, Any]], tuple[Setting, Path]] = {}
         waiting = iter(todo)
         left = self._started(waiting, running, pool)
@@ -186,9 +189,9 @@ def _rate(line: dict[str, Any]) -> float:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("choose", "rate", "study", "steps", "losses", "siglip")
+    parts = [part for stage in STAGES for part in stage]
     parser.add_argument("--data", type=Path, help="folder with Flickr8k's .bin and .json; left out, a tiny run invents some")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="(default: all, in this order)")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="(default: all)")
     parser.add_argument("--beside", type=int, default=6, help="runs that share the GPU (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="(default: 0 1 2)")
     parser.add_argument("--sizes", type=int, nargs="+", help="pairs in a batch of the part study (default: 256, 512, … 32768)")

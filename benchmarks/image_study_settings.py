@@ -55,7 +55,7 @@ TINY = Sizes((1, 1), 32, 16, (16, 64), 256, 16, (16,), ("conv1@32", "32/16"), (1
 
 
 def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argparse.Namespace) -> list[Setting]:
-    """The runs of a part, the most telling first; earlier parts have chosen tower, crops and rate."""
+    """The runs of a part; earlier parts have chosen tower, crops and rate."""
     steps = sizes.samples // sizes.base
     if part == "choose":
         return [Setting(name, *crop, sizes.base, FIRST_RATE, "none", steps, TRIAL) for crop in CROPS for name in sizes.towers]
@@ -72,7 +72,7 @@ def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argpar
         return [
             base._replace(batch_size=size, rule=rule, steps=sizes.samples // size, seed=seed)
             for seed in options.seeds
-            for size in sorted(options.sizes or sizes.sizes, reverse=True)
+            for size in sorted(options.sizes or sizes.sizes)  # small batches have most steps and take longest
             for rule in (("none",) if size == sizes.base else RULES)  # there the rules agree
         ]
     study = [line for line in lines if setting(line) in set(wanted("study", lines, sizes, options))]
@@ -89,7 +89,7 @@ def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argpar
 
     if part == "steps":
         steps, larger = sizes.samples // sizes.equal_steps_of, [size for size in sizes.sizes if size > sizes.equal_steps_of]
-        return [of(size)._replace(steps=steps, seed=seed) for size in larger for seed in options.seeds]
+        return [of(size)._replace(steps=steps, seed=seed) for seed in options.seeds for size in sorted(larger, reverse=True)]
     if part == "losses":
         return [
             of(sizes.equal_steps_of)._replace(seed=seed, loss=loss, ids=False)
