@@ -51,7 +51,7 @@ def test_strips_add_up(monkeypatch, strip, dtype, name):
     inputs, found = (x, y, scale), []
     with mock.patch.object(triton_logsumexp, "complete_sums", wraps=triton_logsumexp.complete_sums) as completed:
         for size in (WHOLE, plan.TileSize(*strip)):
-            monkeypatch.setattr(plan, "pair_strip", lambda N, element_size, size=size: size)
+            monkeypatch.setattr(plan, "pair_strip", lambda N, D, element_size, size=size: size)
             found.append(outcomes(lambda *a: mine(*a, backend="triton"), inputs))
     own = completed.call_args.args[3].shift[:520].isfinite()
     assert own.nonzero().flatten().tolist() == [515]

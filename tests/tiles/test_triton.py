@@ -302,7 +302,7 @@ def test_strips_stay_within_the_workspace(monkeypatch, N, M):
         assert min(size.rows, N) * min(size.columns, M) * element_size <= 256 * 2**20
         assert min(size.rows, N) * D * 4 <= 64 * 2**20
         assert size.rows % 256 == size.columns % 256 == 0
-        size = plan.pair_strip(N, element_size)
+        size = plan.pair_strip(N, D, element_size)
         assert min(size.rows, N) * min(size.columns, N) * element_size <= 512 * 2**20
         assert size.rows % 256 == size.columns % 256 == 0
     for panels in (1, 3, 256):
@@ -311,8 +311,10 @@ def test_strips_stay_within_the_workspace(monkeypatch, N, M):
 
 
 def test_16384_pairs_are_one_strip(monkeypatch):
+    """Larger batches have strips of 256 MiB: there the GPU is what a step waits for."""
     monkeypatch.undo()
-    assert plan.pair_strip(16384, 2) == plan.TileSize(16384, 16384)
+    assert plan.pair_strip(16384, 512, 2) == plan.TileSize(16384, 16384)
+    assert plan.pair_strip(16385, 512, 2) == plan.strip_size(16385, 16385, 512, 2)
 
 
 @pytest.mark.parametrize(("panels", "programs"), [(1, 132), (64, 128), (86, 129), (128, 128), (132, 132), (256, 128)])

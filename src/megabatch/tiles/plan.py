@@ -204,12 +204,10 @@ def _strip_rows(D: int) -> int:
     return 16384 if 512 < D < 1024 else 8448
 
 
-# Bytes and rows of a strip of `pair_loss`. Every strip costs the host two launches and two products, and every strip but the
-# first reads and writes sums of dx or dy. The whole limit of a workspace serves 16,384 pairs in half precision by one strip.
-# Beside it are the sums of dy, and the sums of dx, which take no more than the gradients, allocated after the strip is freed.
-# Not yet measured.
-_PAIR_STRIP_BYTES = 512 * 2**20
-_PAIR_STRIP_ROWS = 16384
+# Bytes up to which all weights of `pair_loss` are one strip: the whole limit of a workspace, so 16,384 pairs in half precision.
+# Every strip costs the host two launches and two products, and the host is what such a batch waits for. Beside the strip are the
+# sums of dy, and the sums of dx, which take no more than the gradients, allocated after the strip is freed. Not yet measured.
+_ONE_STRIP_BYTES = 512 * 2**20
 
 
 # Pairs whose similarities kernels hold in memory at once (`triton_small`): 256 MiB in float32, and half as much for weights in
@@ -343,10 +341,12 @@ def strip_size(N: int, M: int, D: int, element_size: int) -> TileSize:
     return TileSize(rows, _even(M, _STRIP_BYTES // element_size // rows))
 
 
-def pair_strip(N: int, element_size: int) -> TileSize:
+def pair_strip(N: int, D: int, element_size: int) -> TileSize:
     """Rows and columns of one strip of gradients of `pair_loss`."""
-    rows = _even(N, _PAIR_STRIP_ROWS)
-    return TileSize(rows, _even(N, _PAIR_STRIP_BYTES // element_size // rows))
+    if N * N * element_size > _ONE_STRIP_BYTES:
+        return strip_size(N, N, D, element_size)
+    side = -(-N // 256) * 256
+    return TileSize(side, side)
 
 
 def _even(length: int, most: int) -> int:

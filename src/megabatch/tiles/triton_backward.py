@@ -163,7 +163,7 @@ class WholeGradients(NamedTuple):
 def whole_gradients(task: StripTask, needs: Needs) -> WholeGradients:
     """`gradient_strips` for a batch so small that the sums of all rows of dx may be held: fewer calls, and nothing to zero."""
     operands, block = task.operands, task.block
-    strip = plan.pair_strip(block.N, operands.x.element_size())
+    strip = plan.pair_strip(block.N, block.D, operands.x.element_size())
     scale_in_kernel, want_dx = _source_of_dscale(block, needs)
     dx, dy = (
         torch.empty(block.N, block.D, dtype=block.dtype, device=block.x.device) if wanted else None
