@@ -205,8 +205,8 @@ def _strip_rows(D: int) -> int:
 
 
 # Bytes up to which all weights of `pair_loss` are one strip: the whole limit of a workspace, so 16,384 pairs in half precision.
-# Every strip costs the host two launches and two products, and the host is what such a batch waits for. Beside the strip are the
-# sums of dy, and the sums of dx, which take no more than the gradients, allocated after the strip is freed. Not yet measured.
+# Every strip costs the host two launches and two products, and such a batch waits for the host. Beside the strip are the sums
+# of dy, and the sums of dx, which take no more than the gradients, allocated after the strip is freed. Not yet measured.
 _ONE_STRIP_BYTES = 512 * 2**20
 
 
