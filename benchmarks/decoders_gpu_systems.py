@@ -198,11 +198,13 @@ class System:
             encoder.pad()
         elif not encoder.packed and not encoder.pack():
             raise RuntimeError("this version of transformers cannot pack texts")
-        for block in layers(encoder) if self.compiled else ():
-            if block not in _COMPILED:
-                block.compile(dynamic=True, **compiling.OPTIONS)
-                _COMPILED[block] = block._compiled_call_impl
-            block._compiled_call_impl = _COMPILED[block]
+        if not self.compiled:
+            return
+        if encoder not in _COMPILED:
+            compiling.compile_layers(encoder, any_size=True)
+            _COMPILED[encoder] = [block._compiled_call_impl for block in layers(encoder)]
+        for block, call in zip(layers(encoder), _COMPILED[encoder], strict=True):
+            block._compiled_call_impl = call
 
     def __call__(self, s: Setting) -> Tensor:
         """One step: gradients in the decoder, and the loss."""
@@ -210,7 +212,7 @@ class System:
             return self.step(s)
 
 
-_COMPILED: dict[nn.Module, Any] = {}
+_COMPILED: dict[TextEncoder, list[Any]] = {}  # calls of the layers, which all systems share
 SYSTEMS = {  # the first of a library chooses the chunk size of all
     COMPILED: System(ours, "megabatch", 3, packed=True, compiled=True),
     THEIRS_COMPILED: System(lambda s: theirs(s, by_tokens=True), THEIRS, 2, compiled=True),
