@@ -63,8 +63,9 @@ TINY = [Shape("tiny, whole", _TINY, False, (8, 24), (256, 1024)), Shape("tiny, i
 class Texts(nn.Module):
     """The decoder as sentence-transformers calls it: padded texts, the state of the last token.
 
-    With a `multiple`, widths are the next multiple above the longest text. So every mini-batch has a mask, and all masks are
-    aligned for PyTorch's attention. Both are conditions of compiled layers, which would be compiled again where they change.
+    With a `multiple`, widths are the next multiple above the longest text, and a text alone is encoded twice. So every
+    mini-batch has a mask, aligned for PyTorch's attention, and more than one text. These are conditions of compiled layers,
+    which would be compiled again where they change.
     """
 
     def __init__(self, encoder: TextEncoder, multiple: int = 0) -> None:
@@ -76,7 +77,8 @@ class Texts(nn.Module):
         ids, mask = features["input_ids"], features["attention_mask"]
         if self.multiple:
             ids, mask = (F.pad(part, (0, self.multiple - part.shape[1] % self.multiple)) for part in (ids, mask))
-        return {**features, "sentence_embedding": self.encoder(ids, mask)}
+            ids, mask = (part.repeat(2 if len(part) == 1 else 1, 1) for part in (ids, mask))
+        return {**features, "sentence_embedding": self.encoder(ids, mask)[: len(features["input_ids"])]}
 
 
 @dataclass
