@@ -34,7 +34,7 @@ LOG = logging.getLogger("megabatch")
 OPTIONS: dict[str, Any] = {"options": {"fallback_random": True}}
 # For layers of any size: one kernel for the sums over rows and over columns of a normalisation's backward pass, whatever the
 # number of rows. Else the compiler decides by that number, guards it (4,096 rows, and others), and compiles small chunks again.
-ANY_SIZE = "mix_order_reduction_non_strict_mode"  # since PyTorch 2.10
+ANY_SIZE = "mix_order_reduction_non_strict_mode"  # not in all versions of PyTorch
 
 # Compilations of one function, which are all layers of all towers: for each kind of layer two sizes (the second compilation is
 # for any size), with and without gradients, in training and in evaluation, and again under FSDP2. The default is 8.
