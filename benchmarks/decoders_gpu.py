@@ -5,46 +5,80 @@ one hard negative for each query. The 0.6B is trained whole, in float32 under bf
 LoRA; without PEFT (`--peers FOLDER` names a folder that has it), its last layers are trained.
 
 Before anything is timed, the gradients of every system are compared with a plain step's, in float32 with a small decoder.
-The fastest system of each library tries several chunk sizes on a small batch, and all of its systems use the best one. Layers
-are compiled where a system says so. `--tiny` runs the same code on a CPU. Writes a JSON record after every measurement;
-`decoders_gpu_report.py` makes the table and the plot of it.
+The first system of each library tries several chunk sizes on the smallest batch, and all of its systems use the best one.
+Layers are compiled where a system says so. A timed step has compiled nothing; else it is timed again. The most important rows
+are measured first, each within a share of the time. `--tiny` runs the same code on a CPU. Writes a JSON record after every
+measurement; `decoders_gpu_report.py` makes the table and the plot of it.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from decoders_gpu_report import markdown, report
 from decoders_gpu_systems import (
+    COMPILED,
     LARGE,
     LONGEST,
+    OURS_LIBRARY,
     SMALL,
     SYSTEMS,
+    THEIRS_COMPILED,
     TINY,
     WITH_COMPILER,
     Features,
     Setting,
     Shape,
     System,
+    compilations,
     decoder,
-    forget_compiled,
     gradients,
     plain,
+    rehearse_loss,
     texts,
 )
 from record import Record, arguments, device_of
-from timing import clear, failure
+from timing import TimeUp, clear, failure, time_limit
 
-from megabatch.bench.measure import peak_memory
+from megabatch.bench.measure import LATE, peak_memory
 from megabatch.machine import peak_rates
 from megabatch.towers.huggingface import TextEncoder
 
 CHECK, CHECK_TOKENS, TOLERANCE = 12, 200, 1e-3  # float32 against float32, by the length of all gradients
+
+
+KEPT_BACK = 0.2  # of all time, for the stages after the first
+FAIR, LEAST = 1.5, 0.25  # a row's limit: this multiple of an equal share of the time left, and this fraction of it at least
+WORTH_A_WARM_UP = 10.0  # seconds: longer steps are timed at once, and again if they compiled
+ATTEMPTS = 2
+
+
+@dataclass(eq=False)
+class Model:
+    """A decoder, and the numbers that later rows need."""
+
+    shape: Shape
+    encoder: TextEncoder | None = None
+    trained: str = ""
+    usable: dict[str, str] = field(default_factory=dict)  # why a system is not measured any more
+    tokens: dict[str, int] = field(default_factory=dict)  # of a chunk, by library
+    pace: dict[str, float] = field(default_factory=dict)  # seconds of a pair, by system
+
+    def step(self, name: str, pairs: int) -> float:
+        """Seconds that a step will take, by the last one; 0 if there is none."""
+        return self.pace.get(name, 0.0) * pairs
+
+    def needs(self, name: str, pairs: int) -> float:
+        """Seconds that a row will take, with its warm-up and some more."""
+        return 1.2 * self.step(name, pairs) * (2 if self.step(name, pairs) < WORTH_A_WARM_UP else 1)
 
 
 class Bench:
@@ -52,7 +86,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, device_of(args)
-        self.record = Record("decoders_gpu", args, args.seconds, checks=[], models={})
+        self.record = Record("decoders_gpu", args, args.seconds, checks=[], models={}, compiling=[])
         rates = peak_rates(torch.cuda.get_device_name()) if self.device == "cuda" else None
         self.peak = 1e12 * rates.half if rates is not None else 0.0
         self.usable = dict.fromkeys(SYSTEMS, "ok")
@@ -88,105 +122,147 @@ class Bench:
         for name, same in WITH_COMPILER.items():
             self.usable[name] = self.usable[same] if self.device == "cuda" else "only on a GPU"
 
-    def run(self, shape: Shape, until: float) -> None:
-        """One decoder: the fastest chunk of every system, then all batches, until so many seconds are left."""
-        encoder, trained = decoder(shape, self.device, half=shape.adapters and self.device == "cuda")
-        self.record["models"][shape.name] = {
-            "parameters": sum(p.numel() for p in encoder.parameters()),
-            "trained_parameters": sum(p.numel() for p in encoder.parameters() if p.requires_grad),
-            "trained": trained,
-        }
-        self.record.say(f"{shape.name}: {trained}")
-        usable = dict(self.usable)
-        small = texts(shape.tuning, shape.config["vocab_size"], self.device, self.longest)
-        chosen: dict[str, int] = {}  # tokens of a chunk, by library
-        for name, system in SYSTEMS.items():
-            if usable[name] == "ok" and system.library not in chosen and self.record.left() > until:
-                found = self.best_chunk(f"{shape.name} {name}", system, encoder, small, shape.tokens)
-                if isinstance(found, int):
-                    chosen[system.library] = found
-                else:
-                    usable[name] = found
-        pace: dict[str, float] = {}  # seconds of a pair
-        for number, pairs in enumerate(shape.batches):
-            columns = texts(pairs, shape.config["vocab_size"], self.device, self.longest)
-            work = necessary(shape, columns, whole=trained == "all weights") if not trained.startswith("the last") else 0.0
-            for name, system in SYSTEMS.items():
-                if number >= system.batches:
-                    continue
-                result = {"model": shape.name, "B": pairs, "system": name, "status": usable[name]}
-                result["tokens"] = sum(int(column["attention_mask"].sum()) for column in columns)
-                if usable[name] == "ok" and system.library not in chosen:
-                    result["status"] = "no time left"
-                elif usable[name] == "ok":
-                    if pace.get(name, 0.0) * pairs * 1.2 > self.record.left() - until:
-                        result["status"] = "no time left"
-                    else:
-                        s = Setting(encoder, columns, chosen[system.library], self.device)
-                        before = Setting(encoder, small, s.tokens, self.device) if number == 0 else None
-                        self.measure(system, s, result, work, before)
-                        pace[name] = result.get("seconds", 0.0) / pairs
-                self.record["results"].append(result)
+    def run(self, shapes: Sequence[Shape]) -> None:
+        """All stages, with a report after each of them."""
+        models = [Model(shape) for shape in shapes]
+        for number, rows in enumerate(stages(models)):
+            kept = KEPT_BACK * self.args.seconds if number == 0 else 0.0
+            for done, (model, batch, name) in enumerate(rows):
+                left = self.record.left() - kept
+                share = max(FAIR / (len(rows) - done), LEAST)
+                self.record["results"].append(self.row(model, batch, name, min(left, share * left)))
                 self.record.save()
+            report(self.record.path)
 
-    def best_chunk(
-        self, what: str, system: System, encoder: TextEncoder, columns: list[Features], sizes: tuple[int, ...]
-    ) -> int | str:
-        """The fastest number of tokens in a chunk, or why there is none."""
-        tried: dict[int, float] = {}
-        for tokens in sizes:
-            s = Setting(encoder, columns, tokens, self.device)
-            try:
-                self.warm_up(system, s)
-                tried[tokens] = self.seconds(system, s)
-            except Exception as error:  # larger chunks would fail too
-                reason = failure(error)
-                self.record.say(f"{what}, chunks of {tokens} tokens: {reason}")
-                gradients(encoder)
-                clear(self.device)
-                if not tried:
-                    return reason
-                break
-        told = ", ".join(f"{tokens}: {seconds:.2f} s" for tokens, seconds in tried.items())
-        self.record.say(f"{what}, chunks of tokens {told}")
-        return min(tried, key=lambda tokens: tried[tokens])
-
-    def warm_up(self, system: System, s: Setting) -> None:
-        """A step that requests memory and compiles."""
-        system.prepare(s.encoder)
-        system(s)
-        gradients(s.encoder)
-
-    def measure(self, step: System, s: Setting, result: dict[str, Any], work: float, warm_up: Setting | None) -> None:
-        """One step: its time, its peak beyond weights and gradients, its share of the chip's rate."""
-        gradients(s.encoder)
-        clear(self.device)
+    def row(self, model: Model, batch: int, name: str, seconds: float) -> dict[str, Any]:
+        """One row of the table, within so many seconds."""
+        system, shape, pairs = SYSTEMS[name], model.shape, model.shape.batches[batch]
+        status = model.usable.get(name, self.usable[name])
+        if status == "ok" and (seconds <= 0 or model.needs(name, pairs) > seconds):
+            status = LATE
+        result: dict[str, Any] = {"model": shape.name, "B": pairs, "system": name, "status": status}
+        if result["status"] != "ok":
+            return result
+        told = f"{shape.name} B = {pairs} {name}"
         try:
-            if warm_up is not None:
-                self.warm_up(step, warm_up)
-            step.prepare(s.encoder)
+            with time_limit(seconds):
+                self.prepare(model)
+                self.measure(model, batch, name, result)
+        except TimeUp:
+            result["status"] = model.usable[name] = LATE
+        except Exception as error:  # a library may fail in any way; the others are still measured
+            result["status"] = failure(error)
+        if result["status"] == "ok":
+            model.pace[name], model.tokens[system.library] = result["seconds"] / pairs, result["chunk_tokens"]
+            peak = result["peak_bytes"] / 2**30
+            told += f": {result['seconds']:.2f} s, {pairs / result['seconds']:.0f} pairs/s, {peak:.1f} GiB"
+            self.record.say(f"{told}, loss {result['loss']:.4f}")
+        else:
+            self.record.say(f"{told}: {result['status']}")
+        if model.encoder is not None:
+            gradients(model.encoder)
+        clear(self.device)
+        return result
+
+    def prepare(self, model: Model) -> None:
+        """Makes the decoder, when it is first needed."""
+        if model.encoder is not None:
+            return
+        shape = model.shape
+        model.encoder, model.trained = decoder(shape, self.device, half=shape.adapters and self.device == "cuda")
+        self.record["models"][shape.name] = {
+            "parameters": sum(p.numel() for p in model.encoder.parameters()),
+            "trained_parameters": sum(p.numel() for p in model.encoder.parameters() if p.requires_grad),
+            "trained": model.trained,
+        }
+        self.record.say(f"{shape.name}: {model.trained}")
+
+    def measure(self, model: Model, batch: int, name: str, result: dict[str, Any]) -> None:
+        """The fastest step of those with the chunk sizes in question."""
+        system, shape = SYSTEMS[name], model.shape
+        assert model.encoder is not None
+        columns = texts(shape.batches[batch], shape.config["vocab_size"], self.device, self.longest)
+        result["tokens"] = sum(int(column["attention_mask"].sum()) for column in columns)
+        known = model.tokens.get(system.library)
+        tried: dict[int, dict[str, Any]] = {}
+        for tokens in shape.tokens if known is None else (known,):
+            s = Setting(model.encoder, columns, tokens, self.device)
+            try:
+                if model.step(name, shape.batches[batch]) < WORTH_A_WARM_UP:
+                    self.warm_up(f"{shape.name} {name}", system, s, first=not tried and name not in model.pace)
+                elif system.library == OURS_LIBRARY:
+                    rehearse_loss(s)
+                tried[tokens] = self.step(system, s)
+            except Exception:  # larger chunks would fail too
+                if not tried:
+                    raise
+                break
+        if known is None:
+            times = ", ".join(f"{tokens}: {found['seconds']:.2f} s" for tokens, found in tried.items())
+            self.record.say(f"{shape.name} {name}, chunks of tokens {times}")
+        result |= min(tried.values(), key=lambda found: float(found["seconds"]))
+        if self.peak and not model.trained.startswith("the last"):
+            work = necessary(shape, columns, whole=model.trained == "all weights")
+            result["share_of_peak"] = work / result["seconds"] / self.peak
+
+    def warm_up(self, what: str, system: System, s: Setting, *, first: bool) -> None:
+        """A step of the same batch, which compiles kernels and requests memory.
+
+        The very first one begins with documents, because the compiler chooses kernels by the first chunk that it sees, and
+        queries are few tokens.
+        """
+        begun, before = time.perf_counter(), compilations()
+        system.prepare(s.encoder)
+        if first and system.compiled:
+            system(dataclasses.replace(s, columns=s.columns[::-1]))
+        self.seconds(system, s)
+        gradients(s.encoder)
+        if compilations() > before:
+            self.record["compiling"].append([what, compilations() - before, time.perf_counter() - begun])
+            self.record.say(f"{what}: {compilations() - before} compilations, {time.perf_counter() - begun:.0f} s")
+
+    def step(self, system: System, s: Setting) -> dict[str, Any]:
+        """A step that compiles nothing: its time, its peak beyond weights and gradients, its loss."""
+        found: dict[str, Any] = {"chunk_tokens": s.tokens}
+        for _ in range(ATTEMPTS):
+            gradients(s.encoder)
+            system.prepare(s.encoder)
             for p in s.encoder.parameters():
                 p.grad = torch.zeros_like(p) if p.requires_grad else None  # as in every step but the first
-            seconds, result["peak_bytes"] = peak_memory(lambda: self.seconds(step, s, result), self.device)
-            result |= {"seconds": seconds, "chunk_tokens": s.tokens}
-            if self.peak and work:
-                result["share_of_peak"] = work / seconds / self.peak
-            told = f"{seconds:.2f} s, {result['B'] / seconds:.0f} pairs/s, {result['peak_bytes'] / 2**30:.1f} GiB"
-            self.record.say(f"{result['model']} B = {result['B']} {result['system']}: {told}, loss {result['loss']:.4f}")
-        except Exception as error:
-            result["status"] = failure(error)
-            self.record.say(f"{result['model']} B = {result['B']} {result['system']}: {result['status']}")
-        gradients(s.encoder)
+            before = compilations()
+            found["seconds"], found["peak_bytes"] = peak_memory(lambda: self.seconds(system, s, found), self.device)
+            if compilations() == before:
+                return found
+            self.record.say(f"a timed step had {compilations() - before} compilations, {found['seconds']:.1f} s; once more")
+        raise RuntimeError("compiles in every step")
 
-    def seconds(self, step: System, s: Setting, result: dict[str, Any] | None = None) -> float:
+    def seconds(self, system: System, s: Setting, found: dict[str, Any] | None = None) -> float:
         """Of one step."""
         begun = time.perf_counter()
-        value = step(s).item()  # waits for the device
+        value = system(s).item()  # waits for the device
         if self.device == "cuda":
             torch.cuda.synchronize()
-        if result is not None:
-            result["loss"] = value
+        if found is not None:
+            found["loss"] = value
         return time.perf_counter() - begun
+
+
+def stages(models: Sequence[Model]) -> list[list[tuple[Model, int, str]]]:
+    """Rows of the table, the most important ones first, so that a run without time for all of them is still useful.
+
+    First the compiled systems of both libraries at the smallest batch, for every model. Then our largest batch, whose memory
+    says whether the batch is bounded. Then the rest.
+    """
+    smallest = [(model, 0, name) for model in models for name in (COMPILED, THEIRS_COMPILED)]
+    largest = [(model, len(model.shape.batches) - 1, COMPILED) for model in models]
+    every = [
+        (model, batch, name)
+        for batch in range(max(len(model.shape.batches) for model in models))
+        for model in models
+        for name, system in SYSTEMS.items()
+        if batch < min(system.batches, len(model.shape.batches))
+    ]
+    return [smallest, largest, [row for row in every if row not in smallest and row not in largest]]
 
 
 def necessary(shape: Shape, columns: list[Features], *, whole: bool) -> float:
@@ -217,13 +293,8 @@ def main() -> int:
         sys.path.append(str(args.peers))
     bench = Bench(args)
     bench.check()
-    shapes = TINY if args.tiny else [{"0.6B": SMALL, "8B": LARGE}[name] for name in args.models]
-    for number, shape in enumerate(shapes):
-        bench.run(shape, until=bench.record.left() * (len(shapes) - 1 - number) / (len(shapes) - number))
-        forget_compiled()
-        clear(bench.device)
+    bench.run(TINY if args.tiny else [{"0.6B": SMALL, "8B": LARGE}[name] for name in args.models])
     bench.record.save()
-    report(bench.record.path)
     print(markdown(json.loads(bench.record.path.read_text())))
     return 0
 

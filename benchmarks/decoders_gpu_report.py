@@ -32,7 +32,11 @@ def markdown(record: dict[str, Any]) -> str:
     for check in record["checks"]:
         errors[check["system"]] = max(errors.get(check["system"], 0.0), check.get("gradient_error", 0.0))
     rows = []
-    for (model, B), group in reports.groups(record["results"], "model", "B").items():
+    models = list(record["models"])
+    results = sorted(  # measured in another order: the most important ones first
+        (r for r in record["results"] if r["model"] in models), key=lambda r: (models.index(r["model"]), r["B"])
+    )
+    for (model, B), group in reports.groups(results, "model", "B").items():
         best = min((r["seconds"] for r in group if "seconds" in r and r["system"].startswith(THEIRS)), default=None)
         for r in group:
             took = r.get("seconds")
@@ -52,7 +56,7 @@ def markdown(record: dict[str, Any]) -> str:
     )
     return reports.paragraphs(
         Table([*HEADINGS, "loss", "gradient error"], rows, names=(0, 2)).markdown(),
-        " ".join((about, _largest(record["results"]))).strip(),
+        " ".join((about, _largest(results), _compiling(record))).strip(),
     )
 
 
@@ -65,6 +69,12 @@ def _largest(results: list[dict[str, Any]]) -> str:
             each = (many["peak_bytes"] - few["peak_bytes"]) / (many["B"] - few["B"])
             said.append(f"{model}, {system}: {each / 2**10:,.0f} KiB")
     return f"Memory of one pair more, between the smallest and the largest batch: {'; '.join(said)}." if said else ""
+
+
+def _compiling(record: dict[str, Any]) -> str:
+    """How long users wait before the first step."""
+    said = [f"{what}: {count} in {seconds:.0f} s" for what, count, seconds in record.get("compiling", ())]
+    return f"Compilations, with the first steps: {'; '.join(said)}." if said else ""
 
 
 def draw(record: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ MEANS = (24, 128, 128)  # tokens of a query, a document, a hard negative
 TRAINED_LAYERS = 4  # of the 8B without PEFT
 OURS, PADDED, COMPILED = "megabatch, packed", "megabatch, padded", "megabatch, packed, compiled"
 KEPT = "megabatch, packed, compiled, graphs kept"
-THEIRS = "sentence-transformers"
+OURS_LIBRARY, THEIRS = "megabatch", "sentence-transformers"
 THEIRS_TOKENS, THEIRS_COMPILED = f"{THEIRS}, by tokens", f"{THEIRS}, by tokens, compiled"
 Features = dict[str, Tensor]
 
@@ -37,7 +37,6 @@ class Shape:
     config: dict[str, Any]
     adapters: bool  # LoRA in bf16 weights, or all weights in float32
     batches: tuple[int, ...]  # pairs, in ascending order
-    tuning: int  # pairs on which chunk sizes are compared
     tokens: tuple[int, ...]  # of a chunk, to choose from
 
 
@@ -47,7 +46,6 @@ SMALL = Shape(
     {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, **_HEADS},
     False,
     (256, 1024, 8192),
-    128,
     (32768, 65536),
 )
 LARGE = Shape(
@@ -55,25 +53,32 @@ LARGE = Shape(
     {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, **_HEADS},
     True,
     (64, 128, 1024),
-    32,
     (16384, 32768),
 )
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 _TINY |= {"head_dim": 8, "vocab_size": 500, "max_position_embeddings": 512}
-TINY = [Shape("tiny, whole", _TINY, False, (8, 24), 8, (256, 1024)), Shape("tiny, in part", _TINY, True, (8, 24), 8, (256,))]
+TINY = [Shape("tiny, whole", _TINY, False, (8, 24), (256, 1024)), Shape("tiny, in part", _TINY, True, (8, 24), (256,))]
 
 
 class Texts(nn.Module):
-    """The decoder as sentence-transformers calls it: padded texts, the state of the last token."""
+    """The decoder as sentence-transformers calls it: padded texts, the state of the last token.
 
-    def __init__(self, encoder: TextEncoder) -> None:
+    With a `multiple`, widths are the next multiple above the longest text, and a text alone is encoded twice. So every
+    mini-batch has a mask, aligned for PyTorch's attention, and more than one text. These are conditions of compiled layers,
+    which would be compiled again where they change.
+    """
+
+    def __init__(self, encoder: TextEncoder, multiple: int = 0) -> None:
         super().__init__()
-        self.encoder = encoder
+        self.encoder, self.multiple = encoder, multiple
 
     def forward(self, features: Features) -> Features:
         """Embeddings beside the features."""
-        found = self.encoder(features["input_ids"], features["attention_mask"])
-        return {**features, "sentence_embedding": found}
+        ids, mask = features["input_ids"], features["attention_mask"]
+        if self.multiple:
+            ids, mask = (F.pad(part, (0, self.multiple - part.shape[1] % self.multiple)) for part in (ids, mask))
+            ids, mask = (part.repeat(2 if len(part) == 1 else 1, 1) for part in (ids, mask))
+        return {**features, "sentence_embedding": self.encoder(ids, mask)[: len(features["input_ids"])]}
 
 
 @dataclass
@@ -162,7 +167,16 @@ def ours(s: Setting, budget: Budget = None) -> Tensor:
         return mb.cached_backward(_Loss(), [(s.encoder, query), (s.encoder, both)], chunk_size=sizes, budget=budget)
 
 
-def theirs(s: Setting, *, by_tokens: bool = False) -> Tensor:
+def rehearse_loss(s: Setting) -> None:
+    """Compiles the kernels of our loss for this batch."""
+    rows, width = len(s.columns[0]["input_ids"]), s.encoder.model.config.hidden_size
+    query, second = (torch.randn(count, width, device=s.device, requires_grad=True) for count in (rows, 2 * rows))
+    with s.cast():
+        loss = _Loss()(query, second)
+    loss.backward()
+
+
+def theirs(s: Setting, *, by_tokens: bool = False, multiple: int = 0) -> Tensor:
     """`CachedMultipleNegativesRankingLoss`, in mini-batches of as many texts or tokens."""
     try:
         from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss as Loss
@@ -173,7 +187,7 @@ def theirs(s: Setting, *, by_tokens: bool = False) -> Tensor:
         if "mini_batch_num_tokens" not in inspect.signature(Loss.__init__).parameters:  # versions before 5.6
             raise ImportError("mini_batch_num_tokens")
         options = {"mini_batch_size": 4 * options["mini_batch_size"], "mini_batch_num_tokens": s.tokens // 2}
-    loss = Loss(nn.Sequential(Texts(s.encoder)), scale=SCALE, **options)
+    loss = Loss(nn.Sequential(Texts(s.encoder, multiple)), scale=SCALE, **options)
     with s.cast():
         value: Tensor = loss([dict(column) for column in s.columns], None)
         value.backward()
@@ -198,11 +212,13 @@ class System:
             encoder.pad()
         elif not encoder.packed and not encoder.pack():
             raise RuntimeError("this version of transformers cannot pack texts")
-        for block in layers(encoder) if self.compiled else ():
-            if block not in _COMPILED:
-                block.compile(dynamic=True, **compiling.OPTIONS)
-                _COMPILED[block] = block._compiled_call_impl
-            block._compiled_call_impl = _COMPILED[block]
+        if not self.compiled:
+            return
+        if encoder not in _COMPILED:
+            compiling.compile_layers(encoder, any_size=True)
+            _COMPILED[encoder] = [block._compiled_call_impl for block in layers(encoder)]
+        for block, call in zip(layers(encoder), _COMPILED[encoder], strict=True):
+            block._compiled_call_impl = call
 
     def __call__(self, s: Setting) -> Tensor:
         """One step: gradients in the decoder, and the loss."""
@@ -210,13 +226,13 @@ class System:
             return self.step(s)
 
 
-_COMPILED: dict[nn.Module, Any] = {}
+_COMPILED: dict[TextEncoder, list[Any]] = {}  # calls of the layers, which all systems share
 SYSTEMS = {  # the first of a library chooses the chunk size of all
-    COMPILED: System(ours, "megabatch", 3, packed=True, compiled=True),
-    THEIRS_COMPILED: System(lambda s: theirs(s, by_tokens=True), THEIRS, 2, compiled=True),
-    KEPT: System(lambda s: ours(s, budget="auto"), "megabatch", 2, packed=True, compiled=True),
-    OURS: System(ours, "megabatch", 1, packed=True),
-    PADDED: System(ours, "megabatch", 1),
+    COMPILED: System(ours, OURS_LIBRARY, 3, packed=True, compiled=True),
+    THEIRS_COMPILED: System(lambda s: theirs(s, by_tokens=True, multiple=8), THEIRS, 2, compiled=True),
+    KEPT: System(lambda s: ours(s, budget="auto"), OURS_LIBRARY, 2, packed=True, compiled=True),
+    OURS: System(ours, OURS_LIBRARY, 1, packed=True),
+    PADDED: System(ours, OURS_LIBRARY, 1),
     THEIRS: System(theirs, THEIRS, 1),
     THEIRS_TOKENS: System(lambda s: theirs(s, by_tokens=True), THEIRS, 1),
 }
@@ -230,6 +246,8 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def forget_compiled() -> None:
-    """Frees the compiled layers of a decoder that is no longer needed."""
-    _COMPILED.clear()
+def compilations() -> int:
+    """So far, by the compiler of PyTorch, in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])

@@ -2,7 +2,9 @@
 
 import gc
 import math
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +59,26 @@ def failure(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return f"fails ({type(error).__name__}: {str(error).splitlines()[0][:100]})" if str(error) else "fails"
+
+
+class TimeUp(BaseException):
+    """Not an `Exception`, which libraries catch."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises `TimeUp` inside after so many seconds, between two lines of Python. Only in the main thread."""
+
+    def expired(*_: Any) -> None:
+        raise TimeUp
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _elapsed(work: Callable[[], Any], calls: int, device: str) -> float:

@@ -1,11 +1,13 @@
 """The scripts in benchmarks/: what they compare is comparable, and their tiny runs end well."""
 
+import argparse
 import importlib
 import json
 import runpy
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -76,6 +78,59 @@ def test_jobs_of_the_cached_step():
     for wrong in ("ViT-B/32:4096", "ViT-B/32:4096:nothing", "ViT-X:4096:all", "tiny:many:all"):
         with pytest.raises(SystemExit, match=wrong):
             cached_step.jobs([wrong])
+
+
+def test_the_first_rows_of_decoders_are_the_compiled_systems_of_all_models():
+    from decoders_gpu import Model, stages
+    from decoders_gpu_systems import COMPILED, SYSTEMS, THEIRS_COMPILED, TINY
+
+    first, second, rest = stages([Model(shape) for shape in TINY])
+    assert [(model.shape, batch, name) for model, batch, name in first] == [
+        (shape, 0, name) for shape in TINY for name in (COMPILED, THEIRS_COMPILED)
+    ]
+    assert [(model.shape, batch, name) for model, batch, name in second] == [(shape, 1, COMPILED) for shape in TINY]
+    assert len(first + second + rest) == len(TINY) * sum(min(system.batches, 2) for system in SYSTEMS.values())
+
+
+def test_a_step_of_decoders_that_compiled_is_timed_again(tmp_path, monkeypatch):
+    import decoders_gpu
+    from decoders_gpu_systems import OURS, SYSTEMS, TINY, Setting, decoder, texts
+
+    pytest.importorskip("transformers")
+    args = argparse.Namespace(tiny=True, output=tmp_path, name="decoders_gpu", seconds=60.0)
+    bench = decoders_gpu.Bench(args)
+    s = Setting(decoder(TINY[0], bench.device, half=False)[0], texts(3, 500, bench.device, 16), 64, bench.device)
+    counts = iter([0, 2, 2, 2])
+    monkeypatch.setattr(decoders_gpu, "compilations", lambda: next(counts, 2))
+    said = []
+    monkeypatch.setattr(bench.record, "say", said.append)
+    assert bench.step(SYSTEMS[OURS], s)["seconds"] > 0
+    assert len(said) == 1
+    assert "compilations" in said[0]
+    endless = iter(range(100))
+    monkeypatch.setattr(decoders_gpu, "compilations", lambda: next(endless))
+    with pytest.raises(RuntimeError, match="compiles in every step"):
+        bench.step(SYSTEMS[OURS], s)
+
+
+def test_padding_for_the_compiler_changes_no_embedding():
+    from decoders_gpu_systems import TINY, Texts, decoder, texts
+
+    pytest.importorskip("transformers")
+    encoder = decoder(TINY[0], "cpu", half=False)[0]
+    for rows in (1, 5):
+        features = {name: part[:rows] for name, part in texts(5, 500, "cpu", 32)[1].items()}
+        wanted, found = (Texts(encoder, multiple)(features)["sentence_embedding"] for multiple in (0, 8))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_work_that_takes_too_long_is_given_up():
+    from timing import TimeUp, time_limit
+
+    with pytest.raises(TimeUp), time_limit(0.05):
+        time.sleep(PATIENCE)
+    with time_limit(PATIENCE):
+        pass
 
 
 def test_a_part_of_a_step_has_the_gradient_of_the_whole():

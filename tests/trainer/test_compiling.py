@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import decoders
+import megabatch as mb
 import runs
 from megabatch.towers import blocks
 from megabatch.towers.tower import Pair, Tower
@@ -102,6 +104,28 @@ def test_a_compiled_run_continues_with_the_same_bits(tmp_path, quick):
     plain = runs.trainer(tmp_path / "half", {"compile": "off", "steps": 8}, pair=deep(dropout=0.3))
     assert plain.resume()
     plain.fit()
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_one_compilation_serves_all_layers_and_all_lengths(quick, lora):
+    """One without a graph and one with it: not one for each layer, nor for each number of texts or tokens."""
+    pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
+    if lora:
+        pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+    way = decoders.Way(lora=lora, packed=True)
+    encoder, plain = decoders.decoder(way), decoders.decoder(way)
+    assert compiling.compile_towers([encoder, encoder], World.of(None, torch.device("cpu")))
+    torch._dynamo.utils.counters.clear()
+    for queries, negatives, chunk_size in ((5, 1, 6), (6, 7, 6), (7, 4, 8)):  # no chunk has one text, which is compiled apart
+        inputs = decoders.batch(queries, negatives)
+        for tower in (encoder, plain):
+            tower.zero_grad()
+            with compiling.settings(strict=True):
+                mb.cached_backward(decoders.Loss(), [(tower, part) for part in inputs], chunk_size=chunk_size)
+        wanted = decoders.gradients(plain)
+        for name, gradient in decoders.gradients(encoder).items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-11)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_compiler_that_misses_evaluation_is_not_used(quick, monkeypatch, caplog):

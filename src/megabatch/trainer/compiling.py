@@ -5,13 +5,14 @@ take. A tower without repeated blocks is compiled whole. The compiler is tried f
 for example, the towers stay as they are.
 
 Layers are compiled when they are first called, for the sizes of that call, and once more for any size if another one comes. The
-compiler chooses kernels by the sizes that it sees, so the first call is one with a whole chunk (`warm_up`).
+compiler chooses kernels by the sizes that it sees, so the first call is one with a whole chunk (`warm_up`). Layers of packed
+texts are compiled for any size at once, because no two chunks have equally many tokens.
 """
 
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +32,9 @@ LOG = logging.getLogger("megabatch")
 # The random numbers of PyTorch itself. The second pass of the cached step has to repeat those of the first, and the compiler's
 # own depend on the graph, which is another one without gradients.
 OPTIONS: dict[str, Any] = {"options": {"fallback_random": True}}
+# For layers of any size: one kernel for the sums over rows and over columns of a normalisation's backward pass, whatever the
+# number of rows. Else the compiler decides by that number, guards it (4,096 rows, and others), and compiles small chunks again.
+ANY_SIZE = "mix_order_reduction_non_strict_mode"  # not in all versions of PyTorch
 
 # Compilations of one function, which are all layers of all towers: for each kind of layer two sizes (the second compilation is
 # for any size), with and without gradients, in training and in evaluation, and again under FSDP2. The default is 8.
@@ -63,9 +67,50 @@ def compile_towers(modules: Sequence[nn.Module], world: World) -> bool:
             LOG.warning("the towers cannot be compiled, and the run is slower without: %s", problems[0])
         return False
     patches.use_products(modules)
-    for layer in {id(layer): layer for module in modules for layer in layers(module)}.values():
-        layer.compile(**OPTIONS)
+    for module in {id(module): module for module in modules}.values():
+        compile_layers(module, any_size=getattr(module, "packed", False))
     return True
+
+
+def compile_layers(module: nn.Module, *, any_size: bool = False) -> None:
+    """Makes the layers of a tower compile themselves when they are called, with one compilation for all of them.
+
+    Args:
+        module: the tower. Its frozen parameters are known by now.
+        any_size: whether the first compilation is for any size already.
+    """
+    chosen = dict(OPTIONS)
+    if any_size:
+        chosen["dynamic"] = True
+        if "options" in chosen and _has_any_size():
+            chosen["options"] = {**chosen["options"], f"triton.{ANY_SIZE}": True}
+    found = layers(module)
+    for layer in found:
+        layer.compile(**chosen)
+    trained = [layer for layer in found if any(parameter.requires_grad for parameter in layer.parameters())]
+    if len(trained) > 1:
+        trained[0]._compiled_call_impl = _input_with_gradient(trained[0]._compiled_call_impl)
+
+
+def _has_any_size() -> bool:
+    import torch._inductor.config as inductor
+
+    return hasattr(inductor.triton, ANY_SIZE)
+
+
+def _input_with_gradient(call: Any) -> Callable[..., Any]:
+    """The call of the first trained layer, whose input requires a gradient as the inputs of the layers after it do.
+
+    After frozen embeddings it would not, and the compiler would compile this layer apart. The gradient itself is not used; it
+    takes the products of the layer's first projections.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and torch.is_grad_enabled() and not args[0].requires_grad:
+            args = (args[0].detach().requires_grad_(args[0].is_floating_point()), *args[1:])
+        return call(*args, **kwargs)
+
+    return called
 
 
 class _Layer(nn.Module):
