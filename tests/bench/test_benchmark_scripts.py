@@ -373,7 +373,7 @@ def test_a_tiny_study_of_images_continues_where_it_was_stopped(tmp_path):
 
     from megabatch.evaluation import results
 
-    sizes, options = image_study_settings.TINY, mock.Mock(lr=None, seeds=[0])
+    sizes, options = image_study_settings.TINY, mock.Mock(lr=None, seeds=[0], sizes=None)
     lines = [image_study_line(one, 0.3) for one in image_study_settings.wanted("choose", [], sizes, options)]
     rates = image_study_settings.wanted("rate", lines, sizes, options)
     for line in [*lines, *(image_study_line(one, 0.2) for one in rates if one.lr != image_study_settings.FIRST_RATE)]:
@@ -381,9 +381,9 @@ def test_a_tiny_study_of_images_continues_where_it_was_stopped(tmp_path):
     call = [sys.executable, str(FOLDER / "image_study.py"), "--tiny", "--beside", "1", "--seeds", "0"]
     call += ["--parts", "choose", "study", "losses", "--output", str(tmp_path), "--best", str(tmp_path / "best")]
     done = subprocess.run(call, check=True, capture_output=True, text=True, timeout=PATIENCE)
-    assert "choose: 0 runs to do, 2 known" in done.stdout
+    assert "choose: 0 runs to do, 4 known" in done.stdout
     lines = results.read(tmp_path / "image_study.jsonl")
-    assert len(lines) == 3 + 4 + 2
+    assert len(lines) == 5 + 4 + 2
     ours, theirs = (line for line in lines if not line["ids"])
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-3)
     assert (tmp_path / "image_study_gallery.png").read_bytes().startswith(b"\x89PNG")
