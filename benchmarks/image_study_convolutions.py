@@ -1,7 +1,6 @@
 """The convolutional image tower of `image_study.py`, as a model of timm, which open_clip finds by its name.
 
-7,000 photographs are few for a transformer: at 1,024 pairs and 524,288 samples, 64 × 64 pixels in patches of 8 reached a mean
-recall of 8.6 %. Convolutions know that neighbouring pixels belong together. GroupNorm instead of BatchNorm: an embedding
+docs/log.md, "Image study", has the transformers that were tried first. GroupNorm instead of BatchNorm: an embedding
 depends on its own image alone, so batch sizes differ in nothing but the batch.
 """
 
