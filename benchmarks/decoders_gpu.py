@@ -250,11 +250,12 @@ class Bench:
 def stages(models: Sequence[Model]) -> list[list[tuple[Model, int, str]]]:
     """Rows of the table, the most important ones first, so that a run without time for all of them is still useful.
 
-    First the compiled systems of both libraries at the smallest batch, for every model. Then our largest batch, whose memory
-    says whether the batch is bounded. Then the rest.
+    First the compiled systems of both libraries at the smallest batch, for every model. Then our two largest batches, whose
+    memory says whether the batch is bounded. Then the rest.
     """
     smallest = [(model, 0, name) for model in models for name in (COMPILED, THEIRS_COMPILED)]
-    largest = [(model, len(model.shape.batches) - 1, COMPILED) for model in models]
+    largest = [(model, len(model.shape.batches) - back, COMPILED) for model in models for back in (2, 1)]
+    largest = [row for row in largest if row not in smallest]
     every = [
         (model, batch, name)
         for batch in range(max(len(model.shape.batches) for model in models))

@@ -61,14 +61,14 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def _largest(results: list[dict[str, Any]]) -> str:
-    """What a further pair costs in memory, by the smallest and the largest batch of each system."""
+    """What a further pair costs in memory, by the two largest batches of each system. Smaller ones do not fill a chunk."""
     said = []
     for (model, system), group in reports.groups([r for r in results if "seconds" in r], "model", "system").items():
-        few, many = (pick(group, key=lambda r: r["B"]) for pick in (min, max))
+        *_, few, many = group[:1] + sorted(group, key=lambda r: r["B"])
         if many["B"] > few["B"]:
             each = (many["peak_bytes"] - few["peak_bytes"]) / (many["B"] - few["B"])
             said.append(f"{model}, {system}: {each / 2**10:,.0f} KiB")
-    return f"Memory of one pair more, between the smallest and the largest batch: {'; '.join(said)}." if said else ""
+    return f"Memory of one pair more, between the two largest batches: {'; '.join(said)}." if said else ""
 
 
 def _compiling(record: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from megabatch.trainer import compiling
 SCALE, RANK = 20.0, 16
 LONGEST, SPREAD = 512, 0.6  # tokens; the deviation of the logarithm of lengths
 MEANS = (24, 128, 128)  # tokens of a query, a document, a hard negative
+PADDING = 4  # the longest text ÷ the mean of documents
 TRAINED_LAYERS = 4  # of the 8B without PEFT
 OURS, PADDED, COMPILED = "megabatch, packed", "megabatch, padded", "megabatch, packed, compiled"
 KEPT = "megabatch, packed, compiled, graphs kept"
@@ -37,7 +38,7 @@ class Shape:
     config: dict[str, Any]
     adapters: bool  # LoRA in bf16 weights, or all weights in float32
     batches: tuple[int, ...]  # pairs, in ascending order
-    tokens: tuple[int, ...]  # of a chunk, to choose from
+    tokens: tuple[int, ...]  # of a chunk with its padding, to choose from, in ascending order
 
 
 _HEADS = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151669, "max_position_embeddings": 32768}
@@ -45,15 +46,15 @@ SMALL = Shape(
     "Qwen3-0.6B",
     {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, **_HEADS},
     False,
-    (256, 1024, 8192),
-    (32768, 65536),
+    (256, 1024, 4096, 8192),
+    (16384, 32768, 65536),
 )
 LARGE = Shape(
     "Qwen3-8B",
     {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, **_HEADS},
     True,
-    (64, 128, 1024),
-    (16384, 32768),
+    (64, 128, 512, 1024),
+    (8192, 16384, 32768),
 )
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 _TINY |= {"head_dim": 8, "vocab_size": 500, "max_position_embeddings": 512}
@@ -87,7 +88,7 @@ class Setting:
 
     encoder: TextEncoder
     columns: list[Features]
-    tokens: int  # of a chunk
+    tokens: int  # of a chunk with its padding
     device: str
     autocast: bool = True
 
@@ -177,7 +178,10 @@ def rehearse_loss(s: Setting) -> None:
 
 
 def theirs(s: Setting, *, by_tokens: bool = False, multiple: int = 0) -> Tensor:
-    """`CachedMultipleNegativesRankingLoss`, in mini-batches of as many texts or tokens."""
+    """`CachedMultipleNegativesRankingLoss`, in mini-batches of as many texts or tokens.
+
+    It counts tokens without padding, and pads the texts of a mini-batch, which are not sorted, to the longest of them.
+    """
     try:
         from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss as Loss
     except ImportError:  # versions before 6
@@ -186,7 +190,7 @@ def theirs(s: Setting, *, by_tokens: bool = False, multiple: int = 0) -> Tensor:
     if by_tokens:
         if "mini_batch_num_tokens" not in inspect.signature(Loss.__init__).parameters:  # versions before 5.6
             raise ImportError("mini_batch_num_tokens")
-        options = {"mini_batch_size": 4 * options["mini_batch_size"], "mini_batch_num_tokens": s.tokens // 2}
+        options = {"mini_batch_size": 4 * options["mini_batch_size"], "mini_batch_num_tokens": s.tokens // PADDING}
     loss = Loss(nn.Sequential(Texts(s.encoder, multiple)), scale=SCALE, **options)
     with s.cast():
         value: Tensor = loss([dict(column) for column in s.columns], None)
@@ -228,7 +232,7 @@ class System:
 
 _COMPILED: dict[TextEncoder, list[Any]] = {}  # calls of the layers, which all systems share
 SYSTEMS = {  # the first of a library chooses the chunk size of all
-    COMPILED: System(ours, OURS_LIBRARY, 3, packed=True, compiled=True),
+    COMPILED: System(ours, OURS_LIBRARY, 4, packed=True, compiled=True),
     THEIRS_COMPILED: System(lambda s: theirs(s, by_tokens=True, multiple=8), THEIRS, 2, compiled=True),
     KEPT: System(lambda s: ours(s, budget="auto"), OURS_LIBRARY, 2, packed=True, compiled=True),
     OURS: System(ours, OURS_LIBRARY, 1, packed=True),

@@ -36,7 +36,7 @@ TUNED_SMALL = 2**36  # above as many, a system runs with 64 pairs first: some tu
 TOLERANCE = 0.02  # of gradients, relative: bf16 weights and results explain 0.005
 SECONDS_A_ROUND = 0.06
 CHUNKED, LIK, FLASH = "chunked PyTorch", "late-interaction-kernels", "flash-maxsim"
-MOST = {CHUNKED: 4096, LIK: 16384, FLASH: 16384}  # pairs; beyond it a step takes seconds, or stores 34 GB of winners
+MOST = {CHUNKED: 4096, LIK: 4096, FLASH: 4096}  # pairs; beyond it a step takes seconds, or ends in an illegal memory access
 Step = Callable[[], tuple[Tensor, ...]]  # loss, dquery, ddocument
 
 
