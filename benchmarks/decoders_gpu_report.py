@@ -32,7 +32,7 @@ def markdown(record: dict[str, Any]) -> str:
     for check in record["checks"]:
         errors[check["system"]] = max(errors.get(check["system"], 0.0), check.get("gradient_error", 0.0))
     rows = []
-    models = list(record["models"])
+    models = _measured(record)
     results = sorted(  # measured in another order: the most important ones first
         (r for r in record["results"] if r["model"] in models), key=lambda r: (models.index(r["model"]), r["B"])
     )
@@ -48,6 +48,7 @@ def markdown(record: dict[str, Any]) -> str:
         f"{name}: {about['parameters'] / 1e6:,.0f} M parameters, trained: {about['trained']} "
         f"({about['trained_parameters'] / 1e6:,.1f} M)"
         for name, about in record["models"].items()
+        if name in models
     )
     about = (
         f"{trained}. Each pair has a hard negative; all of them are negatives of every query. Chunks: the fastest of several "
@@ -58,6 +59,11 @@ def markdown(record: dict[str, Any]) -> str:
         Table([*HEADINGS, "loss", "gradient error"], rows, names=(0, 2)).markdown(),
         " ".join((about, _largest(results), _compiling(record))).strip(),
     )
+
+
+def _measured(record: dict[str, Any]) -> list[str]:
+    """The models with a measurement; a run may end before the last of them."""
+    return list(dict.fromkeys(r["model"] for r in record["results"] if "seconds" in r))
 
 
 def _largest(results: list[dict[str, Any]]) -> str:
@@ -73,13 +79,16 @@ def _largest(results: list[dict[str, Any]]) -> str:
 
 def _compiling(record: dict[str, Any]) -> str:
     """How long users wait before the first step."""
-    said = [f"{what}: {count} in {seconds:.0f} s" for what, count, seconds in record.get("compiling", ())]
+    models = tuple(_measured(record))
+    said = [
+        f"{what}: {count} in {seconds:.0f} s" for what, count, seconds in record.get("compiling", ()) if what.startswith(models)
+    ]
     return f"Compilations, with the first steps: {'; '.join(said)}." if said else ""
 
 
 def draw(record: dict[str, Any]) -> Any:
     """Speed of each model against the batch."""
-    models = list(dict.fromkeys(r["model"] for r in record["results"]))
+    models = _measured(record)
     title = f"One step with hard negatives; {reports.chip(record)}"
     figure, (panels,) = plots.figure(title, columns=max(2, len(models)), size=(11, 4.6))
     for axes, model in zip(panels, models, strict=False):

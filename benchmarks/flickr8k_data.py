@@ -20,6 +20,8 @@ from megabatch.data.dataset import IMAGE, TEXT, Dataset
 from megabatch.data.images import Encoded, decode
 
 HELD_OUT = 1000  # images, never trained on
+TRAIN, TEST = "train", "test"  # all images but those held out, and these
+FIT, VALIDATION = "fit", "validation"  # the training images again, of which as many are held out to choose settings by
 WORKERS = 16
 
 
@@ -55,16 +57,17 @@ class Captioned(Dataset):
     Args:
         pictures: the whole data.
         held_out: number of images, drawn with a fixed seed, that are not trained on.
-        test: whether to have these images instead of the others.
+        part: TRAIN, TEST, FIT or VALIDATION.
     """
 
     sides = (IMAGE, TEXT)
     credits = ("Photographs: Flickr8k (Hodosh, Young and Hockenmaier, 2013), research use",)
 
-    def __init__(self, pictures: Pictures, held_out: int, *, test: bool) -> None:
+    def __init__(self, pictures: Pictures, held_out: int, part: str) -> None:
         super().__init__()
         order = torch.randperm(len(pictures.captions), generator=torch.Generator().manual_seed(0)).tolist()
-        chosen = order[-held_out:] if test else order[:-held_out]
+        train, test = order[:-held_out], order[-held_out:]
+        chosen = {TRAIN: train, TEST: test, FIT: train[:-held_out], VALIDATION: train[-held_out:]}[part]
         self._pixels = pictures.pixels
         self._texts = [text for i in chosen for text in pictures.captions[i]]
         self._images = torch.tensor([i for i in chosen for _ in pictures.captions[i]])

@@ -5,8 +5,9 @@
     python benchmarks/image_study.py --report                                 table, plot and text, on any machine
 
 A small CLIP is trained from scratch on 7,091 photographs with five captions each. 1,000 other photographs are held out, and
-recall is that among them. Captions of one photograph are not each other's negatives (`ids`), but for the comparison of losses,
-since the other losses know no ids. Photographs are decoded once and stay on the GPU, where each epoch crops them differently.
+recall is that among them. Settings are chosen by recall among 1,000 of the 7,091, which then are not trained on. Captions of
+one photograph are not each other's negatives (`ids`), but for the comparison of losses, since the other losses know no ids.
+Photographs are decoded once and stay on the GPU, where each epoch crops them differently.
 
 Parts, each of which builds on the lines of the parts before:
     choose  resolution, patches and crops at 1,024 pairs, with one learning rate
@@ -34,10 +35,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 from typing import Any
 
-from flickr8k_data import Captioned
+import torch
+from flickr8k_data import TEST, Captioned
 from image_study_report import mean_recall, report
 from image_study_settings import BASE, TINY, Setting, Sizes, setting, wanted
-from image_study_worker import add_model, make_run, pictures, start_worker
+from image_study_worker import add_model, is_compiled, make_run, pictures, start_worker
 from record import arguments
 
 from megabatch import machine, towers
@@ -69,6 +71,7 @@ class Bench:
         self.file = options.output / f"{options.name}.jsonl"
         self.until = time.monotonic() + options.seconds
         self.machine = machine.summary(machine.describe())
+        self.rehearsed = False
         self.scratch = Path(tempfile.mkdtemp(prefix="image-study-"))
         self.rates = {line["batch_size"]: _rate(line) for line in self.known() if line.get("beside") == options.beside}
 
@@ -76,14 +79,16 @@ class Bench:
         """All lines of the file."""
         return results.read(self.file) if self.file.exists() else []
 
+    def pool(self, beside: int) -> ProcessPoolExecutor:
+        """Processes that make runs."""
+        given = self.options.data, self.sizes, beside, self.options.compile
+        return ProcessPoolExecutor(beside, multiprocessing.get_context("spawn"), start_worker, given)
+
     def work(self) -> None:
         """All parts in order; a stage begins when the one before it is complete."""
-        options = self.options
-        context = multiprocessing.get_context("spawn")
-        given = (options.data, self.sizes, options.beside, options.compile)
-        with ProcessPoolExecutor(options.beside, context, start_worker, given) as pool:
+        with self.pool(self.options.beside) as pool:
             for stage in STAGES:
-                parts = [part for part in stage if part in options.parts]
+                parts = [part for part in stage if part in self.options.parts]
                 if parts and not self.finish(parts, pool):
                     print(f"{' and '.join(parts)}: incomplete, run the same command again", flush=True)
                     break
@@ -98,6 +103,7 @@ class Bench:
         done = {setting(line) for line in self.known()}
         todo = [one for one in dict.fromkeys(asked) if one not in done]
         print(f"{' and '.join(parts)}: {len(todo)} runs to do, {len(asked) - len(todo)} known", flush=True)
+        self.rehearse(next((one for one in todo if is_compiled(one)), None))
         running: dict[Future[dict[str, Any]], tuple[Setting, Path]] = {}
         waiting = iter(todo)
         left = self._started(waiting, running, pool)
@@ -112,6 +118,15 @@ class Bench:
                 self._note(one, future.result(), folder)
             left += self._started(waiting, running, pool)
         return not left
+
+    def rehearse(self, one: Setting | None) -> None:
+        """Compiles towers in one process with all cores, once. The others find the kernels in the compiler's folder."""
+        if one is None or self.rehearsed or self.options.compile == "off" or not torch.cuda.is_available():
+            return
+        self.rehearsed, began = True, time.monotonic()
+        with self.pool(1) as pool:
+            pool.submit(make_run, one._replace(steps=2), Path(tempfile.mkdtemp(dir=self.scratch))).result()
+        print(f"compiled {one.tower} in {time.monotonic() - began:.0f} s", flush=True)
 
     def _started(self, waiting: Iterator[Setting], running: dict[Any, Any], pool: ProcessPoolExecutor) -> int:
         """Starts runs until all processes are busy. Returns how many are left out for lack of time."""
@@ -167,7 +182,7 @@ class Bench:
         line = json.loads(about.read_text())
         add_model(line["tower"], self.sizes)
         pair = towers.load_saved(self.options.best)
-        test = Captioned(pictures(self.options.data), self.sizes.held_out, test=True)
+        test = Captioned(pictures(self.options.data), self.sizes.held_out, TEST)
         images = test.items()
         first = [i for i in range(len(test)) if i == 0 or images[i] != images[i - 1]]  # one caption of each photograph
         embeddings = embed(pair.first, test, 0, first)
@@ -194,10 +209,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="(default: all)")
     parser.add_argument("--beside", type=int, default=6, help="runs that share the GPU (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="(default: 0 1 2)")
-    parser.add_argument("--sizes", type=int, nargs="+", help="pairs in a batch of the part study (default: 256, 512, … 32768)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", help="pairs in a batch of the part study (default: 256, 1024, 4096, 8192, 16384, 32768)"
+    )
     parser.add_argument("--samples", type=int, default=Sizes().samples, help="pairs that a run sees (%(default)s)")
     parser.add_argument("--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: chosen by the part rate)")
-    parser.add_argument("--compile", choices=("on", "off"), default="off", help="(%(default)s: each run would compile anew)")
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="as in the trainer (%(default)s)")
     parser.add_argument(
         "--best", type=Path, default=Path("runs/image_study_best"), help="folder for the best model (%(default)s)"
     )

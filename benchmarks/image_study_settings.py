@@ -10,7 +10,7 @@ from image_study_report import mean_recall
 from megabatch.bench.loss_systems import DENSE, INF_CL, MEGABATCH
 
 SIGLIP = "siglip"
-BASE, SIZES = 1024, [256 << power for power in range(8)]
+BASE, SIZES = 1024, [256, 1024, 4096, 8192, 16384, 32768]
 RULES = ("none", "sqrt", "linear")  # `optimizer.scaling`
 TOWERS = ("conv1@64", "conv2@64", "conv1@96")  # residual blocks of a stage at pixels of a side; "64/8": pixels / of a patch
 CROPS = ((0.9, False), (0.4, True))  # least share of the area, and whether half of the images are mirrored

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flickr8k_data import Captioned, Pictures, invented, read
+from flickr8k_data import FIT, TEST, TRAIN, VALIDATION, Captioned, Pictures, invented, read
 from image_study_convolutions import register_convolutions
-from image_study_settings import SIGLIP, Setting, Sizes
+from image_study_settings import SIGLIP, TRIAL, Setting, Sizes
 from torch import Tensor
 
 from megabatch import machine, towers
@@ -29,8 +29,8 @@ from megabatch.trainer.loop import Trainer
 from megabatch.trainer.observers import METRICS, MetricsFile
 from megabatch.world import World
 
-CHUNK = 8192  # pairs encoded at once: 3 to 8 GB of activations; fewer would leave the GPU waiting for the host
-GRAPHS = 0.3  # of the free memory, for graphs of all runs together
+CHUNK = 1024  # pairs encoded at once. One size for all batches but the smallest, so the towers are compiled once
+GRAPHS = 0.6  # of the free memory, for graphs of all runs together
 WEIGHT_DECAY, WARM_UP = 0.2, 0.2
 
 
@@ -58,11 +58,12 @@ class Worker:
         return dataclasses.replace(made, first=first)
 
     def data(self, wanted: Setting, pair: Pair) -> list[Resident]:
-        """Training and test data on the device; kept for the next run of the same tower."""
-        key = wanted.tower, wanted.area, wanted.flip
+        """Training and test data on the device; kept for the next run of the same tower. Trials never see the test images."""
+        parts = (FIT, VALIDATION) if wanted.seed == TRIAL else (TRAIN, TEST)
+        key = wanted.tower, wanted.area, wanted.flip, parts
         if self._data[0] != key:
             self._data = (None, [])  # the memory of the data before
-            both = [Captioned(self.pictures, self.sizes.held_out, test=test) for test in (False, True)]
+            both = [Captioned(self.pictures, self.sizes.held_out, part) for part in parts]
             kept = [Resident(one, pair.towers, self.device, augment=i == 0) for i, one in enumerate(both)]
             self._data = (key, kept)
         return self._data[1]
@@ -93,7 +94,7 @@ class Worker:
                 "steps": wanted.steps,
                 "seed": wanted.seed,
                 "workers": 0,
-                "compile": self.compiled,
+                "compile": self.compiled if is_compiled(wanted) else "off",
                 "loss": {"name": "siglip" if wanted.loss == SIGLIP else "clip", "ids": wanted.ids},
                 "optimizer": {
                     "lr": wanted.lr,
@@ -106,6 +107,11 @@ class Worker:
                 "checkpoint": {"every": wanted.steps, "minutes": 0.0, "keep": 1},
             }
         )
+
+
+def is_compiled(wanted: Setting) -> bool:
+    """Whether towers are compiled, if they may be. Each kind of tower and each size is another compilation, of a minute."""
+    return wanted.seed != TRIAL and wanted.batch_size >= CHUNK
 
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -180,10 +186,12 @@ def pictures(folder: Path | None) -> Pictures:
 WORKER: Worker | None = None  # of this process
 
 
-def start_worker(*given: Any) -> None:
+def start_worker(folder: Path | None, sizes: Sizes, beside: int, compiled: str) -> None:
     global WORKER
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # processes share the memory
-    WORKER = Worker(*given)
+    if beside > 1:
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # they find compiled kernels on the disk
+    WORKER = Worker(folder, sizes, beside, compiled)
 
 
 def make_run(wanted: Setting, folder: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from megabatch.tiles import plan
 from megabatch.tiles.tokens import LateBlock, Tokens
 
 SIZES = ("256x32x128", "1024x32x128", "4096x32x128", "1024x32x512", "4096x32x512", "16384x32x128", "1024x128x1024")
-D, SCALE, CHUNK = 128, 1.0, 32
+D, CHUNK = 128, 32
 LARGE = 2**41  # products of vectors
 TUNED_SMALL = 2**36  # above as many, a system runs with 64 pairs first: some tune themselves, and at full size take minutes
 TOLERANCE = 0.02  # of gradients, relative: bf16 weights and results explain 0.005
@@ -58,6 +58,11 @@ class Size(NamedTuple):
         return query, document
 
 
+def scale_of(query: Tensor) -> float:  # (B, Lq, D)
+    """Longer queries have larger scores: with this scale none of the losses vanishes, and gradients can be compared."""
+    return min(1.0, 32 / query.shape[1])
+
+
 def with_gradients(loss: Callable[[], Tensor], query: Tensor, document: Tensor) -> Step:
     def step() -> tuple[Tensor, ...]:
         value = loss()
@@ -68,10 +73,10 @@ def with_gradients(loss: Callable[[], Tensor], query: Tensor, document: Tensor) 
 
 def systems(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable[[], Step]]:
     """How to build each; an ImportError says that it is not installed."""
-    labels = torch.arange(len(query), device=query.device)
+    labels, scale = torch.arange(len(query), device=query.device), scale_of(query)
 
     def ours() -> Step:
-        return with_gradients(lambda: mb.late_interaction_loss(query, document, scale=SCALE, backend=backend), query, document)
+        return with_gradients(lambda: mb.late_interaction_loss(query, document, scale=scale, backend=backend), query, document)
 
     def chunked() -> Step:
         def step() -> tuple[Tensor, ...]:
@@ -80,7 +85,7 @@ def systems(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable
             for first in range(0, len(query), CHUNK):
                 rows = slice(first, first + CHUNK)
                 scores = torch.einsum("ash,bth->abst", leaves[0][rows], leaves[1]).max(-1).values.sum(-1, dtype=torch.float32)
-                loss = F.cross_entropy(SCALE * scores, labels[rows], reduction="sum") / len(query)
+                loss = F.cross_entropy(scale * scores, labels[rows], reduction="sum") / len(query)
                 loss.backward()  # as they do, so that one chunk is in memory
                 total += loss.detach()
             return total, *(leaf.grad for leaf in leaves)
@@ -90,13 +95,13 @@ def systems(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable
     def kernels() -> Step:
         from late_interaction_kernels.autograd import maxsim
 
-        return with_gradients(lambda: F.cross_entropy(SCALE * maxsim(query, document), labels), query, document)
+        return with_gradients(lambda: F.cross_entropy(scale * maxsim(query, document), labels), query, document)
 
     def flash() -> Step:
         from flash_maxsim import flash_maxsim_batched_train
 
         def loss() -> Tensor:
-            return F.cross_entropy(SCALE * flash_maxsim_batched_train(query, document, shared_docs=True), labels)
+            return F.cross_entropy(scale * flash_maxsim_batched_train(query, document, shared_docs=True), labels)
 
         return with_gradients(loss, query, document)
 
@@ -110,7 +115,7 @@ def scores_of(query: Tensor, document: Tensor) -> tuple[Tensor, Tensor]:  # (n, 
     for some in document.split(max(1, 2**25 // (query.shape[0] * query.shape[1] * document.shape[1]))):
         products = torch.einsum("itd,jud->itju", query.double(), some.double())
         largest, winners = products.max(3)
-        parts.append((SCALE * largest.sum(1), winners))
+        parts.append((scale_of(query) * largest.sum(1), winners))
     return torch.cat([s for s, _ in parts], 1), torch.cat([w for _, w in parts], 2)
 
 
@@ -132,7 +137,7 @@ class Truth:
             for i in range(4):
                 won = some[index, winners[i, :, window]]  # (Lq, m, D)
                 self.dquery[i] += torch.einsum("j,tjd->td", g[i, window], won)
-        self.dquery *= SCALE / B
+        self.dquery *= scale_of(query) / B
         s, winners = scores_of_columns(query, document[self.sample])  # (B, 4), (B, Lq, 4)
         g = (s - row.double()[:, None]).exp()
         g[self.sample, torch.arange(4, device=g.device)] -= 1
@@ -140,7 +145,7 @@ class Truth:
         for j in range(4):
             weights = g[:, j, None, None] * query.double()
             self.ddocument[j].index_add_(0, winners[:, :, j].flatten(), weights.flatten(0, 1))
-        self.ddocument *= SCALE / B
+        self.ddocument *= scale_of(query) / B
 
     def errors(self, gradients: tuple[Tensor, ...]) -> float:
         """The larger of the relative errors of both gradients."""
@@ -196,7 +201,7 @@ class Run:
         clear(self.device)
         query, document = size.vectors(self.device)
         started = now(self.device)
-        row = mb.maxsim_logsumexp(query.detach(), document.detach(), SCALE, backend=self.backend).row
+        row = mb.maxsim_logsumexp(query.detach(), document.detach(), scale_of(query), backend=self.backend).row
         between = now(self.device)
         truth = Truth(query, document, row)
         clear(self.device)
@@ -220,7 +225,7 @@ class Run:
     def measure(self, size: Size) -> None:
         """All systems at one size."""
         query, document = size.vectors(self.device)
-        row = mb.maxsim_logsumexp(query.detach(), document.detach(), SCALE, backend=self.backend).row
+        row = mb.maxsim_logsumexp(query.detach(), document.detach(), scale_of(query), backend=self.backend).row
         truth = Truth(query, document, row)
         about = {"B": size.B, "Lq": size.Lq, "Ld": size.Ld}
         row_error = (row[truth.sample].double() - truth.row).abs().max().item()
@@ -256,7 +261,7 @@ class Run:
                 result["status"] = failure(error)
             clear(self.device)
         plain = query.detach(), document.detach()
-        works_beside = {"forward": lambda: mb.late_interaction_loss(*plain, scale=SCALE, backend=self.backend)}
+        works_beside = {"forward": lambda: mb.late_interaction_loss(*plain, scale=scale_of(query), backend=self.backend)}
         times = self.take_turns({**works, **works_beside, **bare_products(query, document)})
         for result in results:
             if result["system"] in works:

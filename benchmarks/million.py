@@ -23,7 +23,7 @@ from typing import Any
 
 import reports
 import torch
-from flickr8k_data import Captioned, invented, read
+from flickr8k_data import HELD_OUT, TRAIN, Captioned, invented, read
 from image_study_settings import Sizes
 from image_study_worker import add_model
 from record import Record, arguments, device_of
@@ -41,7 +41,7 @@ from megabatch.trainer.observers import METRICS, MetricsFile
 from megabatch.world import World
 
 BATCHES = [1 << 20, 1 << 22]
-TOWER, CHUNK, HELD_OUT = "conv1@64", 4096, 1000
+TOWER, CHUNK = "conv1@64", 4096
 PHASES = ("data", "forward", "loss", "backward", "optimizer")
 
 
@@ -81,7 +81,7 @@ class Bench:
         torch.manual_seed(0)
         self.pair = towers.load(self.name)
         pictures = invented(48) if args.data is None else read(args.data)
-        self.once = Resident(Captioned(pictures, 12 if args.tiny else HELD_OUT, test=False), self.pair.towers, self.device)
+        self.once = Resident(Captioned(pictures, 12 if args.tiny else HELD_OUT, TRAIN), self.pair.towers, self.device)
         self.record.say(f"{len(self.once):,} pairs on the device")
 
     def planned(self, batch: int) -> dict[str, float]:
