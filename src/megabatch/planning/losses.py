@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megabatch.planning import gpus
 from megabatch.planning.gpus import Gpu
-from megabatch.tiles.plan import strip_size
+from megabatch.tiles.plan import SMALL_PAIRS, SMALL_ROWS, pair_strip, strip_size
 
 VANILLA, LOCAL, INF_CL, MEGABATCH = "vanilla CLIP", "OpenCLIP, local loss", "Inf-CL", "megabatch"
 
@@ -66,11 +66,17 @@ def _megabatch(shape: Shape) -> float:
     """See docs/kernels.md for one rank, docs/ring.md for many."""
     n, D, s = shape.rows, shape.width, shape.embedding_bytes
     block, product = n * D, HALF if shape.half else FLOAT
+    rounded = 2 * block * HALF if shape.half and s > HALF else 0
+    statistics = STATISTICS * n
+    if shape.ranks == 1 and n <= SMALL_ROWS:  # gradients are made with the loss: float32 sums, then copies in the inputs' type
+        one = pair_strip(n, D, product)
+        weights = min(one.rows, n) * min(one.columns, n) * product
+        if n * n <= SMALL_PAIRS:  # all similarities are in memory, and in float32 the weights overwrite them
+            weights = n * n * (FLOAT + HALF if shape.half else FLOAT)
+        return rounded + 2 * block * FLOAT + statistics + max(weights, 2 * block * s)
     strip = strip_size(n, n, D, product)
     rows, columns = min(strip.rows, n), min(strip.columns, n)
     work = rows * columns * product + 2 * rows * D * FLOAT
-    rounded = 2 * block * HALF if shape.half and s > HALF else 0
-    statistics = STATISTICS * n
     if shape.ranks == 1:
         # dx in its own type, and the sums of dy in float32. At the end dy is a rounded copy of them, if it is not float32.
         last = block * s if s < FLOAT else 0
