@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="pairs (1048576 4194304)")
     parser.add_argument("--chunk", type=int, default=CHUNK, help="pairs encoded at once (%(default)s)")
     parser.add_argument("--tower", default=TOWER, help="of `image_study.py` (%(default)s)")
-    parser.add_argument("--compile", choices=("on", "off"), default="off", help="layers by torch.compile (%(default)s)")
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="as in the trainer (%(default)s)")
     arguments(parser, "million", 500)
     args = parser.parse_args()
     if args.tiny:
