@@ -2,18 +2,26 @@
 
 For every launch, Triton looks at each argument to find the kernel compiled for such arguments, which takes the host longer than
 the launch itself. A `Launcher` does that the first time, and then starts the same compiled kernel again.
+
+`compiled[grid]` starts a compiled kernel too, but it describes each launch for hooks, such as a profiler's, and calls them even
+if there are none. Without hooks, `compiled.run` is called as `compiled[grid]` calls it, and gets neither.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 Argument = Any  # a tensor, a descriptor of one (Triton and Gluon have a class each), or None
 
 _MOST = 4096  # launchers that `launch` keeps
 _KNOWN: dict[Any, "Launcher"] = {}
+# Versions of Triton, first and last, whose `compiled.run` is known to take (grid, stream, function, metadata of the kernel,
+# metadata of the launch, two hooks, arguments), and whose hooks may be None.
+_RUN_IS_KNOWN = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 8)
 
 
 def kinds(*tensors: Argument) -> tuple[Any, ...]:
@@ -54,7 +62,27 @@ class Launcher:
         assert len(tensors) == self._tensors
         compiled = self._first(*tensors)
         if isinstance(compiled, CompiledKernel):  # not if it was interpreted
-            self._again = compiled[self._grid]
+            self._again = _repeated(compiled, self._grid) if _RUN_IS_KNOWN else compiled[self._grid]
+
+
+def _repeated(compiled: CompiledKernel, grid: tuple[int, int, int]) -> Callable[..., Any]:
+    """`compiled[grid]` for the current device, in less time if nobody has set hooks for launches."""
+    hooked, run = compiled[grid], compiled.run
+    device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
+    fixed, hooks = (compiled.function, compiled.packed_metadata, None, None, None), triton.knobs.runtime
+
+    def start(*arguments: Any) -> None:
+        if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):
+            hooked(*arguments)
+        else:
+            run(*grid, stream_of(device), *fixed, *arguments)
+
+    return start
+
+
+def _is_set(hook: Any) -> bool:
+    """Whether there is something to call: a function, or a chain of them that is not empty."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Argument], numbers: tuple[Any, ...], **given: Any) -> None:
