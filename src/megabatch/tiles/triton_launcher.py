@@ -57,25 +57,27 @@ class Launcher:
     def __call__(self, *tensors: Argument) -> None:
         """Launches the kernel."""
         if self._again is not None:
-            self._again(*tensors, *self._rest)
+            self._again(*tensors)
             return
         assert len(tensors) == self._tensors
         compiled = self._first(*tensors)
         if isinstance(compiled, CompiledKernel):  # not if it was interpreted
-            self._again = _repeated(compiled, self._grid) if _RUN_IS_KNOWN else compiled[self._grid]
+            self._again = _repeated(compiled, self._grid, self._rest)
 
 
-def _repeated(compiled: CompiledKernel, grid: tuple[int, int, int]) -> Callable[..., Any]:
-    """`compiled[grid]` for the current device, in less time if nobody has set hooks for launches."""
-    hooked, run = compiled[grid], compiled.run
-    device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
-    fixed, hooks = (compiled.function, compiled.packed_metadata, None, None, None), triton.knobs.runtime
+def _repeated(compiled: CompiledKernel, grid: tuple[int, ...], rest: tuple[Any, ...]) -> Callable[..., Any]:
+    """Starts a compiled kernel on the current device; takes tensors, which come before the rest of the arguments."""
+    run_with_hooks = compiled[grid]
+    if not _RUN_IS_KNOWN:
+        return lambda *tensors: run_with_hooks(*tensors, *rest)
+    run, fixed = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    hooks, device, stream_of = triton.knobs.runtime, driver.active.get_current_device(), driver.active.get_current_stream
 
-    def start(*arguments: Any) -> None:
+    def start(*tensors: Argument) -> None:
         if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):
-            hooked(*arguments)
+            run_with_hooks(*tensors, *rest)
         else:
-            run(*grid, stream_of(device), *fixed, *arguments)
+            run(*grid, stream_of(device), *fixed, *tensors, *rest)
 
     return start
 
