@@ -19,8 +19,8 @@ Argument = Any  # a tensor, a descriptor of one (Triton and Gluon have a class e
 
 _MOST = 4096  # launchers that `launch` keeps
 _KNOWN: dict[Any, "Launcher"] = {}
-# Versions of Triton, first and last, whose `compiled.run` is known to take (grid, stream, function, metadata of the kernel,
-# metadata of the launch, two hooks, arguments), and whose hooks may be None.
+# Whether `compiled.run` takes the grid, stream, function, metadata of the kernel, metadata of the launch, two hooks, and the
+# arguments, and a hook may be None: true of 3.6 and of 3.8. Newer versions keep `compiled[grid]` until someone has looked.
 _RUN_IS_KNOWN = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 8)
 
 
