@@ -270,6 +270,33 @@ def test_bfloat16_kernels_on_odd_shapes(N, M, D, options):
         assert error < 5e-3
 
 
+def test_hooks_for_launches_are_called_while_they_are_set():
+    """As those of a profiler. Without them, launches take another way."""
+    hook = pytest.importorskip("triton").knobs.runtime.launch_enter_hook
+    x, y = pairs(300, 64)
+    names = []
+
+    def note(launch):
+        names.append(launch.get()["name"])
+
+    def step():
+        return torch.autograd.grad(mb.clip_loss(x, y, 20.0), x)[0]
+
+    step()
+    before = step()
+    hook.add(note)
+    try:
+        during = step()
+    finally:
+        hook.remove(note)
+    launches = len(names)
+    assert names[-1] == "_multiply_kernel"
+    assert launches >= 5
+    assert torch.equal(before, during)
+    assert torch.equal(before, step())
+    assert len(names) == launches
+
+
 def test_autocast_on_the_device():
     x, y = pairs(500, 64)
     with torch.autocast("cuda", dtype=torch.bfloat16):

@@ -226,16 +226,23 @@ def test_bitwise_the_same_over_repeated_runs(name):
 @MOST
 def test_buffers_are_not_read_before_they_are_written(name):
     """Fresh memory is full of NaN."""
-    empty = torch.empty
 
-    def poisoned(*shape, **options):
-        made = empty(*shape, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
+    def poisoned_by(make):
+        def poisoned(*arguments, **options):
+            made = make(*arguments, **options)
+            return made.fill_(torch.nan) if made.is_floating_point() else made
 
+        return poisoned
+
+    poisoned, poisoned_like = poisoned_by(torch.empty), poisoned_by(torch.empty_like)
     inputs = data()
     expected = outcomes(kernels(name), inputs)
     poisoned_new = lambda self, *shape, **options: poisoned(*shape, **({"dtype": self.dtype, "device": self.device} | options))  # noqa: E731
-    with mock.patch.object(torch, "empty", poisoned), mock.patch.object(torch.Tensor, "new_empty", poisoned_new):
+    with (
+        mock.patch.object(torch, "empty", poisoned),
+        mock.patch.object(torch, "empty_like", poisoned_like),
+        mock.patch.object(torch.Tensor, "new_empty", poisoned_new),
+    ):
         found = outcomes(kernels(name), inputs)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

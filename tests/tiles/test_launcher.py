@@ -1,5 +1,7 @@
 """Launches that are repeated, with a kernel and a compiled kernel that only note how they are called."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,11 +9,14 @@ triton_launcher = pytest.importorskip("megabatch.tiles.triton_launcher")
 
 
 class Compiled(triton_launcher.CompiledKernel):
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, calls):
         self.module, self.calls = None, calls
+        self._run = lambda *arguments: self.calls.append(("compiled", *arguments))
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.calls.append(("compiled", grid, arguments))
+        return lambda *arguments: self.calls.append(("compiled with hooks", grid, arguments))
 
 
 class Kernel:
@@ -28,6 +33,17 @@ class Kernel:
         return launch
 
 
+@pytest.fixture(autouse=True)
+def hooks(monkeypatch):
+    """Of a Triton whose `run` is known, without hooks for launches; device 3 is current, and its stream is 30."""
+    found = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=None)
+    active = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: 10 * device)
+    monkeypatch.setattr(triton_launcher, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=found)))
+    monkeypatch.setattr(triton_launcher, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(triton_launcher, "_RUN_IS_KNOWN", True)
+    return found
+
+
 def test_a_compiled_kernel_is_launched_again_by_position():
     calls = []
     launch = triton_launcher.Launcher(Kernel(calls, Compiled(calls)), (7,), (5,), BLOCK=16, num_warps=8)
@@ -35,7 +51,29 @@ def test_a_compiled_kernel_is_launched_again_by_position():
     for _ in range(3):
         launch(x, None)
     assert calls[0] == ("kernel", (7,), (x, None, 5), {"BLOCK": 16, "num_warps": 8})
-    assert calls[1:] == [("compiled", (7, 1, 1), (x, None, 5, 16))] * 2
+    assert calls[1:] == [("compiled", 7, 1, 1, 30, "function", "metadata", None, None, None, x, None, 5, 16)] * 2
+
+
+def test_hooks_for_launches_are_left_to_triton(hooks):
+    calls = []
+    launch = triton_launcher.Launcher(Kernel(calls, Compiled(calls)), (7,), (5,), BLOCK=16)
+    chain = hooks.launch_enter_hook.calls
+    for change in (None, None, lambda: chain.append(print), chain.clear, lambda: setattr(hooks, "launch_exit_hook", print)):
+        if change is not None:
+            change()
+        launch(None, None)
+    with_hooks = "compiled with hooks", (7, 1, 1), (None, None, 5, 16)
+    assert calls[2] == calls[4] == with_hooks
+    assert [call[0] for call in calls] == ["kernel", "compiled", with_hooks[0], "compiled", with_hooks[0]]
+
+
+def test_an_unknown_triton_launches_its_own_way(monkeypatch):
+    monkeypatch.setattr(triton_launcher, "_RUN_IS_KNOWN", False)
+    calls = []
+    launch = triton_launcher.Launcher(Kernel(calls, Compiled(calls)), (7,), (5,), BLOCK=16)
+    for _ in range(2):
+        launch(None, None)
+    assert calls[1] == ("compiled with hooks", (7, 1, 1), (None, None, 5, 16))
 
 
 def test_an_interpreted_kernel_is_launched_as_ever():

@@ -10,14 +10,14 @@ backward multiplies them, gradients are kept in float32.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megabatch.operators.definition import refusing
-from megabatch.tiles.precision import FLOAT16, HALF_DTYPE, TF32, multiply_into, rounded
+from megabatch.tiles.precision import product, rounded
 
 MATCHES, ROWS, VIEWS, LABELS, SIGMOID = range(5)  # the kinds of `tiles.triton_small_device`
 
@@ -41,12 +41,19 @@ def small_loss(x: Tensor, y: Tensor | None, scale: Tensor, bias: Tensor | None, 
 def settled(x: Tensor) -> AbstractContextManager[Any]:
     """Kernels are launched where x is, and autocast, which the precision has settled, is off."""
     device = x.device
+    kind = device.type
+    rounds, elsewhere = torch.is_autocast_enabled(kind), kind == "cuda" and torch.cuda.current_device() != device.index
+    if not rounds and not elsewhere:
+        return _AS_IT_IS
     found = ExitStack()
-    if torch.is_autocast_enabled(device.type):
-        found.enter_context(torch.autocast(device.type, enabled=False))
-    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+    if rounds:
+        found.enter_context(torch.autocast(kind, enabled=False))
+    if elsewhere:
         found.enter_context(torch.cuda.device(device))
     return found
+
+
+_AS_IT_IS = nullcontext()
 
 
 class _SmallLoss(torch.autograd.Function):
@@ -63,30 +70,22 @@ class _SmallLoss(torch.autograd.Function):
         task: Task,
         learns: bool,
     ) -> Tensor:
-        from megabatch.tiles import triton_small, triton_small_gradients
         from megabatch.tiles.triton_launcher import kinds
+        from megabatch.tiles.triton_small import Form, launches_of
 
-        kind, device = task.kind, x.device
+        kind = task.kind
         needs = ctx.needs_input_grad[:4] if learns else (False,) * 4
         if kind in (VIEWS, LABELS):
             rows = columns = rounded(x if y is None else torch.cat((x, y)), precision)
-            sides = needs[0] or needs[1], False
         else:
             assert y is not None
-            rows, columns, sides = rounded(x, precision), rounded(y, precision), needs[:2]
-        N, D = rows.shape
-        half, unit = HALF_DTYPE.get(precision), 2.0**14 if precision == FLOAT16 else 1.0
-        products = torch.empty((N, N), dtype=torch.float32, device=device)
-        multiply_into(products, rows, columns.T)
-        weights = None
-        if sides[0] or sides[1]:
-            weights = products if half is None else torch.empty((N, N), dtype=half, device=device)
+            rows, columns = rounded(x, precision), rounded(y, precision)
         ids = None if task.ids is None else task.ids.contiguous()
-        of_scale, of_bias = kinds(scale, bias)
-        given = device, half, weights is None, of_scale, of_bias, *kinds(ids)
-        form = triton_small.Form(kind, N, any(needs), task.ids_are_positives, unit, precision == TF32, given)
-        launches = triton_small.launches(form)
-        work, sums = launches.room(device)
+        layout = rows.shape, rows.stride(), columns.stride(), rows.device, kinds(rows, columns, scale, bias, ids)
+        launches = launches_of(Form(kind, task.divisor, task.ids_are_positives, precision, needs, *layout))
+        products = product(rows, columns.T)
+        weights = launches.weights(products)
+        work, sums, loss = launches.room()
         if kind == SIGMOID:
             launches.sigmoid_weights(products, weights, scale, bias, ids, work, sums)
         else:
@@ -95,24 +94,14 @@ class _SmallLoss(torch.autograd.Function):
             else:
                 launches.partial_sums(products, scale, ids, work)
                 launches.combine(products, scale, work, sums)
-            if any(needs) and kind != ROWS:
+            if launches.learns and kind != ROWS:
                 launches.softmax_weights(products, weights, scale, ids, work, sums)
         dx = dy = None
-        if weights is not None and sides[0]:
-            dx = torch.empty((N, D), dtype=torch.float32, device=device)
-            multiply_into(dx, weights, columns)
-        if weights is not None and sides[1]:
-            dy = torch.empty((N, D), dtype=torch.float32, device=device)
-            multiply_into(dy, weights.T, rows)
-        loss = torch.empty((), dtype=torch.float32, device=device)
-        strides = *rows.stride(), *columns.stride()
-        finish = triton_small_gradients.finish(
-            triton_small_gradients.FinishForm(
-                *(kind, N, D, sides, any(needs), strides, launches.programs, launches.tiles, task.divisor, unit),
-                given=(device, of_scale, *kinds(rows, columns)),
-            )
-        )
-        finish(rows, columns, dx, dy, work, sums, scale, loss)
+        if weights is not None and launches.sides[0]:
+            dx = product(weights, columns)
+        if weights is not None and launches.sides[1]:
+            dy = product(weights.T, rows)
+        launches.finish(rows, columns, dx, dy, work, sums, scale, loss)
         if learns:
             ctx.save_for_backward(x, y, scale, bias, dx, dy, sums)
         return loss
@@ -133,11 +122,11 @@ def multiplied(
     scale_parts: int = 1,
 ) -> list[Tensor | None]:
     """The gradients of all inputs that need one, times `dloss`, in one launch."""
-    from megabatch.tiles import triton_small_gradients
     from megabatch.tiles.triton_launcher import kinds
+    from megabatch.tiles.triton_small_gradients import multiply
 
     found: list[Tensor | None] = [
-        torch.empty(value.shape, dtype=value.dtype, device=value.device) if value is not None and need else None
+        torch.empty_like(value, memory_format=torch.contiguous_format) if value is not None and need else None
         for value, need in zip(inputs, needs, strict=False)
     ]
     first, x_count, y_count = inputs[0], *(0 if out is None else out.numel() for out in found[:2])
@@ -145,7 +134,7 @@ def multiplied(
     y_first = 0
     if dy is None and y_count > 0:
         dy, y_first = dx, first.numel()
-    given = dloss.device, tuple(None if out is None else out.dtype for out in found), *kinds(dx, dy, numbers, dloss)
+    given = dloss.device, tuple([None if out is None else out.dtype for out in found]), kinds(dx, dy, numbers, dloss)
     outs = found if len(found) == 4 else [*found, None]
-    triton_small_gradients.multiply(x_count, y_count, y_first, scale_parts, given)(dx, dy, numbers, dloss, *outs)
+    multiply(x_count, y_count, y_first, scale_parts, given)(dx, dy, numbers, dloss, *outs)
     return refusing(inputs, found) if torch.is_grad_enabled() else found  # enabled by create_graph=True

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import Final, Protocol
 
 import torch
@@ -116,7 +117,12 @@ _OLDEST = (8, 0)  # Ampere: the first with bfloat16 and TF32
 @tracing.constant
 def default(precision: str, device: torch.device) -> str:
     """What "auto" means: the kernels on GPUs they run on, PyTorch operations elsewhere."""
-    return TRITON if device.type == "cuda" and why_not_triton(precision, device) is None else EAGER
+    return TRITON if device.type == "cuda" and _kernels_serve(precision, device) else EAGER
+
+
+@cache  # asking for the capability of a device takes the host as long as an allocation
+def _kernels_serve(precision: str, device: torch.device) -> bool:
+    return why_not_triton(precision, device) is None
 
 
 def sums_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:

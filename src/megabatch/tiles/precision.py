@@ -107,6 +107,15 @@ def round_to_tf32_(values: Tensor, spare: Tensor) -> Tensor:
     return torch.sub(large, torch.sub(large, values, out=values), out=values)
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32. Its memory is allocated by the product itself, which takes the host less time than two calls."""
+    if a.dtype == b.dtype == torch.float32:
+        return torch.mm(a, b)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
+
+
 def multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out = a @ b, accumulated in the type of `out`."""
     a, b = _widened(a, b, out)

@@ -2,18 +2,26 @@
 
 For every launch, Triton looks at each argument to find the kernel compiled for such arguments, which takes the host longer than
 the launch itself. A `Launcher` does that the first time, and then starts the same compiled kernel again.
+
+`compiled[grid]` starts a compiled kernel too, but it describes each launch for hooks, such as a profiler's, and calls them even
+if there are none. Without hooks, `compiled.run` is called as `compiled[grid]` calls it, and gets neither.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 Argument = Any  # a tensor, a descriptor of one (Triton and Gluon have a class each), or None
 
 _MOST = 4096  # launchers that `launch` keeps
 _KNOWN: dict[Any, "Launcher"] = {}
+# Whether `compiled.run` takes the grid, stream, function, metadata of the kernel, metadata of the launch, two hooks, and the
+# arguments, and a hook may be None: true of 3.6 and of 3.8. Newer versions keep `compiled[grid]` until someone has looked.
+_RUN_IS_KNOWN = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 8)
 
 
 def kinds(*tensors: Argument) -> tuple[Any, ...]:
@@ -49,12 +57,34 @@ class Launcher:
     def __call__(self, *tensors: Argument) -> None:
         """Launches the kernel."""
         if self._again is not None:
-            self._again(*tensors, *self._rest)
+            self._again(*tensors)
             return
         assert len(tensors) == self._tensors
         compiled = self._first(*tensors)
         if isinstance(compiled, CompiledKernel):  # not if it was interpreted
-            self._again = compiled[self._grid]
+            self._again = _repeated(compiled, self._grid, self._rest)
+
+
+def _repeated(compiled: CompiledKernel, grid: tuple[int, ...], rest: tuple[Any, ...]) -> Callable[..., Any]:
+    """Starts a compiled kernel on the current device; takes tensors, which come before the rest of the arguments."""
+    run_with_hooks = compiled[grid]
+    if not _RUN_IS_KNOWN:
+        return lambda *tensors: run_with_hooks(*tensors, *rest)
+    run, fixed = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    hooks, device, stream_of = triton.knobs.runtime, driver.active.get_current_device(), driver.active.get_current_stream
+
+    def start(*tensors: Argument) -> None:
+        if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):
+            run_with_hooks(*tensors, *rest)
+        else:
+            run(*grid, stream_of(device), *fixed, *tensors, *rest)
+
+    return start
+
+
+def _is_set(hook: Any) -> bool:
+    """Whether there is something to call: a function, or a chain of them that is not empty."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Argument], numbers: tuple[Any, ...], **given: Any) -> None:

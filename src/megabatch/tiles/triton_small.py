@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megabatch.tiles.precision import FLOAT16, HALF_DTYPE, TF32
 from megabatch.tiles.triton_device import cross_entropy, finite_or_zero, log1p, logarithm
 from megabatch.tiles.triton_launcher import Launcher
 from megabatch.tiles.triton_small_device import (
@@ -34,6 +35,7 @@ from megabatch.tiles.triton_small_device import (
     store_weights,
     sum_all,
 )
+from megabatch.tiles.triton_small_gradients import finish
 
 _BLOCK_N, _BLOCK_M = 64, 128  # a tile of similarities
 _ROWS = 32  # rows that a program combines
@@ -319,57 +321,72 @@ class Form(NamedTuple):
     """What decides how the kernels of a loss are compiled and launched."""
 
     kind: int
-    N: int
-    learns: bool  # whether weights or d scale are needed
+    divisor: int  # of the loss; 0 for the number of rows with a positive
     ids_are_positives: bool  # of SIGMOID
-    unit: float  # weights are stored times `unit`
-    tf32: bool  # and rounded to TF32
-    given: tuple[Any, ...]  # the device, and the kinds of products, weights, scale, bias and ids
+    precision: str
+    needs: tuple[bool, ...]  # whether there are gradients of x, y, scale and bias
+    shape: tuple[int, ...]  # N, D
+    row_strides: tuple[int, ...]
+    col_strides: tuple[int, ...]
+    device: torch.device
+    kinds: tuple[Any, ...]  # of rows, columns, scale, bias and ids
 
 
 class Launches:
     """The launches of one form."""
 
     def __init__(self, form: Form) -> None:
-        N, kind = form.N, form.kind
+        (N, D), kind, self.device = form.shape, form.kind, form.device
         grid = -(-N // _BLOCK_M), -(-N // _BLOCK_N)  # tiles of columns, tiles of rows
         tile = {"BLOCK_N": _BLOCK_N, "BLOCK_M": _BLOCK_M}
         eight_warps = {"num_warps": 8, **_EXACT}
-        self.work, self.tiles = PLANES.value * N, grid[0] * grid[1]
+        self.learns = any(form.needs)  # weights or d scale
+        of_x, of_y = form.needs[:2]
+        self.sides = (of_x or of_y, False) if kind in (VIEWS.value, LABELS.value) else (of_x, of_y)
+        self.half = HALF_DTYPE.get(form.precision)
+        unit, tf32 = 2.0**14 if form.precision == FLOAT16 else 1.0, form.precision == TF32  # weights are stored times `unit`
+        self.work, tiles = PLANES.value * N, grid[0] * grid[1]
         if kind == SIGMOID.value:
-            self.programs = 0
-            constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": form.tf32}
-            self.sigmoid_weights = Launcher(_sigmoid_kernel, grid, (N, form.unit), **constants, **tile, **eight_warps)
-            return
-        if kind in (ROWS.value, VIEWS.value):
-            self.programs = -(-N // _WHOLE_ROWS)
-            self.tiles = self.programs if kind == ROWS.value else self.tiles
+            programs = 0
+            constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": tf32}
+            self.sigmoid_weights = Launcher(_sigmoid_kernel, grid, (N, unit), **constants, **tile, **eight_warps)
+        elif kind in (ROWS.value, VIEWS.value):
+            programs = -(-N // _WHOLE_ROWS)
+            tiles = programs if kind == ROWS.value else tiles
             blocks = {"BLOCK_N": _WHOLE_ROWS, "BLOCK_M": min(_WIDTH, triton.next_power_of_2(N))}
-            with_weights = kind == ROWS.value and form.learns
-            constants = {"IS_VIEWS": kind == VIEWS.value, "WITH_WEIGHTS": with_weights, "TF32": form.tf32}
-            self.rows = Launcher(_rows_kernel, (self.programs,), (N, form.unit), **constants, **blocks, **_EXACT)
+            with_weights = kind == ROWS.value and self.learns
+            constants = {"IS_VIEWS": kind == VIEWS.value, "WITH_WEIGHTS": with_weights, "TF32": tf32}
+            self.rows = Launcher(_rows_kernel, (programs,), (N, unit), **constants, **blocks, **_EXACT)
         else:
             row_planes, col_planes, sides = (7, 0, 1) if kind == LABELS.value else (2, 2, 2)
-            self.programs = -(-N // _ROWS) * sides
+            programs = -(-N // _ROWS) * sides
             self.work = N * (2 * PLANES.value + row_planes * grid[0] + col_planes * grid[1])
             parts = {"ROW_PARTS": triton.next_power_of_2(grid[0]), "COL_PARTS": triton.next_power_of_2(grid[1])}
             self.partial_sums = Launcher(_partial_sums_kernel, grid, (N,), KIND=kind, **tile, **eight_warps)
-            self.combine = Launcher(_combine_kernel, (self.programs,), (N, *grid), KIND=kind, BLOCK_N=_ROWS, **parts, **_EXACT)
-        numbers = N, FIRST_SUM.value + SUMS.value * self.programs, form.unit
-        self.softmax_weights = Launcher(
-            _softmax_weights_kernel, grid, numbers, KIND=kind, TF32=form.tf32, **tile, **eight_warps
-        )
+            self.combine = Launcher(_combine_kernel, (programs,), (N, *grid), KIND=kind, BLOCK_N=_ROWS, **parts, **_EXACT)
+        if kind not in (SIGMOID.value, ROWS.value):
+            first = N, FIRST_SUM.value + SUMS.value * programs, unit
+            self.softmax_weights = Launcher(_softmax_weights_kernel, grid, first, KIND=kind, TF32=tf32, **tile, **eight_warps)
+        self.sums = FIRST_SUM.value + SUMS.value * (programs + tiles)
+        last = N, D, *form.row_strides, *form.col_strides, programs, tiles, float(form.divisor), unit
+        self.finish = finish(kind, self.sides, last, learns=self.learns)
 
-    def room(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`work` and `sums`, uninitialised."""
-        count = FIRST_SUM.value + SUMS.value * (self.programs + self.tiles)
+    def weights(self, products: Tensor) -> Tensor | None:  # (N, N)
+        """Uninitialised, or the products themselves, which weights of the same type overwrite; None if no side is learned."""
+        if not any(self.sides):
+            return None
+        return products if self.half is None else torch.empty_like(products, dtype=self.half)
+
+    def room(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`work`, `sums` and the loss, uninitialised."""
         return (
-            torch.empty(self.work, dtype=torch.float32, device=device),
-            torch.empty(count, dtype=torch.float64, device=device),
+            torch.empty(self.work, dtype=torch.float32, device=self.device),
+            torch.empty(self.sums, dtype=torch.float64, device=self.device),
+            torch.empty((), dtype=torch.float32, device=self.device),
         )
 
 
 @lru_cache(maxsize=256)
-def launches(form: Form) -> Launches:
+def launches_of(form: Form) -> Launches:
     """The same object for the same form."""
     return Launches(form)

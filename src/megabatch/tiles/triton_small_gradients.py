@@ -4,7 +4,7 @@
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -139,30 +139,18 @@ def _multiply_kernel(
             tl.store(dbias_out, (tl.load(sums + scale_parts) * factor).to(dbias_out.dtype.element_ty))
 
 
-class FinishForm(NamedTuple):
-    """What decides how the last step is compiled and launched."""
+def finish(kind: int, sides: tuple[bool, bool], numbers: tuple[float, ...], *, learns: bool) -> Launcher:
+    """Adds the matches to the gradients and multiplies them by scale and share; adds up loss, d scale and d bias.
 
-    kind: int
-    N: int
-    D: int
-    sides: tuple[bool, bool]  # whether there are gradients of x and of y
-    learns: bool  # whether d scale and d bias are needed
-    strides: tuple[int, ...]  # of x and y
-    programs: int  # of `Launches`
-    tiles: int
-    divisor: int  # of the loss; 0 for the number of rows with a positive
-    unit: float
-    given: tuple[Any, ...]  # the device, and the kinds of x, y and scale
-
-
-@lru_cache(maxsize=256)
-def finish(form: FinishForm) -> Launcher:
-    """Adds the matches to the gradients and multiplies them by scale and share; adds up loss, d scale and d bias."""
-    programs = max(1, -(-form.N // _BLOCK_N) * sum(form.sides))
-    numbers = form.N, form.D, *form.strides, form.programs, form.tiles, float(form.divisor), form.unit
-    constants = {"KIND": form.kind, "LEARNS": form.learns}
+    Args:
+        kind: of the loss.
+        sides: whether there are gradients of x and of y.
+        numbers: N, D and the other numbers that the kernel takes.
+        learns: whether d scale and d bias are needed.
+    """
+    programs = max(1, -(-int(numbers[0]) // _BLOCK_N) * sum(sides))
     blocks = {"BLOCK_N": _BLOCK_N, "BLOCK_D": _BLOCK_D, "BLOCK": _BLOCK}
-    return Launcher(_finish_kernel, (programs,), numbers, **constants, **blocks)
+    return Launcher(_finish_kernel, (programs,), numbers, KIND=kind, LEARNS=learns, **blocks)
 
 
 @lru_cache(maxsize=256)
