@@ -61,9 +61,9 @@ def test_no_matrix_is_held():
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_four_times_the_batch_takes_at_most_four_times_the_memory(loss, dtype):
-    small, large = (fresh_process(step, loss, N, 64, dtype) for N in (2048, 8192))
+    small, large = (fresh_process(step, loss, N, 64, dtype) for N in (4096, 16384))  # not held in memory as a whole
     assert large <= 4.1 * small
-    holds_no_matrix(large, 8192)
+    holds_no_matrix(large, 16384)
 
 
 @linux

@@ -26,20 +26,20 @@ from megabatch.tiles import plan
 from megabatch.tiles.backends import TRITON
 from megabatch.tiles.precision import FLOAT32, rounded
 
-Weigh = Callable[[Tensor], tuple[float, Tensor]]  # similarities, overwritten → the sum of all losses, and its gradient
+Make = Callable[[], Tensor]  # a matrix of all similarities, a new one each time
+Weigh = Callable[[Make], tuple[float, Tensor]]  # → the sum of all losses, and its gradient
 
 
 def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = False) -> bool:
     """Whether the losses here serve a batch of `rows` like x: one process, at least two rows, and all pairs fit in memory.
 
-    On a CPU they fit in one tile of the eager backend, with kernels in a workspace. `tiled` says that with kernels there is a
-    loss over tiles too.
+    `tiled` says that with kernels there is a loss over tiles too.
     """
     if group or rows < 2 or torch.compiler.is_compiling() or transforms_are_active():
         return False
     if backend == TRITON:
         return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= plan.SMALL_ROWS)
-    return x.is_cpu and rows * rows <= plan.CPU.rows * plan.CPU.columns and not isinstance(x, FakeTensor)
+    return x.is_cpu and rows * rows <= plan.SMALL_PAIRS_CPU and not isinstance(x, FakeTensor)
 
 
 def small_cross_entropy(
@@ -59,13 +59,18 @@ def small_cross_entropy(
     if backend == TRITON:
         return small_loss(x, y, scale, None, precision, Task(MATCHES if columns else ROWS, divisor, ids))
 
-    def weigh(s: Tensor) -> tuple[float, Tensor]:
-        if ids is not None:
-            _leave_out(s, ids)
-        total, g = _cross_entropy(s, 1)
-        if columns:
-            more, of_columns = _cross_entropy(s, 0)
-            total, g = total + more, g.add_(of_columns)
+    def weigh(make: Make) -> tuple[float, Tensor]:
+        def similarities() -> Tensor:
+            s = make()
+            if ids is not None:
+                _leave_out(s, ids)
+            return s
+
+        s = similarities()
+        of_columns = _cross_entropy(s, 0) if columns else None
+        total, g = _last_cross_entropy(s, 1, similarities)
+        if of_columns is not None:
+            total, g = total + of_columns[0], g.add_(of_columns[1])
         return total, g
 
     return _loss(x, y, scale, None, precision, divisor, weigh)
@@ -85,10 +90,12 @@ def small_nt_xent_loss(z1: Tensor, z2: Tensor, scale: Tensor, precision: str, ba
     def partners(s: Tensor) -> Tensor:  # (2, N), of (2, N, 2N): the pairs (i, N + i), then (N + i, i)
         return s.as_strided((2, N), (2 * N * N - N, 2 * N + 1), N)
 
-    def weigh(s: Tensor) -> tuple[float, Tensor]:
-        s.fill_diagonal_(-torch.inf)  # a view is not compared with itself
-        total, g = _cross_entropy(s.view(2, N, 2 * N), 2, partners)
-        return total, g.view_as(s)
+    def weigh(make: Make) -> tuple[float, Tensor]:
+        def similarities() -> Tensor:  # (2, N, 2N)
+            return make().fill_diagonal_(-torch.inf).view(2, N, 2 * N)  # a view is not compared with itself
+
+        total, g = _last_cross_entropy(similarities(), 2, similarities, partners)
+        return total, g.view(2 * N, 2 * N)
 
     return _loss(views, None, scale, None, precision, divisor, weigh)
 
@@ -97,21 +104,32 @@ Matches = Callable[[Tensor], Tensor]  # a matrix → a view of its matches, one 
 
 
 def _cross_entropy(s: Tensor, dim: int, matches: Matches = Tensor.diagonal) -> tuple[float, Tensor]:
-    """(Σ −log softmax(s) of the matches, its gradient).
+    """(Σ −log softmax(s) of the matches, its gradient)."""
+    total, g = _of_differences(torch.sub(s, matches(s).unsqueeze(dim)), dim, matches)
+    return (total, g) if math.isfinite(total) else _softmax_cross_entropy(s, dim, matches)
+
+
+def _last_cross_entropy(s: Tensor, dim: int, again: Make, matches: Matches = Tensor.diagonal) -> tuple[float, Tensor]:
+    """`_cross_entropy` in the memory of s, because fresh memory is slow; `again` makes s once more, which is rarely needed."""
+    total, g = _of_differences(s.sub_(matches(s).clone().unsqueeze(dim)), dim, matches)
+    return (total, g) if math.isfinite(total) else _softmax_cross_entropy(again(), dim, matches)
+
+
+def _of_differences(g: Tensor, dim: int, matches: Matches) -> tuple[float, Tensor]:
+    """(Σ −log softmax(s) of the matches, its gradient), given s − match, which the gradient overwrites.
 
     The loss of a match is log(1 + others) with others = Σ exp(s − match), its gradient −others / (1 + others). Both keep their
-    digits where the match is almost certain, and equal rows have the exact logarithm of their number.
+    digits where the match is almost certain, and equal rows have the exact logarithm of their number. Not finite if a
+    similarity is more than 88 above the match.
     """
-    one, log2_e = _constants(s.dtype)
-    # exp(s − match), by exp2: where results underflow, PyTorch's exp takes 60 times as long on a CPU.
-    g = torch.sub(s, matches(s).unsqueeze(dim)).mul_(log2_e).exp2_()
+    one, log2_e = _constants(g.dtype)
+    g.mul_(log2_e).exp2_()  # not exp: where results underflow, PyTorch's takes 60 times as long on a CPU
     match = matches(g)
     match.sub_(one)  # 0, or NaN where the match is not finite
     others = g.sum(dim)
     match.sub_(others)
     g.div_(others.add(one).unsqueeze(dim))
-    total = others.double().log1p_().sum().item()
-    return (total, g) if math.isfinite(total) else _softmax_cross_entropy(s, dim, matches)
+    return others.double().log1p_().sum().item(), g
 
 
 @cache
@@ -156,7 +174,8 @@ def small_sigmoid_loss(
     if backend == TRITON:
         return small_loss(x, y, scale, bias, precision, Task(SIGMOID, divisor, ids, ids_are_positives=ids_are_positives))
 
-    def weigh(s: Tensor) -> tuple[float, Tensor]:
+    def weigh(make: Make) -> tuple[float, Tensor]:
+        s = make()
         if ids is not None and ids_are_positives:
             signs = torch.where(ids[:, None] == ids, -1.0, 1.0).to(s.dtype)
             g = s.mul_(signs).sigmoid()
@@ -190,7 +209,8 @@ def small_sup_con_loss(
     if backend == TRITON:
         return small_loss(z, None, scale, None, precision, Task(LABELS, 0 if mean_of_rows else 1, labels))
 
-    def weigh(s: Tensor) -> tuple[float, Tensor]:
+    def weigh(make: Make) -> tuple[float, Tensor]:
+        s = make()
         positive = (labels[:, None] == labels).fill_diagonal_(False)
         marked = positive.to(s.dtype)
         count = marked.sum(1)
@@ -256,10 +276,12 @@ class _SmallLoss(torch.autograd.Function):
         if precision != FLOAT32:
             rows = rounded(x, precision)
             columns = rows if y is None else rounded(y, precision)
-        s = torch.mm(rows, columns.T).mul_(scale)
-        if bias is not None:
-            s.add_(bias)
-        total, g = weigh(s)
+
+        def make() -> Tensor:
+            s = torch.mm(rows, columns.T).mul_(scale)
+            return s if bias is None else s.add_(bias)
+
+        total, g = weigh(make)
         if learns:
             needs_x, needs_y, needs_scale, needs_bias, *_ = ctx.needs_input_grad
             dx = dy = products = dscale = dbias = None

@@ -30,6 +30,11 @@ class TileSize:
 # (4 MiB each) stay in the last-level cache, and the products are long enough in every direction.
 CPU = TileSize(rows=1024, columns=1024)
 
+# Pairs whose similarities PyTorch operations on a CPU hold in memory at once (`operators.small`): two matrices of 16 MiB in
+# float32. Two cores, fp32, D = 256, 2,048 pairs, ms in memory and in tiles: `clip_loss` 50 to 57 and 81 to 89, `info_nce_loss`
+# 44 to 45 and 58 to 66, `sup_con_loss` 69 to 77 and 68 to 72.
+SMALL_PAIRS_CPU = 2048**2
+
 # One H200, 32k rows and columns, D = 512, bf16 / fp32, clip_loss forward + backward in ms: 1024×1024 693 / 590,
 # 2048×2048 187 / 189, 4096×4096 72 / 143, 8192×8192 52 / 132. Small tiles cost launches. All buffers of a pass (15 bytes an
 # element in the worst case) stay below the 512 MiB limit of a workspace at this size; 8192×8192 would exceed it.
