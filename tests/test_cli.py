@@ -149,6 +149,7 @@ def test_config_lists_settings_and_makes_their_page(pairs, capsys):
     assert cli.main(["config", "nothing-like-it"]) == 1
 
 
+@pytest.mark.thorough
 def test_output_into_a_closed_pipe_is_quiet():
     program = "import sys; from megabatch import cli; sys.stdout.flush(); sys.exit(cli.main(['config']))"
     command = [sys.executable, "-u", "-c", program]

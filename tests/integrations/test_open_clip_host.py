@@ -157,6 +157,7 @@ def test_its_accumulation_has_the_gradients_of_one_step(siglip, parts):
     torch.testing.assert_close(clips.gradients(model), wanted, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.quick({"siglip": True})
 @pytest.mark.parametrize("siglip", [False, True], ids=["clip", "siglip"])
 def test_its_accumulation_has_the_gradients_of_one_step_on_two_ranks(two, siglip):
     wanted = in_one_step(2, siglip, 2)

@@ -105,6 +105,7 @@ def wrong_groups(group, rank):
     return messages, part
 
 
+@pytest.mark.thorough  # eight processes
 def test_meshes_and_groups_that_are_refused(pool):
     answers = pool.run(wrong_groups, 8)
     for rank, (messages, _) in enumerate(answers):
@@ -128,6 +129,7 @@ def modules(group, rank):
         return values, str(error)
 
 
+@pytest.mark.thorough  # eight processes
 def test_loss_modules_use_the_default_group(pool):
     answers = pool.run(modules, 8)
     x, y = (torch.cat([unit(3, 4, seed=rank + plus) for rank in range(8)]) for plus in (0, 20))
