@@ -70,8 +70,9 @@ def _largest(results: list[dict[str, Any]]) -> str:
     """What a further pair costs in memory, by the two largest batches of each system. Smaller ones do not fill a chunk."""
     said = []
     for (model, system), group in reports.groups([r for r in results if "seconds" in r], "model", "system").items():
-        *_, few, many = group[:1] + sorted(group, key=lambda r: r["B"])
-        if many["B"] > few["B"]:
+        largest = sorted(group, key=lambda r: r["B"])[-2:]
+        if len(largest) == 2:
+            few, many = largest
             each = (many["peak_bytes"] - few["peak_bytes"]) / (many["B"] - few["B"])
             said.append(f"{model}, {system}: {each / 2**10:,.0f} KiB")
     return f"Memory of one pair more, between the two largest batches: {'; '.join(said)}." if said else ""
