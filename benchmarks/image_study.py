@@ -10,7 +10,7 @@ one photograph are not each other's negatives (`ids`), but for the comparison of
 Photographs are decoded once and stay on the GPU, where each epoch crops them differently.
 
 Parts, each of which builds on the lines of the parts before:
-    choose  resolution, patches and crops at 1,024 pairs, with one learning rate
+    choose  resolution and crops at 1,024 pairs, with one learning rate and equal operations of the image tower
     rate    the learning rate at 1,024 pairs
     study   batches of 256 to 32,768 pairs, equal samples, the rate constant or grown with the root of the batch or the batch
     steps   batches above 4,096 pairs with as many steps as 4,096 pairs have, at the best rule of their size
@@ -38,8 +38,8 @@ from typing import Any
 import torch
 from flickr8k_data import TEST, Captioned
 from image_study_report import mean_recall, report
-from image_study_settings import BASE, TINY, Setting, Sizes, setting, wanted
-from image_study_worker import add_model, is_compiled, make_run, pictures, start_worker
+from image_study_settings import BASE, CROPS, FIRST_RATE, TINY, TRIAL, Setting, Sizes, setting, wanted
+from image_study_worker import CHUNK, add_model, make_run, pictures, start_worker
 from record import arguments
 
 from megabatch import machine, towers
@@ -71,29 +71,30 @@ class Bench:
         self.file = options.output / f"{options.name}.jsonl"
         self.until = time.monotonic() + options.seconds
         self.machine = machine.summary(machine.describe())
-        self.rehearsed = False
         self.scratch = Path(tempfile.mkdtemp(prefix="image-study-"))
+        self.rehearsal = Rehearsal(self)
         self.rates = {line["batch_size"]: _rate(line) for line in self.known() if line.get("beside") == options.beside}
 
     def known(self) -> list[dict[str, Any]]:
         """All lines of the file."""
         return results.read(self.file) if self.file.exists() else []
 
-    def pool(self, beside: int) -> ProcessPoolExecutor:
+    def pool(self, processes: int, compiler_threads: int | None = None) -> ProcessPoolExecutor:
         """Processes that make runs."""
-        given = self.options.data, self.sizes, beside, self.options.compile
-        return ProcessPoolExecutor(beside, multiprocessing.get_context("spawn"), start_worker, given)
+        given = self.options.data, self.sizes, self.options.beside, self.options.compile, compiler_threads
+        return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker, given)
 
     def work(self) -> None:
         """All parts in order; a stage begins when the one before it is complete."""
-        with self.pool(self.options.beside) as pool:
+        self.rehearsal.start()
+        with self.pool(self.options.beside, compiler_threads=1) as pool:  # they find compiled kernels on the disk
             for stage in STAGES:
                 parts = [part for part in stage if part in self.options.parts]
                 if parts and not self.finish(parts, pool):
                     print(f"{' and '.join(parts)}: incomplete, run the same command again", flush=True)
                     break
-            for process in list(pool._processes.values()):
-                process.kill()  # a run that is over the time, and a GPU's memory
+            _kill(pool)
+        self.rehearsal.stop()
         self.draw_gallery()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -103,10 +104,12 @@ class Bench:
         done = {setting(line) for line in self.known()}
         todo = [one for one in dict.fromkeys(asked) if one not in done]
         print(f"{' and '.join(parts)}: {len(todo)} runs to do, {len(asked) - len(todo)} known", flush=True)
-        self.rehearse(next((one for one in todo if is_compiled(one)), None))
+        compiled = parts != ["choose"]  # of several towers, each would take a minute
+        if compiled and todo:
+            self.rehearsal.wait()
         running: dict[Future[dict[str, Any]], tuple[Setting, Path]] = {}
         waiting = iter(todo)
-        left = self._started(waiting, running, pool)
+        left = self._started(waiting, running, pool, compiled=compiled)
         while running:
             remaining = self.until + GRACE - time.monotonic()
             ended, _ = wait(running, timeout=max(0.0, remaining), return_when=FIRST_COMPLETED)
@@ -116,19 +119,12 @@ class Bench:
             for future in ended:
                 one, folder = running.pop(future)
                 self._note(one, future.result(), folder)
-            left += self._started(waiting, running, pool)
+            left += self._started(waiting, running, pool, compiled=compiled)
         return not left
 
-    def rehearse(self, one: Setting | None) -> None:
-        """Compiles towers in one process with all cores, once. The others find the kernels in the compiler's folder."""
-        if one is None or self.rehearsed or self.options.compile == "off" or not torch.cuda.is_available():
-            return
-        self.rehearsed, began = True, time.monotonic()
-        with self.pool(1) as pool:
-            pool.submit(make_run, one._replace(steps=2), Path(tempfile.mkdtemp(dir=self.scratch))).result()
-        print(f"compiled {one.tower} in {time.monotonic() - began:.0f} s", flush=True)
-
-    def _started(self, waiting: Iterator[Setting], running: dict[Any, Any], pool: ProcessPoolExecutor) -> int:
+    def _started(
+        self, waiting: Iterator[Setting], running: dict[Any, Any], pool: ProcessPoolExecutor, *, compiled: bool
+    ) -> int:
         """Starts runs until all processes are busy. Returns how many are left out for lack of time."""
         left = 0
         while len(running) < self.options.beside:
@@ -139,7 +135,7 @@ class Bench:
                 left += 1
                 continue
             folder = Path(tempfile.mkdtemp(dir=self.scratch))
-            running[pool.submit(make_run, one, folder)] = one, folder
+            running[pool.submit(make_run, one, folder, compiled)] = one, folder
         return left
 
     def expected(self, one: Setting) -> float:
@@ -197,6 +193,49 @@ class Bench:
         print(f"wrote {place}: recall@1 by text {line['text_to_image_R@1']:.1%}", flush=True)
 
 
+class Rehearsal:
+    """Compiles the towers in question in processes of their own, beside the first runs, which are not compiled.
+
+    Processes that come later find the kernels in the compiler's folder.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench, self._running, self._pool = bench, list[Future[dict[str, Any]]](), None
+
+    def start(self) -> None:
+        """Begins to compile, where towers will be compiled."""
+        bench = self._bench
+        if bench.options.compile == "off" or not torch.cuda.is_available():
+            return
+        chosen = {line["tower"] for line in bench.known() if line["seed"] != TRIAL}
+        names = chosen or bench.sizes.towers
+        self._pool, self._began = bench.pool(len(names)), time.monotonic()
+        for name in names:
+            one = Setting(name, *CROPS[-1], max(bench.sizes.base, CHUNK), FIRST_RATE, "none", 2, TRIAL)
+            self._running.append(self._pool.submit(make_run, one, Path(tempfile.mkdtemp(dir=bench.scratch)), True))
+
+    def wait(self) -> None:
+        """Until the towers are compiled."""
+        for future in self._running:
+            future.result()
+        if self._running:
+            print(f"compiled the towers in {time.monotonic() - self._began:.0f} s", flush=True)
+        self._running = []
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        if self._pool is not None:
+            _kill(self._pool)
+        self._pool = None
+
+
+def _kill(pool: ProcessPoolExecutor) -> None:
+    """Ends processes at once, also a run that is over the time; they free the GPU's memory."""
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+
+
 def _rate(line: dict[str, Any]) -> float:
     """Pairs a second of a whole run; of a failed one nothing is known."""
     return line["batch_size"] * line["steps"] / line["seconds"] if "seconds" in line else FIRST_GUESS / line["beside"]
@@ -212,7 +251,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sizes", type=int, nargs="+", help="pairs in a batch of the part study (default: 256, 1024, 4096, 8192, 16384, 32768)"
     )
-    parser.add_argument("--samples", type=int, default=Sizes().samples, help="pairs that a run sees (%(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=Sizes().samples, help="pairs that a run of the smallest tower sees (%(default)s)"
+    )
     parser.add_argument("--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: chosen by the part rate)")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="as in the trainer (%(default)s)")
     parser.add_argument(

@@ -12,7 +12,7 @@ from megabatch.bench.loss_systems import DENSE, INF_CL, MEGABATCH
 SIGLIP = "siglip"
 BASE, SIZES = 1024, [256, 1024, 4096, 8192, 16384, 32768]
 RULES = ("none", "sqrt", "linear")  # `optimizer.scaling`
-TOWERS = ("conv1@64", "conv2@64", "conv1@96")  # residual blocks of a stage at pixels of a side; "64/8": pixels / of a patch
+TOWERS = ("conv1@64", "conv1@96")  # residual blocks of a stage at pixels of a side; "64/8": pixels / of a patch
 CROPS = ((0.9, False), (0.4, True))  # least share of the area, and whether half of the images are mirrored
 FIRST_RATE, RATES = 1e-3, (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 NEARLY = 0.97  # of the best mean recall: the smallest such rate is taken, because two rules make it larger
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     width: int = 256
     base: int = BASE
     sizes: Sequence[int] = SIZES
-    samples: int = 1 << 20
+    samples: int = 1 << 20  # of the cheapest tower; others see fewer, in about the same time
     equal_steps_of: int = EQUAL_STEPS_OF
     siglip: Sequence[int] = SIGLIP_SIZES
     towers: Sequence[str] = TOWERS
@@ -54,11 +54,29 @@ class Sizes(NamedTuple):
 TINY = Sizes((1, 1), 32, 16, (16, 64), 256, 16, (16,), ("conv1@32", "32/16"), (1e-3, 2e-3), 12)
 
 
+def samples_of(tower: str, sizes: Sizes) -> int:
+    """Pairs that a run of this tower sees: all towers get the same number of operations, by blocks and pixels."""
+    cheapest = min(map(_cost, sizes.towers))
+    largest = max(*sizes.sizes, sizes.base)
+    return max(1, int(sizes.samples * cheapest / _cost(tower)) // largest) * largest
+
+
+def _cost(tower: str) -> int:
+    """Of an image, relative to other towers; transformers are not compared."""
+    if not tower.startswith("conv"):
+        return 1
+    blocks, pixels = map(int, tower.removeprefix("conv").split("@"))
+    return blocks * pixels**2
+
+
 def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argparse.Namespace) -> list[Setting]:
     """The runs of a part; earlier parts have chosen tower, crops and rate."""
-    steps = sizes.samples // sizes.base
     if part == "choose":
-        return [Setting(name, *crop, sizes.base, FIRST_RATE, "none", steps, TRIAL) for crop in CROPS for name in sizes.towers]
+        return [
+            Setting(name, *crop, sizes.base, FIRST_RATE, "none", samples_of(name, sizes) // sizes.base, TRIAL)
+            for crop in CROPS
+            for name in sizes.towers
+        ]
     chosen = best(part, "choose", lines, wanted("choose", lines, sizes, options))
     if part == "rate":
         return [chosen._replace(lr=rate) for rate in sizes.rates]
@@ -67,12 +85,14 @@ def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argpar
         raise SystemExit(f"{part} needs the results of rate, or --lr")
     most = max((mean_recall(line) for line in tried), default=0.0)
     rate = options.lr or min(line["lr"] for line in tried if mean_recall(line) >= NEARLY * most)
-    base = chosen._replace(lr=rate)
+    base, samples = chosen._replace(lr=rate), samples_of(chosen.tower, sizes)
     if part == "study":
+        smallest, *larger = sorted(options.sizes or sizes.sizes)
+        order = [(smallest, seed) for seed in options.seeds]  # first: they have most steps, and keep the host busy, not the GPU
+        order += [(size, seed) for seed in options.seeds for size in larger]
         return [
-            base._replace(batch_size=size, rule=rule, steps=sizes.samples // size, seed=seed)
-            for seed in options.seeds
-            for size in sorted(options.sizes or sizes.sizes)  # small batches have most steps and take longest
+            base._replace(batch_size=size, rule=rule, steps=samples // size, seed=seed)
+            for size, seed in order
             for rule in (("none",) if size == sizes.base else RULES)  # there the rules agree
         ]
     study = [line for line in lines if setting(line) in set(wanted("study", lines, sizes, options))]
@@ -85,10 +105,10 @@ def wanted(part: str, lines: list[dict[str, Any]], sizes: Sizes, options: argpar
                 known.setdefault(line["rule"], []).append(mean_recall(line))
         untried = "none" if size == sizes.base else "sqrt"
         rule = max(known, key=lambda name: sum(known[name]) / len(known[name]), default=untried)
-        return base._replace(batch_size=size, rule=rule, steps=sizes.samples // size)
+        return base._replace(batch_size=size, rule=rule, steps=samples // size)
 
     if part == "steps":
-        steps, larger = sizes.samples // sizes.equal_steps_of, [size for size in sizes.sizes if size > sizes.equal_steps_of]
+        steps, larger = samples // sizes.equal_steps_of, [size for size in sizes.sizes if size > sizes.equal_steps_of]
         return [of(size)._replace(steps=steps, seed=seed) for seed in options.seeds for size in sorted(larger, reverse=True)]
     if part == "losses":
         return [

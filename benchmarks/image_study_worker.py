@@ -68,12 +68,18 @@ class Worker:
             self._data = (key, kept)
         return self._data[1]
 
-    def run(self, wanted: Setting, folder: Path) -> dict[str, Any]:
+    def run(self, wanted: Setting, folder: Path, *, compiled: bool) -> dict[str, Any]:
         """Trains and tests; the model stays in the folder."""
         pair = self.pair(wanted)
         train, test = self.data(wanted, pair)
         trainer = Trainer(
-            self.config(wanted), pair, train, folder, validation=test, observers=[MetricsFile()], world=World(self.device)
+            self.config(wanted, compiled=compiled),
+            pair,
+            train,
+            folder,
+            validation=test,
+            observers=[MetricsFile()],
+            world=World(self.device),
         )
         if wanted.loss in (DENSE, INF_CL):
             trainer.objective.forward = other_loss(wanted.loss, trainer.objective, self.device.type)  # type: ignore[method-assign]
@@ -83,7 +89,7 @@ class Worker:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return {**found, **summary(results.read(folder / METRICS)), "seconds": time.perf_counter() - began}
 
-    def config(self, wanted: Setting) -> Any:
+    def config(self, wanted: Setting, *, compiled: bool) -> Any:
         """The settings of `megabatch train`."""
         return configs.resolved(
             {
@@ -94,7 +100,7 @@ class Worker:
                 "steps": wanted.steps,
                 "seed": wanted.seed,
                 "workers": 0,
-                "compile": self.compiled if is_compiled(wanted) else "off",
+                "compile": self.compiled if compiled and wanted.batch_size >= CHUNK else "off",
                 "loss": {"name": "siglip" if wanted.loss == SIGLIP else "clip", "ids": wanted.ids},
                 "optimizer": {
                     "lr": wanted.lr,
@@ -107,11 +113,6 @@ class Worker:
                 "checkpoint": {"every": wanted.steps, "minutes": 0.0, "keep": 1},
             }
         )
-
-
-def is_compiled(wanted: Setting) -> bool:
-    """Whether towers are compiled, if they may be. Each kind of tower and each size is another compilation, of a minute."""
-    return wanted.seed != TRIAL and wanted.batch_size >= CHUNK
 
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -186,18 +187,18 @@ def pictures(folder: Path | None) -> Pictures:
 WORKER: Worker | None = None  # of this process
 
 
-def start_worker(folder: Path | None, sizes: Sizes, beside: int, compiled: str) -> None:
+def start_worker(folder: Path | None, sizes: Sizes, beside: int, compiled: str, compiler_threads: int | None) -> None:
     global WORKER
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # processes share the memory
-    if beside > 1:
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # they find compiled kernels on the disk
+    if compiler_threads is not None:
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiler_threads))
     WORKER = Worker(folder, sizes, beside, compiled)
 
 
-def make_run(wanted: Setting, folder: Path) -> dict[str, Any]:
+def make_run(wanted: Setting, folder: Path, compiled: bool) -> dict[str, Any]:
     assert WORKER is not None
     try:
-        return WORKER.run(wanted, folder)
+        return WORKER.run(wanted, folder, compiled=compiled)
     except ImportError as error:
         return {"missing": str(error)}
     except FloatingPointError as error:  # the loss is not finite any more

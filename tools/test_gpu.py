@@ -3,14 +3,17 @@
     python tools/test_gpu.py                              all of them
     python tools/test_gpu.py tests/gpu/test_cuda.py       some files
     python tools/test_gpu.py -- -k topk                   with options of pytest
+    python tools/test_gpu.py --seconds 300                as many as end within five minutes; fails unless all have run
 
 Each process takes every n-th test (`TEST_SHARD`, see tests/conftest.py). Where there is no GPU, tests of tests/gpu skip. The
 others then run interpreted on the CPU, as in `make test`.
 """
 
 import argparse
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +33,8 @@ FILES = (
     "tests/test_topk.py",
 )
 MARKS = "gpu or not thorough"
-NO_TESTS = 5  # pytest's exit status of a shard without tests
+NO_TESTS, INTERRUPTED = 5, 2  # exit statuses of pytest: of a shard without tests, and of one that was stopped
+GRACE = 20.0  # seconds for a stopped process to say what it has done
 
 
 def main() -> int:
@@ -38,6 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", default=FILES, help="files and folders of tests (default: all with GPU tests)")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="(%(default)s)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time (no limit)")
     own, further = sys.argv[1:], []
     if "--" in own:
         cut = own.index("--")
@@ -47,7 +52,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         shards = [Shard(number, options.processes, options.files, further, Path(folder)) for number in range(options.processes)]
         for shard in shards:
-            shard.wait()
+            shard.wait(options.seconds - (time.monotonic() - began))
             print(
                 f"[{time.monotonic() - began:4.0f} s] process {shard.number + 1} of {len(shards)}: {shard.summary()}",
                 flush=True,
@@ -56,27 +61,43 @@ def main() -> int:
         for shard in failed:
             print(f"\n== process {shard.number + 1}\n{shard.log.read_text()}")
         total = {word: sum(shard.count(word) for shard in shards) for word in ("passed", "failed", "skipped", "error")}
+    stopped = sum(shard.stopped for shard in shards)
+    if stopped:
+        print(
+            f"{stopped} of {len(shards)} processes were stopped after {options.seconds:.0f} s, and did not run all of their tests"
+        )
     print(f"{total['passed']} passed, {total['failed'] + total['error']} failed, {total['skipped']} skipped")
-    return 1 if failed else 0
+    return 1 if failed or stopped else 0
 
 
 class Shard:
     """One process of pytest."""
 
     def __init__(self, number: int, count: int, files: list[str], further: list[str], folder: Path) -> None:
-        self.number, self.log = number, folder / f"{number}.log"
+        self.number, self.log, self.stopped = number, folder / f"{number}.log", False
         environment = {**os.environ, "TEST_SHARD": f"{number}/{count}"}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", MARKS, "-rs", *further, *files]
         with self.log.open("w") as output:
             self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
-    def wait(self) -> None:
-        """Until it has ended."""
-        self._process.wait()
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, or is stopped after so many seconds."""
+        try:
+            self._process.wait(None if math.isinf(seconds) else max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            self.stopped = True
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
     def failed(self) -> bool:
         """Whether a test failed, or the process itself."""
-        return self._process.returncode not in (0, NO_TESTS)
+        return self.count("failed") + self.count("error") > 0 or self._process.returncode not in (
+            (0, NO_TESTS, INTERRUPTED) if self.stopped else (0, NO_TESTS)
+        )
 
     def summary(self) -> str:
         """The last line of pytest."""

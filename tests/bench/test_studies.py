@@ -55,7 +55,7 @@ def image_study_line(setting, recall):
 
 
 def test_runs_of_the_image_study_follow_from_those_before(tmp_path):
-    """Of made-up results: two blocks are better, 2e-3 is the best rate and 5e-4 nearly as good, 4,096 the best batch."""
+    """Of made-up results: 96 pixels are better, 2e-3 is the best rate and 5e-4 nearly as good, 4,096 the best batch."""
     pytest.importorskip("matplotlib")
     import image_study_report
     import image_study_settings
@@ -66,7 +66,7 @@ def test_runs_of_the_image_study_follow_from_those_before(tmp_path):
     with pytest.raises(SystemExit, match="rate needs the results of choose"):
         image_study_settings.wanted("rate", [], sizes, options)
     lines = [
-        image_study_line(one, 0.3 if one.tower == "conv2@64" and one.flip else 0.2)
+        image_study_line(one, 0.3 if one.tower == "conv1@96" and one.flip else 0.2)
         for one in image_study_settings.wanted("choose", [], sizes, options)
     ]
     with pytest.raises(SystemExit, match="study needs the results of rate, or --lr"):
@@ -77,16 +77,20 @@ def test_runs_of_the_image_study_follow_from_those_before(tmp_path):
         image_study_line(one, by_rate[one.lr]) for one in rates if one.lr != image_study_settings.FIRST_RATE
     ]  # it is known
     study = image_study_settings.wanted("study", lines, sizes, options)
-    assert {(one.tower, one.flip, one.lr) for one in study} == {("conv2@64", True, 5e-4)}
+    assert {(one.tower, one.flip, one.lr) for one in study} == {("conv1@96", True, 5e-4)}
     assert len(study) == len(set(study)) == 2 * (5 * 3 + 1)
-    assert {one.batch_size * one.steps for one in study} == {2**20}
-    assert {one.seed for one in study[: len(study) // 2]} == {0}  # each seed after the other
+    samples = 14 * 32768  # 2.25 times the operations of the smaller tower, which sees 32 · 32,768
+    assert {one.batch_size * one.steps for one in study} == {samples}
+    assert {one.batch_size for one in study[:6]} == {256}  # they have most steps
+    assert {one.seed for one in study[6 : 6 + 13]} == {0}  # then each seed after the other
     lines += [
         image_study_line(one, 0.4 + 0.05 * (one.batch_size == 4096) + 0.02 * (one.rule == "linear") + 0.002 * one.seed)
         for one in study
     ]
     longer = image_study_settings.wanted("steps", lines, sizes, options)
-    assert {(one.batch_size, one.rule, one.steps) for one in longer} == {(size, "linear", 256) for size in (8192, 16384, 32768)}
+    assert {(one.batch_size, one.rule, one.steps) for one in longer} == {
+        (size, "linear", samples // 4096) for size in (8192, 16384, 32768)
+    }
     lines += [image_study_line(one, 0.6) for one in longer]
     losses = image_study_settings.wanted("losses", lines, sizes, options)
     assert [(one.loss, one.ids) for one in losses[:3]] == [("megabatch", False), ("open_clip", False), ("inf_cl", False)]
@@ -100,11 +104,11 @@ def test_runs_of_the_image_study_follow_from_those_before(tmp_path):
     text = (tmp_path / "image_study.md").read_text()
     for words in (
         "the best mean recall is 47.1 ± 0.1 % with 4,096 pairs in a batch (rate: linear).",
-        "With 32,768 pairs, and so 32 steps, it is 42.1 ± 0.1 %.",
-        "8,192 pairs with 256 steps reach 60.0 ± 0.0 %, more than the best at equal samples.",
+        "With 32,768 pairs, and so 14 steps, it is 42.1 ± 0.1 %.",
+        "8,192 pairs with 112 steps reach 60.0 ± 0.0 %, more than the best at equal samples.",
         "with the loss of open_clip reaches 40.1 ± 0.1 %, which is within seed noise of ours",
         "with the loss of inf_cl reaches 10.1 ± 0.1 %, which differs from ours",
-        "| 4,096 | 256 | 45.1 ± 0.1 | 45.1 ± 0.1 | 47.1 ± 0.1 | 200 |",
+        "| 4,096 | 112 | 45.1 ± 0.1 | 45.1 ± 0.1 | 47.1 ± 0.1 | 200 |",
         "| 1,024 | SigLIP |",
     ):
         assert words in text, words
