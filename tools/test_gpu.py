@@ -64,7 +64,7 @@ def main() -> int:
     stopped = sum(shard.stopped for shard in shards)
     if stopped:
         print(
-            f"{stopped} of {len(shards)} processes were stopped after {options.seconds:.0f} s, and did not run all of their tests"
+            f"{stopped} of {len(shards)} processes were stopped after {options.seconds:.0f} s, before the last of their tests"
         )
     print(f"{total['passed']} passed, {total['failed'] + total['error']} failed, {total['skipped']} skipped")
     return 1 if failed or stopped else 0
@@ -85,19 +85,17 @@ class Shard:
         try:
             self._process.wait(None if math.isinf(seconds) else max(0.0, seconds))
         except subprocess.TimeoutExpired:
-            self.stopped = True
             self._process.send_signal(signal.SIGINT)
             try:
                 self._process.wait(GRACE)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait()
+            self.stopped = self._process.wait() not in (0, NO_TESTS)
 
     def failed(self) -> bool:
         """Whether a test failed, or the process itself."""
-        return self.count("failed") + self.count("error") > 0 or self._process.returncode not in (
-            (0, NO_TESTS, INTERRUPTED) if self.stopped else (0, NO_TESTS)
-        )
+        ended = (0, NO_TESTS, INTERRUPTED) if self.stopped else (0, NO_TESTS)
+        return self.count("failed") + self.count("error") > 0 or self._process.returncode not in ended
 
     def summary(self) -> str:
         """The last line of pytest."""
