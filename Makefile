@@ -19,6 +19,8 @@ demo: $(DEMO_READY)  ## two towers learn emoji and their names, then search; fas
 	$(BIN)/megabatch search demo "red heart" "cat face" "snowman" "strawberry" "light bulb" --sheet demo/found.png
 	@echo "Written to demo: report.html (open it in a browser), found.png, model.safetensors"
 
+# Tests start dozens of processes. Containers often forbid bytecode, and then each process compiles PyTorch's modules anew.
+test test-thorough test-rounding: export PYTHONDONTWRITEBYTECODE =
 test test-thorough: export OMP_NUM_THREADS ?= 1
 test: $(READY)  ## the tests (CPU, minutes)
 	$(PYTEST)

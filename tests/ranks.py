@@ -60,12 +60,19 @@ def _serve(pipe, rank, size, port, seconds):
     os._exit(0)  # without a word to the others, which may have gone
 
 
+# Each rank would import these by itself: 5 s of a slow core, most of it PyTorch's compiler, which the first operator needs.
+PRELOADED = (
+    *("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "pytest", "hypothesis"),
+    *("megabatch.cached", "megabatch.commands.eval"),
+)
+
+
 def starting():
-    """How processes are started: with PyTorch imported once for all of them. CUDA does not survive a fork."""
+    """How processes are started: with what ranks use imported once for all of them. CUDA does not survive a fork."""
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "megabatch", "pytest", "hypothesis"])
+    context.set_forkserver_preload(list(PRELOADED))  # a module that cannot be imported is left out
     return context
 
 

@@ -43,12 +43,27 @@ def raises(what):
     raise AwkwardError(what, 2) if what == "awkward" else ValueError(what)
 
 
-def test_work_runs_in_other_processes():
+@pytest.fixture
+def timeout(request):
+    """Seconds after which the program's sockets give up; None: they wait."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(request.param)
+    yield
+    socket.setdefaulttimeout(before)
+
+
+@pytest.mark.quick({"timeout": 0.1})
+@pytest.mark.parametrize("timeout", [None, 0.1], indirect=True)
+def test_work_runs_in_other_processes(timeout):
+    """Whatever the timeout: neither a task that takes longer ends a reader, nor a wait for one."""
+    Counted.pickled = 0
     shared = Counted()
     with ReaderProcesses(1, [shared]) as executor:
         futures = [executor.submit(last, shared) for _ in range(20)]
         assert [future.result() for future in futures] == [999] * 20
         assert Counted.pickled == 1  # sent once
+        assert executor.submit(time.sleep, 0.2).result() is None
+        time.sleep(0.2)  # the reader waits for a task
         assert executor.submit(os.getpid).result() != os.getpid()
         main = "__import__('sys').modules['__main__'].__dict__.get('__file__')"
         assert executor.submit(eval, main).result() is None  # the user's program is not imported
@@ -108,18 +123,6 @@ def test_tensors_of_many_kinds_keep_their_places():
     for found, wanted in zip(travelled({"many": many})["many"], many, strict=True):
         assert found.dtype == wanted.dtype
         assert torch.equal(found, wanted)
-
-
-def test_the_programs_timeout_of_sockets_does_not_end_readers():
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(0.1)
-    try:
-        with ReaderProcesses(1) as executor:
-            assert executor.submit(time.sleep, 0.2).result() is None
-            time.sleep(0.2)  # the reader waits for a task
-            assert executor.submit(os.getpid).result() != os.getpid()
-    finally:
-        socket.setdefaulttimeout(before)
 
 
 def test_waiting_work_is_dropped_at_the_end():
