@@ -91,7 +91,7 @@ def draw(record: dict[str, Any]) -> Any:
     """Speed of each model against the batch."""
     models = _measured(record)
     title = f"One step with hard negatives; {reports.chip(record)}"
-    figure, (panels,) = plots.figure(title, columns=max(2, len(models)), size=(11, 4.6))
+    figure, (panels,) = plots.figure(title, columns=max(1, len(models)), size=(5.5 * max(1, len(models)), 4.6))
     for axes, model in zip(panels, models, strict=False):
         rows = [r for r in record["results"] if r["model"] == model]
         for name, colour in zip(dict.fromkeys(r["system"] for r in rows), COLOURS, strict=False):

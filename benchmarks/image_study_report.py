@@ -237,12 +237,25 @@ def draw(study: Study) -> Any:
     """Recall against the batch size by rule, the best rule in detail, longer schedules, and losses step by step."""
     seeds = len({line["seed"] for line in study.equal})
     title = f"Flickr8k, 1,000 photographs held out: {study.samples:,} pairs seen by every run, {seeds} seeds"
-    figure, panels = plots.figure(title, rows=2, columns=2, size=(12, 8.4))
-    by_rule, detail, longer, losses = panels.flat
+    parts = [_draw_rules, _draw_best, *([_draw_longer] if study.longer else []), *([_draw_losses] if study.losses else [])]
+    rows = -(-len(parts) // 2)
+    figure, panels = plots.figure(title, rows=rows, columns=2, size=(12, 4.2 * rows))
+    for part, axes in zip(parts, panels.flat, strict=False):
+        part(study, axes)
+    for axes in panels.flat[len(parts) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def _draw_rules(study: Study, by_rule: Any) -> None:
     for number, (rule, name) in enumerate(RULES.items()):
         points = [(size * 1.04 ** (number - 1), Value.of(study.of(size, rule))) for size in study.sizes if study.of(size, rule)]
         _bars(by_rule, points, f"rate {name}", COLOURS[rule])
     by_rule.set(title="three rules for the learning rate", ylabel="mean recall, %")
+    _batches(study, by_rule)
+
+
+def _draw_best(study: Study, detail: Any) -> None:
     for way, colour, style in zip(WAYS, (plots.GREEN, plots.BLUE), ("-", "--"), strict=True):
         for k, strength in zip(RECALLS, (1.0, 0.7, 0.45), strict=True):
             metric = f"{way}_R@{k}"
@@ -252,14 +265,25 @@ def draw(study: Study) -> Any:
             ]
             _bars(detail, found, f"{WAYS[way]} R@{k}", colour, linestyle=style, alpha=strength)
     detail.set(title="the best rule of each batch size", ylabel="recall, %")
+    _batches(study, detail)
+
+
+def _draw_longer(study: Study, longer: Any) -> None:
     _bars(longer, [(size, Value.of(study.best_lines(size))) for size in study.sizes], "equal samples", plots.GREEN)
     more = sorted({line["batch_size"] for line in study.longer})
     points = [(size, Value.of([line for line in study.longer if line["batch_size"] == size])) for size in more]
-    _bars(longer, points, f"{study.longer[0]['steps']:,} steps each" if study.longer else "", plots.ORANGE)
+    _bars(longer, points, f"{study.longer[0]['steps']:,} steps each", plots.ORANGE)
     longer.set(title="longer schedules for large batches", ylabel="mean recall, %")
-    for axes in (by_rule, detail, longer):
-        plots.batch_axis(axes, study.sizes, "pairs in a batch")
-        plots.legend(axes, ncols=2)
+    _batches(study, longer)
+
+
+def _batches(study: Study, axes: Any) -> None:
+    """Batch sizes below, and a legend."""
+    plots.batch_axis(axes, study.sizes, "pairs in a batch")
+    plots.legend(axes, ncols=2)
+
+
+def _draw_losses(study: Study, losses: Any) -> None:
     for loss, colour in LOSSES.items():
         lines = [line for line in study.losses if line["loss"] == loss and "failed" not in line]
         for number, line in enumerate(lines):
@@ -268,7 +292,6 @@ def draw(study: Study) -> Any:
             losses.plot([i * every for i in range(len(line["losses"]))], line["losses"], color=colour, label=name, alpha=0.7)
     losses.set(title="the loss of each run without ids", xlabel="step", ylabel="loss")
     plots.legend(losses)
-    return figure
 
 
 def _bars(axes: Any, points: Sequence[tuple[float, Value]], name: str, colour: str, **style: Any) -> None:

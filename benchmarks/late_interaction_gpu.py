@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,13 @@ TOLERANCE = 0.02  # of gradients, relative: bf16 weights and results explain 0.0
 SECONDS_A_ROUND = 0.06
 CHUNKED, LIK, FLASH = "chunked PyTorch", "late-interaction-kernels", "flash-maxsim"
 MOST = {CHUNKED: 4096, LIK: 4096, FLASH: 4096}  # pairs; beyond it a step takes seconds, or ends in an illegal memory access
+# Kernel, its tile in `plan`, and (rows, columns, warps, stages) to try.
+TILES = (
+    ("lists", "_MAXSIM_LISTED", ((64, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3))),
+    ("forward", "_MAXSIM", ((256, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 4), (128, 256, 8, 2))),
+    ("documents", "_MAXSIM_GRADIENT", ((128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 3), (256, 64, 8, 3))),
+    ("queries", "MAXSIM_GATHER", ((16, 1, 2, 3), (16, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 3), (128, 1, 8, 3))),
+)  # fmt: skip
 Step = Callable[[], tuple[Tensor, ...]]  # loss, dquery, ddocument
 
 
@@ -314,36 +322,29 @@ class Run:
             self.record.say(f"  {name}: {ms:.2f} ms, {operations / ms / 1e9:.0f} TFLOP/s if it were one product")
 
     def tune(self, size: Size) -> None:
-        """Other tiles of the forward kernel and of the documents' gradients."""
+        """Other tiles, and lists of what each part of a document won; each step is compared with the usual one."""
         query, document = size.vectors(self.device)
         step = systems(query, document, self.backend)[OURS]()
-        original = plan._MAXSIM, plan._MAXSIM_GRADIENT, plan.MAXSIM_GATHER
-        forward = ((256, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 4), (128, 256, 8, 2), (128, 64, 4, 4))
-        documents = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 3), (256, 64, 8, 3), (64, 64, 4, 3))
-        queries = ((16, 1, 2, 3), (16, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 3), (128, 1, 8, 3))
-        tries: list[tuple[Any, ...]] = [
-            (*original[:at], replace(original[at], rows=rows, columns=columns, warps=warps, stages=stages), *original[at + 1 :])
-            for at, sizes in enumerate((forward, documents, queries))
-            for rows, columns, warps, stages in sizes
-        ]
-        for tiles in tries:
-            if self.record.left() <= 0:
-                break
-            plan._MAXSIM, plan._MAXSIM_GRADIENT, plan.MAXSIM_GATHER = tiles
-            changed = next((new for new, old in zip(tiles, original, strict=True) if new != old), original[0])
-            kind = ("forward", "documents", "queries")[tiles.index(changed)]
-            try:
-                step()
-                ms = milliseconds(step, self.device, SECONDS_A_ROUND)
-            except Exception as error:
-                self.record.say(f"{kind} {changed}: {failure(error)}")
-                continue
-            finally:
-                plan._MAXSIM, plan._MAXSIM_GRADIENT, plan.MAXSIM_GATHER = original
-            self.record["tuned"].append({"kernel": kind, "tile": str(changed), "ms": ms})
-            self.record.say(f"{kind} rows={changed.rows} columns={changed.columns} warps={changed.warps} "
-                            f"stages={changed.stages}: {ms:.2f} ms")  # fmt: skip
-            self.record.save()
+        usual = step()
+        self.record.say(f"as usual: {milliseconds(step, self.device, SECONDS_A_ROUND):.2f} ms")
+        for kind, name, sizes in TILES:
+            for rows, columns, warps, stages in sizes if kind in self.args.kernels else ():
+                if self.record.left() <= 0:
+                    return
+                tile = replace(getattr(plan, name), rows=rows, columns=columns, warps=warps, stages=stages)
+                told = f"{kind} rows={rows} columns={columns} warps={warps} stages={stages}"
+                changes = {name: tile} | ({"MAXSIM_LISTED_FROM": 0} if kind == "lists" else {})
+                try:
+                    with mock.patch.multiple(plan, **changes):
+                        errors = [((a - b).norm() / b.norm()).item() for a, b in zip(step(), usual, strict=True)]
+                        ms = milliseconds(step, self.device, SECONDS_A_ROUND)
+                except Exception as error:  # such as too little shared memory
+                    self.record.say(f"{told}: {failure(error)}")
+                    continue
+                right = max(errors) <= TOLERANCE
+                self.record["tuned"].append({"kernel": kind, "tile": str(tile), "ms": ms, "errors": errors})
+                self.record.say(f"{told}: {ms:.2f} ms" + ("" if right else f", WRONG by {max(errors):.0e}"))
+                self.record.save()
 
     def run(self) -> None:
         """Everything, until the time is up."""
@@ -371,6 +372,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="*", default=None, metavar="BxLQxLD", help=f"({' '.join(SIZES)})")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system; the median is kept (3)")
     parser.add_argument("--tune", metavar="BxLQxLD", help="compare tile sizes of the kernels at this size")
+    kinds = [kind for kind, *_ in TILES]
+    parser.add_argument("--kernels", nargs="+", choices=kinds, default=kinds, help="that --tune compares tiles of (all)")
     parser.add_argument("--peers", type=Path, help="folder of packages to compare with")
     arguments(parser, "late_interaction_gpu", 190)
     args = parser.parse_args()

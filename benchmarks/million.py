@@ -5,7 +5,7 @@
 A small CLIP on Flickr8k, by `megabatch.trainer`: 35,000 pairs of a photograph and a caption, repeated until the batch is full.
 Each repetition has a crop of its own; pairs of one photograph are not each other's negatives (`ids`). Photographs and tokens
 are on the GPU, crops are made for each chunk and again in the second pass, and no graph is kept (`memory.graphs` is 0): the
-step that the plan describes. A step before the first one loads kernels and is not counted.
+step that the plan describes. A run of a smaller batch compiles the towers and loads the kernels first, and is not counted.
 
 Writes a JSON file after every batch size, and a table of time by phase and of both peaks.
 """
@@ -42,6 +42,7 @@ from megabatch.world import World
 
 BATCHES = [1 << 20, 1 << 22]
 TOWER, CHUNK = "conv1@64", 4096
+WARM_UP = 1 << 17  # pairs, more than the batches whose gradients are computed with the loss
 PHASES = ("data", "forward", "loss", "backward", "optimizer")
 
 
@@ -97,9 +98,8 @@ class Bench:
             "gpu_bytes": plan.cached(batch, MEGABATCH, step.REPLAY).total,
         }
 
-    def measured(self, batch: int) -> dict[str, Any]:
-        """The last step of a run; the first run has another one before it."""
-        steps = 1 if self.record["results"] else 2
+    def measured(self, batch: int, steps: int = 1) -> dict[str, Any]:
+        """The last step of a run."""
         config = configs.resolved(
             {
                 "data": "Flickr8k",
@@ -132,6 +132,7 @@ class Bench:
 
     def work(self) -> None:
         """All batch sizes; the plan comes first."""
+        self.measured(min(WARM_UP, *self.args.batches), steps=2)
         for batch in self.args.batches:
             plan = self.planned(batch)
             self.record.say(f"{batch:,} pairs: the plan says {plan['seconds']:.1f} s, {plan['gpu_bytes'] / 2**30:.1f} GiB")

@@ -35,13 +35,13 @@ def examples(thorough: int, *, quick: int = 10) -> "settings":
 @contextmanager
 def tile_size(rows: int, columns: int) -> Iterator[None]:
     """Tiles of another size, so that small inputs have several, and are not held in memory as a whole."""
-    original = plan.eager_tile, plan.CPU, plan.SMALL_PAIRS_CPU
+    original = plan.eager_tile, plan.CPU, plan.SMALL_PAIRS_CPU, plan.SMALL_PAIRS_CPU_ROWS
     plan.eager_tile, plan.CPU = lambda device, dtype: plan.CPU, plan.TileSize(rows, columns)
-    plan.SMALL_PAIRS_CPU = rows * columns
+    plan.SMALL_PAIRS_CPU = plan.SMALL_PAIRS_CPU_ROWS = rows * columns
     try:
         yield
     finally:
-        plan.eager_tile, plan.CPU, plan.SMALL_PAIRS_CPU = original
+        plan.eager_tile, plan.CPU, plan.SMALL_PAIRS_CPU, plan.SMALL_PAIRS_CPU_ROWS = original
 
 
 def unit(*shape: int, seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:

@@ -5,6 +5,8 @@
     python tools/test_gpu.py -- -k topk                   with options of pytest
     python tools/test_gpu.py --seconds 300                as many as end within five minutes; fails unless all have run
 
+`nvidia-cuda-mps-control -d`, run before, lets the processes use the GPU at the same time instead of in turns.
+
 Each process takes every n-th test (`TEST_SHARD`, see tests/conftest.py). Where there is no GPU, tests of tests/gpu skip. The
 others then run interpreted on the CPU, as in `make test`.
 """

@@ -184,13 +184,16 @@ def symmetric_logsumexp(
     return row
 
 
-def is_small(x: Tensor, run: Execution, reduction: Reduction, *, rows: int | None = None, tiled: bool = False) -> bool:
+def is_small(
+    x: Tensor, run: Execution, reduction: Reduction, *, rows: int | None = None, tiled: bool = False, columns: bool = True
+) -> bool:
     """Whether the losses of small batches serve a call with this many rows, those of x by default (`operators.small`).
 
-    `tiled`, of cross-entropies of matching pairs, counts batches whose pairs do not fit in memory.
+    `tiled`, of cross-entropies of matching pairs, counts batches whose pairs do not fit in memory. Without `columns`, the loss
+    is of rows alone.
     """
     size = x.shape[0] if rows is None else rows
-    return reduction != "none" and operators.is_small(x, size, run.backend, run.group, tiled=tiled)
+    return reduction != "none" and operators.is_small(x, size, run.backend, run.group, tiled=tiled, columns=columns)
 
 
 def small_cross_entropy(

@@ -31,6 +31,7 @@ from megabatch.tiles import (
     triton_logsumexp,
     triton_maxsim,
     triton_maxsim_gradients,
+    triton_maxsim_lists,
     triton_maxsim_scores,
     triton_online_logsumexp,
     triton_pair_gradients,
@@ -136,6 +137,9 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_maxsim_scores, "_maxsim_kernel"),
         (triton_maxsim_gradients, "_query_gradient_kernel"),
         (triton_maxsim_gradients, "_document_gradient_kernel"),
+        (triton_maxsim_lists, "_count_kernel"),
+        (triton_maxsim_lists, "_list_kernel"),
+        (triton_maxsim_lists, "_listed_gradient_kernel"),
         (triton_topk, "_group_products_kernel"),
         (triton_topk, "_choice_kernel"),
         (triton_exponent_scale, "_largest_norms_kernel"),
@@ -257,7 +261,9 @@ def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
     )
     for _ in triton_maxsim.score_tiles(block):
         pass
-    triton_maxsim.add_gradients(block, lambda s, rows, columns: s, torch.zeros(256, D), torch.zeros(256, D))
+    for listed_from in (plan.MAXSIM_LISTED_FROM, 0):  # also with lists of what each part of a document won
+        plan.MAXSIM_LISTED_FROM = listed_from
+        triton_maxsim.add_gradients(block, lambda s, rows, columns: s, torch.zeros(256, D), torch.zeros(256, D))
 
 
 if __name__ == "__main__":

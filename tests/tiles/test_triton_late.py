@@ -33,14 +33,23 @@ def items(count, width, D, layout, seed, dtype):
     {"shape": "long", "layout": "padded", "dtype": torch.float32, "strips": "many"},
     {"shape": "long", "layout": "masked", "dtype": torch.float16, "strips": "one"},
     {"shape": "wide", "layout": "packed and masked", "dtype": torch.float32, "strips": "one"},
+    {"shape": "long", "layout": "packed and masked", "dtype": torch.float32, "strips": "listed"},
+    {"shape": "long", "layout": "padded", "dtype": torch.float16, "strips": "listed"},
 )
-@pytest.mark.parametrize("strips", ["many", "one"])
+@pytest.mark.parametrize("strips", ["many", "one", "listed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("layout", ["padded", "masked", "packed", "packed and masked"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_match_float64(monkeypatch, shape, layout, dtype, strips):
-    """In several strips, or in one, whose scores and winners forward keeps."""
+    """In several strips; in one, whose scores and winners forward keeps; and with lists of what each part of a document won."""
+    if strips == "listed":
+        monkeypatch.setattr(plan, "MAXSIM_LISTED_FROM", 0)
+        monkeypatch.setattr(plan, "MAXSIM_LISTED", 200)  # several documents at a time, or one
+        monkeypatch.setattr(plan, "_MAXSIM_LISTED", plan.KernelTile(rows=16, columns=16, width=128, warps=4, stages=3))
+        monkeypatch.setattr(plan, "_MAXSIM_GRADIENT_FLOAT32", plan._MAXSIM_LISTED)
+        monkeypatch.setattr("megabatch.tiles.triton_maxsim_lists._CHUNK", 32)
     if strips == "many":
+        monkeypatch.setattr(plan, "maxsim_is_kept", lambda rows, documents: False)
         monkeypatch.setattr(plan, "MAXSIM_SCORES", plan.TileSize(2, 3))
         monkeypatch.setattr(plan, "maxsim_strip", lambda rows: plan.TileSize(2, 2))
     N, M, Lq, Ld, D = SHAPES[shape]

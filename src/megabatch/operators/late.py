@@ -181,7 +181,7 @@ def maxsim_logsumexp_backward(
     factor = block.scale * unit
     dquery, ddocument = block.zeros(*given.query.shape), torch.empty_like(given.document)
     dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
-    known = {"kept": Kept(scores, winners)} if scores.numel() else {}
+    kept = Kept(scores, winners) if scores.numel() else None
     # One process rounds the gradients of some documents after the other. Those of a ring's columns travel as a whole.
     at_once = plan.documents_at_once(block.document.width, block.document.D)
     for items in [slice(0, block.M)] if given.group else windows(block.M, at_once):
@@ -196,7 +196,7 @@ def maxsim_logsumexp_backward(
             dquery=dquery,
             ddocument=sums,
             dscale=dscale,
-            **known,
+            **({} if kept is None else {"kept": kept.of_documents(items)}),
         )
         if dmatch is not None and block.N:
             pairs, own = block.pairs(items)

@@ -24,6 +24,10 @@ class Kept(NamedTuple):
     scores: Tensor  # (M, N) Σ_t max_u
     winners: Tensor  # (M, rows), as the kernels of the backend arrange them
 
+    def of_documents(self, items: slice) -> "Kept":
+        """Of some documents."""
+        return Kept(self.scores[items], self.winners[items])
+
 
 class _Products:
     """Products of vectors, (n, Lq, m, Ld), overwritten by the gradient."""

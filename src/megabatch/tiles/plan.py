@@ -34,6 +34,9 @@ CPU = TileSize(rows=1024, columns=1024)
 # float32. Two cores, fp32, D = 256, 2,048 pairs, ms in memory and in tiles: `clip_loss` 50 to 57 and 81 to 89, `info_nce_loss`
 # 44 to 45 and 58 to 66, `sup_con_loss` 69 to 77 and 68 to 72.
 SMALL_PAIRS_CPU = 2048**2
+# Of a loss of rows alone, one matrix of 64 MiB: its dense form has three products, and a pass over tiles four. As above, 4,096
+# pairs, `info_nce_loss` 249 to 325 and 340 to 395, dense 294 to 350. Losses of both directions are not faster there in memory.
+SMALL_PAIRS_CPU_ROWS = 4096**2
 
 # One H200, 32k rows and columns, D = 512, bf16 / fp32, clip_loss forward + backward in ms: 1024×1024 693 / 590,
 # 2048×2048 187 / 189, 4096×4096 72 / 143, 8192×8192 52 / 132. Small tiles cost launches. All buffers of a pass (15 bytes an
@@ -169,6 +172,11 @@ _MAXSIM_SMALL = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
 # and with 4 24.9, 128×128 with 8 29.7 and with 4 25.7, 256×64 with 8 24.8, 64×64 with 4 31.9.
 _MAXSIM_GRADIENT = KernelTile(rows=128, columns=64, width=128, warps=4, stages=3)
 _MAXSIM_GRADIENT_FLOAT32 = KernelTile(rows=64, columns=32, width=64, warps=4, stages=2)
+# Documents of at least so many vectors have lists of the query vectors that each of their parts won (`triton_maxsim_lists`).
+# Never yet: not measured on a GPU. The tile is the vectors of a part × query vectors of a step.
+MAXSIM_LISTED_FROM = 2**31
+_MAXSIM_LISTED = KernelTile(rows=64, columns=64, width=128, warps=4, stages=3)
+MAXSIM_LISTED = 2**25  # entries of all lists at a time: 128 MiB
 # Query vectors that gather their winners; 16 to 128 of them differ by 3 %.
 MAXSIM_GATHER = KernelTile(rows=32, columns=1, width=128, warps=4, stages=3)
 MAXSIM_SCORES = TileSize(rows=4096, columns=4096)  # queries and documents of a launch: 64 MiB of scores
@@ -187,9 +195,20 @@ def maxsim_gradient_tile(precision: str, device: torch.device) -> KernelTile:
     return _tile(_MAXSIM_GRADIENT, small, small, small, precision, device)
 
 
+def maxsim_listed_tile(precision: str, device: torch.device) -> KernelTile:
+    """The tile of a document's gradient from lists: vectors of a part, and query vectors in each step."""
+    small = _MAXSIM_GRADIENT_FLOAT32
+    return _tile(_MAXSIM_LISTED, small, small, small, precision, device)
+
+
 def documents_at_once(width: int, D: int) -> int:
     """Documents of up to `width` vectors whose gradients are summed before they are rounded: 256 MiB in float32."""
     return max(1, 2**26 // (width * D))
+
+
+def maxsim_is_kept(rows: int, documents: int) -> bool:
+    """Whether forward keeps the winners of so many query vectors for backward: a strip's worth at most."""
+    return rows * documents <= _MAXSIM_WINNERS
 
 
 def maxsim_strip(rows_of_a_query: int) -> TileSize:

@@ -1,8 +1,8 @@
 """Σ_t max_u ⟨q_it, d_ju⟩ and its gradient by kernels: what `maxsim` does in PyTorch operations.
 
 Backward works on strips of queries and documents. The kernel of the scores stores the winners of the strip, PyTorch operations
-turn the scores into weights, and two kernels add up the gradients. The winners exist for one strip at a time. If one strip
-holds the whole block, forward may keep its scores and winners for backward.
+turn the scores into weights, and kernels add up the gradients. The winners exist for one strip at a time. If those of the whole
+block take no more memory than a strip's, forward may keep them and the scores for backward.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,9 @@ from megabatch.tiles.triton_maxsim_scores import empty_winners, sums
 
 
 def room_to_keep(block: LateBlock) -> Kept | None:
-    """Uninitialised scores and winners of the block; None if it has several strips."""
+    """Uninitialised scores and winners of the block; None if the winners are too many."""
     slot, slots = query_slots(block)
-    strip = plan.maxsim_strip(slot * slots)
-    documents = min(strip.columns, plan.documents_at_once(block.document.width, block.document.D))
-    if strip.rows < block.N or documents < block.M:
+    if not plan.maxsim_is_kept(block.N * slot * slots, block.M):
         return None
     scores = torch.empty(block.M, block.N, dtype=torch.float32, device=block.device)
     return Kept(scores, empty_winners(block, block.N, block.M))
@@ -50,7 +48,7 @@ def add_gradients(
     """
     operands = MaxsimOperands(block)
     slot, slots = query_slots(block)
-    strip = plan.maxsim_strip(slot * slots)
+    strip = plan.maxsim_strip(slot * slots) if kept is None else plan.TileSize(block.N, block.M)
     for rows in windows(block.N, strip.rows):
         for columns in windows(block.M, strip.columns):
             if kept is None:

@@ -1,25 +1,17 @@
 """Gradients of Σ_t max_u ⟨q_it, d_ju⟩ in two kernels, given the winners of a strip and a weight for each query and document.
 
 A query vector gathers its winners of all documents. A document vector adds up the query vectors that it won: a product of a
-matrix of weights, 0 where it lost, with the queries. Each sum has one owner, so there are no atomics.
+matrix of weights, 0 where it lost, with the queries (`triton_maxsim_lists` leaves most of the zeros out, for long documents).
+Each sum has one owner, so there are no atomics.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import plan, triton_maxsim_lists
 from megabatch.tiles.triton_launcher import launch
-from megabatch.tiles.triton_maxsim_operands import MaxsimOperands, rows_of_queries
-
-
-@triton.jit
-def _start(d_start, first_document, j, WIDTH: tl.constexpr):
-    """The first vector of a document, int64."""
-    start = (first_document + j).to(tl.int64) * WIDTH
-    if d_start is not None:
-        start = tl.load(d_start + j)
-    return start
+from megabatch.tiles.triton_maxsim_operands import MaxsimOperands, first_vector, rows_of_queries
 
 
 @triton.jit
@@ -53,7 +45,7 @@ def _query_gradient_kernel(
         winner = tl.load(winners + tl.cast(j, tl.int64) * slots * SLOT + rows, mask=counts, other=-1).to(tl.int64)
         weight = tl.load(weights + tl.cast(j, tl.int64) * queries + query, mask=counts, other=0.0)
         won = counts & (winner >= 0)
-        place = _start(d_start, first_document, j, WIDTH) + winner
+        place = first_vector(d_start, first_document, j, WIDTH) + winner
         values = tl.load(d + place[:, None] * d_stride + offs_d[None, :], won[:, None] & (offs_d < D)[None, :], 0.0)
         total += tl.where(won, weight, 0.0)[:, None] * values.to(tl.float32)
     out = dq + vector.to(tl.int64)[:, None] * D + offs_d[None, :]
@@ -103,7 +95,7 @@ def _document_gradient_kernel(
         values = tl.load(place, (winner >= 0)[:, None] & (offs_d < D)[None, :], 0.0)
         won = tl.where(offs_u[:, None] == winner[None, :], weight[None, :], 0.0)
         total = tl.dot(won.to(values.dtype), values, total, input_precision=PRECISION)
-    out = dd + (_start(d_start, first_document, j, WIDTH) + offs_u)[:, None] * D + offs_d[None, :]
+    out = dd + (first_vector(d_start, first_document, j, WIDTH) + offs_u)[:, None] * D + offs_d[None, :]
     mask = (offs_u < length)[:, None] & (offs_d < D)[None, :]
     tl.store(out, tl.load(out, mask, 0.0) + total, mask)
 
@@ -135,6 +127,9 @@ def add_gradients(
         num_warps=gather.warps,
         num_stages=gather.stages,
     )
+    if operands.d.width >= plan.MAXSIM_LISTED_FROM:
+        triton_maxsim_lists.add_document_gradients(operands, rows, columns, winners, weights, ddocument)
+        return
     launch(
         _document_gradient_kernel,
         (triton.cdiv(operands.d.width, product.rows), m, triton.cdiv(D, block_d)),

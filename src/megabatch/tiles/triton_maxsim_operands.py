@@ -44,6 +44,15 @@ def rows_of_queries(
     return query, vector, counts
 
 
+@triton.jit
+def first_vector(d_start, first_document, j, WIDTH: tl.constexpr):
+    """The first vector of a document, int64."""
+    start = (first_document + j).to(tl.int64) * WIDTH
+    if d_start is not None:
+        start = tl.load(d_start + j)
+    return start
+
+
 @dataclass(frozen=True)
 class Side:
     """The queries, or the documents."""
