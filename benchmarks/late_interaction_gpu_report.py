@@ -57,10 +57,14 @@ def _parts(part: dict[str, Any]) -> str:
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """Time and memory against the batch, for 32 vectors in a query and 128 in a document."""
-    title = f"Late interaction, 32 × 128 vectors, forward + backward, bf16; {reports.chip(record)}"
-    rows = [r for r in record["results"] if (r["Lq"], r["Ld"]) == (32, 128)] or record["results"]
-    return reports.time_and_memory(title, rows, OURS, BARE)
+    """Time and memory against the batch, for the lengths of queries and documents with most batches; None for one batch."""
+    (Lq, Ld), rows = max(reports.groups(record["results"], "Lq", "Ld").items(), key=lambda group: len(_batches(group[1])))
+    title = f"Late interaction, {Lq} × {Ld} vectors, forward + backward, bf16; {reports.chip(record)}"
+    return reports.time_and_memory(title, rows, OURS, BARE) if len(_batches(rows)) > 1 else None
+
+
+def _batches(rows: list[dict[str, Any]]) -> set[int]:
+    return {row["B"] for row in rows}
 
 
 report = partial(reports.write, text=markdown, draw=draw)

@@ -19,17 +19,17 @@ def write(path: Path, text: Callable[[Record], str], draw: Callable[[Record], An
     Args:
         path: of the JSON record.
         text: the Markdown of a record.
-        draw: the matplotlib figure of a record, if it has one.
+        draw: the matplotlib figure of a record; None if it would show nothing.
     """
     record = json.loads(path.read_text())
     about = f"Machine: {machine.summary(record['machine'])}.\n\nCommand: `{record['command']}`\n"
     path.with_suffix(".md").write_text(f"{text(record)}\n\n{about}")
     if draw is None:
         return
-    if plots.available():
-        plots.save(draw(record), path.with_suffix(".png"))
-    else:
+    if not plots.available():
         print("No plot: matplotlib is not installed")
+    elif (figure := draw(record)) is not None:
+        plots.save(figure, path.with_suffix(".png"))
 
 
 def main(usage: str | None, report: Callable[[Path], None]) -> None:
