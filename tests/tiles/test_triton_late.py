@@ -45,6 +45,7 @@ def test_kernels_match_float64(monkeypatch, shape, layout, dtype, strips):
     if strips == "listed":
         monkeypatch.setattr(plan, "MAXSIM_LISTED_FROM", 0)
         monkeypatch.setattr(plan, "MAXSIM_LISTED", 200)  # several documents at a time, or one
+        monkeypatch.setattr(plan, "documents_at_once", lambda width, D: 2)  # backward takes what forward kept in parts
         monkeypatch.setattr(plan, "_MAXSIM_LISTED", plan.KernelTile(rows=16, columns=16, width=128, warps=4, stages=3))
         monkeypatch.setattr(plan, "_MAXSIM_GRADIENT_FLOAT32", plan._MAXSIM_LISTED)
         monkeypatch.setattr("megabatch.tiles.triton_maxsim_lists._CHUNK", 32)
