@@ -87,16 +87,18 @@ class Bench:
     def work(self) -> None:
         """All parts in order; a stage begins when the one before it is complete."""
         self.rehearsal.start()
-        with self.pool(self.options.beside, compiler_threads=1) as pool:  # they find compiled kernels on the disk
-            for stage in STAGES:
-                parts = [part for part in stage if part in self.options.parts]
-                if parts and not self.finish(parts, pool):
-                    print(f"{' and '.join(parts)}: incomplete, run the same command again", flush=True)
-                    break
-            _kill(pool)
-        self.rehearsal.stop()
-        self.draw_gallery()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        try:
+            with self.pool(self.options.beside, compiler_threads=1) as pool:  # they find compiled kernels on the disk
+                for stage in STAGES:
+                    parts = [part for part in stage if part in self.options.parts]
+                    if parts and not self.finish(parts, pool):
+                        print(f"{' and '.join(parts)}: incomplete, run the same command again", flush=True)
+                        break
+                _kill(pool)
+            self.draw_gallery()
+        finally:
+            self.rehearsal.stop()
+            shutil.rmtree(self.scratch, ignore_errors=True)
 
     def finish(self, parts: list[str], pool: ProcessPoolExecutor) -> bool:
         """Makes the missing runs of some parts; whether all are there now."""
@@ -104,7 +106,7 @@ class Bench:
         done = {setting(line) for line in self.known()}
         todo = [one for one in dict.fromkeys(asked) if one not in done]
         print(f"{' and '.join(parts)}: {len(todo)} runs to do, {len(asked) - len(todo)} known", flush=True)
-        compiled = parts != ["choose"]  # of several towers, each would take a minute
+        compiled = parts != ["choose"]  # trials of several towers are not: each compilation takes a minute
         if compiled and todo:
             self.rehearsal.wait()
         running: dict[Future[dict[str, Any]], tuple[Setting, Path]] = {}
@@ -205,7 +207,7 @@ class Rehearsal:
     def start(self) -> None:
         """Begins to compile, where towers will be compiled."""
         bench = self._bench
-        if bench.options.compile == "off" or not torch.cuda.is_available():
+        if bench.options.compile == "off" or max(bench.sizes.sizes) < CHUNK or not torch.cuda.is_available():
             return
         chosen = {line["tower"] for line in bench.known() if line["seed"] != TRIAL}
         names = chosen or bench.sizes.towers

@@ -313,7 +313,8 @@ def report(path: Path) -> None:
     study = Study(lines)
     machines = "; ".join(dict.fromkeys(line["machine"] for line in lines))
     parts = [f"### {title}\n\n{table.markdown()}" for title, table in tables(study)]
-    about = f"Machine: {machines}.\n\nCommand: `python benchmarks/image_study.py`\n"
+    beside = max(line["beside"] for line in lines)
+    about = f"Machine: {machines}.\n\nCommand: `python benchmarks/image_study.py --data FOLDER --beside {beside}`\n"
     path.with_suffix(".md").write_text(reports.paragraphs(words(study), *parts, about), "utf-8")
     if plots.available() and study.sizes:
         plots.save(draw(study), path.with_suffix(".png"))

@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     width: int = 256
     base: int = BASE
     sizes: Sequence[int] = SIZES
-    samples: int = 1 << 20  # of the cheapest tower; others see fewer, in about the same time
+    samples: int = 1 << 20  # of the cheapest tower; others see fewer
     equal_steps_of: int = EQUAL_STEPS_OF
     siglip: Sequence[int] = SIGLIP_SIZES
     towers: Sequence[str] = TOWERS
@@ -55,16 +55,16 @@ TINY = Sizes((1, 1), 32, 16, (16, 64), 256, 16, (16,), ("conv1@32", "32/16"), (1
 
 
 def samples_of(tower: str, sizes: Sizes) -> int:
-    """Pairs that a run of this tower sees: all towers get the same number of operations, by blocks and pixels."""
-    cheapest = min(map(_cost, sizes.towers))
+    """Pairs that a run of this tower sees: all convolutional towers get the same number of operations, by blocks and pixels."""
+    if not tower.startswith("conv"):
+        return sizes.samples
+    cheapest = min(_cost(name) for name in sizes.towers if name.startswith("conv"))
     largest = max(*sizes.sizes, sizes.base)
     return max(1, int(sizes.samples * cheapest / _cost(tower)) // largest) * largest
 
 
 def _cost(tower: str) -> int:
-    """Of an image, relative to other towers; transformers are not compared."""
-    if not tower.startswith("conv"):
-        return 1
+    """Of an image in convolutions, relative to other towers."""
     blocks, pixels = map(int, tower.removeprefix("conv").split("@"))
     return blocks * pixels**2
 

@@ -37,7 +37,10 @@ def markdown(record: dict[str, Any]) -> str:
         "Forward alone, against one bare product; memory against inputs and gradients; logsumexps against float64:",
         "\n".join(lines),
         "\n".join(_parts(part) for part in record.get("parts", [])),
-        "\n".join(f"- {t['kernel']}: {t['tile']}: {t['ms']:.2f} ms" for t in record.get("tuned", [])),
+        "\n".join(
+            f"- {t['kernel']}: {t['tile']}: {t['ms']:.2f} ms{'' if t.get('right', True) else ', WRONG'}"
+            for t in record.get("tuned", [])
+        ),
     )
 
 
@@ -58,6 +61,8 @@ def _parts(part: dict[str, Any]) -> str:
 
 def draw(record: dict[str, Any]) -> Any:
     """Time and memory against the batch, for the lengths of queries and documents with most batches; None for one batch."""
+    if not record["results"]:  # of a run that only compared tiles
+        return None
     (Lq, Ld), rows = max(reports.groups(record["results"], "Lq", "Ld").items(), key=lambda group: len(_batches(group[1])))
     title = f"Late interaction, {Lq} × {Ld} vectors, forward + backward, bf16; {reports.chip(record)}"
     return reports.time_and_memory(title, rows, OURS, BARE) if len(_batches(rows)) > 1 else None

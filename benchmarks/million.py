@@ -114,7 +114,9 @@ class Bench:
             }
         )
         data = Repeated(self.once, -(-batch // len(self.once)))
+        gc.collect()
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         with tempfile.TemporaryDirectory() as folder:
             Trainer(
@@ -140,9 +142,6 @@ class Bench:
             self.record["results"].append({"batch": batch, "planned": plan, "measured": found})
             self.record.say(f"{batch:,} pairs: {found['seconds']:.1f} s, {found['gpu_bytes'] / 2**30:.1f} GiB")
             self.record.save()
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
 
 
 def table(record: dict[str, Any]) -> Table:

@@ -54,7 +54,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         shards = [Shard(number, options.processes, options.files, further, Path(folder)) for number in range(options.processes)]
         for shard in shards:
-            shard.wait(options.seconds - (time.monotonic() - began))
+            if not shard.ends_within(options.seconds - (time.monotonic() - began)):
+                for running in shards:
+                    running.stop()
+                shard.end()
             print(
                 f"[{time.monotonic() - began:4.0f} s] process {shard.number + 1} of {len(shards)}: {shard.summary()}",
                 flush=True,
@@ -82,17 +85,25 @@ class Shard:
         with self.log.open("w") as output:
             self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
-    def wait(self, seconds: float) -> None:
-        """Until it has ended, or is stopped after so many seconds."""
+    def ends_within(self, seconds: float) -> bool:
+        """Waits for its end, so many seconds at most."""
         try:
             self._process.wait(None if math.isinf(seconds) else max(0.0, seconds))
         except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Asks it, once, to end after the test that it is at."""
+        if not self.stopped and self._process.poll() is None:
+            self.stopped = True
             self._process.send_signal(signal.SIGINT)
-            try:
-                self._process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-            self.stopped = self._process.wait() not in (0, NO_TESTS)
+
+    def end(self) -> None:
+        """Waits for a process that was stopped, and ends it if it takes long."""
+        if not self.ends_within(GRACE):
+            self._process.kill()
+            self._process.wait()
 
     def failed(self) -> bool:
         """Whether a test failed, or the process itself."""

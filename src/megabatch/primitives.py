@@ -185,15 +185,15 @@ def symmetric_logsumexp(
 
 
 def is_small(
-    x: Tensor, run: Execution, reduction: Reduction, *, rows: int | None = None, tiled: bool = False, columns: bool = True
+    x: Tensor, run: Execution, reduction: Reduction, *, rows: int | None = None, tiled: bool = False, rows_only: bool = False
 ) -> bool:
     """Whether the losses of small batches serve a call with this many rows, those of x by default (`operators.small`).
 
-    `tiled`, of cross-entropies of matching pairs, counts batches whose pairs do not fit in memory. Without `columns`, the loss
-    is of rows alone.
+    `tiled`, of cross-entropies of matching pairs, counts batches whose pairs do not fit in memory. `rows_only` is for a
+    cross-entropy of rows, not of columns.
     """
     size = x.shape[0] if rows is None else rows
-    return reduction != "none" and operators.is_small(x, size, run.backend, run.group, tiled=tiled, columns=columns)
+    return reduction != "none" and operators.is_small(x, size, run.backend, run.group, tiled=tiled, rows_only=rows_only)
 
 
 def small_cross_entropy(

@@ -95,6 +95,16 @@ def test_fewer_images_than_ranks_are_refused_on_all_of_them(pool):
     assert all("dataset must have at least one item for each of 3 ranks, got 2" in told for _, told in answers), answers
 
 
+def test_embeddings_are_compared_as_they_are_under_autocast():
+    data = Vectors(captions=(2, 1, 3, 2, 1, 2, 1) * 4)
+    pair = model()
+    for tower in (pair.first, pair.second):  # nearly alike, so that half precision would make them equal
+        tower.module.weight = nn.Parameter((1 + 1e-3 * tower.module.weight.detach()).float())
+    plain = evaluate(pair, data)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert evaluate(pair, data) == plain
+
+
 def test_one_caption_each_and_side_names():
     data = Vectors(captions=(1,) * 9)
     found = evaluate(model(), data)

@@ -47,6 +47,19 @@ def as_open_clip(image, text):
     return found
 
 
+def test_ranks_under_autocast_are_those_of_rounded_embeddings():
+    """All embeddings nearly alike: similarities rounded to bfloat16 would all be equal, and every match among the best."""
+    image, text, owners = captions(200, 32)
+    image, text = (torch.nn.functional.normalize(torch.ones(32) + 0.02 * side, dim=1).float() for side in (image, text))
+    texts = torch.arange(len(text))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        there, back = ranks_of_best(image, text, owners, texts), ranks_of_best(text, image, texts, owners)
+    image, text = (side.bfloat16().float() for side in (image, text))
+    assert torch.equal(there, ranks_of_best(image, text, owners, texts))
+    assert torch.equal(back, ranks_of_best(text, image, texts, owners))
+    assert back.double().mean() > 10
+
+
 @pytest.mark.parametrize("N", [1, 2, 37, 100])
 def test_one_caption_each_as_open_clip_counts(N):
     image, text = aligned_pairs(N, 10, noise=1.2, seed=N)

@@ -44,13 +44,13 @@ def test_kernels_match_float64(monkeypatch, shape, layout, dtype, strips):
     """In several strips; in one, whose scores and winners forward keeps; and with lists of what each part of a document won."""
     if strips == "listed":
         monkeypatch.setattr(plan, "MAXSIM_LISTED_FROM", 0)
-        monkeypatch.setattr(plan, "MAXSIM_LISTED", 200)  # several documents at a time, or one
-        monkeypatch.setattr(plan, "documents_at_once", lambda width, D: 2)  # backward takes what forward kept in parts
+        monkeypatch.setattr(plan, "MAXSIM_LIST_ENTRIES", 600)  # of two long documents at a time
+        monkeypatch.setattr(plan, "documents_at_once", lambda width, D: 3)  # backward takes what forward kept in parts
         monkeypatch.setattr(plan, "_MAXSIM_LISTED", plan.KernelTile(rows=16, columns=16, width=128, warps=4, stages=3))
         monkeypatch.setattr(plan, "_MAXSIM_GRADIENT_FLOAT32", plan._MAXSIM_LISTED)
         monkeypatch.setattr("megabatch.tiles.triton_maxsim_lists._CHUNK", 32)
     if strips == "many":
-        monkeypatch.setattr(plan, "maxsim_is_kept", lambda rows, documents: False)
+        monkeypatch.setattr(plan, "maxsim_is_kept", lambda *sizes: False)
         monkeypatch.setattr(plan, "MAXSIM_SCORES", plan.TileSize(2, 3))
         monkeypatch.setattr(plan, "maxsim_strip", lambda rows: plan.TileSize(2, 2))
     N, M, Lq, Ld, D = SHAPES[shape]

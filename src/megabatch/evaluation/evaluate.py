@@ -28,7 +28,8 @@ def evaluate(
 
     Samples with the same first side (`dataset.items`) are one image with several captions. Samples with the same second side
     (`dataset.classes`) are one text with several images; each of them is right. `num_failed` is the number of unreadable
-    samples on all ranks. `clip_val_loss` is CLIP's loss over all pairs at `scale` (default: the model's).
+    samples on all ranks. `clip_val_loss` is CLIP's loss over all pairs at `scale` (default: the model's). Under autocast the
+    towers encode in half precision, but embeddings are compared as they are.
     """
     classes = dataset.classes()
     owner_side, owned_side = (0, 1) if classes is None else (1, 0)  # each row of the second belongs to one row of the first
@@ -52,11 +53,13 @@ def evaluate(
     several = bool(world.max([len(owned) != len(owning)])[0])
     names = ("image", "text") if dataset.sides[0] != dataset.sides[1] else ("query", "text")
     names = names if classes is None else names[::-1]
-    result = retrieval(owning, owned, owners if several else None, names=names, group=group)
+    with torch.autocast(world.device.type, enabled=False):
+        result = retrieval(owning, owned, owners if several else None, names=names, group=group)
     if classes is not None and several:  # samples are images
         result |= {"num_samples": result.pop("num_images"), "num_texts": result["num_samples"]}
     paired, ids = (owning[owners], owners + world.row_offset(len(owning))) if several else (owning, None)
-    share = clip_loss(paired, owned, pair.logit_scale if scale is None else scale, ids=ids, group=group)
+    with torch.autocast(world.device.type, enabled=False):
+        share = clip_loss(paired, owned, pair.logit_scale if scale is None else scale, ids=ids, group=group)
     return {**result, "clip_val_loss": world.sum([share.item()])[0] / world.size, "num_failed": failed}
 
 

@@ -49,12 +49,13 @@ def ranks_of_best(
     _check_pairs(x, y, rows, columns)
     world = World.of(group, y.device)
     offset = world.row_offset(len(y))
-    x, y = (rounded(side, precision).to(accumulator_dtype(side.dtype)) for side in (x, y))
-    best = _best(x, y, rows, columns)
-    count = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    for first, block in world.blocks(y):
-        own = (rows, columns) if first == offset else (rows[:0], columns[:0])
-        count += count_before(x, block, Best(best.similarity, best.column + offset), own, first)
+    with torch.autocast(x.device.type, enabled=False):  # the precision has settled it
+        x, y = (rounded(side, precision).to(accumulator_dtype(side.dtype)) for side in (x, y))
+        best = _best(x, y, rows, columns)
+        count = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        for first, block in world.blocks(y):
+            own = (rows, columns) if first == offset else (rows[:0], columns[:0])
+            count += count_before(x, block, Best(best.similarity, best.column + offset), own, first)
     return count
 
 

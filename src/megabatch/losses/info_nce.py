@@ -67,7 +67,7 @@ def info_nce_loss(
     others_are_keys = negatives is None and contrast in ((QUERY_KEY,), [QUERY_KEY])
     if others_are_keys and log_q is None and margin is None and guide is None and label_smoothing == 0 and group is None:
         run = pairs(query, key, ("query", "key"), ids=ids, reduction=reduction, backend=backend)
-        if is_small(query, run, reduction, tiled=True, columns=symmetric):
+        if is_small(query, run, reduction, tiled=True, rows_only=not symmetric):
             factor = number(scale, "scale", query)
             return small_cross_entropy(query, key, factor, run, ids=ids, columns=symmetric, reduction=reduction)
     batch = Batch.of(

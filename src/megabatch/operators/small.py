@@ -30,16 +30,16 @@ Make = Callable[[], Tensor]  # a matrix of all similarities, a new one each time
 Weigh = Callable[[Make], tuple[float, Tensor]]  # → the sum of all losses, and its gradient
 
 
-def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = False, columns: bool = True) -> bool:
+def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = False, rows_only: bool = False) -> bool:
     """Whether the losses here serve a batch of `rows` like x: one process, at least two rows, and all pairs fit in memory.
 
-    `tiled` says that with kernels there is a loss over tiles too, `columns` that the loss sums columns as well as rows.
+    `tiled` says that with kernels there is a loss over tiles too, `rows_only` that the loss is a cross-entropy of rows alone.
     """
     if group or rows < 2 or torch.compiler.is_compiling() or transforms_are_active():
         return False
     if backend == TRITON:
         return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= plan.SMALL_ROWS)
-    most = plan.SMALL_PAIRS_CPU if columns else plan.SMALL_PAIRS_CPU_ROWS
+    most = plan.SMALL_PAIRS_CPU_ROWS if rows_only else plan.SMALL_PAIRS_CPU
     return x.is_cpu and rows * rows <= most and not isinstance(x, FakeTensor)
 
 

@@ -25,7 +25,7 @@ class Kept(NamedTuple):
     winners: Tensor  # (M, rows), as the kernels of the backend arrange them
 
     def of_documents(self, items: slice) -> "Kept":
-        """Of some documents."""
+        """The scores and winners of some documents."""
         return Kept(self.scores[items], self.winners[items])
 
 

@@ -35,7 +35,7 @@ CPU = TileSize(rows=1024, columns=1024)
 # 44 to 45 and 58 to 66, `sup_con_loss` 69 to 77 and 68 to 72.
 SMALL_PAIRS_CPU = 2048**2
 # Of a loss of rows alone, one matrix of 64 MiB: its dense form has three products, and a pass over tiles four. As above, 4,096
-# pairs, `info_nce_loss` 249 to 325 and 340 to 395, dense 294 to 350. Losses of both directions are not faster there in memory.
+# pairs, `info_nce_loss` 199 to 325 and 340 to 395, dense 256 to 350. Losses of both directions are not faster there in memory.
 SMALL_PAIRS_CPU_ROWS = 4096**2
 
 # One H200, 32k rows and columns, D = 512, bf16 / fp32, clip_loss forward + backward in ms: 1024×1024 693 / 590,
@@ -176,11 +176,12 @@ _MAXSIM_GRADIENT_FLOAT32 = KernelTile(rows=64, columns=32, width=64, warps=4, st
 # Never yet: not measured on a GPU. The tile is the vectors of a part × query vectors of a step.
 MAXSIM_LISTED_FROM = 2**31
 _MAXSIM_LISTED = KernelTile(rows=64, columns=64, width=128, warps=4, stages=3)
-MAXSIM_LISTED = 2**25  # entries of all lists at a time: 128 MiB
+MAXSIM_LIST_ENTRIES = 2**25  # of all lists at a time: 128 MiB
 # Query vectors that gather their winners; 16 to 128 of them differ by 3 %.
 MAXSIM_GATHER = KernelTile(rows=32, columns=1, width=128, warps=4, stages=3)
 MAXSIM_SCORES = TileSize(rows=4096, columns=4096)  # queries and documents of a launch: 64 MiB of scores
 _MAXSIM_WINNERS = 2**27  # of a strip: 256 MiB in int16
+MAXSIM_DOCUMENTS = 2**15  # of a launch, whose grid may have 65,535 of them
 
 
 def maxsim_tile(precision: str, device: torch.device, D: int) -> KernelTile:
@@ -206,15 +207,15 @@ def documents_at_once(width: int, D: int) -> int:
     return max(1, 2**26 // (width * D))
 
 
-def maxsim_is_kept(rows: int, documents: int) -> bool:
-    """Whether forward keeps the winners of so many query vectors for backward: a strip's worth at most."""
-    return rows * documents <= _MAXSIM_WINNERS
+def maxsim_is_kept(rows: int, documents: int, element_bytes: int) -> bool:
+    """Whether forward keeps the winners of so many query vectors for backward: 256 MiB at most."""
+    return rows * documents * element_bytes <= 2 * _MAXSIM_WINNERS
 
 
 def maxsim_strip(rows_of_a_query: int) -> TileSize:
     """Queries and documents of one strip of backward: 32k query vectors, and as many documents as their winners allow."""
     queries = max(1, 32768 // rows_of_a_query)
-    return TileSize(queries, max(1, _MAXSIM_WINNERS // (queries * rows_of_a_query)))
+    return TileSize(queries, min(MAXSIM_DOCUMENTS, max(1, _MAXSIM_WINNERS // (queries * rows_of_a_query))))
 
 
 # Bytes of a strip of gradients: half of the 512 MiB limit of a workspace, because other buffers are alive beside it. Its sides

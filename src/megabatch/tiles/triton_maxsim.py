@@ -15,13 +15,13 @@ from megabatch.tiles.block import windows
 from megabatch.tiles.maxsim import Kept, Weigh
 from megabatch.tiles.tokens import LateBlock, Tokens
 from megabatch.tiles.triton_maxsim_operands import MaxsimOperands, query_slots
-from megabatch.tiles.triton_maxsim_scores import empty_winners, sums
+from megabatch.tiles.triton_maxsim_scores import empty_winners, sums, winner_dtype
 
 
 def room_to_keep(block: LateBlock) -> Kept | None:
     """Uninitialised scores and winners of the block; None if the winners are too many."""
     slot, slots = query_slots(block)
-    if not plan.maxsim_is_kept(block.N * slot * slots, block.M):
+    if not plan.maxsim_is_kept(block.N * slot * slots, block.M, winner_dtype(block).itemsize):
         return None
     scores = torch.empty(block.M, block.N, dtype=torch.float32, device=block.device)
     return Kept(scores, empty_winners(block, block.N, block.M))
@@ -30,12 +30,13 @@ def room_to_keep(block: LateBlock) -> Kept | None:
 def score_tiles(block: LateBlock, kept: Kept | None = None) -> Iterator[tuple[slice, slice, Tensor]]:  # (n, m)
     """(rows, columns, Σ_t max_u) of each strip; fills `kept`."""
     operands = MaxsimOperands(block)
-    strip = plan.MAXSIM_SCORES if kept is None else plan.TileSize(block.N, block.M)
+    strip = plan.MAXSIM_SCORES if kept is None else plan.TileSize(block.N, plan.MAXSIM_DOCUMENTS)
     # The maxima ignore NaN. Sums of 0·values bring it back, query by query and document by document.
     of_queries, of_documents = _poison(block.query), _poison(block.document)
     for rows in windows(block.N, strip.rows):
         for columns in windows(block.M, strip.columns):
-            room = (None, None) if kept is None else (kept.winners, kept.scores)
+            part = None if kept is None else kept.of_documents(columns)
+            room = (None, None) if part is None else (part.winners, part.scores)
             yield rows, columns, sums(operands, rows, columns, *room).add_(of_queries[rows, None]).add_(of_documents[columns])
 
 
@@ -48,14 +49,15 @@ def add_gradients(
     """
     operands = MaxsimOperands(block)
     slot, slots = query_slots(block)
-    strip = plan.maxsim_strip(slot * slots) if kept is None else plan.TileSize(block.N, block.M)
+    strip = plan.maxsim_strip(slot * slots) if kept is None else plan.TileSize(block.N, plan.MAXSIM_DOCUMENTS)
     for rows in windows(block.N, strip.rows):
         for columns in windows(block.M, strip.columns):
             if kept is None:
                 winners = empty_winners(block, rows.stop - rows.start, columns.stop - columns.start)
                 scores = sums(operands, rows, columns, winners)
             else:
-                scores, winners = kept.scores.T, kept.winners
+                part = kept.of_documents(columns)
+                scores, winners = part.scores.T, part.winners
             g = weigh(scores, rows, columns)
             triton_maxsim_gradients.add_gradients(operands, rows, columns, winners, g, dquery, ddocument)
 

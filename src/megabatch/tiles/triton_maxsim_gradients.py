@@ -1,7 +1,7 @@
 """Gradients of Σ_t max_u ⟨q_it, d_ju⟩ in two kernels, given the winners of a strip and a weight for each query and document.
 
 A query vector gathers its winners of all documents. A document vector adds up the query vectors that it won: a product of a
-matrix of weights, 0 where it lost, with the queries (`triton_maxsim_lists` leaves most of the zeros out, for long documents).
+matrix of weights, 0 where it lost, with the queries (`triton_maxsim_lists`, not used yet, leaves most of the zeros out).
 Each sum has one owner, so there are no atomics.
 """
 

@@ -3,7 +3,7 @@
 `triton_maxsim_gradients` multiplies the weights of all query vectors with each part of a document, and nearly all of them are 0
 if the document has many parts: a query vector has one winner. Here the query vectors of a strip are sorted by the part that
 they chose, in two launches (counts, then places), and a part multiplies those of its own list alone. The order within a list is
-the order of the query vectors, so sums are deterministic.
+the order of the query vectors, so sums are deterministic. Not used until it is measured (`plan.MAXSIM_LISTED_FROM`).
 """
 
 import torch
@@ -130,7 +130,7 @@ def add_document_gradients(
     ddocument: Tensor,  # (Td, D) added to
 ) -> None:
     """Adds the documents' gradients of a strip, as many documents at a time as their lists fit into the workspace."""
-    at_once = max(1, plan.MAXSIM_LISTED // winners.shape[1])
+    at_once = min(plan.MAXSIM_DOCUMENTS, max(1, plan.MAXSIM_LIST_ENTRIES // winners.shape[1]))
     for some in windows(len(winners), at_once):
         part = slice(columns.start + some.start, columns.start + some.stop)
         _add(operands, rows, part, winners[some], weights[some], ddocument)

@@ -172,8 +172,12 @@ def sums(
     return found.T if one else torch.sum(found.view(m, n, operands.slots), 2, out=out).T
 
 
+def winner_dtype(block: LateBlock) -> torch.dtype:
+    """The type of a winner's number within its document."""
+    return torch.int16 if block.document.width < 2**15 else torch.int32
+
+
 def empty_winners(block: LateBlock, queries: int, documents: int) -> Tensor:  # (m, rows)
     """Room for the winners of a strip."""
     slot, slots = query_slots(block)
-    dtype = torch.int16 if block.document.width < 2**15 else torch.int32
-    return torch.empty(documents, queries * slot * slots, dtype=dtype, device=block.device)
+    return torch.empty(documents, queries * slot * slots, dtype=winner_dtype(block), device=block.device)
