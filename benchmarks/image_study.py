@@ -73,6 +73,7 @@ class Bench:
         self.machine = machine.summary(machine.describe())
         self.scratch = Path(tempfile.mkdtemp(prefix="image-study-"))
         self.rehearsal = Rehearsal(self)
+        self.stage = 0  # pairs that all runs of a stage see
         self.rates = {line["batch_size"]: _rate(line) for line in self.known() if line.get("beside") == options.beside}
 
     def known(self) -> list[dict[str, Any]]:
@@ -109,6 +110,7 @@ class Bench:
         compiled = parts != ["choose"]  # trials of several towers are not: each compilation takes a minute
         if compiled and todo:
             self.rehearsal.wait()
+        self.stage = sum(one.batch_size * one.steps for one in todo)
         running: dict[Future[dict[str, Any]], tuple[Setting, Path]] = {}
         waiting = iter(todo)
         left = self._started(waiting, running, pool, compiled=compiled)
@@ -141,9 +143,13 @@ class Bench:
         return left
 
     def expected(self, one: Setting) -> float:
-        """Seconds of a run, from the last run of the nearest batch size with as many runs beside it."""
+        """Seconds of a run, from the last run of the nearest batch size with as many runs beside it.
+
+        Not more than all runs of the stage take together: a long run has fewer beside it in the end, and is faster then.
+        """
         near = min(self.rates, key=lambda size: abs(math.log(size / one.batch_size)), default=None)
-        return one.batch_size * one.steps / (FIRST_GUESS / self.options.beside if near is None else self.rates[near])
+        rate = FIRST_GUESS / self.options.beside if near is None else self.rates[near]
+        return min(one.batch_size * one.steps / rate, self.stage / (rate * self.options.beside))
 
     def _note(self, one: Setting, found: dict[str, Any], folder: Path) -> None:
         """Appends a line, but for a run that could not be made here."""
