@@ -39,7 +39,8 @@ class CachedMultiVectorMultipleNegativesRankingLoss(originals.CachedMultiVectorM
 
     Args:
         model: a MultiVectorEncoder.
-        args, kwargs: all other arguments of the original.
+        *args: all other arguments of the original.
+        **kwargs: likewise, by name.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
 
@@ -71,7 +72,8 @@ class MultiVectorDistillKLDivLoss(originals.MultiVectorDistillKLDivLoss):
 
     Args:
         model: a MultiVectorEncoder.
-        args, kwargs: all other arguments of the original.
+        *args: all other arguments of the original.
+        **kwargs: likewise, by name.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:

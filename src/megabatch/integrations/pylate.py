@@ -37,7 +37,8 @@ class CachedContrastive(originals.CachedContrastive):  # type: ignore[misc]
 
     Args:
         model: a ColBERT model of PyLate.
-        args, kwargs: all other arguments of the original; `score_metric` must be `ColBERTScores`.
+        *args: all other arguments of the original; `score_metric` must be `ColBERTScores`.
+        **kwargs: likewise, by name.
         backend: "auto", "eager" or "triton". Changes the speed, never the result.
     """
 
@@ -72,7 +73,8 @@ class Distillation(originals.Distillation):  # type: ignore[misc]
     Args:
         model: a ColBERT model of PyLate.
         score_metric: `colbert_kd_scores`, whose scores are computed here.
-        args, kwargs: all other arguments of the original.
+        *args: all other arguments of the original.
+        **kwargs: likewise, by name.
     """
 
     def __init__(

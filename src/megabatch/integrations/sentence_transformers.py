@@ -82,7 +82,8 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
 
     Args:
         model: a SentenceTransformer.
-        args, kwargs: all other arguments of the original.
+        *args: all other arguments of the original.
+        **kwargs: likewise, by name.
         learn_temperature: whether `scale` is the initial value of a parameter, which the trainer's optimizer then trains. It
             is not part of the saved model.
         largest_scale: upper bound of a learned scale.
@@ -279,7 +280,8 @@ class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
     Args:
         model: a SentenceTransformer.
         guide: another SentenceTransformer, whose similarities decide which texts may be negatives.
-        args, kwargs: all other arguments of the original.
+        *args: all other arguments of the original.
+        **kwargs: likewise, by name.
         learn_temperature: whether 1 / `temperature` is the initial value of a parameter, which the trainer's optimizer then
             trains. It is not part of the saved model.
         largest_scale: upper bound of a learned 1 / temperature.
