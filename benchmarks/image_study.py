@@ -73,7 +73,7 @@ class Bench:
         self.machine = machine.summary(machine.describe())
         self.scratch = Path(tempfile.mkdtemp(prefix="image-study-"))
         self.rehearsal = Rehearsal(self)
-        self.stage = 0  # pairs that all runs of a stage see
+        self.stage_pairs = 0  # that all runs of a stage see
         self.rates = {line["batch_size"]: _rate(line) for line in self.known() if line.get("beside") == options.beside}
 
     def known(self) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ class Bench:
         compiled = parts != ["choose"]  # trials of several towers are not: each compilation takes a minute
         if compiled and todo:
             self.rehearsal.wait()
-        self.stage = sum(one.batch_size * one.steps for one in todo)
+        self.stage_pairs = sum(one.batch_size * one.steps for one in todo)
         running: dict[Future[dict[str, Any]], tuple[Setting, Path]] = {}
         waiting = iter(todo)
         left = self._started(waiting, running, pool, compiled=compiled)
@@ -149,7 +149,7 @@ class Bench:
         """
         near = min(self.rates, key=lambda size: abs(math.log(size / one.batch_size)), default=None)
         rate = FIRST_GUESS / self.options.beside if near is None else self.rates[near]
-        return min(one.batch_size * one.steps / rate, self.stage / (rate * self.options.beside))
+        return min(one.batch_size * one.steps / rate, self.stage_pairs / (rate * self.options.beside))
 
     def _note(self, one: Setting, found: dict[str, Any], folder: Path) -> None:
         """Appends a line, but for a run that could not be made here."""
@@ -208,7 +208,9 @@ class Rehearsal:
     """
 
     def __init__(self, bench: Bench) -> None:
-        self._bench, self._running, self._pool = bench, list[Future[dict[str, Any]]](), None
+        self._bench, self._began = bench, time.monotonic()
+        self._running: list[Future[dict[str, Any]]] = []
+        self._pool: ProcessPoolExecutor | None = None
 
     def start(self) -> None:
         """Begins to compile, where towers will be compiled."""
@@ -217,7 +219,7 @@ class Rehearsal:
             return
         chosen = {line["tower"] for line in bench.known() if line["seed"] != TRIAL}
         names = chosen or bench.sizes.towers
-        self._pool, self._began = bench.pool(len(names)), time.monotonic()
+        self._pool = bench.pool(len(names))
         for name in names:
             one = Setting(name, *CROPS[-1], max(bench.sizes.base, CHUNK), FIRST_RATE, "none", 2, TRIAL)
             self._running.append(self._pool.submit(make_run, one, Path(tempfile.mkdtemp(dir=bench.scratch)), True))

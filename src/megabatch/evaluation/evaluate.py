@@ -53,13 +53,12 @@ def evaluate(
     several = bool(world.max([len(owned) != len(owning)])[0])
     names = ("image", "text") if dataset.sides[0] != dataset.sides[1] else ("query", "text")
     names = names if classes is None else names[::-1]
-    with torch.autocast(world.device.type, enabled=False):
-        result = retrieval(owning, owned, owners if several else None, names=names, group=group)
-    if classes is not None and several:  # samples are images
-        result |= {"num_samples": result.pop("num_images"), "num_texts": result["num_samples"]}
     paired, ids = (owning[owners], owners + world.row_offset(len(owning))) if several else (owning, None)
     with torch.autocast(world.device.type, enabled=False):
+        result = retrieval(owning, owned, owners if several else None, names=names, group=group)
         share = clip_loss(paired, owned, pair.logit_scale if scale is None else scale, ids=ids, group=group)
+    if classes is not None and several:  # samples are images
+        result |= {"num_samples": result.pop("num_images"), "num_texts": result["num_samples"]}
     return {**result, "clip_val_loss": world.sum([share.item()])[0] / world.size, "num_failed": failed}
 
 
