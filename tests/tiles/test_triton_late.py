@@ -33,21 +33,20 @@ def items(count, width, D, layout, seed, dtype):
     {"shape": "long", "layout": "padded", "dtype": torch.float32, "strips": "many"},
     {"shape": "long", "layout": "masked", "dtype": torch.float16, "strips": "one"},
     {"shape": "wide", "layout": "packed and masked", "dtype": torch.float32, "strips": "one"},
-    {"shape": "long", "layout": "packed and masked", "dtype": torch.float32, "strips": "listed"},
-    {"shape": "long", "layout": "padded", "dtype": torch.float16, "strips": "listed"},
+    {"shape": "long", "layout": "packed and masked", "dtype": torch.float32, "strips": "short lists"},
+    {"shape": "long", "layout": "padded", "dtype": torch.float16, "strips": "short lists"},
 )
-@pytest.mark.parametrize("strips", ["many", "one", "listed"])
+@pytest.mark.parametrize("strips", ["many", "one", "short lists"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("layout", ["padded", "masked", "packed", "packed and masked"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_match_float64(monkeypatch, shape, layout, dtype, strips):
-    """In several strips; in one, whose scores and winners forward keeps; and with lists of what each part of a document won."""
-    if strips == "listed":
-        monkeypatch.setattr(plan, "MAXSIM_LISTED_FROM", 0)
+    """In several strips; in one, whose scores and winners forward keeps; and with several lists of winners for a document."""
+    if strips == "short lists":
         monkeypatch.setattr(plan, "MAXSIM_LIST_ENTRIES", 600)  # of two long documents at a time
         monkeypatch.setattr(plan, "documents_at_once", lambda width, D: 3)  # backward takes what forward kept in parts
         monkeypatch.setattr(plan, "_MAXSIM_LISTED", plan.KernelTile(rows=16, columns=16, width=128, warps=4, stages=3))
-        monkeypatch.setattr(plan, "_MAXSIM_GRADIENT_FLOAT32", plan._MAXSIM_LISTED)
+        monkeypatch.setattr(plan, "_MAXSIM_LISTED_FLOAT32", plan._MAXSIM_LISTED)
         monkeypatch.setattr("megabatch.tiles.triton_maxsim_lists._CHUNK", 32)
     if strips == "many":
         monkeypatch.setattr(plan, "maxsim_is_kept", lambda *sizes: False)

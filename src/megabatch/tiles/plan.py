@@ -168,14 +168,10 @@ _MAXSIM_WIDE = KernelTile(rows=128, columns=128, width=64, warps=8, stages=3)  #
 _MAXSIM_TF32 = KernelTile(rows=128, columns=64, width=64, warps=8, stages=2)
 _MAXSIM_FLOAT32 = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
 _MAXSIM_SMALL = KernelTile(rows=64, columns=64, width=64, warps=4, stages=2)
-# Vectors of a document × vectors of queries in each step of a document's gradient. In that run, in ms: 128×64 with 8 warps 30.3
-# and with 4 24.9, 128×128 with 8 29.7 and with 4 25.7, 256×64 with 8 24.8, 64×64 with 4 31.9.
-_MAXSIM_GRADIENT = KernelTile(rows=128, columns=64, width=128, warps=4, stages=3)
-_MAXSIM_GRADIENT_FLOAT32 = KernelTile(rows=64, columns=32, width=64, warps=4, stages=2)
-# Documents of at least so many vectors have lists of the query vectors that each of their parts won (`triton_maxsim_lists`).
-# Never yet: not measured on a GPU. The tile is the vectors of a part × query vectors of a step.
-MAXSIM_LISTED_FROM = 2**31
-_MAXSIM_LISTED = KernelTile(rows=64, columns=64, width=128, warps=4, stages=3)
+# Vectors of a part of a document × query vectors of its list in each step. H200, bf16, forward and backward of 1,024 queries of
+# 128 vectors and documents of 1,024 / 32 and 128, in ms: 64×128 105.5 / 7.3, 64×64 111.6 / 8.5, 128×64 110.2 / 8.9.
+_MAXSIM_LISTED = KernelTile(rows=64, columns=128, width=128, warps=4, stages=3)
+_MAXSIM_LISTED_FLOAT32 = KernelTile(rows=64, columns=32, width=64, warps=4, stages=2)
 MAXSIM_LIST_ENTRIES = 2**25  # of all lists at a time: 128 MiB
 # Query vectors that gather their winners; 16 to 128 of them differ by 3 %.
 MAXSIM_GATHER = KernelTile(rows=32, columns=1, width=128, warps=4, stages=3)
@@ -190,15 +186,9 @@ def maxsim_tile(precision: str, device: torch.device, D: int) -> KernelTile:
     return _tile(half, _MAXSIM_TF32, _MAXSIM_FLOAT32, _MAXSIM_SMALL, precision, device)
 
 
-def maxsim_gradient_tile(precision: str, device: torch.device) -> KernelTile:
-    """The tile of a document's gradient: its vectors, and query vectors in each step."""
-    small = _MAXSIM_GRADIENT_FLOAT32
-    return _tile(_MAXSIM_GRADIENT, small, small, small, precision, device)
-
-
 def maxsim_listed_tile(precision: str, device: torch.device) -> KernelTile:
-    """The tile of a document's gradient from lists: vectors of a part, and query vectors in each step."""
-    small = _MAXSIM_GRADIENT_FLOAT32
+    """The tile of a document's gradient: vectors of a part, and query vectors in each step."""
+    small = _MAXSIM_LISTED_FLOAT32
     return _tile(_MAXSIM_LISTED, small, small, small, precision, device)
 
 

@@ -1,9 +1,9 @@
-"""The gradient of long documents: lists of the query vectors that each part of a document won.
+"""The gradients of documents, from lists of the query vectors that each part of a document won.
 
-`triton_maxsim_gradients` multiplies the weights of all query vectors with each part of a document, and nearly all of them are 0
-if the document has many parts: a query vector has one winner. Here the query vectors of a strip are sorted by the part that
-they chose, in two launches (counts, then places), and a part multiplies those of its own list alone. The order within a list is
-the order of the query vectors, so sums are deterministic. Not used until it is measured (`plan.MAXSIM_LISTED_FROM`).
+A document vector adds up the query vectors that it won: a product of a matrix of weights, 0 where it lost, with the queries. Of
+all query vectors nearly every weight would be 0, since each has one winner in a document. So the query vectors of a strip are
+sorted by the part of the document that they chose, in two launches (counts, then places), and a part multiplies its own list.
+The order within a list is the order of the query vectors, so sums are deterministic.
 """
 
 import torch
