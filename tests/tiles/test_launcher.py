@@ -51,7 +51,18 @@ def test_a_compiled_kernel_is_launched_again_by_position():
     for _ in range(3):
         launch(x, None)
     assert calls[0] == ("kernel", (7,), (x, None, 5), {"BLOCK": 16, "num_warps": 8})
-    assert calls[1:] == [("compiled", 7, 1, 1, 30, "function", "metadata", None, None, None, x, None, 5, 16)] * 2
+    address = x.data_ptr()
+    assert calls[1:] == [("compiled", 7, 1, 1, 30, "function", "metadata", None, None, None, address, None, 5, 16)] * 2
+
+
+def test_descriptors_are_passed_as_they_are():
+    calls = []
+    launch = triton_launcher.Launcher(Kernel(calls, Compiled(calls)), (7,), (5,), BLOCK=16)
+    x, descriptor = torch.zeros(5), SimpleNamespace(base=torch.zeros(5))
+    for _ in range(2):
+        launch(x, descriptor)
+    assert calls[1][10] is x
+    assert calls[1][11] is descriptor
 
 
 def test_hooks_for_launches_are_left_to_triton(hooks):

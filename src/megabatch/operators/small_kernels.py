@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megabatch.operators.definition import refusing
-from megabatch.tiles.precision import product, rounded
+from megabatch.tiles.precision import rounded
 
 MATCHES, ROWS, VIEWS, LABELS, SIGMOID = range(5)  # the kinds of `tiles.triton_small_device`
 
@@ -71,7 +71,7 @@ class _SmallLoss(torch.autograd.Function):
         learns: bool,
     ) -> Tensor:
         from megabatch.tiles.triton_launcher import kinds
-        from megabatch.tiles.triton_small import Form, launches_of
+        from megabatch.tiles.triton_small_launches import Form, launches_of
 
         kind = task.kind
         needs = ctx.needs_input_grad[:4] if learns else (False,) * 4
@@ -83,25 +83,26 @@ class _SmallLoss(torch.autograd.Function):
         ids = None if task.ids is None else task.ids.contiguous()
         layout = rows.shape, rows.stride(), columns.stride(), rows.device, kinds(rows, columns, scale, bias, ids)
         launches = launches_of(Form(kind, task.divisor, task.ids_are_positives, precision, needs, *layout))
-        products = product(rows, columns.T)
+        products = launches.products(rows, columns)
+        formed = (rows, columns) if launches.forms_products else (None, None)
         weights = launches.weights(products)
         work, sums, loss = launches.room()
         if kind == SIGMOID:
-            launches.sigmoid_weights(products, weights, scale, bias, ids, work, sums)
+            launches.sigmoid_weights(*formed, products, weights, scale, bias, ids, work, sums)
         else:
             if kind in (ROWS, VIEWS):
                 launches.rows(products, weights, scale, ids, work, sums)
             else:
-                launches.partial_sums(products, scale, ids, work)
+                launches.partial_sums(*formed, products, scale, ids, work)
                 launches.combine(products, scale, work, sums)
             if launches.learns and kind != ROWS:
                 launches.softmax_weights(products, weights, scale, ids, work, sums)
         dx = dy = None
         if weights is not None and launches.sides[0]:
-            dx = product(weights, columns)
+            dx = launches.gradient(weights, columns)
         if weights is not None and launches.sides[1]:
-            dy = product(weights.T, rows)
-        launches.finish(rows, columns, dx, dy, work, sums, scale, loss)
+            dy = launches.gradient(weights.T, rows)
+        launches.finish(rows, columns, weights if launches.multiplies else None, dx, dy, work, sums, scale, loss)
         if learns:
             ctx.save_for_backward(x, y, scale, bias, dx, dy, sums)
         return loss

@@ -230,6 +230,9 @@ _ONE_STRIP_BYTES = 512 * 2**20
 # half precision, within the 512 MiB limit of a workspace. H200, bf16, D = 512: 8,192 pairs take 1.1 ms in memory and 2.0 over
 # tiles, where the host needs that long; 16,384 pairs take 2.7, and 1.5 GiB, in memory and 1.6 over tiles.
 SMALL_PAIRS = 8192**2
+# Rows up to which its kernels form products of half precision themselves: launching a library product takes the host 50 µs.
+SMALL_PRODUCT_ROWS = 4096
+SMALL_PRODUCT = KernelTile(rows=64, columns=64, width=128, warps=4, stages=3)  # rows × weights of a step × width of a gradient
 
 # Rows up to which a softmax loss over tiles computes its gradients with the loss (`operators.pair_loss`). That saves the host
 # several milliseconds, and keeps gradients in memory between forward and backward. With more rows the GPU is busy for longer

@@ -62,11 +62,15 @@ class Launcher:
         assert len(tensors) == self._tensors
         compiled = self._first(*tensors)
         if isinstance(compiled, CompiledKernel):  # not if it was interpreted
-            self._again = _repeated(compiled, self._grid, self._rest)
+            plain = all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors)
+            self._again = _repeated(compiled, self._grid, self._rest, plain=plain)
 
 
-def _repeated(compiled: CompiledKernel, grid: tuple[int, ...], rest: tuple[Any, ...]) -> Callable[..., Any]:
-    """Starts a compiled kernel on the current device; takes tensors, which come before the rest of the arguments."""
+def _repeated(compiled: CompiledKernel, grid: tuple[int, ...], rest: tuple[Any, ...], *, plain: bool) -> Callable[..., Any]:
+    """Starts a compiled kernel on the current device; takes tensors, which come before the rest of the arguments.
+
+    Of plain tensors it passes addresses. Given a tensor, Triton asks the driver at every launch whether the GPU can read it.
+    """
     run_with_hooks = compiled[grid]
     if not _RUN_IS_KNOWN:
         return lambda *tensors: run_with_hooks(*tensors, *rest)
@@ -76,6 +80,9 @@ def _repeated(compiled: CompiledKernel, grid: tuple[int, ...], rest: tuple[Any, 
     def start(*tensors: Argument) -> None:
         if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):
             run_with_hooks(*tensors, *rest)
+        elif plain:
+            addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+            run(*grid, stream_of(device), *fixed, *addresses, *rest)
         else:
             run(*grid, stream_of(device), *fixed, *tensors, *rest)
 

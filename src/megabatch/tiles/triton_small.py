@@ -1,33 +1,25 @@
 """Kernels for a loss whose similarities are all in memory: statistics of rows and columns, then weights.
 
 `triton_small_device` says what the kinds of losses are and where numbers are kept, `triton_small_gradients` has the last step
-of the gradients.
+of the gradients, and `triton_small_launches` launches all of them.
 
-A library product forms the products ⟨x_i, y_j⟩ in float32, and s_ij = scale·⟨x_i, y_j⟩ is rounded once, the same way in every
-kernel (no fused multiply-add). Sums are exp(shift) · total, as in `logsum`; what is one number per row is computed in float64.
-No atomics: programs store partial sums, and the next launch adds them in a fixed order.
+A library product, or the first kernel, forms the products ⟨x_i, y_j⟩ in float32, and s_ij = scale·⟨x_i, y_j⟩ is rounded once,
+the same way in every kernel (no fused multiply-add). Sums are exp(shift) · total, as in `logsum`; what is one number per row is
+computed in float64. No atomics: programs store partial sums, and the next launch adds them in a fixed order.
 """
 
-from functools import lru_cache
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from megabatch.tiles.precision import FLOAT16, HALF_DTYPE, TF32
 from megabatch.tiles.triton_device import cross_entropy, finite_or_zero, log1p, logarithm
-from megabatch.tiles.triton_launcher import Launcher
 from megabatch.tiles.triton_small_device import (
     FIRST_SUM,
     LABELS,
     MATCHES,
     PLANES,
-    ROWS,
-    SIGMOID,
     SUMS,
     VIEWS,
+    form_tile,
     load_tile,
     partner_of,
     softmax_of,
@@ -35,12 +27,6 @@ from megabatch.tiles.triton_small_device import (
     store_weights,
     sum_all,
 )
-from megabatch.tiles.triton_small_gradients import finish
-
-_BLOCK_N, _BLOCK_M = 64, 128  # a tile of similarities
-_ROWS = 32  # rows that a program combines
-_WHOLE_ROWS, _WIDTH = 4, 1024  # rows of a program that computes them whole, and columns that it loads at once
-_EXACT = {"enable_fp_fusion": False}  # similarities are rounded before a shift is subtracted
 
 
 @triton.jit
@@ -52,19 +38,30 @@ def _store_sum(to, plane, t, axis: tl.constexpr, mask):
 
 
 @triton.jit
-def _partial_sums_kernel(
+def partial_sums_kernel(
+    x,  # (N, D); None if the products are given
+    y,  # (N, D) or None
     products,  # (N, N)
     scale,  # ()
     ids,  # (N,) or None
     work,
     N,
+    D,
+    x_row_stride,
+    x_stride,
+    y_row_stride,
+    y_stride,
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
+    """Sums over the rows and columns of a tile, but for matches."""
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s, inside, own, same = load_tile(products, ids, offs_n, offs_m, N, False)
+    s, inside, own, same = form_tile(
+        x, y, products, ids, offs_n, offs_m, N, D, x_row_stride, x_stride, y_row_stride, y_stride, BLOCK_N, BLOCK_M, BLOCK_D
+    )
     t = s * tl.load(scale).to(tl.float32)
     negatives = tl.where(inside & ~own & ~same, t, -float("inf"))
     mask_n = offs_n < N
@@ -138,7 +135,7 @@ def _combine(
 
 
 @triton.jit
-def _combine_kernel(
+def combine_kernel(
     products,  # (N, N)
     scale,  # ()
     work,
@@ -151,6 +148,7 @@ def _combine_kernel(
     COL_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Adds the partial sums of rows, and of columns."""
     program, programs, tiles = tl.program_id(0), tl.num_programs(0), tl.cdiv(N, BLOCK_N)
     parts = work + 2 * PLANES * N
     sums += FIRST_SUM
@@ -181,7 +179,7 @@ def _label_weights(t, inside, own, same, stats, offs, N, axis: tl.constexpr):
 
 
 @triton.jit
-def _softmax_weights_kernel(
+def softmax_weights_kernel(
     products,  # (N, N)
     weights,  # (N, N), which may be `products` itself, or None
     scale,  # ()
@@ -196,6 +194,7 @@ def _softmax_weights_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
+    """The weights of a tile: d loss / d t."""
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     s, inside, own, same = load_tile(products, ids, offs_n, offs_m, N, KIND == VIEWS)
@@ -228,7 +227,7 @@ def _negatives(products, scale, ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
 
 
 @triton.jit
-def _rows_kernel(
+def rows_kernel(
     products,  # (N, N)
     weights,  # (N, N), which may be `products` itself, or None
     scale,  # ()
@@ -274,7 +273,9 @@ def _rows_kernel(
 
 
 @triton.jit
-def _sigmoid_kernel(
+def sigmoid_kernel(
+    x,  # (N, D); None if the products are given
+    y,  # (N, D) or None
     products,  # (N, N)
     weights,  # (N, N), which may be `products` itself, or None
     scale,  # ()
@@ -283,15 +284,24 @@ def _sigmoid_kernel(
     work,  # the weight of the match alone
     sums,
     N,
+    D,
+    x_row_stride,
+    x_stride,
+    y_row_stride,
+    y_stride,
     unit,
     IDS_ARE_POSITIVES: tl.constexpr,
     TF32: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
+    """Losses and weights of the pairs of a tile."""
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s, inside, own, same = load_tile(products, ids, offs_n, offs_m, N, False)
+    s, inside, own, same = form_tile(
+        x, y, products, ids, offs_n, offs_m, N, D, x_row_stride, x_stride, y_row_stride, y_stride, BLOCK_N, BLOCK_M, BLOCK_D
+    )
     positive = inside & own
     counted = inside
     if IDS_ARE_POSITIVES:
@@ -315,78 +325,3 @@ def _sigmoid_kernel(
         tl.store(work + 3 * N + offs_n, -tl.sum(tl.where(own, g, 0.0), 1), offs_n < N)
     if weights is not None:
         store_weights(weights, tl.where(own, 0.0, g), offs_n, offs_m, inside, N, unit, TF32)
-
-
-class Form(NamedTuple):
-    """What decides how the kernels of a loss are compiled and launched."""
-
-    kind: int
-    divisor: int  # of the loss; 0 for the number of rows with a positive
-    ids_are_positives: bool  # of SIGMOID
-    precision: str
-    needs: tuple[bool, ...]  # whether there are gradients of x, y, scale and bias
-    shape: tuple[int, ...]  # N, D
-    row_strides: tuple[int, ...]
-    col_strides: tuple[int, ...]
-    device: torch.device
-    kinds: tuple[Any, ...]  # of rows, columns, scale, bias and ids
-
-
-class Launches:
-    """The launches of one form."""
-
-    def __init__(self, form: Form) -> None:
-        (N, D), kind, self.device = form.shape, form.kind, form.device
-        grid = -(-N // _BLOCK_M), -(-N // _BLOCK_N)  # tiles of columns, tiles of rows
-        tile = {"BLOCK_N": _BLOCK_N, "BLOCK_M": _BLOCK_M}
-        eight_warps = {"num_warps": 8, **_EXACT}
-        self.learns = any(form.needs)  # weights or d scale
-        of_x, of_y = form.needs[:2]
-        self.sides = (of_x or of_y, False) if kind in (VIEWS.value, LABELS.value) else (of_x, of_y)
-        self.half = HALF_DTYPE.get(form.precision)
-        unit, tf32 = 2.0**14 if form.precision == FLOAT16 else 1.0, form.precision == TF32  # weights are stored times `unit`
-        self.work, tiles = PLANES.value * N, grid[0] * grid[1]
-        if kind == SIGMOID.value:
-            programs = 0
-            constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": tf32}
-            self.sigmoid_weights = Launcher(_sigmoid_kernel, grid, (N, unit), **constants, **tile, **eight_warps)
-        elif kind in (ROWS.value, VIEWS.value):
-            programs = -(-N // _WHOLE_ROWS)
-            tiles = programs if kind == ROWS.value else tiles
-            blocks = {"BLOCK_N": _WHOLE_ROWS, "BLOCK_M": min(_WIDTH, triton.next_power_of_2(N))}
-            with_weights = kind == ROWS.value and self.learns
-            constants = {"IS_VIEWS": kind == VIEWS.value, "WITH_WEIGHTS": with_weights, "TF32": tf32}
-            self.rows = Launcher(_rows_kernel, (programs,), (N, unit), **constants, **blocks, **_EXACT)
-        else:
-            row_planes, col_planes, sides = (7, 0, 1) if kind == LABELS.value else (2, 2, 2)
-            programs = -(-N // _ROWS) * sides
-            self.work = N * (2 * PLANES.value + row_planes * grid[0] + col_planes * grid[1])
-            parts = {"ROW_PARTS": triton.next_power_of_2(grid[0]), "COL_PARTS": triton.next_power_of_2(grid[1])}
-            self.partial_sums = Launcher(_partial_sums_kernel, grid, (N,), KIND=kind, **tile, **eight_warps)
-            self.combine = Launcher(_combine_kernel, (programs,), (N, *grid), KIND=kind, BLOCK_N=_ROWS, **parts, **_EXACT)
-        if kind not in (SIGMOID.value, ROWS.value):
-            first = N, FIRST_SUM.value + SUMS.value * programs, unit
-            self.softmax_weights = Launcher(_softmax_weights_kernel, grid, first, KIND=kind, TF32=tf32, **tile, **eight_warps)
-        self.sums = FIRST_SUM.value + SUMS.value * (programs + tiles)
-        last = N, D, *form.row_strides, *form.col_strides, programs, tiles, float(form.divisor), unit
-        self.finish = finish(kind, self.sides, last, learns=self.learns)
-
-    def weights(self, products: Tensor) -> Tensor | None:  # (N, N)
-        """Uninitialised, or the products themselves, which weights of the same type overwrite; None if no side is learned."""
-        if not any(self.sides):
-            return None
-        return products if self.half is None else torch.empty_like(products, dtype=self.half)
-
-    def room(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`work`, `sums` and the loss, uninitialised."""
-        return (
-            torch.empty(self.work, dtype=torch.float32, device=self.device),
-            torch.empty(self.sums, dtype=torch.float64, device=self.device),
-            torch.empty((), dtype=torch.float32, device=self.device),
-        )
-
-
-@lru_cache(maxsize=256)
-def launches_of(form: Form) -> Launches:
-    """The same object for the same form."""
-    return Launches(form)

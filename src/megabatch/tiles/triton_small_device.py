@@ -35,18 +35,47 @@ def partner_of(offs_n, N):
 
 
 @triton.jit
-def load_tile(products, ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
-    """(products, inside, on the diagonal, other pairs of equal ids); two views of one thing have equal ids."""
+def relations(ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
+    """(inside, on the diagonal, other pairs of equal ids) of a tile; two views of one thing have equal ids."""
     inside = (offs_n < N)[:, None] & (offs_m < N)[None, :]
     own = offs_n[:, None] == offs_m[None, :]
-    s = tl.load(products + offs_n[:, None] * N + offs_m[None, :], inside, 0.0)
     if ids is not None:
         same = equal_ids(ids, ids, offs_n, offs_m, N, N)
     elif IS_VIEWS:
         same = partner_of(offs_n, N)[:, None] == offs_m[None, :]
     else:
         same = own
-    return s, inside, own, inside & same & ~own
+    return inside, own, inside & same & ~own
+
+
+@triton.jit
+def load_tile(products, ids, offs_n, offs_m, N, IS_VIEWS: tl.constexpr):
+    """(products, inside, on the diagonal, other pairs of equal ids)."""
+    inside, own, same = relations(ids, offs_n, offs_m, N, IS_VIEWS)
+    return tl.load(products + offs_n[:, None] * N + offs_m[None, :], inside, 0.0), inside, own, same
+
+
+@triton.jit
+def form_tile(
+    x, y, products, ids, offs_n, offs_m, N, D, x_row_stride, x_stride, y_row_stride, y_stride,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`load_tile`; of x and y, if these are given, the products are formed and stored first."""
+    inside, own, same = relations(ids, offs_n, offs_m, N, False)
+    place = products + offs_n[:, None] * N + offs_m[None, :]
+    if x is None:
+        s = tl.load(place, inside, 0.0)
+    else:
+        rows, columns = x + offs_n.to(tl.int64)[:, None] * x_row_stride, y + offs_m.to(tl.int64)[:, None] * y_row_stride
+        s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for d in range(0, D, BLOCK_D):
+            offs_d = d + tl.arange(0, BLOCK_D)
+            mask_d = (offs_d < D)[None, :]
+            a = tl.load(rows + offs_d.to(tl.int64)[None, :] * x_stride, (offs_n < N)[:, None] & mask_d, 0.0)
+            b = tl.load(columns + offs_d.to(tl.int64)[None, :] * y_stride, (offs_m < N)[:, None] & mask_d, 0.0)
+            s = tl.dot(a, b.T, s)
+        tl.store(place, s, inside)
+    return s, inside, own, same
 
 
 @triton.jit
