@@ -21,6 +21,8 @@ COLOURS = {"none": plots.BLUE, "sqrt": plots.GREEN, "linear": plots.ORANGE}
 LOSSES = {"megabatch": plots.GREEN, "open_clip": plots.ORANGE, "inf_cl": plots.VIOLET}
 BASE, TRIAL = 1024, 1000
 CLIP, SIGLIP = "megabatch", "siglip"
+# Standard errors that chance exceeds in one of twenty cases, by degrees of freedom from 1 on (Student's distribution).
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 Line = dict[str, Any]
 
@@ -50,11 +52,13 @@ class Value(NamedTuple):
         return f"{100 * self.mean:.1f} ± {100 * self.deviation:.1f}" if self.count > 1 else f"{100 * self.mean:.1f}"
 
     def differs(self, other: "Value") -> bool:
-        """Whether the means are further apart than two standard errors; never with one seed."""
+        """Whether the means are further apart than chance explains at 5 %, by Welch's test; never with one seed."""
         if min(self.count, other.count) < 2:
             return False
-        error = self.deviation**2 / self.count + other.deviation**2 / other.count
-        return abs(self.mean - other.mean) > 2 * error**0.5
+        parts = [value.deviation**2 / value.count for value in (self, other)]
+        doubts = sum(part**2 / (value.count - 1) for part, value in zip(parts, (self, other), strict=True))
+        freedom = int(sum(parts) ** 2 / doubts) if doubts > 0 else len(STUDENT)
+        return abs(self.mean - other.mean) > STUDENT[min(freedom, len(STUDENT)) - 1] * sum(parts) ** 0.5
 
 
 class Study:
@@ -186,7 +190,7 @@ def _siglip(study: Study) -> Table:
 
 
 def words(study: Study) -> str:
-    """What the figures say. A difference within two standard errors is not called one."""
+    """What the figures say. A difference that chance explains is not called one."""
     if not study.sizes:
         return ""
     values = {size: Value.of(study.best_lines(size)) for size in study.sizes}

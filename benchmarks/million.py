@@ -7,7 +7,7 @@ Each repetition has a crop of its own; pairs of one photograph are not each othe
 are on the GPU, crops are made for each chunk and again in the second pass, and no graph is kept (`memory.graphs` is 0): the
 step that the plan describes. A run of a smaller batch compiles the towers and loads the kernels first, and is not counted.
 
-Writes a JSON file after every batch size, and a table of time by phase and of both peaks.
+Writes a JSON file after every batch size; `million_report.py` makes the table and the plot of it, on any machine.
 """
 
 import argparse
@@ -21,17 +21,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import reports
 import torch
 from flickr8k_data import HELD_OUT, TRAIN, Captioned, invented, read
 from image_study_settings import Sizes
 from image_study_worker import add_model
+from million_report import report, table
 from record import Record, arguments, device_of
 from torch import Tensor
 
 from megabatch import towers
 from megabatch.data.resident import Resident
-from megabatch.display.tables import Table
 from megabatch.evaluation import results
 from megabatch.planning import gpus, models, step
 from megabatch.planning.losses import MEGABATCH
@@ -43,7 +42,6 @@ from megabatch.world import World
 BATCHES = [1 << 20, 1 << 22]
 TOWER, CHUNK = "conv1@64", 4096
 WARM_UP = 1 << 17  # pairs, more than the batches whose gradients are computed with the loss
-PHASES = ("data", "forward", "loss", "backward", "optimizer")
 
 
 class Repeated(Resident):
@@ -144,20 +142,6 @@ class Bench:
             self.record.save()
 
 
-def table(record: dict[str, Any]) -> Table:
-    rows = []
-    for result in record["results"]:
-        for who in ("planned", "measured"):
-            numbers = result[who]
-            phases = [f"{numbers[name]:.2f}" if name in numbers else "" for name in PHASES]
-            host = f"{numbers['host_bytes'] / 2**30:.1f}" if "host_bytes" in numbers else ""
-            gpu = f"{numbers['gpu_bytes'] / 2**30:.1f}"
-            rows.append([f"{result['batch']:,}", who, *phases, f"{numbers['seconds']:.2f}", gpu, host])
-    headings = ["pairs", "", *(f"{name}, s" for name in PHASES), "step, s", "GPU, GiB", "host, GiB"]
-    notes = "Backward includes encoding each chunk again. The host's peak is that of the whole process, data included."
-    return Table(headings, rows, notes=notes)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with Flickr8k's .bin and .json; left out, a tiny run invents some")
@@ -173,7 +157,7 @@ def main() -> int:
         parser.error("--data is needed: the folder with Flickr8k's .bin and .json")
     bench = Bench(args)
     bench.work()
-    reports.write(bench.record.path, lambda record: table(record).markdown())
+    report(bench.record.path)
     table(bench.record.contents).print()
     return 0
 
