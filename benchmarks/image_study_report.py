@@ -21,7 +21,8 @@ COLOURS = {"none": plots.BLUE, "sqrt": plots.GREEN, "linear": plots.ORANGE}
 LOSSES = {"megabatch": plots.GREEN, "open_clip": plots.ORANGE, "inf_cl": plots.VIOLET}
 BASE, TRIAL = 1024, 1000
 CLIP, SIGLIP = "megabatch", "siglip"
-# Standard errors that chance exceeds in one of twenty cases, by degrees of freedom from 1 on (Student's distribution).
+# Standard errors that chance exceeds in one of twenty cases, by degrees of freedom from 1 on (Student's distribution). The last
+# serves more degrees too, for which it is a little too strict.
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 Line = dict[str, Any]
@@ -57,8 +58,8 @@ class Value(NamedTuple):
             return False
         parts = [value.deviation**2 / value.count for value in (self, other)]
         doubts = sum(part**2 / (value.count - 1) for part, value in zip(parts, (self, other), strict=True))
-        freedom = int(sum(parts) ** 2 / doubts) if doubts > 0 else len(STUDENT)
-        return abs(self.mean - other.mean) > STUDENT[min(freedom, len(STUDENT)) - 1] * sum(parts) ** 0.5
+        freedom = int(sum(parts) ** 2 / doubts + 1e-9) if doubts > 0 else len(STUDENT)
+        return abs(self.mean - other.mean) > STUDENT[min(freedom, len(STUDENT)) - 1] * sum(parts) ** 0.5 + 1e-9
 
 
 class Study:

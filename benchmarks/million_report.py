@@ -39,6 +39,8 @@ def table(record: dict[str, Any]) -> Table:
 def draw(record: dict[str, Any]) -> Any:
     """Where the time of a step went, beside the plan, for each batch."""
     results = record["results"]
+    if not results:
+        return None
     title = f"One training step: seconds planned and measured; {reports.chip(record)}"
     figure, (panels,) = plots.figure(title, columns=len(results), size=(5.5 * len(results), 3.2))
     for axes, result in zip(panels, results, strict=True):

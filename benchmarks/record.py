@@ -13,7 +13,7 @@ import torch
 
 from megabatch import machine
 
-PATHS = ("--output", "--data", "--shards", "--peers")  # left out of the recorded command
+PATHS = ("--data", "--shards", "--peers")  # "FOLDER" in the recorded command
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -66,9 +66,15 @@ class Record:
 
 
 def _without_paths(words: Sequence[str]) -> list[str]:
-    kept, hidden = [], False
-    for word in words:
-        if not hidden and word.split("=")[0] not in PATHS:
+    """The arguments of a command that anybody can repeat: no folder of this machine, and no --output."""
+    kept: list[str] = []
+    left = iter(words)
+    for word in left:
+        name = word.partition("=")[0]
+        if name in (*PATHS, "--output"):
+            if name == word:
+                next(left, None)  # its folder
+            kept += [name, "FOLDER"] if name in PATHS else []
+        else:
             kept.append(word)
-        hidden = word in PATHS
     return kept

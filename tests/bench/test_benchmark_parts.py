@@ -141,10 +141,10 @@ def test_paths_stay_out_of_a_command(monkeypatch, tmp_path):
     from record import Record
 
     monkeypatch.setattr(
-        sys, "argv", ["x", "--data", "/here", "--tiny", "--output=/there", "--output", "/there", "--seconds", "5"]
+        sys, "argv", ["x", "--data", "/here", "--tiny", "--peers=/x", "--output=/there", "--output", "/there", "--seconds", "5"]
     )
     record = Record("some", argparse.Namespace(output=tmp_path, name="some"), 5.0)
-    assert record["command"] == "python benchmarks/some.py --tiny --seconds 5"
+    assert record["command"] == "python benchmarks/some.py --data FOLDER --tiny --peers FOLDER --seconds 5"
 
 
 def test_rates_of_training_runs_by_hand():

@@ -103,14 +103,41 @@ def test_half_precision(name, dtype):
     """Only weights and results are rounded to the type of the inputs; the interpreter truncates to bfloat16."""
     if DEVICE == "cpu" and dtype == torch.bfloat16 and "over tiles" in name:
         pytest.skip("the interpreter has no bfloat16 products")
-    inputs = data(dtype)
+    assert_right_in_half_precision(name, data(dtype))
+
+
+def assert_right_in_half_precision(name, inputs):
+    eps = torch.finfo(inputs[0].dtype).eps
     found, wanted = outcomes(kernels(name), inputs), outcomes(exact(name), wide(inputs))
     # Over tiles, the gradient of the scale is taken from dx, and the rounding of the weights enters.
-    of_scale = torch.finfo(dtype).eps if "over tiles" in name else 5e-6
+    of_scale = eps if "over tiles" in name else 5e-6
     for actual, expected, bound in ((found[0], wanted[0], 5e-6), (found[3], wanted[3], of_scale)):
         torch.testing.assert_close(actual, expected, rtol=bound, atol=bound)
     for actual, expected in zip(found[1:3], wanted[1:3], strict=True):
-        assert (actual - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+        assert (actual - expected).norm() <= 4 * eps * expected.norm()
+
+
+@pytest.mark.quick({"name": "clip ids"}, {"name": "siglip positives"})
+@pytest.mark.parametrize("name", EACH_KERNEL)
+def test_half_precision_of_wide_embeddings(name):
+    """Several steps of the width in a product of similarities, and several tiles of it in a gradient."""
+    x, y = aligned_pairs(N, 150, noise=1.0, seed=1)
+    scale = torch.tensor(20.0, device=DEVICE, requires_grad=True)
+    assert_right_in_half_precision(name, [*leaves(x.to(DEVICE, torch.float16), y.to(DEVICE, torch.float16)), scale])
+
+
+@pytest.mark.quick({"name": "clip ids"}, {"name": "siglip positives"})
+@pytest.mark.parametrize("name", EACH_KERNEL)
+def test_half_precision_with_library_products(name, monkeypatch):
+    """As from 4,097 rows on."""
+    from megabatch.tiles.triton_small_launches import launches_of
+
+    monkeypatch.setattr(plan, "SMALL_PRODUCT_ROWS", 0)
+    launches_of.cache_clear()
+    try:
+        assert_right_in_half_precision(name, data(torch.float16))
+    finally:
+        launches_of.cache_clear()
 
 
 @pytest.mark.quick({"loss": "clip", "dtype": torch.float32, "scale": 50.0})
@@ -188,14 +215,15 @@ def test_what_is_not_finite_is_not_hidden(name, bad):
 
 
 @pytest.mark.quick(
-    {"layout": "transposed", "name": "clip"},
-    {"layout": "odd offset", "name": "siglip"},
-    {"layout": "expanded", "name": "nt_xent"},
+    {"layout": "transposed", "name": "clip", "dtype": torch.float16},
+    {"layout": "odd offset", "name": "siglip", "dtype": torch.float32},
+    {"layout": "expanded", "name": "nt_xent", "dtype": torch.float32},
 )
 @pytest.mark.parametrize("name", ["clip", "siglip", "nt_xent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("layout", ["transposed", "odd offset", "expanded"])
-def test_any_memory_layout(layout, name):
-    x, y, scale = data()
+def test_any_memory_layout(layout, dtype, name):
+    x, y, scale = data(dtype)
     base = {
         "transposed": lambda: x.detach().T.contiguous().T,
         "odd offset": lambda: torch.cat((x.detach().flatten(), x.detach()[0]))[1 : 1 + N * D].view(N, D),

@@ -1,7 +1,8 @@
 """Losses of a small batch by kernels: all similarities in memory once, and the gradients computed with the loss.
 
-A step is three library products and four launches (two for a sigmoid loss, and for rows alone), and backward, one launch,
-multiplies by the incoming gradient.
+A step is four launches (three for two views of one batch, two for a sigmoid loss, and for rows alone), and one more in
+backward, which multiplies by the incoming gradient. In half precision and up to `plan.SMALL_PRODUCT_ROWS` rows the kernels form
+the products, except the similarities of two views and of rows alone; otherwise there are three library products.
 With one pass over tiles after another, the host would take longer to launch the work than the device to do it. The
 similarities fit the limit of a workspace (`plan.SMALL_PAIRS`) and are freed before forward returns.
 

@@ -163,6 +163,6 @@ def _notes(plan: Plan) -> str:
         f"From the vendor: rates and memory ({setup.gpu.source}).",
         f"Assumed: {memory} usable; {shares};",
         f"{gpus.LINK_EFFICIENCY:.0%} of {inside}, and of {between} between nodes.",
-        "Left out: ids. With them, megabatch's loss takes 1.5 times as long at width 512, and twice as long at 256.",
+        "Left out: ids. On an H200, megabatch's loss takes about 1.5 times as long with them at width 512, and twice at 256.",
     ]
     return "\n".join(lines)

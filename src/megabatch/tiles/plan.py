@@ -227,17 +227,26 @@ _ONE_STRIP_BYTES = 512 * 2**20
 
 
 # Pairs whose similarities kernels hold in memory at once (`triton_small`): 256 MiB in float32, and half as much for weights in
-# half precision, within the 512 MiB limit of a workspace. H200, bf16, D = 512: 8,192 pairs take 1.1 ms in memory and 2.0 over
-# tiles, where the host needs that long; 16,384 pairs take 2.7, and 1.5 GiB, in memory and 1.6 over tiles.
+# half precision, within the 512 MiB limit of a workspace. H200, bf16, D = 512: 8,192 pairs take 0.7 ms in memory and 1.4 over
+# tiles, where the host needs that long; 16,384 pairs take 2.8, and 1.5 GiB, in memory and 1.6 over tiles.
 SMALL_PAIRS = 8192**2
 # Rows up to which its kernels form products of half precision themselves: launching a library product takes the host 50 µs.
+# H200, bf16, D = 512, µs of the device with products by kernels / by the library: 24 / 29 at 256 rows, 217 / 200 at 4,096,
+# 808 / 686 at 8,192; 341 / 277 at 4,096 rows with D = 1024, where the host needs more.
 SMALL_PRODUCT_ROWS = 4096
+_SMALL_PRODUCT_TERMS = 4096**2 * 1024  # of one product
 SMALL_PRODUCT = KernelTile(rows=64, columns=64, width=128, warps=4, stages=3)  # rows × weights of a step × width of a gradient
 
 # Rows up to which a softmax loss over tiles computes its gradients with the loss (`operators.pair_loss`). That saves the host
 # several milliseconds, and keeps gradients in memory between forward and backward. With more rows the GPU is busy for longer
 # than the host: 27 ms either way at 65,536 (H200, D = 512). `nt_xent_loss` then forms half the products (`tiles.symmetric`).
 SMALL_ROWS = 32768
+
+
+def small_products(N: int, D: int) -> bool:
+    """Whether the kernels of a small batch form its products."""
+    return N <= SMALL_PRODUCT_ROWS and N * N * D <= _SMALL_PRODUCT_TERMS
+
 
 # Versions of Triton that `gluon_warp_specialized` was compiled and run with; Gluon is experimental.
 _GLUON_VERSIONS = ((3, 6), (3, 9))

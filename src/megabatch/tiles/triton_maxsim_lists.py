@@ -1,8 +1,8 @@
 """The gradients of documents, from lists of the query vectors that each part of a document won.
 
-A document vector adds up the query vectors that it won: a product of a matrix of weights, 0 where it lost, with the queries. Of
-all query vectors nearly every weight would be 0, since each has one winner in a document. So the query vectors of a strip are
-sorted by the part of the document that they chose, in two launches (counts, then places), and a part multiplies its own list.
+A document vector adds up the query vectors that it won: a product of a matrix of weights, 0 where it lost, with the queries.
+Nearly every weight is 0, because a query vector has one winner in a document. So the query vectors of a strip are sorted by the
+part of the document that holds their winner, in two launches (counts, then places), and a part multiplies its own list.
 The order within a list is the order of the query vectors, so sums are deterministic.
 """
 

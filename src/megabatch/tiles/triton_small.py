@@ -276,7 +276,7 @@ def rows_kernel(
 def sigmoid_kernel(
     x,  # (N, D); None if the products are given
     y,  # (N, D) or None
-    products,  # (N, N)
+    products,  # (N, N), or None if x and y are given: no other kernel needs them
     weights,  # (N, N), which may be `products` itself, or None
     scale,  # ()
     bias,  # ()

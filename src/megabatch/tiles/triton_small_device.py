@@ -60,11 +60,10 @@ def form_tile(
     x, y, products, ids, offs_n, offs_m, N, D, x_row_stride, x_stride, y_row_stride, y_stride,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`load_tile`; of x and y, if these are given, the products are formed and stored first."""
+    """Like `load_tile`. If x and y are given, forms the products, and stores them unless `products` is None."""
     inside, own, same = relations(ids, offs_n, offs_m, N, False)
-    place = products + offs_n[:, None] * N + offs_m[None, :]
     if x is None:
-        s = tl.load(place, inside, 0.0)
+        s = tl.load(products + offs_n[:, None] * N + offs_m[None, :], inside, 0.0)
     else:
         rows, columns = x + offs_n.to(tl.int64)[:, None] * x_row_stride, y + offs_m.to(tl.int64)[:, None] * y_row_stride
         s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -74,7 +73,8 @@ def form_tile(
             a = tl.load(rows + offs_d.to(tl.int64)[None, :] * x_stride, (offs_n < N)[:, None] & mask_d, 0.0)
             b = tl.load(columns + offs_d.to(tl.int64)[None, :] * y_stride, (offs_m < N)[:, None] & mask_d, 0.0)
             s = tl.dot(a, b.T, s)
-        tl.store(place, s, inside)
+        if products is not None:
+            tl.store(products + offs_n[:, None] * N + offs_m[None, :], s, inside)
     return s, inside, own, same
 
 

@@ -68,8 +68,8 @@ def _finish_kernel(
     x,  # (N, D)
     y,  # (N, D)
     weights,  # (N, N); None if dx and dy are products already
-    dx,  # (N, D) float32: weights · y at first, or anything; or None
-    dy,  # (N, D) float32: weightsᵀ · x at first, or anything; or None
+    dx,  # (N, D) float32: weights · y, or uninitialised if the kernel multiplies; None if not needed
+    dy,  # (N, D) float32: weightsᵀ · x, or the same
     work,
     sums,  # d scale and d bias are written
     scale,  # ()

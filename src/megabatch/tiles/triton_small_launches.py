@@ -54,8 +54,9 @@ class Launches:
         self.sides = (of_x or of_y, False) if kind in (VIEWS.value, LABELS.value) else (of_x, of_y)
         self.half = HALF_DTYPE.get(form.precision)
         unit, tf32 = 2.0**14 if form.precision == FLOAT16 else 1.0, form.precision == TF32  # weights are stored times `unit`
-        self.multiplies = N <= plan.SMALL_PRODUCT_ROWS and self.half is not None
-        self.forms_products = self.multiplies and kind not in (ROWS.value, VIEWS.value)  # these kernels load products whole
+        self.multiplies = self.half is not None and plan.small_products(N, D)
+        self.forms_products = self.multiplies and kind not in (ROWS.value, VIEWS.value)  # whose kernel reads rows twice
+        self.keeps_products = kind != SIGMOID.value or not self.forms_products
         layout, formed = (N, D, *form.row_strides, *form.col_strides), {**tile, "BLOCK_D": _BLOCK_D}
         self.work, tiles = PLANES.value * N, grid[0] * grid[1]
         if kind == SIGMOID.value:
@@ -83,11 +84,11 @@ class Launches:
         last = *layout, programs, tiles, float(form.divisor), unit
         self.finish = finish(kind, self.sides, last, learns=self.learns, multiplies=self.multiplies)
 
-    def products(self, rows: Tensor, columns: Tensor) -> Tensor:  # (N, N)
-        """Uninitialised if the first kernel forms them."""
-        if self.forms_products:
-            return torch.empty(self.shape[0], self.shape[0], dtype=torch.float32, device=self.device)
-        return product(rows, columns.T)
+    def products(self, rows: Tensor, columns: Tensor) -> Tensor | None:  # (N, N)
+        """Uninitialised if the first kernel forms them; None if it does and no other needs them."""
+        if not self.forms_products:
+            return product(rows, columns.T)
+        return self._matrix(torch.float32) if self.keeps_products else None
 
     def gradient(self, weights: Tensor, embeddings: Tensor) -> Tensor:  # (N, D)
         """Uninitialised if the last kernel multiplies."""
@@ -95,11 +96,14 @@ class Launches:
             return torch.empty(self.shape, dtype=torch.float32, device=self.device)
         return product(weights, embeddings)
 
-    def weights(self, products: Tensor) -> Tensor | None:  # (N, N)
+    def weights(self, products: Tensor | None) -> Tensor | None:  # (N, N)
         """Uninitialised, or the products themselves, which weights of the same type overwrite; None if no side is learned."""
         if not any(self.sides):
             return None
-        return products if self.half is None else torch.empty_like(products, dtype=self.half)
+        return products if self.half is None else self._matrix(self.half)
+
+    def _matrix(self, dtype: torch.dtype) -> Tensor:  # (N, N)
+        return torch.empty(self.shape[0], self.shape[0], dtype=dtype, device=self.device)
 
     def room(self) -> tuple[Tensor, Tensor, Tensor]:
         """`work`, `sums` and the loss, uninitialised."""
