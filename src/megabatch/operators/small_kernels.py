@@ -84,8 +84,7 @@ class _SmallLoss(torch.autograd.Function):
         ids = None if task.ids is None else task.ids.contiguous()
         layout = rows.shape, rows.stride(), columns.stride(), rows.device, kinds(rows, columns, scale, bias, ids)
         launches = launches_of(Form(kind, task.divisor, task.ids_are_positives, precision, needs, *layout))
-        products = launches.products(rows, columns)
-        formed = (rows, columns) if launches.forms_products else (None, None)
+        *formed, products = launches.operands(rows, columns)
         weights = launches.weights(products)
         work, sums, loss = launches.room()
         if kind == SIGMOID:
@@ -98,11 +97,7 @@ class _SmallLoss(torch.autograd.Function):
                 launches.combine(products, scale, work, sums)
             if launches.learns and kind != ROWS:
                 launches.softmax_weights(products, weights, scale, ids, work, sums)
-        dx = dy = None
-        if weights is not None and launches.sides[0]:
-            dx = launches.gradient(weights, columns)
-        if weights is not None and launches.sides[1]:
-            dy = launches.gradient(weights.T, rows)
+        dx, dy = launches.gradients(weights, rows, columns)
         launches.finish(rows, columns, weights if launches.multiplies else None, dx, dy, work, sums, scale, loss)
         if learns:
             ctx.save_for_backward(x, y, scale, bias, dx, dy, sums)

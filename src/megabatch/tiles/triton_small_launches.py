@@ -56,7 +56,7 @@ class Launches:
         unit, tf32 = 2.0**14 if form.precision == FLOAT16 else 1.0, form.precision == TF32  # weights are stored times `unit`
         self.multiplies = self.half is not None and plan.small_products(N, D)
         self.forms_products = self.multiplies and kind not in (ROWS.value, VIEWS.value)  # whose kernel reads rows twice
-        self.keeps_products = kind != SIGMOID.value or not self.forms_products
+        self.is_sigmoid = kind == SIGMOID.value
         layout, formed = (N, D, *form.row_strides, *form.col_strides), {**tile, "BLOCK_D": _BLOCK_D}
         self.work, tiles = PLANES.value * N, grid[0] * grid[1]
         if kind == SIGMOID.value:
@@ -84,17 +84,11 @@ class Launches:
         last = *layout, programs, tiles, float(form.divisor), unit
         self.finish = finish(kind, self.sides, last, learns=self.learns, multiplies=self.multiplies)
 
-    def products(self, rows: Tensor, columns: Tensor) -> Tensor | None:  # (N, N)
-        """Uninitialised if the first kernel forms them; None if it does and no other needs them."""
+    def operands(self, rows: Tensor, columns: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What the first kernel gets: the products alone, or rows, columns and room for the products if others need them."""
         if not self.forms_products:
-            return product(rows, columns.T)
-        return self._matrix(torch.float32) if self.keeps_products else None
-
-    def gradient(self, weights: Tensor, embeddings: Tensor) -> Tensor:  # (N, D)
-        """Uninitialised if the last kernel multiplies."""
-        if self.multiplies:
-            return torch.empty(self.shape, dtype=torch.float32, device=self.device)
-        return product(weights, embeddings)
+            return None, None, product(rows, columns.T)
+        return rows, columns, None if self.is_sigmoid else self._matrix(torch.float32)
 
     def weights(self, products: Tensor | None) -> Tensor | None:  # (N, N)
         """Uninitialised, or the products themselves, which weights of the same type overwrite; None if no side is learned."""
@@ -102,8 +96,20 @@ class Launches:
             return None
         return products if self.half is None else self._matrix(self.half)
 
+    def gradients(self, weights: Tensor | None, rows: Tensor, columns: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Of both sides, without the matches: products with the weights, uninitialised if the last kernel forms these."""
+        of_rows, of_columns = self.sides
+        if weights is None:
+            return None, None
+        if self.multiplies:
+            return self._gradient() if of_rows else None, self._gradient() if of_columns else None
+        return product(weights, columns) if of_rows else None, product(weights.T, rows) if of_columns else None
+
     def _matrix(self, dtype: torch.dtype) -> Tensor:  # (N, N)
         return torch.empty(self.shape[0], self.shape[0], dtype=dtype, device=self.device)
+
+    def _gradient(self) -> Tensor:  # (N, D)
+        return torch.empty(self.shape, dtype=torch.float32, device=self.device)
 
     def room(self) -> tuple[Tensor, Tensor, Tensor]:
         """`work`, `sums` and the loss, uninitialised."""
