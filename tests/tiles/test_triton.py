@@ -325,8 +325,8 @@ def test_programs_work_on_the_same_rows_at_the_same_time(panels, programs):
 
 def test_ids_of_different_types():
     """−1 and 255 have the same eight bits."""
-    x, y = unit(20, 8, seed=0, dtype=torch.float32), unit(30, 8, seed=1, dtype=torch.float32)
-    ids = torch.arange(20, dtype=torch.int8) - 1, (torch.arange(30) + 250).to(torch.uint8)
+    x, y = (unit(rows, 8, seed=rows, dtype=torch.float32, device=DEVICE) for rows in (20, 30))
+    ids = torch.arange(20, dtype=torch.int8, device=DEVICE) - 1, (torch.arange(30, device=DEVICE) + 250).to(torch.uint8)
     for found, expected in zip(
         *(mb.pairwise_logsumexp(x, y, exclude=ids, backend=b) for b in ("triton", "eager")), strict=True
     ):
