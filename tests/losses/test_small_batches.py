@@ -182,6 +182,19 @@ def test_the_default_device_does_not_matter(name):
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", ["clip", "siglip", "info_nce", "nt_xent", "sup_con"])
+def test_a_scale_of_zero_does_not_hide_what_is_not_finite(name):
+    """A library's product by 0 is 0, whatever it multiplies."""
+    x, y = aligned_pairs(N, D, noise=0.5, seed=1)
+    x[3, 2] = torch.nan
+    inputs = leaves(x, y, torch.tensor(0.0, dtype=torch.float64))
+    loss, dx, dy, dscale = outcomes(LOSSES[name], inputs)
+    assert loss.isnan()
+    assert dx.isnan().any()
+    assert dy.isnan().any()
+    assert dscale.isnan()
+
+
 def test_fake_tensors_have_no_values_to_read():
     with FakeTensorMode():
         x, y = (torch.zeros(N, D, requires_grad=True) for _ in range(2))
