@@ -26,10 +26,8 @@ from megabatch.tiles import plan
 from megabatch.tiles.backends import TRITON
 from megabatch.tiles.precision import FLOAT32, rounded
 
-Make = Callable[[float], Tensor]  # unit → a new matrix of all similarities, times the unit
+Make = Callable[[], Tensor]  # a matrix of all similarities, a new one each time
 Weigh = Callable[[Make], tuple[float, Tensor]]  # → the sum of all losses, and its gradient
-
-LOG2_E = 1 / math.log(2)
 
 
 def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = False, rows_only: bool = False) -> bool:
@@ -63,13 +61,13 @@ def small_cross_entropy(
         return small_loss(x, y, scale, None, precision, Task(MATCHES if columns else ROWS, divisor, ids))
 
     def weigh(make: Make) -> tuple[float, Tensor]:
-        def similarities(unit: float) -> Tensor:
-            s = make(unit)
+        def similarities() -> Tensor:
+            s = make()
             if ids is not None:
                 _leave_out(s, ids)
             return s
 
-        s = similarities(LOG2_E)
+        s = similarities()
         of_columns = _cross_entropy(s, 0, similarities) if columns else None
         total, g = _cross_entropy(s, 1, similarities, in_place=True)
         if of_columns is not None:
@@ -94,10 +92,10 @@ def small_nt_xent_loss(z1: Tensor, z2: Tensor, scale: Tensor, precision: str, ba
         return s.as_strided((2, N, 1), (2 * N * N - N, 2 * N + 1, 1), N)
 
     def weigh(make: Make) -> tuple[float, Tensor]:
-        def similarities(unit: float) -> Tensor:  # (2, N, 2N)
-            return make(unit).fill_diagonal_(-torch.inf).view(2, N, 2 * N)  # a view is not compared with itself
+        def similarities() -> Tensor:  # (2, N, 2N)
+            return make().fill_diagonal_(-torch.inf).view(2, N, 2 * N)  # a view is not compared with itself
 
-        total, g = _cross_entropy(similarities(LOG2_E), 2, similarities, partners, in_place=True)
+        total, g = _cross_entropy(similarities(), 2, similarities, partners, in_place=True)
         return total, g.view(2 * N, 2 * N)
 
     return _loss(views, None, scale, None, precision, divisor, weigh)
@@ -107,7 +105,7 @@ Matches = Callable[[Tensor, int], Tensor]  # (matrix, dim) → a view of its mat
 
 
 def _diagonal(s: Tensor, dim: int) -> Tensor:  # (N, 1) or (1, N)
-    """The matches (i, i), with `dim` kept: in one call, where `diagonal` and `unsqueeze` are two."""
+    """The matches (i, i), with `dim` kept: one call, where `diagonal` and `unsqueeze` are two."""
     N = s.shape[0]
     return s.as_strided((1, N) if dim == 0 else (N, 1), (N + 1, N + 1))
 
@@ -115,36 +113,36 @@ def _diagonal(s: Tensor, dim: int) -> Tensor:  # (N, 1) or (1, N)
 def _cross_entropy(
     s: Tensor, dim: int, again: Make, matches: Matches = _diagonal, *, in_place: bool = False
 ) -> tuple[float, Tensor]:
-    """(Σ −log softmax(s) of the matches, its gradient), given s in units of log 2; `again` forms s once more, if needed.
+    """(Σ −log softmax(s) of the matches, its gradient); `again` forms s once more, which is rarely needed.
 
     The loss of a match is log(1 + others) with others = Σ exp(s − match), its gradient −others / (1 + others). Both keep their
     digits where the match is almost certain, and equal rows have the exact logarithm of their number. If a similarity is more
-    than 88 above the match, the sum is not finite, and `_softmax_cross_entropy` takes more time. The gradient overwrites s if
+    than 88 above the match, the sum is not finite, and `_softmax_cross_entropy` takes over. The gradient overwrites s if
     `in_place`, because fresh memory is slow.
     """
-    one, _ = _constants(s.dtype)
+    one, log2_e = _constants(s.dtype)
     match = matches(s, dim)
     if in_place:
         g = s.sub_(match.clone())
     else:
         g = s.sub(match)
         match = matches(g, dim)
-    g.exp2_()  # not exp: where results underflow, PyTorch's takes 60 times as long on a CPU
+    g.mul_(log2_e).exp2_()  # not exp: where results underflow, PyTorch's takes 60 times as long on a CPU
     match.sub_(one)  # 0, or NaN where the match is not finite
     others = g.sum(dim, keepdim=True)
     match.sub_(others)
     g.div_(others.add(one))
     total = others.double().log1p_().sum().item()
-    return (total, g) if math.isfinite(total) else _softmax_cross_entropy(again(1.0), dim, matches)
+    return (total, g) if math.isfinite(total) else _softmax_cross_entropy(again(), dim, matches)
 
 
 @cache
 def _constants(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """1 and 0. As numbers they would become tensors at every use, which takes 2 µs.
+    """1 and log2 e. As numbers they would become tensors at every use, which takes 2 µs.
 
     Not made at import, which may happen where tensors are fake.
     """
-    return torch.ones((), dtype=dtype, device="cpu"), torch.zeros((), dtype=dtype, device="cpu")
+    return torch.ones((), dtype=dtype, device="cpu"), torch.tensor(1 / math.log(2), dtype=dtype, device="cpu")
 
 
 def _softmax_cross_entropy(s: Tensor, dim: int, matches: Matches) -> tuple[float, Tensor]:
@@ -181,7 +179,7 @@ def small_sigmoid_loss(
         return small_loss(x, y, scale, bias, precision, Task(SIGMOID, divisor, ids, ids_are_positives=ids_are_positives))
 
     def weigh(make: Make) -> tuple[float, Tensor]:
-        s = make(1.0)
+        s = make()
         if ids is not None and ids_are_positives:
             signs = torch.where(ids[:, None] == ids, -1.0, 1.0).to(s.dtype)
             g = s.mul_(signs).sigmoid()
@@ -216,7 +214,7 @@ def small_sup_con_loss(
         return small_loss(z, None, scale, None, precision, Task(LABELS, 0 if mean_of_rows else 1, labels))
 
     def weigh(make: Make) -> tuple[float, Tensor]:
-        s = make(1.0)
+        s = make()
         positive = (labels[:, None] == labels).fill_diagonal_(False)
         marked = positive.to(s.dtype)
         count = marked.sum(1)
@@ -282,27 +280,26 @@ class _SmallLoss(torch.autograd.Function):
         if precision != FLOAT32:
             rows = rounded(x, precision)
             columns = rows if y is None else rounded(y, precision)
-        factor = scale.item()
 
-        def make(unit: float) -> Tensor:
-            return _product(rows, columns.T, factor * unit, add=bias)
+        def make() -> Tensor:
+            s = torch.mm(rows, columns.T).mul_(scale)
+            return s if bias is None else s.add_(bias)
 
         total, g = weigh(make)
         if learns:
             needs_x, needs_y, needs_scale, needs_bias, *_ = ctx.needs_input_grad
             dx = dy = products = dscale = dbias = None
+            factor = _number(scale.item() * share, g)
             if y is None:
                 g = g + g.T
             if needs_x or needs_scale:
-                each = factor or 1.0  # at a scale of 0, x has no gradient, but the scale has one
-                dx = _product(g, columns, each * share)
+                dx = torch.mm(g, columns)
                 if needs_scale:
                     products = dx * rows
-                    dscale = _sum(products) / (each if y is not None else 2 * each)
-                if factor == 0.0:
-                    dx.mul_(0.0)
+                    dscale = _sum(products) * (share if y is not None else share / 2)
+                dx.mul_(factor)
             if needs_y:
-                dy = _product(g.T, rows, factor * share, out=products)  # fresh memory is slow
+                dy = torch.mm(g.T, rows, out=products).mul_(factor)  # fresh memory is slow
             if needs_bias:
                 dbias = _sum(g) * share
             ctx.save_for_backward(x, y, scale, bias, dx if needs_x else None, dy)
@@ -328,18 +325,6 @@ class _SmallLoss(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             gradients = refusing((x, y, scale, bias), gradients)
         return *gradients, None, None, None, None
-
-
-def _product(
-    a: Tensor, b: Tensor, by: float, *, add: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:  # (N, K), (K, M) → (N, M)
-    """a·b·by + add, by one call of the library, which does not look at a and b if `by` is 0 and would miss a NaN in them."""
-    if by == 0.0:
-        zeros = torch.mm(a, b, out=out).mul_(by)
-        return zeros if add is None else zeros.add_(add)
-    if add is None:
-        return torch.addmm(_constants(a.dtype)[1], a, b, beta=0, alpha=by, out=out)
-    return torch.addmm(add.to(a.dtype), a, b, alpha=by)
 
 
 def _number(value: float, like: Tensor) -> Tensor:  # ()
