@@ -189,8 +189,8 @@ def is_small(
 ) -> bool:
     """Whether the losses of small batches serve a call with this many rows, those of x by default (`operators.small`).
 
-    `tiled`, of cross-entropies of matching pairs, counts batches whose pairs do not fit in memory. `rows_only` is for a
-    cross-entropy of rows, not of columns.
+    `tiled`, of losses of matching pairs, counts batches whose pairs do not fit in memory. `rows_only` is for a cross-entropy of
+    rows, not of columns.
     """
     size = x.shape[0] if rows is None else rows
     return reduction != "none" and operators.is_small(x, size, run.backend, run.group, tiled=tiled, rows_only=rows_only)
@@ -257,7 +257,7 @@ def sigmoid_loss(
 
     If equal ids are positives, they stay in it with −s_ij in place of s_ij.
     """
-    if is_small(x, run, reduction):
+    if is_small(x, run, reduction, tiled=True):
         return operators.small_sigmoid_loss(
             *(x, y, scale, bias, ids, run.precision, run.backend),
             ids_are_positives=ids_are_positives,

@@ -1,4 +1,4 @@
-"""The loss of pairs over tiles with its gradients, by kernels: several strips, several launches, few calls."""
+"""Losses of pairs over tiles with their gradients, by kernels: several strips, several launches, few calls."""
 
 from unittest import mock
 
@@ -23,7 +23,12 @@ LOSSES = {
         lambda x, y, s, **o: mb.info_nce_loss(x, y, scale=s, **o),
         lambda x, y, s: reference.info_nce_loss(x, y, scale=s),
     ),
+    "siglip": (
+        lambda x, y, s, **o: mb.siglip_loss(x, y, s, 0.1 * s - 9, **o),
+        lambda x, y, s: reference.siglip_loss(x, y, s, 0.1 * s - 9),
+    ),
 }
+SOFTMAX = pytest.mark.parametrize("name", ["clip", "info_nce"])
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +41,29 @@ def inputs_of(N, D, dtype, scale=20.0):
     return leaves(*pair, torch.tensor(scale, device=DEVICE))
 
 
+STRIPS = pytest.mark.parametrize("strip", [(256, 256), (512, 256), (256, 1024)])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+
+
+def in_one_strip_and_several(monkeypatch, loss, inputs, strip):
+    found = []
+    for size in (WHOLE, plan.TileSize(*strip)):
+        monkeypatch.setattr(plan, "pair_strip", lambda N, D, element_size, size=size: size)
+        found.append(outcomes(lambda *a: loss(*a, backend="triton"), inputs))
+    return found
+
+
+def assert_right(found, truth, inputs):
+    wanted = outcomes(truth, leaves(*(tensor.double() for tensor in inputs)))
+    tolerance = 2e-5 if inputs[0].dtype == torch.float32 else 2e-3
+    for actual, expected in zip(found, wanted, strict=True):
+        assert (actual.double() - expected).norm() <= tolerance * expected.norm()
+
+
 @pytest.mark.quick({"strip": (512, 256), "dtype": torch.float16, "name": "clip"})
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("strip", [(256, 256), (512, 256), (256, 1024)])
+@SOFTMAX
+@DTYPES
+@STRIPS
 def test_strips_add_up(monkeypatch, strip, dtype, name):
     """One row has a shift of its own, in the last rows of strips: all its similarities are negative, at a scale of 100."""
     mine, truth = LOSSES[name]
@@ -48,22 +72,61 @@ def test_strips_add_up(monkeypatch, strip, dtype, name):
         y[:, 0] = y[:, 0].abs() + 0.2
         y.div_(y.norm(dim=1, keepdim=True))
         x[515] = -torch.eye(24, dtype=dtype, device=DEVICE)[0]
-    inputs, found = (x, y, scale), []
+    inputs = x, y, scale
     with mock.patch.object(triton_logsumexp, "complete_sums", wraps=triton_logsumexp.complete_sums) as completed:
-        for size in (WHOLE, plan.TileSize(*strip)):
-            monkeypatch.setattr(plan, "pair_strip", lambda N, D, element_size, size=size: size)
-            found.append(outcomes(lambda *a: mine(*a, backend="triton"), inputs))
+        found = in_one_strip_and_several(monkeypatch, mine, inputs, strip)
     own = completed.call_args.args[3].shift[:520].isfinite()
     assert own.nonzero().flatten().tolist() == [515]
-    wanted = outcomes(truth, leaves(*(tensor.double() for tensor in inputs)))
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-3
-    for whole, several, expected in zip(*found, wanted, strict=True):
-        for actual in (whole, several):
-            assert (actual.double() - expected).norm() <= tolerance * expected.norm()
+    for outcome in found:
+        assert_right(outcome, truth, inputs)
+
+
+@pytest.mark.quick({"strip": (2, 1), "dtype": torch.float16})
+@DTYPES
+@pytest.mark.parametrize("strip", [(1, 1), (2, 1), (1, 4)])
+def test_strips_of_a_sigmoid_add_up(monkeypatch, strip, dtype):
+    """In small tiles where kernels are interpreted: products of many terms, of which a softplus is made, take seconds there."""
+    mine, truth = LOSSES["siglip"]
+    unit = 256
+    if DEVICE == "cpu":
+        unit, tile = 32, plan.KernelTile(rows=32, columns=32, width=32, warps=4, stages=2)
+        monkeypatch.setattr(plan, "gradient_tile", lambda precision, device: tile)
+    inputs = inputs_of(2 * unit + 8, 24, dtype)
+    for outcome in in_one_strip_and_several(monkeypatch, mine, inputs, [unit * side for side in strip]):
+        assert_right(outcome, truth, inputs)
+
+
+@pytest.mark.quick({"dtype": torch.float32, "ids": "positives"}, {"dtype": torch.float16, "ids": None})
+@pytest.mark.parametrize("ids", [None, "left out", "positives"])
+@DTYPES
+def test_a_sigmoid_loss_as_by_its_operator(dtype, ids):
+    """The operator serves ranks and compiled calls, and takes the same strips."""
+    x, y, scale = inputs_of(70, 40, dtype)
+    bias = torch.tensor(-7.0, device=DEVICE, requires_grad=True)
+    options = {} if ids is None else {"ids": torch.arange(70, device=DEVICE) // 3, "ids_are_positives": ids == "positives"}
+
+    def loss(*inputs):
+        return mb.siglip_loss(*inputs, **options, backend="triton")
+
+    found = outcomes(loss, (x, y, scale, bias))
+    with mock.patch("megabatch.operators.is_small", return_value=False):
+        wanted = outcomes(loss, (x, y, scale, bias))
+    for actual, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5 if actual.dim() == 0 else 2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_sigmoid_loss_does_not_hide_what_is_not_finite(value):
+    x, y, scale = inputs_of(70, 24, torch.float32)
+    bias = torch.tensor(-7.0, device=DEVICE, requires_grad=True)
+    with torch.no_grad():
+        x[3, 2] = value
+    found = outcomes(lambda *a: mb.siglip_loss(*a, backend="triton"), (x, y, scale, bias))
+    assert not any(result.isfinite().all() for result in found)
 
 
 @pytest.mark.quick({"name": "clip"})
-@pytest.mark.parametrize("name", LOSSES)
+@SOFTMAX
 def test_sums_of_several_launches_are_those_of_one(monkeypatch, name):
     mine, _ = LOSSES[name]
     inputs = inputs_of(512, 24, torch.float32)
@@ -80,30 +143,44 @@ def test_sums_of_several_launches_are_those_of_one(monkeypatch, name):
     {"dtype": torch.float16, "needs": ()},
 )
 @pytest.mark.parametrize("needs", [(0,), (1,), (2,), (0, 2), (1, 2), ()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@DTYPES
 def test_any_gradients_may_be_asked_for(dtype, needs):
-    inputs = inputs_of(200, 24, dtype)
-    loss = mb.clip_loss(*inputs, backend="triton")
+    assert_any_gradients(mb.clip_loss, inputs_of(200, 24, dtype), needs)
+
+
+@pytest.mark.quick({"dtype": torch.float16, "needs": (1, 3)}, {"dtype": torch.float32, "needs": (3,)})
+@pytest.mark.parametrize("needs", [(0,), (1,), (2,), (3,), (1, 3), (0, 2), (2, 3), ()])
+@DTYPES
+def test_any_gradients_of_a_sigmoid_may_be_asked_for(dtype, needs):
+    bias = torch.tensor(-7.0, device=DEVICE, requires_grad=True)
+    assert_any_gradients(mb.siglip_loss, (*inputs_of(70, 24, dtype), bias), needs)
+
+
+def assert_any_gradients(function, inputs, needs):
+    loss = function(*inputs, backend="triton")
     gradients = torch.autograd.grad(loss, inputs)
     some = [tensor if i in needs else tensor.detach() for i, tensor in enumerate(inputs)]
-    again = mb.clip_loss(*some, backend="triton")
+    again = function(*some, backend="triton")
     assert torch.equal(again, loss)
     if needs:
         for i, found in zip(needs, torch.autograd.grad(again, [some[i] for i in needs]), strict=True):
             assert torch.equal(found, gradients[i])
 
 
-def test_few_calls():
-    inputs = inputs_of(512, 64, torch.float32)
+@pytest.mark.parametrize(("loss", "most_launches", "most_calls"), [(mb.clip_loss, 9, 22), (mb.siglip_loss, 5, 21)])
+def test_few_calls(loss, most_launches, most_calls):
+    """One of the launches is in backward."""
+    bias = torch.tensor(-7.0, device=DEVICE, requires_grad=True)
+    inputs = *inputs_of(512, 64, torch.float32), *((bias,) if loss is mb.siglip_loss else ())
     launches = []
     with (
         mock.patch.object(triton_launcher.Launcher, "__call__", lambda self, *tensors: launches.append(self)),
         Calls() as calls,
     ):
-        mb.clip_loss(*inputs, backend="triton")  # what is made once
+        loss(*inputs, backend="triton")  # what is made once
         launches.clear()
         calls.names.clear()
-        torch.autograd.grad(mb.clip_loss(*(x.bfloat16() for x in inputs[:2]), inputs[2], backend="triton"), inputs)
-    assert len(launches) == 9  # one of them in backward
+        torch.autograd.grad(loss(*(x.bfloat16() for x in inputs[:2]), *inputs[2:], backend="triton"), inputs)
+    assert len(launches) == most_launches
     work = [name for name in calls.names if not name.startswith(("aten::_to_copy", "aten::detach"))]
-    assert len(work) <= 22, work
+    assert len(work) <= most_calls, work

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megabatch.operators import small_kernels
-from megabatch.operators.pair_loss import pair_loss
+from megabatch.operators.pair_loss import pair_loss, sigmoid_pair_loss
 from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, VIEWS, Task, small_loss
 from megabatch.tiles import (
     in_memory,
@@ -39,6 +39,7 @@ from megabatch.tiles import (
     triton_pair_statistics,
     triton_partial_sums,
     triton_rank,
+    triton_sigmoid_pairs,
     triton_small_gradients,
     triton_small_launches,
     triton_topk,
@@ -153,6 +154,7 @@ def main(capability: int, precision: str, features: bool) -> None:
         (triton_guided_logsumexp, "_guided_gradient_kernel"),
         (triton_pair_statistics, "_pair_statistics_kernel"),
         (triton_pair_gradients, "_finish_pairs_kernel"),
+        (triton_sigmoid_pairs, "_sigmoid_matches_kernel"),
         (triton_small_launches, "partial_sums_kernel"),
         (triton_small_launches, "combine_kernel"),
         (triton_small_launches, "softmax_weights_kernel"),
@@ -204,6 +206,10 @@ def launch_small(precision: str, features: bool, N: int, D: int = 512) -> None:
             small_loss(x, y, scale, None, precision, Task(kind, N, ids))
     for columns in (False, True):
         torch.autograd.grad(pair_loss(x, y, scale, (ids, ids), precision, columns=columns, divisor=N), (x, scale))
+    bias = torch.tensor(-5.0, requires_grad=True)
+    options = {"ids_are_positives": features, "divisor": N}
+    torch.autograd.grad(sigmoid_pair_loss(x, y, scale, bias, ids, precision, **options), (x, scale, bias))
+    torch.autograd.grad(sigmoid_pair_loss(x, y.detach(), scale.detach(), bias, ids, precision, **options), bias)
 
 
 def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:

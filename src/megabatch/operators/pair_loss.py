@@ -1,13 +1,15 @@
-"""The cross-entropy of matching pairs over tiles, by kernels, with its gradients computed in the forward pass.
+"""Losses of matching pairs over tiles, by kernels, with their gradients computed in the forward pass.
 
-As with a sigmoid loss, the gradient is known up to one factor before backward is called. Computed at once, it needs no sums in
-a form that other operations can differentiate, and a step makes a third of the calls into PyTorch: with all of them, the host
-takes longer than an H200 up to 32k pairs. The products are those of `logsumexp` and its backward. Until backward multiplies
-them by the factor, gradients are kept in the type of the inputs, or in float32 for float16.
+The gradient is known up to one factor before backward is called. Computed at once, it needs no sums in a form that other
+operations can differentiate, and a step makes a third of the calls into PyTorch: with all of them, the host takes longer than
+an H200 up to 32k pairs. The products of a cross-entropy are those of `logsumexp` and its backward, the products of a sigmoid
+loss those of `sigmoid_loss`. Until backward multiplies them by the factor, gradients are kept in the type of the inputs, or in
+float32 for float16.
 
-For one process, without offsets, limits or further negatives; `logsumexp` serves everything else.
+For one process, without offsets, limits or further negatives; `logsumexp` and `sigmoid_loss` serve everything else.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,11 +31,29 @@ def pair_loss(
 ) -> Tensor:  # ()
     """Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too, ÷ `divisor`; equal ids are left out."""
     with settled(x):
-        loss: Tensor = _PairLoss.apply(x, y, scale, *ids, precision, columns, divisor, torch.is_grad_enabled())
+        loss: Tensor = _CrossEntropy.apply(x, y, scale, *ids, precision, columns, divisor, torch.is_grad_enabled())
     return loss
 
 
-class _PairLoss(torch.autograd.Function):
+def sigmoid_pair_loss(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (N, D)
+    scale: Tensor,  # ()
+    bias: Tensor,  # ()
+    ids: Tensor | None,  # (N,)
+    precision: str,
+    *,
+    ids_are_positives: bool,
+    divisor: int,
+) -> Tensor:  # ()
+    """The sum of `sigmoid_loss` ÷ `divisor`."""
+    positives = ids_are_positives and ids is not None
+    with settled(x):
+        loss: Tensor = _Sigmoid.apply(x, y, scale, bias, ids, precision, positives, divisor, torch.is_grad_enabled())
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -55,24 +75,78 @@ class _PairLoss(torch.autograd.Function):
         from megabatch.tiles.triton_pair_statistics import PairVectors, pair_statistics
 
         block = Block.of(x, y, scale, precision, row_ids=row_ids, col_ids=col_ids, skip_diagonal=True)
-        needs = Needs(*ctx.needs_input_grad[:3]) if learns else Needs(False, False, False)
+        needs = Needs(*ctx.needs_input_grad[:3]) if learns else _NOTHING
         pairs = PairVectors.empty(block)
-        operands = exponent_operands(block, pairs.products)
+        operands = exponent_operands(block, pairs.matches.products)
         tile = softmax_tile(operands, block)
         write_sums(operands, block, pairs.row, pairs.col if columns else None)
         losses = pair_statistics(operands, block, tile, pairs, columns=columns)
         sums = WholeGradients(None, None, None)
         if any(needs):
             sums = whole_gradients(StripTask(operands, block, tile, SOFTMAX_KINDS, pairs.weights), needs)
-        half = torch.float16 in (x.dtype, y.dtype)  # a gradient may leave its range before backward multiplies it
-        dtypes = (torch.float32, torch.float32) if half else (x.dtype, y.dtype)
-        loss, dx, dy, dscale = finish_pairs(operands, block, sums, needs, pairs, losses, divisor=divisor, dtypes=dtypes)
+        loss, *gradients = finish_pairs(operands, block, sums, needs, pairs.matches, losses, divisor)
         if any(needs):
-            ctx.save_for_backward(x, y, scale, dx, dy, dscale)
+            ctx.save_for_backward(x, y, scale, *gradients)
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
-        x, y, scale, dx, dy, dscale = ctx.saved_tensors
-        parts = 0 if dscale is None else len(dscale)
-        return *multiplied((x, y, scale), ctx.needs_input_grad, dloss, dx, dy, dscale, parts), *(None,) * 6
+        *inputs, dx, dy, numbers = ctx.saved_tensors
+        return *_multiplied(inputs, ctx.needs_input_grad, dloss, dx, dy, numbers), *(None,) * 6
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        ids: Tensor | None,
+        precision: str,
+        ids_are_positives: bool,
+        divisor: int,
+        learns: bool,
+    ) -> Tensor:
+        from megabatch.tiles.triton_backward import sigmoid_tile, whole_gradients
+        from megabatch.tiles.triton_gradient import SIGMOID, RowSums, StripTask, Weights
+        from megabatch.tiles.triton_operands import similarity_operands
+        from megabatch.tiles.triton_pair_gradients import finish_pairs
+        from megabatch.tiles.triton_sigmoid_pairs import SigmoidVectors, write_matches
+
+        vectors = SigmoidVectors.empty(x, precision)
+        known = {"row_ids": ids, "col_ids": ids, "ids_are_positives": ids_are_positives}
+        block = Block.of(x, y, scale, precision, row_bias=vectors.offset, skip_diagonal=True, **known)
+        needs = Needs(*ctx.needs_input_grad[:4]) if learns else _NOTHING
+        operands = similarity_operands(block, vectors.constants)
+        write_matches(operands, block, bias, vectors)
+        weights = Weights(None if vectors.matches.unit == 1.0 else vectors.weight)
+        task = StripTask(operands, block, sigmoid_tile(operands, block), (SIGMOID,), weights)
+        row_dbias = vectors.dbias if needs.drow_bias else None
+        sums = whole_gradients(task, needs, RowSums(vectors.losses, row_dbias))
+        loss, *gradients = finish_pairs(
+            operands, block, sums, needs, vectors.matches, vectors.losses, divisor, row_dbias=row_dbias
+        )
+        if any(needs):
+            ctx.save_for_backward(x, y, scale, bias, *gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
+        *inputs, dx, dy, numbers = ctx.saved_tensors
+        return *_multiplied(inputs, ctx.needs_input_grad, dloss, dx, dy, numbers), *(None,) * 5
+
+
+_NOTHING = Needs(False, False, False)
+
+
+def _multiplied(
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
+    dloss: Tensor,  # ()
+    dx: Tensor | None,  # (N, D)
+    dy: Tensor | None,  # (N, D)
+    numbers: Tensor | None,  # (parts + 1,) d scale in parts, d bias
+) -> list[Tensor | None]:
+    return multiplied(inputs, needs, dloss, dx, dy, numbers, 0 if numbers is None else len(numbers) - 1)

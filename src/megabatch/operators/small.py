@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megabatch.operators.definition import refusing
-from megabatch.operators.pair_loss import pair_loss
+from megabatch.operators.pair_loss import pair_loss, sigmoid_pair_loss
 from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, VIEWS, Task, small_loss
 from megabatch.operators.transforms import transforms_are_active
 from megabatch.tiles import plan
@@ -175,6 +175,8 @@ def small_sigmoid_loss(
     divisor: int,
 ) -> Tensor:  # ()
     """The sum of `sigmoid_loss` ÷ `divisor`."""
+    if backend == TRITON and len(x) ** 2 > plan.SMALL_PAIRS:
+        return sigmoid_pair_loss(x, y, scale, bias, ids, precision, ids_are_positives=ids_are_positives, divisor=divisor)
     if backend == TRITON:
         return small_loss(x, y, scale, bias, precision, Task(SIGMOID, divisor, ids, ids_are_positives=ids_are_positives))
 

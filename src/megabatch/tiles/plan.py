@@ -237,9 +237,10 @@ SMALL_PRODUCT_ROWS = 4096
 _SMALL_PRODUCT_TERMS = 4096**2 * 1024  # of one product
 SMALL_PRODUCT = KernelTile(rows=64, columns=64, width=128, warps=4, stages=3)  # rows × weights of a step × width of a gradient
 
-# Rows up to which a softmax loss over tiles computes its gradients with the loss (`operators.pair_loss`). That saves the host
-# several milliseconds, and keeps gradients in memory between forward and backward. With more rows the GPU is busy for longer
-# than the host: 27 ms either way at 65,536 (H200, D = 512). `nt_xent_loss` then forms half the products (`tiles.symmetric`).
+# Rows up to which a loss of pairs over tiles computes its gradients with the loss in few launches (`operators.pair_loss`). That
+# saves the host several milliseconds, and a softmax keeps gradients in memory between forward and backward. With more rows the
+# GPU is busy for longer than the host: `clip_loss` takes 27 ms either way at 65,536 (H200, D = 512). `nt_xent_loss` then forms
+# half the products (`tiles.symmetric`).
 SMALL_ROWS = 32768
 
 

@@ -63,6 +63,11 @@ def softmax_tile(operands: Operands, block: Block) -> plan.KernelTile:
     return _tuned_tile(operands, block, SOFTMAX)
 
 
+def sigmoid_tile(operands: Operands, block: Block) -> plan.KernelTile:
+    """The tile of the same kernel for a sigmoid."""
+    return _tuned_tile(operands, block, SIGMOID)
+
+
 def softplus_gradients(
     block: Block,
     dtotal: Tensor | None,  # (N,), or None for 1
@@ -74,7 +79,7 @@ def softplus_gradients(
     """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given."""
     operands = similarity_operands(block)
     weights = Weights(None if dtotal is None else dtotal.contiguous())
-    task = StripTask(operands, block, _tuned_tile(operands, block, SIGMOID), (SIGMOID,), weights)
+    task = StripTask(operands, block, sigmoid_tile(operands, block), (SIGMOID,), weights)
     return gradient_strips(task, sums, needs, total)
 
 
@@ -160,8 +165,11 @@ class WholeGradients(NamedTuple):
     dscale: Tensor | None  # (N,) Σ_j g_ij·⟨x_i, y_j⟩; None if it is to be taken from dx
 
 
-def whole_gradients(task: StripTask, needs: Needs) -> WholeGradients:
-    """`gradient_strips` for a batch so small that the sums of all rows of dx may be held: fewer calls, and nothing to zero."""
+def whole_gradients(task: StripTask, needs: Needs, row_sums: RowSums | None = None) -> WholeGradients:
+    """`gradient_strips` for a batch so small that the sums of all rows of dx may be held: fewer calls, and nothing to zero.
+
+    `row_sums` (N,) of a sigmoid are added to.
+    """
     operands, block = task.operands, task.block
     strip = plan.pair_strip(block.N, block.D, operands.x.element_size())
     scale_in_kernel, want_dx = _source_of_dscale(block, needs)
@@ -170,16 +178,17 @@ def whole_gradients(task: StripTask, needs: Needs) -> WholeGradients:
         for wanted in (want_dx, needs.dy)
     )
     dscale = block.zeros(block.N) if scale_in_kernel else None
+    added = (row_sums or RowSums())._replace(g_times_product=dscale)
     workspace = None
     if want_dx or needs.dy:
         workspace = aligned_empty(operands.x, min(strip.rows, block.N), min(strip.columns, block.M))
     for rows in windows(block.N, strip.rows):
-        row_sums = RowSums(g_times_product=None if dscale is None else part(dscale, rows))
+        of_rows = RowSums(*[None if whole is None else part(whole, rows) for whole in added])
         for columns in windows(block.M, strip.columns):
             g, shape = workspace, (rows.stop - rows.start, columns.stop - columns.start)
             if g is not None and g.shape != shape:
                 g = g[: shape[0], : shape[1]]
-            form_strip(task, rows, columns, g, row_sums, None)
+            form_strip(task, rows, columns, g, of_rows, None)
             if g is not None and dx is not None:
                 into = multiply_into if columns.start == 0 else add_product
                 into(part(dx, rows), g, part(operands.y, columns))

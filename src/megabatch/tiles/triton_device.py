@@ -108,6 +108,14 @@ def log1p(e):
 
 
 @triton.jit
+def softplus_and_sigmoid(t):
+    """(log(1 + exp t), its derivative); NaN for NaN."""
+    small = tl.exp(-tl.abs(t))  # cannot overflow
+    small = tl.where(t == t, small, t)
+    return tl.where(t > 0, t, 0.0) + log1p(small), tl.where(t >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
 def product_less_one(a, b):
     """(1 + a)·(1 + b) − 1, to sum log(1 + e) with one logarithm.
 

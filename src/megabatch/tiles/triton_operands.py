@@ -34,7 +34,7 @@ class Operands:
     x: Tensor  # (N, D) rounded; each row starts at a multiple of 16 bytes
     y: Tensor  # (M, D)
     exponent_scale: Tensor  # (4,) or longer: k, its rounding error, the column offset if there is none, 1 if weights need caps
-    shift: Tensor  # () C, float64
+    shift: Tensor  # () C, float64; if t is the similarity, there is no C, and nothing reads this
     row_offset: Tensor | None  # (N,) of exponents relative to C
     col_offset: Tensor | None  # (M,)
     row_offset_unshifted: Tensor | None  # (N,) of exponents without C
@@ -77,15 +77,20 @@ def exponent_operands(block: Block, products: Tensor | None = None) -> Operands:
     )
 
 
-def similarity_operands(block: Block) -> Operands:
-    """Operands of the other kernels: t is the similarity itself, k the scale and C = 0."""
+def similarity_operands(block: Block, constants: Tensor | None = None) -> Operands:
+    """Operands of the other kernels: t is the similarity itself, k the scale and C = 0.
+
+    If given, `constants` (4,) or longer get their values later: the scale, 0, 0, 0.
+    """
     x, y = operand(block.x, block.precision), operand(block.y, block.precision)
-    zero = torch.zeros_like(block.scale)
+    if constants is None:
+        zero = torch.zeros_like(block.scale)
+        constants = torch.stack((block.scale, zero, zero, zero))
     return Operands(
         x=x,
         y=y,
-        exponent_scale=torch.stack((block.scale, zero, zero, zero)),
-        shift=zero.double(),
+        exponent_scale=constants,
+        shift=constants,
         row_offset=None if block.row_bias is None else block.row_bias.contiguous(),
         col_offset=None if block.col_bias is None else block.col_bias.contiguous(),
         row_offset_unshifted=None,

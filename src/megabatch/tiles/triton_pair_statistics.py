@@ -19,8 +19,7 @@ from megabatch.tiles.triton_gradient import Weights
 from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_online_logsumexp import Sums
 from megabatch.tiles.triton_operands import Operands
-
-HALF_UNIT = 2.0**14  # of weights in float16: a softmax over a million columns stays within its range
+from megabatch.tiles.triton_pair_gradients import HALF_UNIT, Matches
 
 
 @triton.jit
@@ -83,9 +82,7 @@ class PairVectors(NamedTuple):
     row: Sums  # which are the caps and shifts of `weights`
     col: Sums
     weights: Weights  # in units
-    dmatch: Tensor  # (N,) or longer: the derivative of the loss by s_ii, in units
-    products: Tensor  # (N,) or longer: ⟨x_i, y_i⟩
-    unit: float
+    matches: Matches
 
     @classmethod
     def empty(cls, block: Block) -> "PairVectors":
@@ -96,7 +93,7 @@ class PairVectors(NamedTuple):
         _, _, row_cap, col_cap, row_shift, col_shift, *_ = weights
         row, col = Sums(row_cap, row_shift), Sums(col_cap, col_shift)
         unit = HALF_UNIT if block.precision == FLOAT16 else 1.0
-        return cls(vectors, row, col, Weights(*weights), dmatch, products, unit)
+        return cls(vectors, row, col, Weights(*weights), Matches(products, dmatch, unit))
 
 
 def pair_statistics(
@@ -117,7 +114,7 @@ def pair_statistics(
         _pair_statistics_kernel,
         (len(losses),),
         (block.scale, operands.shift, pairs.vectors, losses),
-        (block.N, pairs.vectors.shape[1], pairs.unit),
+        (block.N, pairs.vectors.shape[1], pairs.matches.unit),
         COLUMNS=columns,
         TILE_N=tile.rows,
         TILE_M=tile.columns,

@@ -11,7 +11,7 @@ computed in float64. No atomics: programs store partial sums, and the next launc
 import triton
 import triton.language as tl
 
-from megabatch.tiles.triton_device import cross_entropy, finite_or_zero, log1p, logarithm
+from megabatch.tiles.triton_device import cross_entropy, finite_or_zero, logarithm, softplus_and_sigmoid
 from megabatch.tiles.triton_small_device import (
     FIRST_SUM,
     LABELS,
@@ -310,13 +310,11 @@ def sigmoid_kernel(
         counted = counted & ~same
     t = s * tl.load(scale).to(tl.float32) + tl.load(bias).to(tl.float32)
     t = tl.where(counted, tl.where(positive, -t, t), -float("inf"))
-    small = tl.exp(-tl.abs(t))
-    small = tl.where(t == t, small, t)
-    g = tl.where(t >= 0, 1.0, small) / (1.0 + small)
+    losses, g = softplus_and_sigmoid(t)
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
     sums += FIRST_SUM
-    tl.store(sums + program, sum_all(tl.where(t > 0, t, 0.0) + log1p(small)))
+    tl.store(sums + program, sum_all(losses))
     g = tl.where(positive, -g, g)
     tl.store(sums + programs + program, sum_all(tl.where(g == 0.0, 0.0, g * s)))
     tl.store(sums + 2 * programs + program, sum_all(g))
