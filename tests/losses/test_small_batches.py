@@ -210,3 +210,12 @@ def test_fake_tensors_have_no_values_to_read():
         loss.backward()
     assert loss.shape == ()
     assert x.grad.shape == (N, D)
+
+
+@pytest.mark.parametrize("name", ["nt_xent", "sup_con"])
+def test_weights_are_added_to_their_transpose_in_squares(name, monkeypatch):
+    """The last square is not whole. Every sum is of the same two numbers, so the results have the same bits."""
+    inputs = leaves(*aligned_pairs(N, D, noise=0.5, seed=1), torch.tensor(10.0, dtype=torch.float64))
+    whole = outcomes(LOSSES[name], inputs)
+    monkeypatch.setattr(plan, "TRANSPOSED_CPU", 7)
+    assert all(torch.equal(one, other) for one, other in zip(outcomes(LOSSES[name], inputs), whole, strict=True))

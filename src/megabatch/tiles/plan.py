@@ -38,6 +38,10 @@ SMALL_PAIRS_CPU = 2048**2
 # pairs, `info_nce_loss` 199 to 325 and 340 to 395, dense 256 to 350. Losses of both directions are not faster there in memory.
 SMALL_PAIRS_CPU_ROWS = 4096**2
 
+# Rows of the squares in which such a matrix is added to its transpose. One / two threads, ms for 1,024 and 2,048 rows: all at
+# once 8.1 / 4.6 and 45 / 25, in squares of 256 4.3 / 2.4 and 17.5 / 10.7, of 512 4.9 / 2.4 and 18.9 / 9.9.
+TRANSPOSED_CPU = 512
+
 # One H200, 32k rows and columns, D = 512, bf16 / fp32, clip_loss forward + backward in ms: 1024×1024 693 / 590,
 # 2048×2048 187 / 189, 4096×4096 72 / 143, 8192×8192 52 / 132. Small tiles cost launches. All buffers of a pass (15 bytes an
 # element in the worst case) stay below the 512 MiB limit of a workspace at this size; 8192×8192 would exceed it.
