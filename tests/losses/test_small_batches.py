@@ -219,3 +219,12 @@ def test_weights_are_added_to_their_transpose_in_squares(name, monkeypatch):
     whole = outcomes(LOSSES[name], inputs)
     monkeypatch.setattr(plan, "TRANSPOSED_CPU", 7)
     assert all(torch.equal(one, other) for one, other in zip(outcomes(LOSSES[name], inputs), whole, strict=True))
+
+
+@pytest.mark.parametrize("name", ["siglip", "siglip ids", "siglip positives"])
+def test_sigmoids_of_some_rows_at_a_time(name, monkeypatch):
+    inputs = leaves(*aligned_pairs(N, D, noise=0.5, seed=1), torch.tensor(10.0, dtype=torch.float64))
+    whole = outcomes(LOSSES[name], inputs)
+    monkeypatch.setattr(plan, "SIGMOID_CPU", 7)
+    for found, expected in zip(outcomes(LOSSES[name], inputs), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)

@@ -181,21 +181,30 @@ def small_sigmoid_loss(
     if backend == TRITON:
         return small_loss(x, y, scale, bias, precision, Task(SIGMOID, divisor, ids, ids_are_positives=ids_are_positives))
 
-    def weigh(make: Make) -> tuple[float, Tensor]:
-        s = make()
+    def weigh_rows(s: Tensor, rows: slice) -> tuple[float, Tensor]:
         if ids is not None and ids_are_positives:
-            signs = torch.where(ids[:, None] == ids, -1.0, 1.0).to(s.dtype)
+            signs = torch.where(ids[rows, None] == ids, -1.0, 1.0).to(s.dtype)
             g = s.mul_(signs).sigmoid()
             total = _sum(_softplus_(s, g))
-            g.mul_(signs)
-        else:
-            if ids is not None:
-                _leave_out(s, ids)
-            s.diagonal().neg_()
-            g = s.sigmoid()
-            total = _sum(_softplus_(s, g))
-            g.diagonal().neg_()
+            return total, g.mul_(signs)
+        s.diagonal(rows.start).neg_()
+        g = s.sigmoid()
+        total = _sum(_softplus_(s, g))
+        g.diagonal(rows.start).neg_()
         return total, g
+
+    def weigh(make: Make) -> tuple[float, Tensor]:
+        s = make()
+        if ids is not None and not ids_are_positives:
+            _leave_out(s, ids)
+        if len(s) <= plan.SIGMOID_CPU:
+            return weigh_rows(s, slice(0, len(s)))
+        total = 0.0
+        for rows in windows(len(s), plan.SIGMOID_CPU):
+            of_rows, g = weigh_rows(s[rows], rows)
+            total += of_rows
+            s[rows] = g
+        return total, s
 
     return _loss(x, y, scale, bias, precision, divisor, weigh)
 

@@ -41,6 +41,10 @@ SMALL_PAIRS_CPU_ROWS = 4096**2
 # Rows of the squares in which such a matrix is added to its transpose. One / two threads, ms for 1,024 and 2,048 rows: all at
 # once 8.1 / 4.6 and 45 / 25, in squares of 256 4.3 / 2.4 and 17.5 / 10.7, of 512 4.9 / 2.4 and 18.9 / 9.9.
 TRANSPOSED_CPU = 512
+# Rows of such a matrix whose sigmoids are computed at a time: four matrices of this height stay in the cache, and none of them
+# needs fresh memory. One / two threads, ms of `siglip_loss` up to its weights for 1,024 and 2,048 rows: all at once 27 / 16 and
+# 96 / 67, 128 rows 18.5 / 10.1 and 63 / 40, 256 rows 18.5 / 10.4 and 59 / 35, 512 rows 21 / 12.6 and 64 / 38.
+SIGMOID_CPU = 256
 
 # One H200, 32k rows and columns, D = 512, bf16 / fp32, clip_loss forward + backward in ms: 1024×1024 693 / 590,
 # 2048×2048 187 / 189, 4096×4096 72 / 143, 8192×8192 52 / 132. Small tiles cost launches. All buffers of a pass (15 bytes an
