@@ -18,6 +18,7 @@ BLOCKED = (
 )
 
 
+@pytest.mark.thorough
 def test_import_and_use_with_everything_optional_blocked():
     program = f"""
 import importlib.abc, sys

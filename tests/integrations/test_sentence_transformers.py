@@ -44,7 +44,7 @@ def both_libraries(folder, name, options, hard=0, arguments=()):
     ]
 
 
-@pytest.mark.quick({"options": {"directions": ALL}})
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options", "hard", "arguments"),
     [

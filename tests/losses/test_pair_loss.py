@@ -125,7 +125,7 @@ def test_a_sigmoid_loss_does_not_hide_what_is_not_finite(value):
     assert not any(result.isfinite().all() for result in found)
 
 
-@pytest.mark.quick({"name": "clip"})
+@pytest.mark.thorough
 @SOFTMAX
 def test_sums_of_several_launches_are_those_of_one(monkeypatch, name):
     mine, _ = LOSSES[name]

@@ -150,6 +150,7 @@ def test_two_encoders_of_transformers(configs, family):
     assert image.forward_operations == 10 * layers + attention + patches + pooler + head
 
 
+@pytest.mark.thorough
 def test_two_encoders_are_trained_as_train_has_them(configs):
     from megabatch import towers
 

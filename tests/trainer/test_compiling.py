@@ -106,7 +106,7 @@ def test_a_compiled_run_continues_with_the_same_bits(tmp_path, quick):
     plain.fit()
 
 
-@pytest.mark.quick({"lora": 0})
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [0, 2])
 def test_one_compilation_serves_all_layers_and_all_lengths(quick, lora):
     """One without a graph and one with it: not one for each layer, nor for each number of texts or tokens."""
