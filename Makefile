@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two installations into one .venv would break it
-.PHONY: help demo test test-thorough test-all test-rounding test-gpu check format bench bench-cpu docs clean
+.PHONY: help demo test test-thorough test-all test-rounding test-gpu sanitize-gpu check format bench bench-cpu docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -41,6 +41,9 @@ test-rounding: $(READY)  ## the numerical tests as older processors and other nu
 
 test-gpu:  ## the tests that use a GPU, several at a time, with the python that is active
 	PYTHONPATH=src $(PYTHON) tools/test_gpu.py
+
+sanitize-gpu:  ## every kernel under compute-sanitizer, on a GPU, with the python that is active
+	PYTHONPATH=src $(PYTHON) tools/sanitize_gpu.py
 
 check: $(READY)  ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -1,10 +1,10 @@
 """Small batches on a GPU: the time of a step, and how long the host takes to launch it, without CUDA graphs.
 
 `clip_loss` is timed beside a dense loss in PyTorch (autocast), the same compiled, open_clip, Liger and the bare products; the
-other losses are timed beside dense ones. Before a loss of megabatch is timed, its value and gradients at that very size are
-compared with float64, and a wrong one gets no time. "Host" is the time in which a step returns without waiting for the device.
-"In memory" and "over tiles" are the two ways of megabatch, wherever both are possible. `make test-gpu` checks other types, odd
-sizes, hostile inputs and repeated runs.
+other losses are timed beside dense ones, and `siglip_loss` beside its three bare products. Before a loss of megabatch is timed,
+its value and gradients at that very size are compared with float64, and a wrong one gets no time. "Host" is the time in which a
+step returns without waiting for the device. "In memory" and "over tiles" are the two ways of megabatch, wherever both are
+possible. `make test-gpu` checks other types, odd sizes, hostile inputs and repeated runs.
 
 Writes a JSON file; `small_gpu_report.py` makes the table and the plot of it, on any machine.
 """
@@ -35,7 +35,11 @@ from megabatch.tiles import plan
 
 SIZES = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
 WIDTHS = (512, 1024)
-OTHER_SIZES = (64, 256, 1024, 4096, 8192, 16384)
+OTHER_SIZES = (64, 256, 1024, 4096, 8192, 16384, 32768)
+PRODUCTS = {
+    "clip_loss": ("S", "S", "dX", "dY"),
+    "siglip_loss": ("S", "dX", "dY"),
+}  # that an exact loss needs, one after another
 ROUNDS, SECONDS_A_ROUND = 9, 0.015  # systems take turns, because the speed of a host changes from one moment to the next
 MOST_IN_MEMORY = 16384  # pairs; beyond it the similarities take more than a gibibyte
 OURS, IN_MEMORY, OVER_TILES, BARE = "megabatch", "in memory", "over tiles", "bare products"
@@ -145,9 +149,9 @@ def measure(record: Record, name: str, candidates: dict[str, Loss], B: int, D: i
             steps[system] = step
     row: dict[str, Any] = {"loss": name, "B": B, "D": D, "host_ms": {}}
     row["ms"] = take_turns(steps, device, ROUNDS, SECONDS_A_ROUND)
-    if name == "clip_loss":
+    if name in PRODUCTS:
         bare = take_turns(bare_products(inputs[0].detach(), inputs[1].detach()), device, ROUNDS, SECONDS_A_ROUND)
-        row["ms"][BARE] = 2 * bare["S"] + bare["dX"] + bare["dY"]
+        row["ms"][BARE] = sum(bare[product] for product in PRODUCTS[name])
     if device == "cuda":
         ours = {system: steps[system] for system in (OURS, IN_MEMORY, OVER_TILES, "dense PyTorch") if system in steps}
         row["host_ms"] = host_milliseconds(ours, 10 if B <= 8192 else 2)
@@ -193,7 +197,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="*", type=int, default=SIZES, help="pairs of clip_loss (64 to 32768)")
     parser.add_argument("--widths", nargs="*", type=int, default=WIDTHS, help="of its embeddings (512 1024)")
-    parser.add_argument("--others", nargs="*", type=int, default=OTHER_SIZES, help="pairs of the other losses (64 to 16384)")
+    parser.add_argument("--others", nargs="*", type=int, default=OTHER_SIZES, help="pairs of the other losses (64 to 32768)")
     arguments(parser, "small_gpu", 260)
     args = parser.parse_args()
     device = device_of(args)

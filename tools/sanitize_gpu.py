@@ -66,6 +66,8 @@ def _cases() -> dict[str, Case]:
         ids = torch.arange(N, device="cuda") // 2
         found[f"pairs {N}x{D} ids"] = partial(_learn, partial(mb.clip_loss, ids=ids), *_pairs(N, D, HALF), _number(20.0))
         found[f"sigmoid {N}x{D}"] = partial(_learn, mb.siglip_loss, *_pairs(N, D, HALF), _number(10.0), _number(-10.0))
+        positives = partial(mb.siglip_loss, ids=ids, ids_are_positives=True)
+        found[f"sigmoid {N}x{D} ids"] = partial(_learn, positives, *_pairs(N, D, HALF), _number(10.0), _number(-10.0))
     for dtype in (HALF, SINGLE):
         _tiled(found, 333, 72, dtype)
         _late(found, dtype)
