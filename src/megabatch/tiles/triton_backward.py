@@ -168,7 +168,7 @@ class WholeGradients(NamedTuple):
 def whole_gradients(task: StripTask, needs: Needs, row_sums: RowSums | None = None) -> WholeGradients:
     """`gradient_strips` for a batch so small that the sums of all rows of dx may be held: fewer calls, and nothing to zero.
 
-    `row_sums` (N,) of a sigmoid are added to.
+    A sigmoid adds its row sums to `row_sums`, (N,) each.
     """
     operands, block = task.operands, task.block
     strip = plan.pair_strip(block.N, block.D, operands.x.element_size())

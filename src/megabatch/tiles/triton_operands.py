@@ -80,7 +80,7 @@ def exponent_operands(block: Block, products: Tensor | None = None) -> Operands:
 def similarity_operands(block: Block, constants: Tensor | None = None) -> Operands:
     """Operands of the other kernels: t is the similarity itself, k the scale and C = 0.
 
-    If given, `constants` (4,) or longer get their values later: the scale, 0, 0, 0.
+    A kernel may write the constants later: the scale, 0, 0, 0, to `constants`, (4,) or longer.
     """
     x, y = operand(block.x, block.precision), operand(block.y, block.precision)
     if constants is None:

@@ -1,4 +1,4 @@
-"""The matching pairs of a sigmoid loss, in one launch: their losses and weights, where the sums over all other pairs begin.
+"""The matching pairs of a sigmoid loss, in one launch: their losses and weights. Strips then add all other pairs.
 
 PyTorch operations over vectors would take the host longer than all products take the GPU, up to 32k pairs on an H200.
 """
@@ -66,8 +66,8 @@ class SigmoidVectors(NamedTuple):
     room: Tensor  # (7, stride): the vectors below
     offset: Tensor  # (N,) the bias
     weight: Tensor  # (N,) the weight of a loss: the unit
-    losses: Tensor  # (N,) softplus(−s_ii), to which strips add the softplus of all other pairs of the row
-    dbias: Tensor  # (N,) the gradient of the offset, begun in the same way
+    losses: Tensor  # (N,) softplus(−s_ii); strips add the softplus of the row's other pairs
+    dbias: Tensor  # (N,) the gradient of the offset from s_ii; strips add the rest
     constants: Tensor  # (stride,) of which the first four are `Operands.exponent_scale`
     matches: Matches
 
