@@ -3,8 +3,9 @@
 `clip_loss` is timed beside a dense loss in PyTorch (autocast), the same compiled, open_clip, Liger and the bare products; the
 other losses are timed beside dense ones, and `siglip_loss` beside its three bare products. Before a loss of megabatch is timed,
 its value and gradients at that very size are compared with float64, and a wrong one gets no time. "Host" is the time in which a
-step returns without waiting for the device. "In memory" and "over tiles" are the two ways of megabatch, wherever both are
-possible. `make test-gpu` checks other types, odd sizes, hostile inputs and repeated runs.
+step returns without waiting for the device, one after another, or the first one after a pause, in which the host's caches and
+clocks cool down. "In memory" or "over tiles" is the other way of megabatch, where there is one. `make test-gpu` checks other
+types, odd sizes, hostile inputs and repeated runs.
 
 Writes a JSON file; `small_gpu_report.py` makes the table and the plot of it, on any machine.
 """
@@ -43,6 +44,8 @@ PRODUCTS = {
 ROUNDS, SECONDS_A_ROUND = 9, 0.015  # systems take turns, because the speed of a host changes from one moment to the next
 MOST_IN_MEMORY = 16384  # pairs; beyond it the similarities take more than a gibibyte
 OURS, IN_MEMORY, OVER_TILES, BARE = "megabatch", "in memory", "over tiles", "bare products"
+DENSE_PYTORCH = "dense PyTorch"
+PAUSE = 0.002  # seconds, before the step of a host that has cooled down
 GRADIENT_ERROR, LOSS_ERROR, SCALE_ERROR = 8e-3, 2e-5, 1e-3  # of bf16, relative to float64: two roundings and sums
 Loss = Callable[..., Tensor]
 
@@ -69,18 +72,18 @@ def is_right(record: Record, name: str, system: str, mine: Loss, dense: Loss, in
     return right
 
 
-def host_milliseconds(steps: dict[str, Callable[[], Any]], calls: int) -> dict[str, float]:
-    """The median times in which steps return without waiting for the device."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
+def host_milliseconds(step: Callable[[], Any], calls: int, pause: float = 0.0) -> float:
+    """The median time in which a step returns without waiting for the device, after a pause of so many seconds."""
+    found = []
     for _ in range(ROUNDS):
-        for name, step in steps.items():
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            for _ in range(calls):
-                step()
-            found[name].append((time.perf_counter() - begun) / calls)
+        torch.cuda.synchronize()
+        time.sleep(pause)
+        begun = time.perf_counter()
+        for _ in range(calls):
+            step()
+        found.append((time.perf_counter() - begun) / calls)
     torch.cuda.synchronize()
-    return {name: 1000 * sorted(times)[ROUNDS // 2] for name, times in found.items()}
+    return 1000 * sorted(found)[ROUNDS // 2]
 
 
 def autocast(loss: Loss, device: str) -> Loss:
@@ -100,12 +103,13 @@ def limited(pairs: int, loss: Loss) -> Loss:
 
 
 def systems(B: int, device: str) -> dict[str, Loss]:
-    """CLIP losses by name; of megabatch, what is usual for B, and both ways where both are possible."""
+    """CLIP losses by name; of megabatch, what is usual for B, and the other way if it is possible."""
     found: dict[str, Loss] = {OURS: mb.clip_loss}
-    if B <= MOST_IN_MEMORY:
+    if B * B <= plan.SMALL_PAIRS:
+        found[OVER_TILES] = limited(0, mb.clip_loss)
+    elif B <= MOST_IN_MEMORY:
         found[IN_MEMORY] = limited(MOST_IN_MEMORY, mb.clip_loss)
-    found[OVER_TILES] = limited(0, mb.clip_loss)
-    found["dense PyTorch"] = autocast(dense_clip, device)
+    found[DENSE_PYTORCH] = autocast(dense_clip, device)
     return found
 
 
@@ -147,17 +151,21 @@ def measure(record: Record, name: str, candidates: dict[str, Loss], B: int, D: i
             step()
             step()
             steps[system] = step
-    row: dict[str, Any] = {"loss": name, "B": B, "D": D, "host_ms": {}}
+    row: dict[str, Any] = {"loss": name, "B": B, "D": D, "host_ms": {}, "host_after_pause_ms": {}}
     row["ms"] = take_turns(steps, device, ROUNDS, SECONDS_A_ROUND)
     if name in PRODUCTS:
         bare = take_turns(bare_products(inputs[0].detach(), inputs[1].detach()), device, ROUNDS, SECONDS_A_ROUND)
         row["ms"][BARE] = sum(bare[product] for product in PRODUCTS[name])
     if device == "cuda":
-        ours = {system: steps[system] for system in (OURS, IN_MEMORY, OVER_TILES, "dense PyTorch") if system in steps}
-        row["host_ms"] = host_milliseconds(ours, 10 if B <= 8192 else 2)
+        calls = 50 if B <= 4096 else 10 if B <= 8192 else 2  # fewer launches than the device's queue holds
+        for system in (OURS, DENSE_PYTORCH):
+            if system in steps:
+                row["host_ms"][system] = host_milliseconds(steps[system], calls)
+                row["host_after_pause_ms"][system] = host_milliseconds(steps[system], 1, PAUSE)
     record["results"].append(row)
     shown = ", ".join(f"{system} {ms:.3f}" for system, ms in row["ms"].items())
     host = ", ".join(f"{system} {ms:.3f}" for system, ms in row["host_ms"].items())
+    host += "".join(f", after a pause {ms:.3f}" for system, ms in row["host_after_pause_ms"].items() if system == OURS)
     record.say(f"{name} {B}x{D} ms: {shown}; host: {host}")
     record.save()
 
@@ -225,8 +233,10 @@ def main() -> int:
                     measure(record, "clip_loss", systems(B, device) | compared, B, D, device)
         if widths[0] == D:
             for name, (mine, dense) in LOSSES.items():
-                candidates = {OURS: mine, "dense PyTorch": autocast(dense, device), OVER_TILES: limited(0, mine)}
                 for B in others if name != "clip_loss" else ():
+                    candidates = {OURS: mine, DENSE_PYTORCH: autocast(dense, device)}
+                    if B * B <= plan.SMALL_PAIRS:
+                        candidates[OVER_TILES] = limited(0, mine)
                     if record.left() > 35:
                         with attempt(record, f"{name} {B}"):
                             measure(record, name, candidates, B, D, device)

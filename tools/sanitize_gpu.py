@@ -5,7 +5,8 @@
     python tools/sanitize_gpu.py --tools memcheck     one check only
 
 Fails if compute-sanitizer finds an error or a case cannot run. PyTorch's memory cache is off, so that each tensor is an
-allocation of its own and a read behind its end is found.
+allocation of its own and a read behind its end is found. Races are not sought in the warp-specialised kernel, because of the
+twelve bytes in which Triton tells warps their work (docs/log.md).
 """
 
 import argparse
@@ -27,6 +28,9 @@ import megabatch as mb
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck")
+# Triton stores which part each warp has, and numbers they share, before a barrier, and warps read them after it. racecheck does
+# not follow that barrier here. It names every place of the kernel by the same two lines, so the reports cannot be told apart.
+EXCLUDED = {"racecheck": ("--kernel-name-exclude", "kns=_warp_specialized_kernel")}
 FOUND = 9  # exit status if compute-sanitizer finds an error
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -152,6 +156,7 @@ def _check(tool: str, only: list[str], processes: int) -> bool:
         str(FOUND),
         "--print-limit",
         "5",
+        *EXCLUDED.get(tool, ()),
         sys.executable,
         __file__,
     ]

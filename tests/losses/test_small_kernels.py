@@ -1,5 +1,6 @@
 """Losses of small batches by kernels: on a GPU if there is one, otherwise interpreted on the CPU."""
 
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from megabatch import reference
 from megabatch.tiles import plan
 
 triton_launcher = pytest.importorskip("megabatch.tiles.triton_launcher")
+triton_small_launches = pytest.importorskip("megabatch.tiles.triton_small_launches")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf and NaN, which are meant
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,6 +41,27 @@ LOSSES = {
     "sup_con sole": lambda x, y, s, **o: mb.sup_con_loss(x, SOLE, s, **o) + 0 * y.sum(),
     "sup_con alone": lambda x, y, s, **o: mb.sup_con_loss(x, ALONE, s, **o) + 0 * y.sum(),
 }
+
+TILES = {name: getattr(triton_small_launches, name) for name in ("_SUMS", "_LABEL_SUMS", "_WEIGHTS", "_SIGMOIDS", "_WHOLE")}
+
+
+@contextmanager
+def tiles(**sizes):
+    """Tiles of these sizes where products are given."""
+    with mock.patch.multiple(triton_small_launches, **sizes):
+        triton_small_launches.launches_of.cache_clear()
+        try:
+            yield
+        finally:
+            triton_small_launches.launches_of.cache_clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fewer_programs():
+    """Larger tiles on a CPU, where the interpreter takes its time for each program."""
+    large = triton_small_launches._Tile(rows=64, columns=128, warps=4)
+    with tiles(**(dict.fromkeys(TILES, large) if DEVICE == "cpu" else TILES)):
+        yield
 
 
 def tiled(loss):
@@ -133,15 +156,10 @@ def test_half_precision_of_wide_embeddings(name):
 @pytest.mark.quick({"name": "clip ids"}, {"name": "siglip positives"})
 @pytest.mark.parametrize("name", EACH_KERNEL)
 def test_half_precision_with_library_products(name, monkeypatch):
-    """As from 4,097 rows on."""
-    from megabatch.tiles.triton_small_launches import launches_of
-
+    """As from 4,097 rows on, with the tiles that a GPU has."""
     monkeypatch.setattr(plan, "SMALL_PRODUCT_ROWS", 0)
-    launches_of.cache_clear()
-    try:
+    with tiles(**TILES):
         assert_right_in_half_precision(name, data(torch.float16))
-    finally:
-        launches_of.cache_clear()
 
 
 @pytest.mark.quick({"loss": "clip", "dtype": torch.float32, "scale": 50.0})

@@ -17,7 +17,7 @@ from megabatch.tiles.triton_launcher import Launcher
 from megabatch.tiles.triton_small_device import FIRST_SUM, LABELS, MATCHES, PLANES, SIGMOID, SUMS, VIEWS, partner_of
 
 _ADDED = plan.KernelTile(rows=16, columns=1, width=256, warps=4, stages=1)  # of a gradient to which matches are added
-_BLOCK = 1024  # partial sums that are added at once
+_BLOCK = 2048  # partial sums that are added at once
 _ELEMENTS = 4096  # of a gradient that a program multiplies
 
 

@@ -1,5 +1,6 @@
 """The launches of a loss whose similarities are all in memory: grids, tiles and room, found once for each form of a call."""
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,10 +21,43 @@ from megabatch.tiles.triton_small import (
 from megabatch.tiles.triton_small_device import FIRST_SUM, LABELS, PLANES, ROWS, SIGMOID, SUMS, VIEWS
 from megabatch.tiles.triton_small_gradients import finish
 
-_BLOCK_N, _BLOCK_M, _BLOCK_D = 64, 128, 64  # a tile of similarities, and the width of a step of their product
-_ROWS = 32  # rows that a program combines
-_WHOLE_ROWS, _WIDTH = 4, 1024  # rows of a program that computes them whole, and columns that it loads at once
+
+class _Tile(NamedTuple):
+    """What a program computes of the similarities."""
+
+    rows: int
+    columns: int
+    warps: int
+
+    def grid(self, N: int) -> tuple[int, int]:
+        """Tiles of columns, tiles of rows."""
+        return -(-N // self.columns), -(-N // self.rows)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of a launch."""
+        return {"BLOCK_N": self.rows, "BLOCK_M": self.columns, "num_warps": self.warps, **_EXACT}
+
+
 _EXACT = {"enable_fp_fusion": False}  # similarities are rounded before a shift is subtracted
+_PRODUCT_WIDTH = 64  # of the embeddings, in each step of a product
+
+# Where the kernel forms the products. H200, bf16, D = 512, µs at 1,024 and 4,096 rows. Sums: these 22 and 75; with eight warps
+# 33 and 78, 128×128 22 and 67, but with every register. Sigmoids: these 23 and 106; with four warps 30 and 137, 64×64 24 and
+# 113.
+_FORMED_SUMS = _Tile(rows=64, columns=128, warps=4)
+_FORMED_LABEL_SUMS = _Tile(rows=64, columns=128, warps=8)
+_FORMED_SIGMOIDS = _Tile(rows=64, columns=128, warps=8)
+# Where the products are given. H200, µs at 8,192 rows, whose products take 64 µs to read. Sums: these 85; 32×64 81, but twice
+# as many sums of columns; 64×128 107 with four warps and 204 with eight. Weights: these 111; 32×64 111, 64×128 with eight warps
+# 137. Sigmoids: these 236; 32×64 245, 32×128 490, 64×128 with eight warps 523.
+_SUMS = _Tile(rows=64, columns=64, warps=2)
+_LABEL_SUMS = _Tile(rows=32, columns=64, warps=2)
+_WEIGHTS = _Tile(rows=32, columns=128, warps=4)
+_SIGMOIDS = _Tile(rows=16, columns=128, warps=4)
+# Whole rows, of which at most so many columns are loaded at once: this one 148, 2×2048 with eight warps 162, 4×1024 202.
+_WHOLE = _Tile(rows=1, columns=2048, warps=4)
+_ROWS = 32  # rows that a program combines
 
 
 class Form(NamedTuple):
@@ -46,9 +80,6 @@ class Launches:
 
     def __init__(self, form: Form) -> None:
         (N, D), kind, self.shape, self.device = form.shape, form.kind, form.shape, form.device
-        grid = -(-N // _BLOCK_M), -(-N // _BLOCK_N)  # tiles of columns, tiles of rows
-        tile = {"BLOCK_N": _BLOCK_N, "BLOCK_M": _BLOCK_M}
-        eight_warps = {"num_warps": 8, **_EXACT}
         self.learns = any(form.needs)  # weights or d scale
         of_x, of_y = form.needs[:2]
         self.sides = (of_x or of_y, False) if kind in (VIEWS.value, LABELS.value) else (of_x, of_y)
@@ -57,29 +88,35 @@ class Launches:
         self.multiplies = self.half is not None and plan.small_products(N, D)
         self.forms_products = self.multiplies and kind not in (ROWS.value, VIEWS.value)  # whose kernel reads rows twice
         self.is_sigmoid = kind == SIGMOID.value
-        layout, formed = (N, D, *form.row_strides, *form.col_strides), {**tile, "BLOCK_D": _BLOCK_D}
-        self.work, tiles = PLANES.value * N, grid[0] * grid[1]
+        layout, product_width = (N, D, *form.row_strides, *form.col_strides), {"BLOCK_D": _PRODUCT_WIDTH}
+        self.work, programs, tiles = PLANES.value * N, 0, math.prod(_WEIGHTS.grid(N))
         if kind == SIGMOID.value:
-            programs = 0
-            constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": tf32}
-            self.sigmoid_weights = Launcher(sigmoid_kernel, grid, (*layout, unit), **constants, **formed, **eight_warps)
+            tile = _FORMED_SIGMOIDS if self.forms_products else _SIGMOIDS
+            tiles = math.prod(tile.grid(N))
+            constants = {"IDS_ARE_POSITIVES": form.ids_are_positives, "TF32": tf32, **product_width}
+            self.sigmoid_weights = Launcher(sigmoid_kernel, tile.grid(N), (*layout, unit), **constants, **tile.options)
         elif kind in (ROWS.value, VIEWS.value):
-            programs = -(-N // _WHOLE_ROWS)
+            tile = _WHOLE._replace(columns=min(_WHOLE.columns, triton.next_power_of_2(N)))
+            programs = -(-N // tile.rows)
             tiles = programs if kind == ROWS.value else tiles
-            blocks = {"BLOCK_N": _WHOLE_ROWS, "BLOCK_M": min(_WIDTH, triton.next_power_of_2(N))}
             with_weights = kind == ROWS.value and self.learns
             constants = {"IS_VIEWS": kind == VIEWS.value, "WITH_WEIGHTS": with_weights, "TF32": tf32}
-            self.rows = Launcher(rows_kernel, (programs,), (N, unit), **constants, **blocks, **_EXACT)
+            self.rows = Launcher(rows_kernel, (programs,), (N, unit), **constants, **tile.options)
         else:
+            tile = _tile_of_sums(kind, formed=self.forms_products)
+            row_parts, col_parts = tile.grid(N)
             row_planes, col_planes, sides = (7, 0, 1) if kind == LABELS.value else (2, 2, 2)
             programs = -(-N // _ROWS) * sides
-            self.work = N * (2 * PLANES.value + row_planes * grid[0] + col_planes * grid[1])
-            parts = {"ROW_PARTS": triton.next_power_of_2(grid[0]), "COL_PARTS": triton.next_power_of_2(grid[1])}
-            self.partial_sums = Launcher(partial_sums_kernel, grid, layout, KIND=kind, **formed, **eight_warps)
-            self.combine = Launcher(combine_kernel, (programs,), (N, *grid), KIND=kind, BLOCK_N=_ROWS, **parts, **_EXACT)
+            self.work = N * (2 * PLANES.value + row_planes * row_parts + col_planes * col_parts)
+            parts = {"ROW_PARTS": triton.next_power_of_2(row_parts), "COL_PARTS": triton.next_power_of_2(col_parts)}
+            self.partial_sums = Launcher(partial_sums_kernel, tile.grid(N), layout, KIND=kind, **product_width, **tile.options)
+            self.combine = Launcher(
+                combine_kernel, (programs,), (N, row_parts, col_parts), KIND=kind, BLOCK_N=_ROWS, **parts, **_EXACT
+            )
         if kind not in (SIGMOID.value, ROWS.value):
             first = N, FIRST_SUM.value + SUMS.value * programs, unit
-            self.softmax_weights = Launcher(softmax_weights_kernel, grid, first, KIND=kind, TF32=tf32, **tile, **eight_warps)
+            constants = {"KIND": kind, "TF32": tf32}
+            self.softmax_weights = Launcher(softmax_weights_kernel, _WEIGHTS.grid(N), first, **constants, **_WEIGHTS.options)
         self.sums = FIRST_SUM.value + SUMS.value * (programs + tiles)
         last = *layout, programs, tiles, float(form.divisor), unit
         self.finish = finish(kind, self.sides, last, learns=self.learns, multiplies=self.multiplies)
@@ -118,6 +155,13 @@ class Launches:
             torch.empty(self.sums, dtype=torch.float64, device=self.device),
             torch.empty((), dtype=torch.float32, device=self.device),
         )
+
+
+def _tile_of_sums(kind: int, *, formed: bool) -> _Tile:
+    """Sums of labels have four times as many terms, and would not fit the registers of the other tiles."""
+    if kind == LABELS.value:
+        return _FORMED_LABEL_SUMS if formed else _LABEL_SUMS
+    return _FORMED_SUMS if formed else _SUMS
 
 
 @lru_cache(maxsize=256)
