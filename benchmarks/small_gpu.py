@@ -86,6 +86,19 @@ def host_milliseconds(step: Callable[[], Any], calls: int, pause: float = 0.0) -
     return 1000 * sorted(found)[ROUNDS // 2]
 
 
+class _Nothing(torch.autograd.Function):
+    """Computes nothing, forward and backward: what the host needs in any case."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return torch.empty((), device=inputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+
+
 def autocast(loss: Loss, device: str) -> Loss:
     def run(*inputs: Tensor) -> Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -225,6 +238,9 @@ def main() -> int:
             step = step_of(limited(8192, mb.clip_loss), data(8192, 512, torch.bfloat16, device))
             step()
             kernels_of(record, step, "8192x512 in memory")
+        nothing = step_of(lambda *inputs: _Nothing.apply(*inputs), data(256, 512, torch.bfloat16, device))
+        nothing()
+        record["nothing_host_ms"] = [host_milliseconds(nothing, 50), host_milliseconds(nothing, 1, PAUSE)]
     compared = peers(device, record, args.tiny)
     for D in widths:
         for B in sizes:

@@ -35,7 +35,12 @@ def markdown(record: dict[str, Any]) -> str:
         tables.append(Table(headings, rows).markdown())
     wrong = [f"{c['loss']} {c['dtype']}" for c in record["checks"] if not c["right"]]
     checked = f"Checked against float64: {len(record['checks'])} results of megabatch; wrong: {', '.join(wrong) or 'none'}."
-    return reports.paragraphs("Small batches on a GPU, bf16, B pairs of embeddings D wide.", *tables, LEGEND, checked)
+    legend = LEGEND
+    if "nothing_host_ms" in record:
+        legend += " An autograd function that computes nothing takes the host {:.3f} ms, and {:.3f} cold.".format(
+            *record["nothing_host_ms"]
+        )
+    return reports.paragraphs("Small batches on a GPU, bf16, B pairs of embeddings D wide.", *tables, legend, checked)
 
 
 def _row(row: dict[str, Any], shown: Any) -> list[object]:
