@@ -235,8 +235,8 @@ _ONE_STRIP_BYTES = 512 * 2**20
 
 
 # Pairs whose similarities kernels hold in memory at once (`triton_small`): 256 MiB in float32, and half as much for weights in
-# half precision, within the 512 MiB limit of a workspace. H200, bf16, D = 512: 8,192 pairs take 0.7 ms in memory and 1.4 over
-# tiles, where the host needs that long; 16,384 pairs take 2.8, and 1.5 GiB, in memory and 1.6 over tiles.
+# half precision, within the 512 MiB limit of a workspace. H200, bf16, D = 512: 8,192 pairs take 0.6 to 0.8 ms in memory and 1.4
+# to 1.8 over tiles, where the host needs that long; 16,384 pairs take 2.2, and 1.5 GiB, in memory and 1.6 over tiles.
 SMALL_PAIRS = 8192**2
 # Rows up to which its kernels form products of half precision themselves: launching a library product takes the host 50 µs.
 # H200, bf16, D = 512, µs of the device with products by kernels / by the library: 24 / 29 at 256 rows, 217 / 200 at 4,096,

@@ -35,7 +35,7 @@ class _Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of a launch."""
+        """The tile as arguments of a launch."""
         return {"BLOCK_N": self.rows, "BLOCK_M": self.columns, "num_warps": self.warps, **_EXACT}
 
 
@@ -158,7 +158,7 @@ class Launches:
 
 
 def _tile_of_sums(kind: int, *, formed: bool) -> _Tile:
-    """Sums of labels have four times as many terms, and would not fit the registers of the other tiles."""
+    """Sums of labels are seven instead of four, and would not fit the registers with the other tiles; not timed alone."""
     if kind == LABELS.value:
         return _FORMED_LABEL_SUMS if formed else _LABEL_SUMS
     return _FORMED_SUMS if formed else _SUMS
