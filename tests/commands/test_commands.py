@@ -179,9 +179,8 @@ def test_search_by_image(place, tmp_path, capsys):
 
 def test_texts_and_images_in_one_search(place, tmp_path, capsys):
     query, data = place / "images" / "3.png", tmp_path / "whole.csv"
-    data.write_text(
-        "".join(line for line in (place / "images" / "pairs.csv").read_text().splitlines(True) if "7.png" not in line)
-    )
+    different = (place / "images" / "pairs.csv").read_text().splitlines()[: 1 + len(COLOURS)]  # equal images would be in any order
+    data.write_text("\n".join(different))
 
     def matches(*queries):
         root = ("--data", data, "-k", 4, "--sheet", tmp_path / "a.png")
