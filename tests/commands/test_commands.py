@@ -179,7 +179,8 @@ def test_search_by_image(place, tmp_path, capsys):
 
 def test_texts_and_images_in_one_search(place, tmp_path, capsys):
     query, data = place / "images" / "3.png", tmp_path / "whole.csv"
-    different = (place / "images" / "pairs.csv").read_text().splitlines()[: 1 + len(COLOURS)]  # equal images would be in any order
+    # One image of each colour: equal ones would come in any order.
+    different = (place / "images" / "pairs.csv").read_text().splitlines()[: 1 + len(COLOURS)]
     data.write_text("\n".join(different))
 
     def matches(*queries):
