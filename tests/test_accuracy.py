@@ -35,7 +35,11 @@ def root_mean_square_errors(function, truth, draws):
     return torch.stack(squares).mean(0).sqrt()
 
 
-@pytest.mark.quick({"regime": "training"}, {"regime": "cold", "dtype": torch.float32})
+@pytest.mark.quick(
+    {"regime": "training", "dtype": torch.float32},
+    {"regime": "training", "dtype": torch.bfloat16, "loss": "clip"},
+    {"regime": "cold", "dtype": torch.float32, "loss": "clip"},
+)
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -128,6 +132,7 @@ IN_PARTS = {
 }
 
 
+@pytest.mark.quick({"name": "nt_xent"}, {"name": "info_nce_loss, hard negatives"})
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_a_loss_of_several_parts_is_rounded_once(name):
     """Its parts come from operators of their own, whose gradients of the scale are of opposite signs.

@@ -77,6 +77,7 @@ def test_the_first_rows_of_decoders_are_the_compiled_systems_of_all_models():
     assert len(first + second + rest) == len(TINY) * sum(min(system.batches, 2) for system in SYSTEMS.values())
 
 
+@pytest.mark.thorough
 def test_a_step_of_decoders_that_compiled_is_timed_again(tmp_path, monkeypatch):
     import decoders_gpu
     from decoders_gpu_systems import OURS, SYSTEMS, TINY, Setting, decoder, texts

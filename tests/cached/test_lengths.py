@@ -9,6 +9,7 @@ from padded_texts import Encoder, plain, texts
 from steps import Loss, assert_same, cached, gradients, random_lengths
 
 
+@pytest.mark.quick({"embeddings": "device", "budget": 3000}, {"embeddings": "host", "budget": "auto"})
 @pytest.mark.parametrize("embeddings", ["device", "host"])
 @pytest.mark.parametrize("budget", [None, 3000, "all", "auto"])
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def _on_a_rank(group, rank, damaged):
     return evaluate(model(), Vectors(damaged=damaged), chunk_size=2, group=group)
 
 
+@pytest.mark.quick({"damaged": (3,)})
 @pytest.mark.parametrize("damaged", [(), (3,)])
 def test_ranks_count_as_one(pool, damaged):
     expected = evaluate(model(), Vectors(damaged=damaged))

@@ -47,6 +47,7 @@ def test_the_plan_of_optimal_transport_is_pots():
     torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_two_towers_gain_by_the_correction(capsys):
     without, corrected = printed("two_towers", "--users 60 --items 120 --steps 40 --batch 512", capsys)
     assert corrected > without + 0.05
@@ -86,6 +87,7 @@ def test_neighbours(capsys):
     assert torch.equal(neighbours.nearest(z[:20], z, 5), (z[:20] @ z.T).topk(5).indices)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_sentence_pairs(tmp_path, monkeypatch, capsys):
     for package in ("sentence_transformers", "datasets", "accelerate"):
@@ -108,6 +110,7 @@ def test_sentence_pairs(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs/sentences/model.safetensors").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_transformers_trainer(tmp_path, monkeypatch, capsys):
     for package in ("transformers", "sentence_transformers", "accelerate"):

@@ -157,7 +157,7 @@ def test_its_accumulation_has_the_gradients_of_one_step(siglip, parts):
     torch.testing.assert_close(clips.gradients(model), wanted, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.quick({"siglip": True})
+@pytest.mark.thorough
 @pytest.mark.parametrize("siglip", [False, True], ids=["clip", "siglip"])
 def test_its_accumulation_has_the_gradients_of_one_step_on_two_ranks(two, siglip):
     wanted = in_one_step(2, siglip, 2)
@@ -188,7 +188,7 @@ def captions(rows, length, longest):
     return texts
 
 
-@pytest.mark.quick({"how": "alone"}, {"how": "taught"}, {"how": "compiled", "kind": "CLIP"})
+@pytest.mark.quick({"how": "alone", "kind": "CLIP"}, {"how": "taught", "kind": "CustomTextCLIP"})
 @pytest.mark.parametrize("kind", ["CLIP", "CustomTextCLIP"])
 @pytest.mark.parametrize("how", ["alone", "taught", "compiled"])
 def test_the_cached_step_cuts_texts_after_their_end_token(kind, how):

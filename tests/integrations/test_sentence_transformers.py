@@ -94,6 +94,7 @@ HARDNESS = [
 ]
 
 
+@pytest.mark.quick({"hard": 2})
 @pytest.mark.parametrize("hard", [0, 2])
 @pytest.mark.parametrize(
     "options",
@@ -143,6 +144,7 @@ def long_and_short(rows, width=12):
     return found
 
 
+@pytest.mark.quick({"name": "ranking"})
 @pytest.mark.parametrize("name", ["ranking", "gist"])
 @pytest.mark.parametrize("options", [MINI, {"mini_batch_num_tokens": 40}], ids=str)
 def test_texts_of_similar_length_are_encoded_together(model, guide, name, options):
@@ -171,6 +173,7 @@ def test_anything_but_padded_tokens_keeps_its_order(unusual):
     assert _longest_first({**column, **unusual}) is None
 
 
+@pytest.mark.quick({"hard": 2})
 @pytest.mark.parametrize("hard", [0, 2])
 @pytest.mark.parametrize(
     "options",

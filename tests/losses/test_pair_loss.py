@@ -140,7 +140,6 @@ def test_sums_of_several_launches_are_those_of_one(monkeypatch, name):
 @pytest.mark.quick(
     {"dtype": torch.float32, "needs": (1, 2)},
     {"dtype": torch.float16, "needs": (0,)},
-    {"dtype": torch.float16, "needs": ()},
 )
 @pytest.mark.parametrize("needs", [(0,), (1,), (2,), (0, 2), (1, 2), ()])
 @DTYPES

@@ -106,10 +106,10 @@ def wide(inputs):
     return leaves(*(tensor.double() for tensor in inputs))
 
 
-INTERPRETED_SLOWLY = ("siglip over tiles", "siglip ids over tiles")
+DIFFERENT = (*EACH_KERNEL, "info_nce", "clip ids over tiles", "siglip positives over tiles", "nt_xent over tiles")
 
 
-@pytest.mark.quick(*({"scale": 20.0, "name": name} for name in LOSSES if "sum" not in name and name not in INTERPRETED_SLOWLY))
+@pytest.mark.quick(*({"scale": 20.0, "name": name} for name in DIFFERENT))
 @EVERY
 @pytest.mark.parametrize("scale", [0.0, -3.0, 20.0, 1000.0])
 def test_as_exact_as_float32(name, scale):
@@ -123,7 +123,7 @@ def test_as_exact_as_float32(name, scale):
         assert (actual - expected).abs().max() <= 4 * noise * expected.abs().max() + pairs * noise * (1 + abs(scale)) / N
 
 
-@pytest.mark.quick(*({"dtype": torch.float16, "name": name} for name in EACH_KERNEL))
+@pytest.mark.quick({"dtype": torch.float16, "name": "clip ids"}, {"dtype": torch.float16, "name": "sup_con"})
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(name, dtype):
@@ -162,7 +162,7 @@ def test_half_precision_with_library_products(name, monkeypatch):
         assert_right_in_half_precision(name, data(torch.float16))
 
 
-@pytest.mark.quick({"loss": "clip", "dtype": torch.float32, "scale": 50.0})
+@pytest.mark.quick  # none of them in `make test`, and all where other processors are imitated
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize(
     ("noise", "scale", "dtype"),
@@ -271,7 +271,7 @@ def test_bitwise_the_same_over_repeated_runs(name):
         assert all(torch.equal(a, b) for a, b in zip(first, outcomes(kernels(name), inputs), strict=True))
 
 
-@pytest.mark.quick({"name": "clip"}, {"name": "info_nce"}, {"name": "siglip"}, {"name": "sup_con"})
+@pytest.mark.quick({"name": "clip"}, {"name": "siglip"})
 @MOST
 def test_buffers_are_not_read_before_they_are_written(name):
     """Fresh memory is full of NaN."""
@@ -296,7 +296,7 @@ def test_buffers_are_not_read_before_they_are_written(name):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.quick({"name": "clip ids"}, {"name": "siglip"})
+@pytest.mark.quick({"name": "clip ids"})
 @MOST
 def test_only_what_is_asked_for_is_computed(name):
     whole = data()
@@ -321,7 +321,7 @@ def test_differentiating_twice_is_refused(name):
         (dx.square().sum() + inputs[0].sum()).backward()
 
 
-@pytest.mark.quick({"name": "clip"}, {"name": "siglip"}, {"name": "sup_con"})
+@pytest.mark.quick({"name": "clip"}, {"name": "siglip"})
 @pytest.mark.parametrize("name", ["clip", "siglip", "nt_xent", "sup_con"])
 def test_autocast_rounds_inputs_and_nothing_else(name):
     inputs = data()

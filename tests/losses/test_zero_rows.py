@@ -91,7 +91,9 @@ def test_as_in_dense_pytorch(name, where):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed")
-@pytest.mark.quick({"where": "pair"})
+@pytest.mark.quick(
+    *({"where": "pair", "name": name} for name in ("clip_loss", "siglip_loss", "info_nce_loss, guide", "dcl_loss"))
+)
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "sup_con_loss, in"])

@@ -28,6 +28,7 @@ def tokens(lengths, end=VOCABULARY - 1, seed=0):
     return torch.where(torch.arange(CONTEXT) < lengths[:, None], found, 0)
 
 
+@pytest.mark.quick({"dtype": torch.float64})
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

@@ -40,6 +40,7 @@ def same(found, wanted):
         )
 
 
+@pytest.mark.quick({"budget": 20000}, {"budget": "all"})
 @pytest.mark.parametrize(
     ("way", "budget"),
     [

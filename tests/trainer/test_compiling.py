@@ -69,7 +69,7 @@ def test_layers_of_known_models():
 
 
 @pytest.mark.parametrize("changes", [{"ema": 0.5}, {"lock": "first"}, {"lock": "first", "keep_locked": False}])
-@pytest.mark.quick({"changes": {"ema": 0.5}})
+@pytest.mark.thorough
 def test_training_is_that_of_the_plain_towers(tmp_path, quick, changes):
     """Dropout included: random numbers are those of PyTorch itself, the same with and without the compiler."""
     made = {}

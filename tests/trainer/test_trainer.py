@@ -160,6 +160,7 @@ def test_sharded_checkpoints_continue_on_two_ranks(pool, tmp_path, parallel):
         assert runs.same_bits(one, other) == []
 
 
+@pytest.mark.quick({"ranks": 3})
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_sharded_checkpoints_continue_on_another_number_of_ranks(pool, tmp_path, ranks):
     changes = {"parallel": "fsdp", "optimizer": {"name": "adafactor"}, "ema": 0.9, "checkpoint": {"every": 3, "keep": 1}}
@@ -245,6 +246,7 @@ def test_settings_that_would_have_no_effect_are_refused(tmp_path):
         runs.trainer(tmp_path, {"evaluate_every": 3})
 
 
+@pytest.mark.quick({"precision": "fp16"})
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns(tmp_path, precision):
     memory = runs.Memory()
