@@ -134,6 +134,7 @@ def test_inputs_without_a_tangent_may_stand_beside_one():
     torch.__version__.startswith(("2.8.", "2.9.")),
     reason="these versions cannot compile torch.func.grad of an autograd.Function",
 )
+@pytest.mark.quick({"name": "siglip_loss"})
 @pytest.mark.parametrize("name", ["clip_loss, smoothed", "siglip_loss", "info_nce_loss, hard"])
 def test_transforms_compile_whole(name):
     x, y, scale = inputs()

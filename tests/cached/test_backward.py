@@ -178,6 +178,7 @@ def test_checkpointed_tower_with_dropout(reentrant, budget):
     assert_same(found, wanted)
 
 
+@pytest.mark.quick({"budget": None})
 @pytest.mark.parametrize("budget", [None, "all"])
 def test_compiled_tower(budget):
     image, text, loss = tower(6, 0, dropout=0.5), tower(5, 1), Loss()

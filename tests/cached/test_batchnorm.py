@@ -62,6 +62,7 @@ def _uneven(group, rank, budget):
     return found, own, list(image.norm.buffers()), list(twin.norm.buffers())
 
 
+@pytest.mark.quick({"budget": None})
 @pytest.mark.parametrize("budget", [None, "all"])
 def test_passes_that_keep_ranks_in_step_leave_no_trace_in_statistics(pool, budget):
     answers = pool.run(_uneven, 2, budget)

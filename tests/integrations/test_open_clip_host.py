@@ -263,6 +263,7 @@ def shared(group, rank, how):
     return results
 
 
+@pytest.mark.quick({"how": "ddp"}, {"how": "fsdp2"})
 @pytest.mark.parametrize("how", ["ddp", "ddp, unused", "fsdp2"])
 def test_the_cached_step_on_uneven_ranks(two, how):
     bias = bias_where(how)

@@ -33,6 +33,7 @@ def inputs(dtype=torch.float32, N=20):
     return leaves(*(t.to(dtype) for t in aligned_pairs(N, 8, noise=1.0, seed=0)), torch.tensor(5.0))
 
 
+@pytest.mark.quick({"loss": next(iter(LOSSES))})
 @pytest.mark.parametrize("loss", LOSSES)
 def test_compiles_as_one_graph(loss):
     with tile_size(8, 8):  # a compiled loss is computed over tiles, however small

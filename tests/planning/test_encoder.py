@@ -46,6 +46,7 @@ def test_half_precision_by_hand():
     assert found.saved.each == 2 * (64 + 256 + 128)  # the inputs are cast and saved, too
 
 
+@pytest.mark.thorough
 def test_one_size_tells_of_others():
     with torch.device("meta"):
         module = models.StandIn(3 * 12 * 128**2, 20, 128)

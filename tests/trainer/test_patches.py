@@ -122,6 +122,7 @@ def test_names_copies_and_pickles():
     plain.load_state_dict(product.state_dict())
 
 
+@pytest.mark.thorough
 def test_compiled_whole_and_for_images_of_another_size():
     plain, product = both(3, 4, 4, stride=4)
     tower = nn.Sequential(product, nn.GELU())
