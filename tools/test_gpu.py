@@ -34,7 +34,7 @@ FILES = (
     "tests/tiles/test_row_statistics.py",
     "tests/test_topk.py",
 )
-MARKS = "gpu or not thorough"
+MARKS = "gpu or quick or not thorough"  # whole grids of kernels, of which `make test` runs some cases
 NO_TESTS, INTERRUPTED = 5, 2  # exit statuses of pytest: of a shard without tests, and of one that was stopped
 GRACE = 20.0  # seconds for a stopped process to say what it has done
 

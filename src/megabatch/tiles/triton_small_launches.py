@@ -23,7 +23,7 @@ from megabatch.tiles.triton_small_gradients import finish
 
 
 class _Tile(NamedTuple):
-    """What a program computes of the similarities."""
+    """The similarities of one program. Unlike `plan.KernelTile` it has no width: few of these kernels form products."""
 
     rows: int
     columns: int
@@ -31,7 +31,7 @@ class _Tile(NamedTuple):
 
     def grid(self, N: int) -> tuple[int, int]:
         """Tiles of columns, tiles of rows."""
-        return -(-N // self.columns), -(-N // self.rows)
+        return plan.tiles(N, self.columns), plan.tiles(N, self.rows)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Launches:
             self.sigmoid_weights = Launcher(sigmoid_kernel, tile.grid(N), (*layout, unit), **constants, **tile.options)
         elif kind in (ROWS.value, VIEWS.value):
             tile = _WHOLE._replace(columns=min(_WHOLE.columns, triton.next_power_of_2(N)))
-            programs = -(-N // tile.rows)
+            programs = plan.tiles(N, tile.rows)
             tiles = programs if kind == ROWS.value else tiles
             with_weights = kind == ROWS.value and self.learns
             constants = {"IS_VIEWS": kind == VIEWS.value, "WITH_WEIGHTS": with_weights, "TF32": tf32}
@@ -106,7 +106,7 @@ class Launches:
             tile = _tile_of_sums(kind, formed=self.forms_products)
             row_parts, col_parts = tile.grid(N)
             row_planes, col_planes, sides = (7, 0, 1) if kind == LABELS.value else (2, 2, 2)
-            programs = -(-N // _ROWS) * sides
+            programs = plan.tiles(N, _ROWS) * sides
             self.work = N * (2 * PLANES.value + row_planes * row_parts + col_planes * col_parts)
             parts = {"ROW_PARTS": triton.next_power_of_2(row_parts), "COL_PARTS": triton.next_power_of_2(col_parts)}
             self.partial_sums = Launcher(partial_sums_kernel, tile.grid(N), layout, KIND=kind, **product_width, **tile.options)
