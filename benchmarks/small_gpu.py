@@ -222,7 +222,7 @@ def main() -> int:
     arguments(parser, "small_gpu", 260)
     args = parser.parse_args()
     device = device_of(args)
-    beginning: dict[str, Any] = {"checks": [], "failures": [], "kernels": {}, "host_profile": {}}
+    beginning: dict[str, Any] = {"checks": [], "failures": [], "kernels": {}, "host_profile": {}, "nothing_host_ms": []}
     record = Record("small_gpu", args, args.seconds, **beginning)
     sizes, widths, others = ((32, 48), (16,), (32,)) if args.tiny else (args.sizes, args.widths, args.others)
     if device == "cuda":
@@ -240,7 +240,7 @@ def main() -> int:
             kernels_of(record, step, "8192x512 in memory")
         nothing = step_of(lambda *inputs: _Nothing.apply(*inputs), data(256, 512, torch.bfloat16, device))
         nothing()
-        record["nothing_host_ms"] = [host_milliseconds(nothing, 50), host_milliseconds(nothing, 1, PAUSE)]
+        record["nothing_host_ms"].extend([host_milliseconds(nothing, 50), host_milliseconds(nothing, 1, PAUSE)])
     compared = peers(device, record, args.tiny)
     for D in widths:
         for B in sizes:

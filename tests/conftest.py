@@ -124,7 +124,7 @@ def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "LAUNCH_ROWS", 256)
     monkeypatch.setattr(plan, "LAUNCH_PANELS", 1)
     monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
-    monkeypatch.setattr(plan, "pair_strip", lambda N, D, element_size: plan.TileSize(256, 128))
+    monkeypatch.setattr(plan, "pair_strip", lambda N, element_size: plan.TileSize(256, 128))
     if importlib.util.find_spec("triton") is not None:
         from megabatch.tiles import triton_guided_logsumexp
 

@@ -185,15 +185,16 @@ def symmetric_logsumexp(
 
 
 def is_small(
-    x: Tensor, run: Execution, reduction: Reduction, *, rows: int | None = None, tiled: bool = False, rows_only: bool = False
+    x: Tensor, run: Execution, reduction: Reduction, *, views: bool = False, tiled: bool = False, rows_only: bool = False
 ) -> bool:
-    """Whether the losses of small batches serve a call with this many rows, those of x by default (`operators.small`).
+    """Whether the losses of small batches serve the rows of x (`operators.small`).
 
-    `tiled`, of losses of matching pairs, counts batches whose pairs do not fit in memory. `rows_only` is for a cross-entropy of
-    rows, not of columns.
+    With `views` there is a second view of each row. `tiled`, of losses of matching pairs, counts batches whose pairs do not fit
+    in memory. `rows_only` is for a cross-entropy of rows, not of columns.
     """
-    size = x.shape[0] if rows is None else rows
-    return reduction != "none" and operators.is_small(x, size, run.backend, run.group, tiled=tiled, rows_only=rows_only)
+    if reduction == "none":
+        return False
+    return operators.is_small(x, run.backend, run.group, views=views, tiled=tiled, rows_only=rows_only)
 
 
 def small_cross_entropy(

@@ -302,7 +302,7 @@ def test_strips_stay_within_the_workspace(monkeypatch, N, M):
         assert min(size.rows, N) * min(size.columns, M) * element_size <= 256 * 2**20
         assert min(size.rows, N) * D * 4 <= 64 * 2**20
         assert size.rows % 256 == size.columns % 256 == 0
-        size = plan.pair_strip(N, D, element_size)
+        size = plan.pair_strip(N, element_size)
         assert min(size.rows, N) * min(size.columns, N) * element_size <= 512 * 2**20
         assert size.rows % 256 == size.columns % 256 == 0
     for panels in (1, 3, 256):
@@ -310,11 +310,20 @@ def test_strips_stay_within_the_workspace(monkeypatch, N, M):
         assert splits * rows >= N > (splits - 1) * rows
 
 
-def test_16384_pairs_are_one_strip(monkeypatch):
-    """Larger batches have strips of 256 MiB: there the GPU is what a step waits for."""
+@pytest.mark.parametrize(
+    ("N", "element_size", "size"),
+    [
+        (16384, 2, (16384, 16384)),
+        (16385, 2, (8448, 16640)),
+        (16384, 4, (16384, 8192)),
+        (65536, 2, (16384, 16384)),
+        (40000, 2, (13568, 13568)),
+    ],
+)
+def test_a_strip_of_pairs_fills_the_workspace(monkeypatch, N, element_size, size):
+    """16,384 pairs in half precision are one strip, because such a batch waits for the host."""
     monkeypatch.undo()
-    assert plan.pair_strip(16384, 512, 2) == plan.TileSize(16384, 16384)
-    assert plan.pair_strip(16385, 512, 2) == plan.strip_size(16385, 16385, 512, 2)
+    assert plan.pair_strip(N, element_size) == plan.TileSize(*size)
 
 
 @pytest.mark.parametrize(("panels", "programs"), [(1, 132), (64, 128), (86, 129), (128, 128), (132, 132), (256, 128)])

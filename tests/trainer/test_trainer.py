@@ -290,7 +290,8 @@ def evaluated(group, rank, folder):
 
 def test_sharded_towers_evaluate_on_ranks_with_different_numbers_of_chunks(pool, tmp_path):
     wanted = runs.trainer(tmp_path / "one", validation=runs.Numbers(samples=513)).fit()
-    assert pool.run(evaluated, 2, tmp_path / "two") == [wanted, wanted]
+    same = pytest.approx(wanted, rel=1e-13)  # two ranks add up the loss in another order; one rank more or less is 1e-5
+    assert pool.run(evaluated, 2, tmp_path / "two") == [same, same]
 
 
 def test_memory_that_runs_out_halves_the_chunks_and_does_the_step_again(tmp_path, caplog):

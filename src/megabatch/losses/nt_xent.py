@@ -51,7 +51,7 @@ def nt_xent_loss(
     """
     # Negatives are views of other samples: of the other kind, from one pass over z1·z2ᵀ, and of the same kind.
     run = pairs(z1, z2, ("z1", "z2"), reduction=reduction, group=group, backend=backend)
-    small = is_small(z1, run, reduction, rows=2 * len(z1), tiled=True)
+    small = is_small(z1, run, reduction, views=True, tiled=True)
     factor = number(scale, "scale", z1, shared=not small)
     if small:
         return small_nt_xent_loss(z1, z2, factor, run, reduction=reduction)

@@ -31,15 +31,17 @@ Make = Callable[[], Tensor]  # a matrix of all similarities, a new one each time
 Weigh = Callable[[Make], tuple[float, Tensor]]  # → the sum of all losses, and its gradient
 
 
-def is_small(x: Tensor, rows: int, backend: str, group: str, *, tiled: bool = False, rows_only: bool = False) -> bool:
-    """Whether the losses here serve a batch of `rows` like x: one process, at least two rows, and all pairs fit in memory.
+def is_small(x: Tensor, backend: str, group: str, *, views: bool = False, tiled: bool = False, rows_only: bool = False) -> bool:
+    """Whether the losses here serve the rows of x: one process, at least two rows, and all pairs fit in memory.
 
-    `tiled` says that with kernels there is a loss over tiles too, `rows_only` that the loss is a cross-entropy of rows alone.
+    With `views`, each row of x has a second view, which is a row too. `tiled` says that with kernels there is a loss over tiles
+    too, `rows_only` that the loss is a cross-entropy of rows alone.
     """
+    rows = x.shape[0] * (2 if views else 1)
     if group or rows < 2 or torch.compiler.is_compiling() or transforms_are_active():
         return False
     if backend == TRITON:
-        return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= plan.SMALL_ROWS)
+        return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= (plan.VIEW_ROWS if views else plan.PAIR_ROWS))
     most = plan.SMALL_PAIRS_CPU_ROWS if rows_only else plan.SMALL_PAIRS_CPU
     return x.is_cpu and rows * rows <= most and not isinstance(x, FakeTensor)
 

@@ -171,7 +171,7 @@ def whole_gradients(task: StripTask, needs: Needs, row_sums: RowSums | None = No
     A sigmoid adds its row sums to `row_sums`, (N,) each.
     """
     operands, block = task.operands, task.block
-    strip = plan.pair_strip(block.N, block.D, operands.x.element_size())
+    strip = plan.pair_strip(block.N, operands.x.element_size())
     scale_in_kernel, want_dx = _source_of_dscale(block, needs)
     dx, dy = (
         torch.empty(block.N, block.D, dtype=block.dtype, device=block.x.device) if wanted else None
