@@ -61,11 +61,17 @@ def _is(item: pytest.Function, case: dict[str, Any]) -> bool:
 
 @pytest.hookimpl(trylast=True)  # after tests were chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests for a GPU where there is none. TEST_SHARD=i/n keeps every n-th test, from the i-th on."""
+    """Skips tests for a GPU where there is none. TEST_SHARD=i/n keeps every n-th test, from the i-th on.
+
+    Tests of `ranks` that share a GPU are all in the first shard: a pool of processes in each shard would be more than the GPU
+    serves at the same time.
+    """
     shard = os.environ.get("TEST_SHARD")
     if shard is not None:
         number, count = map(int, shard.split("/"))
-        items[:] = items[number::count]
+        of_ranks = [item for item in items if "ranks" in item.fixturenames]  # type: ignore[attr-defined]
+        others = [item for item in items if item not in of_ranks]
+        items[:] = others[number::count] + (of_ranks if number == 0 else [])
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -80,7 +80,7 @@ class Shard:
 
     def __init__(self, number: int, count: int, files: list[str], further: list[str], folder: Path) -> None:
         self.number, self.log, self.stopped = number, folder / f"{number}.log", False
-        # One thread each: float64 references on the CPU would otherwise start as many threads as there are cores, in each process.
+        # With a thread for each core in every process, references on the CPU would take several times as long.
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "TEST_SHARD": f"{number}/{count}"}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", MARKS, "-rs", *further, *files]
         with self.log.open("w") as output:
