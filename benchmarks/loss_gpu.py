@@ -3,7 +3,7 @@
 All systems get the same bf16 embeddings and take turns in one process, so that the clock of a power-limited chip favours none.
 Before a system is timed, its loss and sampled rows of its gradients are compared with float64. An error larger than bf16
 explains is marked WRONG, and the system is not timed. "Bare products" are the four matrix products that every exact loss needs
-(S, S again, dX, dY; three for SigLIP), computed by cuBLAS in strips that fit the same workspace.
+(S, S again, dX, dY; three for SigLIP), computed by cuBLAS, each in the fastest of several shapes of strips.
 
 Writes a JSON file; `loss_gpu_report.py` makes the table and the plot of it, on any machine.
 """
@@ -29,9 +29,11 @@ from megabatch import machine
 from megabatch.bench.accuracy import SCALE, clip_truth, is_right, pairs
 from megabatch.bench.loss_systems import CUT, DENSE, INF_CL, LIGER, MEGABATCH, loss_of
 from megabatch.bench.losses import bare_products
+from megabatch.tiles.plan import TileSize, strip_size
 
 SIZES = ["16384x512", "32768x512", "65536x512", "131072x512", "262144x512", "65536x768", "65536x1024"]
 BIAS = -10.0
+BARE_STRIPS = ((8192, 16384), (16384, 8192), (16384, 16384), (8192, 65536), (65536, 8192), (32768, 32768))  # up to 2 GiB
 SECONDS_A_ROUND = 0.15
 SYSTEMS = (MEGABATCH, DENSE, INF_CL, CUT, LIGER)
 SLOW = {INF_CL: 65536, CUT: 65536}  # not tried on larger batches: seconds for one call
@@ -84,6 +86,14 @@ def siglip_truth(image: Tensor, text: Tensor, sample: Tensor) -> tuple[float, Te
     return loss.item(), rows(x, y), rows(y, x)
 
 
+def bare_shapes(image: Tensor, text: Tensor) -> dict[str, dict[str, Callable[[], None]]]:
+    """The bare products in strips of each shape, among them the strips of the loss. Sides are cut to the batch."""
+    sides = {(min(rows, len(image)), min(columns, len(image))) for rows, columns in BARE_STRIPS}
+    own = strip_size(len(image), len(image), image.shape[1], image.element_size())
+    sides.add((min(own.rows, len(image)), min(own.columns, len(image))))
+    return {f"{rows}x{columns}": bare_products(image, text, TileSize(rows, columns)) for rows, columns in sorted(sides)}
+
+
 def check(step: Step, right: tuple[Any, ...], sample: Tensor) -> tuple[float, float, float, int]:
     """(loss, its relative error, that of the sampled gradient rows, peak bytes beyond the inputs)."""
     torch.cuda.synchronize()
@@ -126,7 +136,8 @@ def measure(B: int, D: int, rounds: int, kind: str) -> list[dict[str, Any]]:
         else:
             result["status"] = "WRONG"
             running[f"{name} (wrong)"] = step
-    products = bare_products(image.detach(), text.detach())
+    shapes = bare_shapes(image.detach(), text.detach())
+    products = {f"{product} in {shape}": work for shape, found in shapes.items() for product, work in found.items()}
     if kind == "clip":
         scale = torch.tensor(SCALE, device="cuda")
         running["megabatch forward"] = torch.no_grad()(lambda: mb.clip_loss(image, text, scale, backend="triton"))
@@ -141,9 +152,10 @@ def measure(B: int, D: int, rounds: int, kind: str) -> list[dict[str, Any]]:
             result["ms"] = best[result["system"]]
         elif result["status"] == "WRONG":
             result["wrong_ms"] = best[f"{result['system']} (wrong)"]
-    bare = {name: best[name] for name in products}
+    bare = {product: min(best[f"{product} in {shape}"] for shape in shapes) for product in ("S", "dX", "dY")}
     whole = (2 if kind == "clip" else 1) * bare["S"] + bare["dX"] + bare["dY"]
     results.append({"loss_name": kind, "B": B, "D": D, "system": "bare products", "status": "ok", "ms": whole, "parts": bare})
+    results[-1]["shapes"] = {name: best[name] for name in products}
     if kind == "clip":
         results[0]["forward_ms"] = best["megabatch forward"]
     return results

@@ -10,7 +10,6 @@ from helpers import dense_clip
 from megabatch.planning import gpus
 from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, Shape, loss_bytes, loss_seconds
 from megabatch.planning.meter import Meter, metered, nowhere
-from megabatch.tiles.plan import PAIR_ROWS
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -33,8 +32,6 @@ def measured(system, key):
 @pytest.mark.parametrize(("system", "tolerance"), [("megabatch", 0.005), ("open_clip", 0.001), ("inf_cl", 0.005)])
 def test_memory_is_that_measured_on_an_h200(system, tolerance):
     for B, D, peak in measured(system, "peak_bytes"):
-        if system == "megabatch" and B <= PAIR_ROWS:  # measured before such batches had a way of their own; see tests/gpu
-            continue
         assert loss_bytes(NAMES[system], alone(B, D)) == pytest.approx(peak, rel=tolerance)
 
 

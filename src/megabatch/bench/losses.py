@@ -13,7 +13,7 @@ from megabatch.bench.accuracy import ClipTruth, is_right, pairs, sampled_rows, t
 from megabatch.bench.loss_systems import DENSE, NAMES, Loss, loss_of
 from megabatch.bench.measure import FAILED, LATE, MEMORY, MISSING, OK, WRONG, now, peak_memory, seconds_of
 from megabatch.machine import ran_out_of_memory
-from megabatch.tiles.plan import eager_tile, strip_size
+from megabatch.tiles.plan import TileSize, eager_tile, strip_size
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # of `pairs`
 T = TypeVar("T")
@@ -141,10 +141,11 @@ def _repeated(work: Callable[[], T], seconds: float) -> list[T]:
     return found
 
 
-def bare_products(image: Tensor, text: Tensor) -> dict[str, Callable[[], None]]:
-    """S, dX and dY of the whole batch with PyTorch's matrix product, in strips that fit the workspace of a loss."""
+def bare_products(image: Tensor, text: Tensor, size: TileSize | None = None) -> dict[str, Callable[[], None]]:
+    """S, dX and dY of the whole batch with PyTorch's matrix product, in strips like those of a loss, or of another size."""
     B, D = image.shape
-    size = strip_size(B, B, D, 2) if image.is_cuda else eager_tile(image.device, image.dtype)
+    if size is None:
+        size = strip_size(B, B, D, 2) if image.is_cuda else eager_tile(image.device, image.dtype)
     rows, columns = min(size.rows, B), min(size.columns, B)
     strip = torch.randn(rows, columns, device=image.device, dtype=image.dtype)
     dx, dy = image.new_empty(rows, D), image.new_empty(columns, D)
