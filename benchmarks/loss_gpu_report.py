@@ -10,8 +10,7 @@ from megabatch.display.tables import Table
 
 OURS, BARE = "megabatch", "bare products"
 LEGEND = (
-    "Bare products: the matrix products that every exact loss needs, four for CLIP and three for SigLIP, by cuBLAS, each in the "
-    "fastest of up to seven shapes of strips. "
+    "Bare products: the matrix products that every exact loss needs, four for CLIP and three for SigLIP, by cuBLAS, {strips}. "
     "Bare ÷ time: their time ÷ the time of the system. × megabatch: multiples of megabatch's time. "
     "Extra GiB: peak memory beyond the inputs, gradients included. "
     "Errors: relative to float64, for gradients on sampled rows. WRONG: the error is larger than bf16 explains."
@@ -33,11 +32,13 @@ def markdown(record: dict[str, Any]) -> str:
             cells = [r["loss_name"], f"{r['B']:,}", r["D"], r["system"], cell(ms, ".2f") or wrong, ratio(operations, ms, ".0f")]
             cells += [ratio(bare, ms, ".3f"), ratio(ms, ours), gib(r.get("peak_bytes")), cell(r.get("loss"), ".4f")]
             rows.append([*cells, *(cell(r.get(key), ".0e") for key in ("loss_error", "gradient_error"))])
+    shapes = max(len(r["shapes"]) // 3 if "shapes" in r else 1 for r in record["results"] if r["system"] == BARE)
+    strips = "in the strips of the loss" if shapes == 1 else f"each in the fastest of up to {shapes} shapes of strips"
     lines = [_forward(group) for group in found if "forward_ms" in group[0]] + [_large(r) for r in record.get("large", [])]
     return reports.paragraphs(
         "Contrastive losses on a GPU, forward + backward, bf16, B pairs of embeddings D wide.",
         Table([*HEADINGS, "gradient error"], rows, names=(0, 3)).markdown(),
-        LEGEND,
+        LEGEND.format(strips=strips),
         "Forward alone: time of the bare product S ÷ time.",
         "\n".join(lines),
     )

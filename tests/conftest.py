@@ -63,15 +63,15 @@ def _is(item: pytest.Function, case: dict[str, Any]) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests for a GPU where there is none. TEST_SHARD=i/n keeps every n-th test, from the i-th on.
 
-    Tests of `ranks` that share a GPU are all in the first shard: a pool of processes in each shard would be more than the GPU
-    serves at the same time.
+    Tests with a pool of processes are all in the first shard: with a pool in each shard there would be more processes than a
+    GPU serves at the same time.
     """
     shard = os.environ.get("TEST_SHARD")
     if shard is not None:
         number, count = map(int, shard.split("/"))
-        of_ranks = [item for item in items if "ranks" in item.fixturenames]  # type: ignore[attr-defined]
-        others = [item for item in items if item not in of_ranks]
-        items[:] = others[number::count] + (of_ranks if number == 0 else [])
+        pooled = [item for item in items if {"pool", "ranks"} & set(item.fixturenames)]  # type: ignore[attr-defined]
+        others = [item for item in items if item not in pooled]
+        items[:] = others[number::count] + (pooled if number == 0 else [])
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

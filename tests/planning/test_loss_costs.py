@@ -13,7 +13,7 @@ from megabatch.planning.meter import Meter, metered, nowhere
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-RECORD = json.loads((RESULTS / "loss_gpu.json").read_text())
+RECORDS = [json.loads((RESULTS / name).read_text()) for name in ("loss_gpu.json", "loss_gpu_again.json")]
 STEPS = json.loads((RESULTS / "plan_validation.json").read_text())
 WIDTHS = {"ViT-B/32": 512, "ViT-B/16": 512, "ViT-L/14": 768}
 NAMES = {"megabatch": MEGABATCH, "open_clip": LOCAL, "inf_cl": INF_CL}
@@ -24,9 +24,13 @@ def alone(B, D, embedding_bytes=2, half=True):
 
 
 def measured(system, key):
-    rows = [r for r in RECORD["results"] if r["loss_name"] == "clip" and r["system"] == system and key in r]
-    assert rows
-    return [(r["B"], r["D"], r[key]) for r in rows]
+    """(B, D, the mean over two runs on two GPUs): a single time is off by up to 3 %."""
+    found = {}
+    for r in (r for record in RECORDS for r in record["results"]):
+        if r["loss_name"] == "clip" and r["system"] == system and key in r:
+            found.setdefault((r["B"], r["D"]), []).append(r[key])
+    assert found
+    return [(B, D, sum(values) / len(values)) for (B, D), values in found.items()]
 
 
 @pytest.mark.parametrize(("system", "tolerance"), [("megabatch", 0.005), ("open_clip", 0.001), ("inf_cl", 0.005)])
@@ -36,8 +40,8 @@ def test_memory_is_that_measured_on_an_h200(system, tolerance):
 
 
 def test_millions_of_pairs():
-    assert len(RECORD["large"]) == 2
-    for large in RECORD["large"]:
+    assert len(RECORDS[0]["large"]) == 2
+    for large in RECORDS[0]["large"]:
         shape = alone(large["B"], large["D"])
         assert loss_bytes(MEGABATCH, shape) == pytest.approx(large["peak_bytes"], rel=0.005)
         assert loss_seconds(MEGABATCH, shape, gpus.find("H200"), "bf16") == pytest.approx(large["seconds"], rel=0.05)
