@@ -36,7 +36,7 @@ def markdown(record: dict[str, Any]) -> str:
     wrong = [f"{c['loss']} {c['dtype']}" for c in record["checks"] if not c["right"]]
     checked = f"Checked against float64: {len(record['checks'])} results of megabatch; wrong: {', '.join(wrong) or 'none'}."
     legend = LEGEND
-    if "nothing_host_ms" in record:
+    if record.get("nothing_host_ms"):  # not on a CPU
         legend += " An autograd function that computes nothing takes the host {:.3f} ms, and {:.3f} cold.".format(
             *record["nothing_host_ms"]
         )

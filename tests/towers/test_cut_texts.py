@@ -1,5 +1,7 @@
 """Texts cut after their last token give the embeddings and gradients of the padded texts."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -40,8 +42,8 @@ def tokens(lengths, end=VOCABULARY - 1, seed=0):
         ("CustomTextCLIP", {"pool_type": "eos", "eos_id": 7, "ls_init_value": 0.1}),
     ],
 )
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-5)])
-def test_open_clip_texts_cut_after_the_end_token(kind, text, dtype, tolerance):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_open_clip_texts_cut_after_the_end_token(kind, text, dtype):
     model = clip(kind, **text).to(dtype)
     module, causal = Sides(model), CausalTexts.of(model)
     lengths = [2, 15, 9, 3, 16, 5]
@@ -50,13 +52,24 @@ def test_open_clip_texts_cut_after_the_end_token(kind, text, dtype, tolerance):
         ids[(ids == 7) & (torch.arange(CONTEXT) < torch.tensor(lengths)[:, None] - 1)] = 8  # one end token each
     assert causal.lengths({"text": ids}).tolist() == lengths
     torch.testing.assert_close(module(text=ids), nn.functional.normalize(model.encode_text(ids), dim=1), rtol=0, atol=0)
-    weights = torch.randn(6, module(text=ids).shape[1], dtype=dtype, generator=torch.Generator().manual_seed(1))
-    results = []
-    for width in (CONTEXT, 16):
-        embeddings = module(text=ids[:, :width])
-        (embeddings * weights).sum().backward()
-        results.append([embeddings.detach(), *gradients(model)])
-    assert_same(results[1], results[0], tolerance)
+    whole, cut = (embeddings_and_gradients(module, ids[:, :width]) for width in (CONTEXT, 16))
+    if dtype == torch.float64:
+        assert_same(cut, whole, 1e-11)
+    else:
+        truth = embeddings_and_gradients(module.double(), ids)
+        assert distance(cut, truth) <= 2 * distance(whole, truth)
+
+
+def embeddings_and_gradients(module, ids):
+    embeddings = module(text=ids)
+    weights = torch.randn(embeddings.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (embeddings * weights.to(embeddings.dtype)).sum().backward()
+    return [embeddings.detach(), *gradients(module)]
+
+
+def distance(found, truth):
+    """Of all numbers together."""
+    return math.hypot(*((a.double() - b).norm().item() for a, b in zip(found, truth, strict=True) if b is not None))
 
 
 @pytest.mark.parametrize(
