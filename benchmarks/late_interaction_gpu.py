@@ -27,7 +27,7 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch.bench.measure import now, peak_memory
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 from megabatch.tiles.tokens import LateBlock, Tokens
 
 SIZES = ("256x32x128", "1024x32x128", "4096x32x128", "1024x32x512", "4096x32x512", "16384x32x128", "1024x128x1024")
@@ -300,7 +300,7 @@ class Run:
             "bfloat16" if self.device == "cuda" else "float32",
         )
         operands = MaxsimOperands(block)
-        strip = plan.maxsim_strip(operands.slots * operands.slot)
+        strip = kernel_plan.maxsim_strip(operands.slots * operands.slot)
         rows, columns = slice(0, min(size.B, strip.rows)), slice(0, min(size.B, strip.columns))
         winners = forward.empty_winners(block, rows.stop, columns.stop)
         g = torch.rand(rows.stop, columns.stop, device=self.device)
@@ -330,10 +330,10 @@ class Run:
             for rows, columns, warps, stages in sizes if kind in self.args.kernels else ():
                 if self.record.left() <= 0:
                     return
-                tile = replace(getattr(plan, name), rows=rows, columns=columns, warps=warps, stages=stages)
+                tile = replace(getattr(kernel_plan, name), rows=rows, columns=columns, warps=warps, stages=stages)
                 told = f"{kind} rows={rows} columns={columns} warps={warps} stages={stages}"
                 try:
-                    with mock.patch.object(plan, name, tile):
+                    with mock.patch.object(kernel_plan, name, tile):
                         errors = [((a - b).norm() / b.norm()).item() for a, b in zip(step(), usual, strict=True)]
                         ms = milliseconds(step, self.device, SECONDS_A_ROUND)
                 except Exception as error:  # such as too little shared memory

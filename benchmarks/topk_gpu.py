@@ -27,7 +27,7 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch.bench.measure import peak_memory
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 
 SIZES = ("131072x512x16", "1048576x512x16", "1048576x512x128", "1048576x128x16", "131072x1024x1024")  # columns, width, k
 CHUNKS, FAISS = "torch.topk on chunks", "faiss"
@@ -154,7 +154,7 @@ class Run:
         """Other groups of columns, other rows of a launch and other kernels; and where the time goes."""
         x, y = embeddings(min(self.args.rows, size.M), size, self.device)
         truth = Truth(x, y, size.k)
-        group = plan.topk_group(size.M, size.D, size.k)
+        group = kernel_plan.topk_group(size.M, size.D, size.k)
         tries: dict[str, dict[str, Any]] = {
             f"products stored, groups of {width} in panels of {panel}": {
                 "topk_group": lambda M, D, k: None,
@@ -171,7 +171,7 @@ class Run:
         for name, changes in tries.items():
             if self.record.left() <= 0:
                 break
-            with patch.multiple(plan, **changes):
+            with patch.multiple(kernel_plan, **changes):
                 try:
                     error = truth.error(mb.pairwise_topk(x, y, size.k, backend=self.backend).indices)
                     work = partial(mb.pairwise_topk, x, y, size.k, backend=self.backend)
@@ -193,11 +193,11 @@ class Run:
 
         block = Block.of(x, y, None, "bfloat16" if self.device == "cuda" else "float32")
         operands = similarity_operands(block)
-        group = plan.topk_group(block.M, block.D, size.k)
-        strip = plan.topk_strip(block.N, block.M, group)
+        group = kernel_plan.topk_group(block.M, block.D, size.k)
+        strip = kernel_plan.topk_strip(block.N, block.M, group)
         rows, columns = slice(0, min(block.N, strip.rows)), slice(0, min(block.M, strip.columns))
         strips = block.N / rows.stop * block.M / columns.stop
-        width, store = group or plan.TOPK_STORED_GROUP, group is None
+        width, store = group or kernel_plan.TOPK_STORED_GROUP, group is None
         groups, panels, products = triton_topk._maxima(block, operands, rows, columns, width, store=store)
         chosen = triton_topk._best_groups(groups, panels, size.k)
         works: dict[str, Callable[[], Any]] = {

@@ -124,11 +124,11 @@ def _nothing_is_left_behind() -> Iterator[None]:
 @pytest.fixture
 def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes launches and strips so small that small inputs have several of each; no batch is small."""
-    from megabatch.tiles import plan
+    from megabatch.tiles import kernel_plan, plan
 
     monkeypatch.setattr(plan, "SMALL_PAIRS", 0)
-    monkeypatch.setattr(plan, "LAUNCH_ROWS", 256)
-    monkeypatch.setattr(plan, "LAUNCH_PANELS", 1)
+    monkeypatch.setattr(kernel_plan, "LAUNCH_ROWS", 256)
+    monkeypatch.setattr(kernel_plan, "LAUNCH_PANELS", 1)
     monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
     monkeypatch.setattr(plan, "pair_strip", lambda N, element_size: plan.TileSize(256, 128))
     if importlib.util.find_spec("triton") is not None:

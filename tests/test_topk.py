@@ -6,7 +6,7 @@ import torch
 import megabatch as mb
 from helpers import tile_size, unit
 from megabatch import ring
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan, plan
 from megabatch.tiles.topk import best_columns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,11 +129,11 @@ def test_groups_of_columns_hold_the_best(dtype):
 def test_kernels_find_the_same(monkeypatch, dtype, case, group):
     """Products formed twice, or stored; panels, groups and strips of columns; a row with fewer columns than are asked for."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(plan, "topk_group", lambda M, D, k: group)
-    monkeypatch.setattr(plan, "topk_strip", lambda N, M, group: plan.TileSize(8, 128))
-    monkeypatch.setattr(plan, "TOPK_STORED_GROUP", 4)
-    monkeypatch.setattr(plan, "TOPK_STORED_PANEL", 16)
-    monkeypatch.setattr(plan, "TOPK_FEW", 16)
+    monkeypatch.setattr(kernel_plan, "topk_group", lambda M, D, k: group)
+    monkeypatch.setattr(kernel_plan, "topk_strip", lambda N, M, group: plan.TileSize(8, 128))
+    monkeypatch.setattr(kernel_plan, "TOPK_STORED_GROUP", 4)
+    monkeypatch.setattr(kernel_plan, "TOPK_STORED_PANEL", 16)
+    monkeypatch.setattr(kernel_plan, "TOPK_FEW", 16)
     x, y = whole_numbers(11, 200, 5, seed=1)
     y[100:104] = torch.nan  # a whole group
     i, j = torch.arange(11, device=DEVICE) % 5, torch.arange(200, device=DEVICE) % 7

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import megabatch as mb
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -26,9 +26,9 @@ def outcomes(loss, *inputs):
 def test_kernels_are_as_accurate_as_the_dense_computation(B, Lq, Ld, D, dtype, way, monkeypatch):
     """In several strips, and in one, whose winners forward keeps."""
     if way == "strips":
-        monkeypatch.setattr(plan, "MAXSIM_SCORES", plan.TileSize(64, 50))
-        monkeypatch.setattr(plan, "maxsim_strip", lambda rows: plan.TileSize(50, 30))
-        monkeypatch.setattr(plan, "maxsim_is_kept", lambda *sizes: False)
+        monkeypatch.setattr(kernel_plan, "MAXSIM_SCORES", plan.TileSize(64, 50))
+        monkeypatch.setattr(kernel_plan, "maxsim_strip", lambda rows: plan.TileSize(50, 30))
+        monkeypatch.setattr(kernel_plan, "maxsim_is_kept", lambda *sizes: False)
     query, document = vectors(B, Lq, D, seed=0, dtype=dtype), vectors(B, Ld, D, seed=1, dtype=dtype)
     mask = torch.rand(B, Ld, generator=torch.Generator().manual_seed(2)).to("cuda") > 0.2
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers import unit
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 from rounding import gradients_rounded_differently, truth_and_bounds
 
 pytestmark = pytest.mark.gpu
@@ -18,9 +18,9 @@ PRECISION = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_gradients_within_the_bound_of_similarities_rounded_twice(monkeypatch, tile, scale, dtype, backend):
     if tile == "another in backward":
-        planned = plan.hopper_tile
-        monkeypatch.setattr(plan, "hopper_tile", lambda block, task: planned(block, task) if task == "sums" else None)
-        monkeypatch.setattr(plan, "gradient_tile", lambda *_: plan.KernelTile(64, 64, 32, 4, 2))
+        planned = kernel_plan.hopper_tile
+        monkeypatch.setattr(kernel_plan, "hopper_tile", lambda block, task: planned(block, task) if task == "sums" else None)
+        monkeypatch.setattr(kernel_plan, "gradient_tile", lambda *_: kernel_plan.KernelTile(64, 64, 32, 4, 2))
     x, y = (unit(size, 512, seed=seed, dtype=dtype, device="cuda") for seed, size in enumerate((700, 900)))
     found = gradients_rounded_differently(x, y, scale, PRECISION[dtype], backend)
     for gradient, (truth, bound) in zip(found, truth_and_bounds(x, y, scale), strict=True):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import megabatch as mb
 from helpers import assert_equal_to_rounding, gradients, leaves, tile_size, unit
 from megabatch import reference, ring
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 
 LAYOUTS = ("padded", "masked", "packed", "packed and masked")
 
@@ -70,7 +70,7 @@ def dense_loss(case, scale, *, ids=None, negatives=(), symmetric=False, sides=No
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_the_loss_matches_the_oracle(monkeypatch, layout, symmetric):
-    monkeypatch.setattr(plan, "documents_at_once", lambda width, D: 4)
+    monkeypatch.setattr(kernel_plan, "documents_at_once", lambda width, D: 4)
     case = Case(layout, 6, 6, 5, 7, seed=4)
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([0, 1, 2, 0, 4, 1])

@@ -9,7 +9,7 @@ from test_small_batches import Calls
 import megabatch as mb
 from helpers import aligned_pairs, leaves, outcomes
 from megabatch import reference
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan, plan
 
 triton_logsumexp = pytest.importorskip("megabatch.tiles.triton_logsumexp")
 triton_launcher = pytest.importorskip("megabatch.tiles.triton_launcher")
@@ -89,8 +89,8 @@ def test_strips_of_a_sigmoid_add_up(monkeypatch, strip, dtype):
     mine, truth = LOSSES["siglip"]
     unit = 256
     if DEVICE == "cpu":
-        unit, tile = 32, plan.KernelTile(rows=32, columns=32, width=32, warps=4, stages=2)
-        monkeypatch.setattr(plan, "gradient_tile", lambda precision, device: tile)
+        unit, tile = 32, kernel_plan.KernelTile(rows=32, columns=32, width=32, warps=4, stages=2)
+        monkeypatch.setattr(kernel_plan, "gradient_tile", lambda precision, device: tile)
     inputs = inputs_of(2 * unit + 8, 24, dtype)
     for outcome in in_one_strip_and_several(monkeypatch, mine, inputs, [unit * side for side in strip]):
         assert_right(outcome, truth, inputs)
@@ -131,8 +131,8 @@ def test_sums_of_several_launches_are_those_of_one(monkeypatch, name):
     mine, _ = LOSSES[name]
     inputs = inputs_of(512, 24, torch.float32)
     one = outcomes(lambda *a: mine(*a, backend="triton"), inputs)
-    monkeypatch.setattr(plan, "LAUNCH_ROWS", 256)
-    monkeypatch.setattr(plan, "LAUNCH_PANELS", 1)
+    monkeypatch.setattr(kernel_plan, "LAUNCH_ROWS", 256)
+    monkeypatch.setattr(kernel_plan, "LAUNCH_PANELS", 1)
     for found, expected in zip(outcomes(lambda *a: mine(*a, backend="triton"), inputs), one, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 

@@ -22,6 +22,7 @@ from megabatch.operators.pair_loss import pair_loss, sigmoid_pair_loss
 from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, VIEWS, Task, small_loss
 from megabatch.tiles import (
     in_memory,
+    kernel_plan,
     plan,
     triton_backward,
     triton_distillation,
@@ -127,9 +128,9 @@ def remarks(ptx: str) -> str:
 
 def main(capability: int, precision: str, features: bool) -> None:
     target = GPUTarget("cuda", capability, 32)
-    plan.shared_memory = lambda device: SHARED_MEMORY[capability]
-    with_gluon = capability == 90 and plan.compiles_gluon()
-    plan.has_gluon = lambda device: with_gluon
+    kernel_plan.shared_memory = lambda device: SHARED_MEMORY[capability]
+    with_gluon = capability == 90 and kernel_plan.compiles_gluon()
+    kernel_plan.has_gluon = lambda device: with_gluon
     kernels = (
         (triton_logsumexp, "_logsumexp_kernel"),
         (triton_online_logsumexp, "_online_logsumexp_kernel"),

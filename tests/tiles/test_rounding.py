@@ -7,7 +7,7 @@ from helpers import unit
 from megabatch import operators
 from megabatch.operators.logsumexp import KEPT, logsumexp_backward
 from megabatch.operators.symmetric_logsumexp import ALL, symmetric_logsumexp_backward
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 from rounding import gradients_rounded_differently, truth_and_bounds
 
 pytestmark = [
@@ -31,8 +31,8 @@ def test_gradients_within_the_bound_of_similarities_rounded_twice(backend, scale
 def test_gradients_with_another_tile_in_backward(monkeypatch, columns):
     """The rounding of a product depends on its shape: the interpreter's BLAS chooses its kernel by the shape."""
     x, y = (unit(size, 40, seed=seed, dtype=torch.float32) for seed, size in enumerate((70, 90)))
-    tile = plan.KernelTile(32, columns, 16, 4, 1)
-    monkeypatch.setattr(plan, "gradient_tile", lambda *_: tile)
+    tile = kernel_plan.KernelTile(32, columns, 16, 4, 1)
+    monkeypatch.setattr(kernel_plan, "gradient_tile", lambda *_: tile)
     found = gradients_rounded_differently(x, y, 1e8, "float32", "triton")
     for gradient, (truth, bound) in zip(found, truth_and_bounds(x, y, 1e8), strict=True):
         assert ((gradient.double() - truth).abs() <= bound).all()

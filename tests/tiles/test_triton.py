@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import megabatch as mb
 from helpers import aligned_pairs, dense_clip, dense_siglip, examples, leaves, outcomes, unit
 from megabatch import reference
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan, plan
 from rounding import similarities_rounded_twice, truth_and_bounds
 
 pytest.importorskip("triton")
@@ -306,7 +306,7 @@ def test_strips_stay_within_the_workspace(monkeypatch, N, M):
         assert min(size.rows, N) * min(size.columns, N) * element_size <= 512 * 2**20
         assert size.rows % 256 == size.columns % 256 == 0
     for panels in (1, 3, 256):
-        splits, rows = plan.row_splits(panels, N, 256, 132)
+        splits, rows = kernel_plan.row_splits(panels, N, 256, 132)
         assert splits * rows >= N > (splits - 1) * rows
 
 
@@ -328,8 +328,8 @@ def test_a_strip_of_pairs_fills_the_workspace(monkeypatch, N, element_size, size
 
 @pytest.mark.parametrize(("panels", "programs"), [(1, 132), (64, 128), (86, 129), (128, 128), (132, 132), (256, 128)])
 def test_programs_work_on_the_same_rows_at_the_same_time(panels, programs):
-    assert plan.panel_programs(panels, 132) == programs
-    assert plan.panel_programs(panels, 4) == 4
+    assert kernel_plan.panel_programs(panels, 132) == programs
+    assert kernel_plan.panel_programs(panels, 4) == 4
 
 
 def test_ids_of_different_types():

@@ -5,7 +5,7 @@ import torch
 
 import megabatch as mb
 from helpers import gradients, leaves, unit
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan, plan
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from the interpreter's numpy, on intended inf and NaN
@@ -43,15 +43,17 @@ def items(count, width, D, layout, seed, dtype):
 def test_kernels_match_float64(monkeypatch, shape, layout, dtype, strips):
     """In several strips; in one, whose scores and winners forward keeps; and with several lists of winners for a document."""
     if strips == "short lists":
-        monkeypatch.setattr(plan, "MAXSIM_LIST_ENTRIES", 600)  # of two long documents at a time
-        monkeypatch.setattr(plan, "documents_at_once", lambda width, D: 3)  # backward takes what forward kept in parts
-        monkeypatch.setattr(plan, "_MAXSIM_LISTED", plan.KernelTile(rows=16, columns=16, width=128, warps=4, stages=3))
-        monkeypatch.setattr(plan, "_MAXSIM_LISTED_FLOAT32", plan._MAXSIM_LISTED)
+        monkeypatch.setattr(kernel_plan, "MAXSIM_LIST_ENTRIES", 600)  # of two long documents at a time
+        monkeypatch.setattr(kernel_plan, "documents_at_once", lambda width, D: 3)  # backward takes what forward kept in parts
+        monkeypatch.setattr(
+            kernel_plan, "_MAXSIM_LISTED", kernel_plan.KernelTile(rows=16, columns=16, width=128, warps=4, stages=3)
+        )
+        monkeypatch.setattr(kernel_plan, "_MAXSIM_LISTED_FLOAT32", kernel_plan._MAXSIM_LISTED)
         monkeypatch.setattr("megabatch.tiles.triton_maxsim_lists._CHUNK", 32)
     if strips == "many":
-        monkeypatch.setattr(plan, "maxsim_is_kept", lambda *sizes: False)
-        monkeypatch.setattr(plan, "MAXSIM_SCORES", plan.TileSize(2, 3))
-        monkeypatch.setattr(plan, "maxsim_strip", lambda rows: plan.TileSize(2, 2))
+        monkeypatch.setattr(kernel_plan, "maxsim_is_kept", lambda *sizes: False)
+        monkeypatch.setattr(kernel_plan, "MAXSIM_SCORES", plan.TileSize(2, 3))
+        monkeypatch.setattr(kernel_plan, "maxsim_strip", lambda rows: plan.TileSize(2, 2))
     N, M, Lq, Ld, D = SHAPES[shape]
     sides = [items(N, Lq, D, layout, 1, dtype), items(M, Ld, D, layout, 2, dtype)]
     weights = [torch.randn(size, dtype=torch.float64).to(DEVICE) for size in (N, M)]

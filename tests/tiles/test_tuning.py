@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch.tiles import plan, tuning
+from megabatch.tiles import kernel_plan, plan, tuning
 from megabatch.tiles.block import Block
-from megabatch.tiles.plan import KernelTile
+from megabatch.tiles.kernel_plan import KernelTile
 
 DEFAULT = KernelTile(64, 64, 32, 4, 2)
 
@@ -74,7 +74,7 @@ def test_nothing_is_tried_unless_asked(tmp_path, monkeypatch):
 
 
 def test_candidates_fit_the_chip(monkeypatch):
-    monkeypatch.setattr(plan, "shared_memory", lambda device: 100 * 2**10)
+    monkeypatch.setattr(kernel_plan, "shared_memory", lambda device: 100 * 2**10)
     for size in tuning.candidates(block(), DEFAULT):
         assert size.per_multiprocessor * size.stages * (size.rows + size.columns) * size.width * 4 <= 100 * 2**10
 

@@ -17,7 +17,7 @@ from megabatch.operators.logsumexp import APART, KEPT
 from megabatch.ring.agreement import agree, settle
 from megabatch.ring.late import Documents, RingLate
 from megabatch.ring.ranks import Ranks
-from megabatch.tiles import late, plan
+from megabatch.tiles import kernel_plan, late
 from megabatch.tiles.block import windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.maxsim import Kept
@@ -183,7 +183,7 @@ def maxsim_logsumexp_backward(
     dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
     kept = Kept(scores, winners) if scores.numel() else None
     # One process rounds the gradients of some documents after the other. Those of a ring's columns travel as a whole.
-    at_once = plan.documents_at_once(block.document.width, block.document.D)
+    at_once = kernel_plan.documents_at_once(block.document.width, block.document.D)
     for items in [slice(0, block.M)] if given.group else windows(block.M, at_once):
         part, place = block.of_documents(items)
         sums = block.zeros(len(part.document.values), block.document.D)

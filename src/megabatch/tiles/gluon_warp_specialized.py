@@ -4,7 +4,8 @@ A program owns panels of BLOCK columns and loops over the rows. One producer war
 shared-memory slots. Two consumer warpgroups take turns with the tensor cores: while one multiplies its tile, the other runs
 the epilogue of the tile before (`gluon_epilogues`). The columns of a panel stay in shared memory, or as many steps of their
 width as fit; the other steps are copied again for every tile. Columns that stay halve the load on the L2 cache, which would
-otherwise be the limit. Programs that work on the same rows at the same time find them in that cache (`plan.panel_programs`).
+otherwise be the limit. Programs that work on the same rows at the same time find them in that cache
+(`kernel_plan.panel_programs`).
 
 `triton_logsumexp` and `triton_gradient` compute the same and serve all other inputs.
 """
@@ -26,15 +27,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megabatch.tiles import gluon_epilogues as epilogues
-from megabatch.tiles import plan
-from megabatch.tiles.plan import HopperTile
+from megabatch.tiles import kernel_plan, plan
+from megabatch.tiles.kernel_plan import HopperTile
 from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_operands import Operands
 
 # Epilogues.
 SUMS, SOFTMAX, SIGMOID = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
-BLOCK = plan.HOPPER_BLOCK
+BLOCK = kernel_plan.HOPPER_BLOCK
 
 
 @gluon.jit
@@ -310,7 +311,7 @@ def sums(
     skip_diagonal: bool,
 ) -> Tensor:  # (partial sums, m)
     """Writes partial row sums of 2^t and returns partial column sums."""
-    sharing = 2 * (plan.multiprocessors(operands.x.device) // len(row_part) + 2)  # programs that may share a panel
+    sharing = 2 * (kernel_plan.multiprocessors(operands.x.device) // len(row_part) + 2)  # programs that may share a panel
     col_part = torch.zeros(sharing, columns.stop - columns.start, dtype=torch.float32, device=operands.x.device)
     _launch(SUMS, tile, operands, rows, columns, skip_diagonal, _Vectors(row_part=row_part, col_part=col_part))
     return col_part
@@ -328,7 +329,7 @@ def softmax_weights(
 ) -> None:
     """g = min(2^t, caps) · (row weight + column weight); caps where exponents are large (`triton_exponent_scale`).
 
-    There are no row or column sums of g: only bias gradients need them, and `plan.hopper_tile` rejects biases.
+    There are no row or column sums of g: only bias gradients need them, and `kernel_plan.hopper_tile` rejects biases.
     """
     vectors = _Vectors(row_weight=row[0], col_weight=col[0], row_cap=row[1], col_cap=col[1])
     _launch(SOFTMAX, tile, operands, rows, columns, skip_diagonal, vectors, g)
@@ -362,7 +363,7 @@ def _launch(
     panels = plan.tiles(columns.stop - columns.start, BLOCK)
     launch(
         _warp_specialized_kernel,
-        (plan.panel_programs(panels, plan.multiprocessors(operands.x.device)),),
+        (kernel_plan.panel_programs(panels, kernel_plan.multiprocessors(operands.x.device)),),
         (
             _descriptor(operands.x, tile.width),
             _descriptor(operands.y, tile.width),

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan, tuning
+from megabatch.tiles import kernel_plan, plan, tuning
 from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients, part, windows
 from megabatch.tiles.logsum import LogSum, finite_or_zero
 from megabatch.tiles.precision import FLOAT32, TF32, add_product, multiply_into
@@ -58,12 +58,12 @@ def softmax_task(operands: Operands, block: Block, row: SideWeights, col: SideWe
     return StripTask(operands, block, tile, SOFTMAX_KINDS, Weights.of_softmax(row, col, tile))
 
 
-def softmax_tile(operands: Operands, block: Block) -> plan.KernelTile:
+def softmax_tile(operands: Operands, block: Block) -> kernel_plan.KernelTile:
     """The tile of its kernel."""
     return _tuned_tile(operands, block, SOFTMAX)
 
 
-def sigmoid_tile(operands: Operands, block: Block) -> plan.KernelTile:
+def sigmoid_tile(operands: Operands, block: Block) -> kernel_plan.KernelTile:
     """The tile of the same kernel for a sigmoid."""
     return _tuned_tile(operands, block, SIGMOID)
 
@@ -209,14 +209,14 @@ def _source_of_dscale(block: Block, needs: Needs) -> tuple[bool, bool]:
     return in_kernel, needs.dx or (needs.dscale and not in_kernel)
 
 
-def _tuned_tile(operands: Operands, block: Block, kind: tl.constexpr) -> plan.KernelTile:
+def _tuned_tile(operands: Operands, block: Block, kind: tl.constexpr) -> kernel_plan.KernelTile:
     """The kernel's tile: the default of `plan`, or a measured one if autotuning is on."""
-    default = plan.gradient_tile(block.precision, block.x.device)
+    default = kernel_plan.gradient_tile(block.precision, block.x.device)
     if hopper_tile(block, kind) is not None:
         return default
     rows, columns = slice(0, min(block.N, 8192)), slice(0, min(block.M, 8192))
 
-    def trial(tile: plan.KernelTile) -> None:
+    def trial(tile: kernel_plan.KernelTile) -> None:
         row, col = block.zeros(block.N), block.zeros(block.M)
         form_strip(StripTask(operands, block, tile, (kind,), Weights(row, col, row, col)), rows, columns, g, RowSums(), None)
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan, plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import TF32
 from megabatch.tiles.triton_device import equal_ids, exponents, log1p, offsets, product_less_one, round_to_tf32
@@ -183,7 +183,7 @@ class Weights(NamedTuple):
     col_tile_own_shift: Tensor | None = None  # (tiles of M,)
 
     @classmethod
-    def of_softmax(cls, row: SideWeights, col: SideWeights, tile: plan.KernelTile) -> "Weights":
+    def of_softmax(cls, row: SideWeights, col: SideWeights, tile: kernel_plan.KernelTile) -> "Weights":
         """Weights of rows and columns; `tile` is the kernel's."""
         by_row, by_column = _has_own_shift(row.shift, tile.rows), _has_own_shift(col.shift, tile.columns)
         return cls(row.weight, col.weight, row.cap, col.cap, row.shift, col.shift, by_row, by_column)
@@ -195,7 +195,7 @@ class StripTask:
 
     operands: Operands
     block: Block
-    tile: plan.KernelTile
+    tile: kernel_plan.KernelTile
     kinds: tuple[tl.constexpr, ...]  # one launch each
     weights: Weights
 
@@ -233,7 +233,7 @@ def form_strip(
             row, col = (weights.row_weight, weights.row_cap), (weights.col_weight, weights.col_cap)
             gluon.softmax_weights(hopper, operands, row, col, rows, columns, g, block.skip_diagonal)
         kinds = kinds[1:]
-    programs = plan.multiprocessors(block.x.device) * tile.per_multiprocessor
+    programs = kernel_plan.multiprocessors(block.x.device) * tile.per_multiprocessor
     for kind in kinds:
         launch(
             _gradient_strip_kernel,
@@ -271,13 +271,13 @@ def whole_tiles(values: Tensor) -> Tensor:
 
     The warp-specialised kernel loads whole tiles of it: without a clamp or a mask, a load takes two neighbours at once.
     """
-    room = torch.empty(len(values) + plan.HOPPER_BLOCK, dtype=torch.float32, device=values.device)
+    room = torch.empty(len(values) + kernel_plan.HOPPER_BLOCK, dtype=torch.float32, device=values.device)
     return room[: len(values)].copy_(values)
 
 
-def hopper_tile(block: Block, kind: tl.constexpr) -> plan.HopperTile | None:
+def hopper_tile(block: Block, kind: tl.constexpr) -> kernel_plan.HopperTile | None:
     """The tile of the warp-specialised kernel if it serves this block and kind."""
-    return plan.hopper_tile(block, "sigmoid" if kind == SIGMOID else "softmax")
+    return kernel_plan.hopper_tile(block, "sigmoid" if kind == SIGMOID else "softmax")
 
 
 def _has_own_shift(shift: Tensor, tile: int) -> Tensor:  # (tiles,)

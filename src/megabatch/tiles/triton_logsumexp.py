@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan, tuning
+from megabatch.tiles import kernel_plan, plan, tuning
 from megabatch.tiles.block import Block, windows
 from megabatch.tiles.logsum import LogSum
 from megabatch.tiles.triton_device import exponents, offsets
@@ -131,17 +131,17 @@ def add_sums(
 class _Launch(NamedTuple):
     rows: slice
     columns: slice
-    tile: plan.KernelTile
-    hopper: plan.HopperTile | None
+    tile: kernel_plan.KernelTile
+    hopper: kernel_plan.HopperTile | None
 
 
 def _launches(operands: Operands, block: Block, rows: slice, columns: slice) -> Iterator[_Launch]:
     """The launches whose partial sums add up to the sums of a rectangle."""
-    hopper = plan.hopper_tile(block, "sums")
-    tile = plan.logsumexp_tile(block.precision, block.x.device) if hopper is not None else _tuned_tile(operands, block)
+    hopper = kernel_plan.hopper_tile(block, "sums")
+    tile = kernel_plan.logsumexp_tile(block.precision, block.x.device) if hopper is not None else _tuned_tile(operands, block)
     width = tile.columns if hopper is None else hopper.columns
     for row_range in _row_ranges(rows, tile, hopper):
-        for col_range in windows(columns, plan.LAUNCH_PANELS * width):
+        for col_range in windows(columns, kernel_plan.LAUNCH_PANELS * width):
             yield _Launch(row_range, col_range, tile, hopper)
 
 
@@ -159,26 +159,26 @@ def _partial_sums(
     return row_part, gluon_warp_specialized.sums(hopper, operands, rows, columns, row_part, block.skip_diagonal)
 
 
-def _tuned_tile(operands: Operands, block: Block) -> plan.KernelTile:
+def _tuned_tile(operands: Operands, block: Block) -> kernel_plan.KernelTile:
     """The kernel's tile: the default of `plan`, or a measured one if autotuning is on."""
     rows, columns = slice(0, min(block.N, 16384)), slice(0, min(block.M, 8192))
 
-    def trial(tile: plan.KernelTile) -> None:
+    def trial(tile: kernel_plan.KernelTile) -> None:
         panels = plan.tiles(columns.stop, tile.columns)
         row_part = torch.empty(panels, rows.stop, dtype=block.dtype, device=block.x.device)
         _launch(operands, block, tile, rows, columns, row_part, with_columns=True)
 
-    return tuning.tile("logsumexp", block, plan.logsumexp_tile(block.precision, block.x.device), trial)
+    return tuning.tile("logsumexp", block, kernel_plan.logsumexp_tile(block.precision, block.x.device), trial)
 
 
-def _row_ranges(rows: slice, tile: plan.KernelTile, hopper: plan.HopperTile | None) -> Iterator[slice]:
+def _row_ranges(rows: slice, tile: kernel_plan.KernelTile, hopper: kernel_plan.HopperTile | None) -> Iterator[slice]:
     """The rows of each launch.
 
     A last, incomplete tile of rows gets its own launch: it needs row offsets, which would slow down all other tiles
     of `_logsumexp_kernel`.
     """
     whole = rows.stop if hopper is not None else rows.stop - (rows.stop - rows.start) % tile.rows
-    yield from windows(slice(rows.start, whole), plan.LAUNCH_ROWS)
+    yield from windows(slice(rows.start, whole), kernel_plan.LAUNCH_ROWS)
     if whole < rows.stop:
         yield slice(whole, rows.stop)
 
@@ -186,7 +186,7 @@ def _row_ranges(rows: slice, tile: plan.KernelTile, hopper: plan.HopperTile | No
 def _launch(
     operands: Operands,
     block: Block,
-    tile: plan.KernelTile,
+    tile: kernel_plan.KernelTile,
     rows: slice,
     columns: slice,
     row_part: Tensor,  # (panels, n) written
@@ -199,7 +199,7 @@ def _launch(
     if row_offset is None and n % tile.rows and with_columns:
         # The copy engine reads zeros beyond the last row. An offset of −inf keeps them out of the column sums.
         row_offset = block.zeros(block.N)
-    splits, split_rows = plan.row_splits(len(row_part), n, tile.rows, plan.multiprocessors(block.x.device))
+    splits, split_rows = kernel_plan.row_splits(len(row_part), n, tile.rows, kernel_plan.multiprocessors(block.x.device))
     col_part = torch.empty(splits, m, dtype=block.dtype, device=block.x.device) if with_columns else None
     launch(
         _logsumexp_kernel,

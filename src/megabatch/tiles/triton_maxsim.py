@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megabatch.tiles import plan, triton_maxsim_gradients
+from megabatch.tiles import kernel_plan, plan, triton_maxsim_gradients
 from megabatch.tiles.block import windows
 from megabatch.tiles.maxsim import Kept, Weigh
 from megabatch.tiles.tokens import LateBlock, Tokens
@@ -21,7 +21,7 @@ from megabatch.tiles.triton_maxsim_scores import empty_winners, sums, winner_dty
 def room_to_keep(block: LateBlock) -> Kept | None:
     """Uninitialised scores and winners of the block; None if the winners are too many."""
     slot, slots = query_slots(block)
-    if not plan.maxsim_is_kept(block.N * slot * slots, block.M, winner_dtype(block).itemsize):
+    if not kernel_plan.maxsim_is_kept(block.N * slot * slots, block.M, winner_dtype(block).itemsize):
         return None
     scores = torch.empty(block.M, block.N, dtype=torch.float32, device=block.device)
     return Kept(scores, empty_winners(block, block.N, block.M))
@@ -30,7 +30,7 @@ def room_to_keep(block: LateBlock) -> Kept | None:
 def score_tiles(block: LateBlock, kept: Kept | None = None) -> Iterator[tuple[slice, slice, Tensor]]:  # (n, m)
     """(rows, columns, Σ_t max_u) of each strip; fills `kept`."""
     operands = MaxsimOperands(block)
-    strip = plan.MAXSIM_SCORES if kept is None else plan.TileSize(block.N, plan.MAXSIM_DOCUMENTS)
+    strip = kernel_plan.MAXSIM_SCORES if kept is None else plan.TileSize(block.N, kernel_plan.MAXSIM_DOCUMENTS)
     # The maxima ignore NaN. Sums of 0·values bring it back, query by query and document by document.
     of_queries, of_documents = _poison(block.query), _poison(block.document)
     for rows in windows(block.N, strip.rows):
@@ -49,7 +49,7 @@ def add_gradients(
     """
     operands = MaxsimOperands(block)
     slot, slots = query_slots(block)
-    strip = plan.maxsim_strip(slot * slots) if kept is None else plan.TileSize(block.N, plan.MAXSIM_DOCUMENTS)
+    strip = kernel_plan.maxsim_strip(slot * slots) if kept is None else plan.TileSize(block.N, kernel_plan.MAXSIM_DOCUMENTS)
     for rows in windows(block.N, strip.rows):
         for columns in windows(block.M, strip.columns):
             if kept is None:

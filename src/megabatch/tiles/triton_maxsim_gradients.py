@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan, triton_maxsim_lists
+from megabatch.tiles import kernel_plan, triton_maxsim_lists
 from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_maxsim_operands import MaxsimOperands, first_vector, rows_of_queries
 
@@ -67,7 +67,7 @@ def add_gradients(
     D, slots, block_d = operands.block.query.D, n * operands.slots, operands.block_d
     q_start, q_length, q_valid, dq = operands.queries(rows, dquery)
     d_start, _ = operands.d.tables(columns)
-    gather = plan.MAXSIM_GATHER
+    gather = kernel_plan.MAXSIM_GATHER
     launch(
         _query_gradient_kernel,
         (triton.cdiv(slots * operands.slot, gather.rows), triton.cdiv(D, block_d)),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 from megabatch.tiles.block import windows
 from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_maxsim_operands import MaxsimOperands, first_vector, rows_of_queries
@@ -130,7 +130,7 @@ def add_document_gradients(
     ddocument: Tensor,  # (Td, D) added to
 ) -> None:
     """Adds the documents' gradients of a strip, as many documents at a time as their lists fit into the workspace."""
-    at_once = min(plan.MAXSIM_DOCUMENTS, max(1, plan.MAXSIM_LIST_ENTRIES // winners.shape[1]))
+    at_once = min(kernel_plan.MAXSIM_DOCUMENTS, max(1, kernel_plan.MAXSIM_LIST_ENTRIES // winners.shape[1]))
     for some in windows(len(winners), at_once):
         part = slice(columns.start + some.start, columns.start + some.stop)
         _add(operands, rows, part, winners[some], weights[some], ddocument)
@@ -138,7 +138,7 @@ def add_document_gradients(
 
 def _add(operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor, weights: Tensor, ddocument: Tensor) -> None:
     (m, n), count, device = weights.shape, winners.shape[1], winners.device
-    tile = plan.maxsim_listed_tile(operands.block.precision, operands.block.device)
+    tile = kernel_plan.maxsim_listed_tile(operands.block.precision, operands.block.device)
     parts, chunks = triton.cdiv(operands.d.width, tile.rows), triton.cdiv(count, _CHUNK)
     sizes, blocks = (count, parts, chunks), {"BLOCK_T": _CHUNK, "BLOCK_U": tile.rows}
     counts = torch.empty(m * parts * chunks, dtype=torch.int32, device=device)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 from megabatch.tiles.precision import FLOAT32
 from megabatch.tiles.tokens import LateBlock, Tokens
 from megabatch.tiles.triton_operands import operand
@@ -79,7 +79,7 @@ class Side:
 
 def query_slots(block: LateBlock) -> tuple[int, int]:
     """(rows of a slot, slots of a query)."""
-    tile = plan.maxsim_tile(block.precision, block.device, block.query.D)
+    tile = kernel_plan.maxsim_tile(block.precision, block.device, block.query.D)
     slot = min(tile.rows, max(16, triton.next_power_of_2(block.query.width)))
     return slot, triton.cdiv(block.query.width, slot)
 
@@ -90,7 +90,7 @@ class MaxsimOperands:
     def __init__(self, block: LateBlock) -> None:
         self.block = block
         self.q, self.d = (Side.of(side, block.precision) for side in (block.query, block.document))
-        self.tile = plan.maxsim_tile(block.precision, block.device, block.query.D)
+        self.tile = kernel_plan.maxsim_tile(block.precision, block.device, block.query.D)
         self.slot, self.slots = query_slots(block)
         self.block_d = min(self.tile.width, max(16, triton.next_power_of_2(block.query.D)))
         self.precision = "ieee" if block.precision == FLOAT32 else "tf32"

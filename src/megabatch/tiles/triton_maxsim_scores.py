@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 from megabatch.tiles.tokens import LateBlock
 from megabatch.tiles.triton_launcher import launch
 from megabatch.tiles.triton_maxsim_operands import MaxsimOperands, query_slots, rows_of_queries
@@ -143,7 +143,7 @@ def sums(
     one = operands.slots == 1
     found = out if out is not None and one else torch.empty(m, slots, dtype=torch.float32, device=device)
     tiles = triton.cdiv(slots * operands.slot, tile.rows)
-    splits = max(1, min(m, -(-8 * plan.multiprocessors(device) // tiles)))
+    splits = max(1, min(m, -(-8 * kernel_plan.multiprocessors(device) // tiles)))
     each = triton.cdiv(m, splits)
     q_start, q_length, q_valid, q = operands.queries(rows, operands.q.values)
     launch(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan, plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.triton_device import exponents, finite_or_zero, offsets, sum_parts
 from megabatch.tiles.triton_launcher import launch
@@ -156,7 +156,7 @@ def complete_sums(
 ) -> None:
     """Writes the sums of rows, and of columns if given, from partial sums; `total` itself may be the only part of it."""
     assert col is None or operands.limit is None, "a limit applies to row sums only"
-    tile = plan.ONLINE
+    tile = kernel_plan.ONLINE
     programs = plan.tiles(block.N, tile.rows) + (0 if col is None else plan.tiles(block.M, tile.rows))
     launch(
         _online_logsumexp_kernel,

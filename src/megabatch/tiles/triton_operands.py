@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.tiles.block import Block
-from megabatch.tiles.plan import KernelTile
+from megabatch.tiles.kernel_plan import KernelTile
 from megabatch.tiles.precision import FLOAT32, HALF_DTYPE, TF32, round_to_tf32
 from megabatch.tiles.triton_exponent_scale import exponent_scale
 

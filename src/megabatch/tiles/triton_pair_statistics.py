@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan, plan
 from megabatch.tiles.block import Block
 from megabatch.tiles.precision import FLOAT16
 from megabatch.tiles.triton_device import cross_entropy
@@ -87,7 +87,7 @@ class PairVectors(NamedTuple):
     @classmethod
     def empty(cls, block: Block) -> "PairVectors":
         """Uninitialised vectors."""
-        stride = plan.tiles(block.N + plan.HOPPER_BLOCK, 64) * 64  # to the end of a tile, and each vector aligned
+        stride = plan.tiles(block.N + kernel_plan.HOPPER_BLOCK, 64) * 64  # to the end of a tile, and each vector aligned
         vectors = torch.empty((10, stride), dtype=torch.float32, device=block.x.device)
         *weights, dmatch, products = vectors.unbind(0)
         _, _, row_cap, col_cap, row_shift, col_shift, *_ = weights
@@ -99,7 +99,7 @@ class PairVectors(NamedTuple):
 def pair_statistics(
     operands: Operands,
     block: Block,
-    tile: plan.KernelTile,
+    tile: kernel_plan.KernelTile,
     pairs: PairVectors,
     *,
     columns: bool,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 from megabatch.tiles.block import Block, Pairs
 from megabatch.tiles.matching import pairs_on_the_diagonal, rank_noise
 from megabatch.tiles.triton_embeddings import matching_products
@@ -62,7 +62,7 @@ def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tenso
     """
     pairs = pairs_on_the_diagonal(block, matching_products(block)) if pairs is None else pairs
     row_rank, col_rank = (torch.zeros(size, dtype=torch.int64, device=block.x.device) for size in (block.N, block.M))
-    tile = plan.gradient_tile(block.precision, block.x.device)
+    tile = kernel_plan.gradient_tile(block.precision, block.x.device)
     _rank_kernel[(triton.cdiv(block.N, tile.rows), triton.cdiv(block.M, tile.columns))](
         *similarity_operands(block).descriptors(tile),
         block.scale,

@@ -11,12 +11,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 from megabatch.tiles.triton_device import load_embeddings, sum_all_parts
 from megabatch.tiles.triton_launcher import Launcher
 from megabatch.tiles.triton_small_device import FIRST_SUM, LABELS, MATCHES, PLANES, SIGMOID, SUMS, VIEWS, partner_of
 
-_ADDED = plan.KernelTile(rows=16, columns=1, width=256, warps=4, stages=1)  # of a gradient to which matches are added
+_ADDED = kernel_plan.KernelTile(rows=16, columns=1, width=256, warps=4, stages=1)  # of a gradient to which matches are added
 _BLOCK = 2048  # partial sums that are added at once
 _ELEMENTS = 4096  # of a gradient that a program multiplies
 
@@ -174,7 +174,7 @@ def finish(kind: int, sides: tuple[bool, bool], numbers: tuple[float, ...], *, l
         multiplies: whether the kernel gets the weights, in half precision, and multiplies them with x and y.
     """
     N, D = (int(number) for number in numbers[:2])
-    tile = plan.SMALL_PRODUCT if multiplies else _ADDED
+    tile = kernel_plan.SMALL_PRODUCT if multiplies else _ADDED
     grid = (-(-D // tile.width), -(-N // tile.rows) * sum(sides)) if any(sides) else (1, 1)
     blocks = {"BLOCK_N": tile.rows, "BLOCK_M": tile.columns, "BLOCK_D": tile.width, "BLOCK": _BLOCK}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}

@@ -23,7 +23,7 @@ from megabatch.tiles.triton_small_gradients import finish
 
 
 class _Tile(NamedTuple):
-    """The similarities of one program. Unlike `plan.KernelTile` it has no width: few of these kernels form products."""
+    """The similarities of one program. Unlike `kernel_plan.KernelTile` it has no width: few of these kernels form products."""
 
     rows: int
     columns: int

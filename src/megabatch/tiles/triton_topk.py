@@ -4,7 +4,7 @@ A kernel forms each tile once and stores the largest product of every group of c
 panels with the largest maxima hold the k best groups, and these the k best columns: a column in another group comes after the
 maxima of all k. Panels and groups are runs of columns and are ordered like columns, by maximum and then by index. Only the
 products of k groups are formed again. If they are too many for that, the kernel stores the products as well
-(`plan.topk_group`).
+(`kernel_plan.topk_group`).
 
 Each choice is made by one kernel, in registers: a search by bits finds the k-th largest value, and a running count gives the
 places among equal values to the first. The chosen ones stay in the order of columns until the end, when k of them are sorted.
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 from megabatch.tiles.block import Block, windows
 from megabatch.tiles.precision import HALF_DTYPE
 from megabatch.tiles.topk import Best
@@ -174,7 +174,7 @@ def _choice_kernel(
 
 def topk(block: Block, k: int) -> Best:  # (N, k)
     """The k largest products ⟨x_i, y_j⟩ of each row, as `eager.topk`."""
-    found, unsure = _search(block, k, plan.topk_group(block.M, block.D, k))
+    found, unsure = _search(block, k, kernel_plan.topk_group(block.M, block.D, k))
     if unsure is not None and len(again := unsure.nonzero().flatten()):
         found.values[again], found.indices[again] = _search(_some_rows(block, again), k, None)[0]
     return found
@@ -189,7 +189,7 @@ def _search(block: Block, k: int, group: int | None) -> tuple[Best, Tensor | Non
     found = Best.none(block.N, k, block.zeros(0))
     noise = None if block.limit is None or group is None else _noise(operands)
     unsure = None if noise is None else torch.zeros_like(noise, dtype=torch.bool)
-    strip = plan.topk_strip(block.N, block.M, group)
+    strip = kernel_plan.topk_strip(block.N, block.M, group)
     for rows in windows(block.N, strip.rows):
         kept = Best(found.values[rows], found.indices[rows])
         for columns in windows(block.M, strip.columns):
@@ -241,14 +241,14 @@ def _maxima(
     block: Block, operands: Operands, rows: slice, columns: slice, group: int, *, store: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, groups), (n, panels), (n, columns)
     """The largest product of each group and of each panel, and the products if they are to be stored; −inf where excluded."""
-    choose = plan.gradient_tile if store else plan.logsumexp_tile
+    choose = kernel_plan.gradient_tile if store else kernel_plan.logsumexp_tile
     tile = choose(block.precision, block.x.device)
-    panel = min(tile.columns, plan.TOPK_STORED_PANEL) if store else tile.columns
+    panel = min(tile.columns, kernel_plan.TOPK_STORED_PANEL) if store else tile.columns
     n, tiles = rows.stop - rows.start, triton.cdiv(columns.stop - columns.start, tile.columns)
     width = tiles * tile.columns
     sizes = (width // group, width // panel, width if store else 0)
     groups, panels, products = (torch.empty(n, size, dtype=torch.float32, device=block.x.device) for size in sizes)
-    programs = plan.multiprocessors(block.x.device) * tile.per_multiprocessor
+    programs = kernel_plan.multiprocessors(block.x.device) * tile.per_multiprocessor
     launch(
         _maxima_kernel,
         (min(programs, tiles * triton.cdiv(n, tile.rows)),),
@@ -306,16 +306,16 @@ def _best_groups(groups: Tensor, panels: Tensor, k: int) -> Tensor:  # (n, group
         return room
 
     run = groups.shape[1] // panels.shape[1]
-    if groups.shape[1] <= max(plan.TOPK_FEW, k * run):
+    if groups.shape[1] <= max(kernel_plan.TOPK_FEW, k * run):
         return chosen(groups)
     return chosen(groups, chosen(panels), run)
 
 
 def _choose_from_stored(found: Best, block: Block, operands: Operands, rows: slice, columns: slice) -> None:
-    group, k = plan.TOPK_STORED_GROUP, found.values.shape[1]
+    group, k = kernel_plan.TOPK_STORED_GROUP, found.values.shape[1]
     groups, panels, products = _maxima(block, operands, rows, columns, group, store=True)
     assert products is not None
-    if products.shape[1] <= max(plan.TOPK_FEW, k * group):
+    if products.shape[1] <= max(kernel_plan.TOPK_FEW, k * group):
         _choose(*found, products)
     else:
         _choose(*found, products, _best_groups(groups, panels, k), group)

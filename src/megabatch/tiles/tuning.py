@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from megabatch.tiles import plan
+from megabatch.tiles import kernel_plan
 from megabatch.tiles.block import Block
-from megabatch.tiles.plan import KernelTile
+from megabatch.tiles.kernel_plan import KernelTile
 from megabatch.tiles.precision import FLOAT32, TF32
 
 ENABLED = os.environ.get("MEGABATCH_AUTOTUNE") == "1"
@@ -53,7 +53,7 @@ def candidates(block: Block, default: KernelTile) -> Iterator[KernelTile]:
             for programs in (1, 2):
                 other = KernelTile(rows, columns, default.width, warps, stages, default.group, programs)
                 used = programs * stages * (rows + columns) * default.width * element_size
-                if other != default and used <= plan.shared_memory(block.x.device):
+                if other != default and used <= kernel_plan.shared_memory(block.x.device):
                     yield other
 
 
