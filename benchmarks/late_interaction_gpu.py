@@ -38,7 +38,7 @@ TOLERANCE = 0.02  # of gradients, relative: bf16 weights and results explain 0.0
 SECONDS_A_ROUND = 0.06
 CHUNKED, LIK, FLASH = "chunked PyTorch", "late-interaction-kernels", "flash-maxsim"
 MOST = {CHUNKED: 4096, LIK: 4096, FLASH: 4096}  # pairs; beyond it a step takes seconds, or ends in an illegal memory access
-# Kernel, its tile in `plan`, and (rows, columns, warps, stages) to try.
+# Kernel, its tile in `kernel_plan`, and (rows, columns, warps, stages) to try.
 TILES = (
     ("documents", "_MAXSIM_LISTED", ((64, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3))),
     ("forward", "_MAXSIM", ((256, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 4), (128, 256, 8, 2))),

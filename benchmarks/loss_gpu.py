@@ -29,7 +29,7 @@ from megabatch import machine
 from megabatch.bench.accuracy import SCALE, clip_truth, is_right, pairs
 from megabatch.bench.loss_systems import CUT, DENSE, INF_CL, LIGER, MEGABATCH, loss_of
 from megabatch.bench.losses import bare_products
-from megabatch.tiles.plan import TileSize, strip_size
+from megabatch.tiles.plan import TileSize, pair_strip, strip_size
 
 SIZES = ["16384x512", "32768x512", "65536x512", "131072x512", "262144x512", "65536x768", "65536x1024"]
 BIAS = -10.0
@@ -88,9 +88,9 @@ def siglip_truth(image: Tensor, text: Tensor, sample: Tensor) -> tuple[float, Te
 
 def bare_shapes(image: Tensor, text: Tensor) -> dict[str, dict[str, Callable[[], None]]]:
     """The bare products in strips of each shape, among them the strips of the loss. Sides are cut to the batch."""
-    sides = {(min(rows, len(image)), min(columns, len(image))) for rows, columns in BARE_STRIPS}
-    own = strip_size(len(image), len(image), image.shape[1], image.element_size())
-    sides.add((min(own.rows, len(image)), min(own.columns, len(image))))
+    B, size = len(image), image.element_size()
+    own = [pair_strip(B, size), strip_size(B, B, image.shape[1], size)]
+    sides = {(min(rows, B), min(columns, B)) for rows, columns in (*BARE_STRIPS, *((s.rows, s.columns) for s in own))}
     return {f"{rows}x{columns}": bare_products(image, text, TileSize(rows, columns)) for rows, columns in sorted(sides)}
 
 

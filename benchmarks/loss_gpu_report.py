@@ -33,7 +33,7 @@ def markdown(record: dict[str, Any]) -> str:
             cells += [ratio(bare, ms, ".3f"), ratio(ms, ours), gib(r.get("peak_bytes")), cell(r.get("loss"), ".4f")]
             rows.append([*cells, *(cell(r.get(key), ".0e") for key in ("loss_error", "gradient_error"))])
     shapes = max(len(r["shapes"]) // 3 if "shapes" in r else 1 for r in record["results"] if r["system"] == BARE)
-    strips = "in the strips of the loss" if shapes == 1 else f"each in the fastest of up to {shapes} shapes of strips"
+    strips = "in strips of 256 MiB" if shapes == 1 else f"each in the fastest of up to {shapes} shapes of strips"
     lines = [_forward(group) for group in found if "forward_ms" in group[0]] + [_large(r) for r in record.get("large", [])]
     return reports.paragraphs(
         "Contrastive losses on a GPU, forward + backward, bf16, B pairs of embeddings D wide.",

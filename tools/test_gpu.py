@@ -7,8 +7,9 @@
 
 `nvidia-cuda-mps-control -d`, run before, lets the processes use the GPU at the same time instead of in turns.
 
-Each process takes every n-th test (`TEST_SHARD`, see tests/conftest.py). Where there is no GPU, tests of tests/gpu skip. The
-others then run interpreted on the CPU, as in `make test`.
+Each process takes every n-th test, and the first also takes all tests with a pool of processes (`TEST_SHARD`, see
+tests/conftest.py). Where there is no GPU, tests of tests/gpu skip. The others then run interpreted on the CPU, as in
+`make test`.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from megabatch.planning.losses import MEGABATCH, Shape, loss_bytes
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("N", [4096, 8192, 16384, 32768])
+@pytest.mark.parametrize("N", [4096, 8192, 16384, 32768, 65536])
 def test_the_plan_knows_the_memory_of_small_batches(N):
     x, y = (torch.randn(N, 512, device="cuda", dtype=torch.bfloat16).div_(22).requires_grad_() for _ in range(2))
 

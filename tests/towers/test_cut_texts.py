@@ -62,8 +62,8 @@ def test_open_clip_texts_cut_after_the_end_token(kind, text, dtype):
 
 def embeddings_and_gradients(module, ids):
     embeddings = module(text=ids)
-    weights = torch.randn(embeddings.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    (embeddings * weights.to(embeddings.dtype)).sum().backward()
+    weights = torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(1)).to(embeddings.dtype)
+    (embeddings * weights).sum().backward()
     return [embeddings.detach(), *gradients(module)]
 
 

@@ -290,7 +290,7 @@ def evaluated(group, rank, folder):
 
 def test_sharded_towers_evaluate_on_ranks_with_different_numbers_of_chunks(pool, tmp_path):
     wanted = runs.trainer(tmp_path / "one", validation=runs.Numbers(samples=513)).fit()
-    same = pytest.approx(wanted, rel=1e-13)  # two ranks add up the loss in another order; one rank more or less is 1e-5
+    same = pytest.approx(wanted, rel=1e-13)  # two processes add the loss in another order; a match one place off is 1e-5
     assert pool.run(evaluated, 2, tmp_path / "two") == [same, same]
 
 

@@ -142,7 +142,7 @@ def _repeated(work: Callable[[], T], seconds: float) -> list[T]:
 
 
 def bare_products(image: Tensor, text: Tensor, size: TileSize | None = None) -> dict[str, Callable[[], None]]:
-    """S, dX and dY of the whole batch with PyTorch's matrix product, in strips like those of a loss, or of another size."""
+    """S, dX and dY of the whole batch with PyTorch's matrix product, in strips of `size` (default: those of large batches)."""
     B, D = image.shape
     if size is None:
         size = strip_size(B, B, D, 2) if image.is_cuda else eager_tile(image.device, image.dtype)

@@ -41,7 +41,7 @@ def is_small(x: Tensor, backend: str, group: str, *, views: bool = False, tiled:
     if group or rows < 2 or torch.compiler.is_compiling() or transforms_are_active():
         return False
     if backend == TRITON:
-        return rows * rows <= plan.SMALL_PAIRS or (tiled and rows <= (plan.VIEW_ROWS if views else plan.PAIR_ROWS))
+        return rows * rows <= plan.SMALL_PAIRS or (tiled and plan.pairs_with_gradients(rows, x.shape[1], views=views))
     most = plan.SMALL_PAIRS_CPU_ROWS if rows_only else plan.SMALL_PAIRS_CPU
     return x.is_cpu and rows * rows <= most and not isinstance(x, FakeTensor)
 

@@ -28,7 +28,7 @@ ENCODER_EFFICIENCY = 0.35
 
 # Share of the same rate that megabatch's loss reaches, counting 8·B²·D operations, on an H200 from 64k pairs on: alone and
 # repeated, 0.630 to 0.661 (benchmarks/results/loss_gpu.md and loss_gpu_again.md); in a step, after encoders, 0.660 to 0.730
-# (plan_validation.md). This is within 5 % of the first, as the mean of two runs, and 10 % of the second. Assumed elsewhere.
+# (plan_validation.md). 0.67 is within 5 % of the first (mean of two runs) and 10 % of the second. Assumed elsewhere.
 LOSS_EFFICIENCY = 0.67
 
 # The rate of inf_cl: 16 to 19 TFLOP/s measured on an H200 (the same file), where 8·B²·D operations are counted though it

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megabatch.planning import gpus
 from megabatch.planning.gpus import Gpu
-from megabatch.tiles.plan import PAIR_ROWS, SMALL_PAIRS, pair_strip, strip_size
+from megabatch.tiles.plan import SMALL_PAIRS, pair_strip, pairs_with_gradients, strip_size
 
 VANILLA, LOCAL, INF_CL, MEGABATCH = "vanilla CLIP", "OpenCLIP, local loss", "Inf-CL", "megabatch"
 
@@ -68,7 +68,8 @@ def _megabatch(shape: Shape) -> float:
     block, product = n * D, HALF if shape.half else FLOAT
     rounded = 2 * block * HALF if shape.half and s > HALF else 0
     statistics = STATISTICS * n
-    if shape.ranks == 1 and n <= PAIR_ROWS:  # gradients are made with the loss: float32 sums, then copies in the inputs' type
+    if shape.ranks == 1 and (n * n <= SMALL_PAIRS or pairs_with_gradients(n, D)):
+        # Gradients are made with the loss: float32 sums, then copies in the inputs' type.
         one = pair_strip(n, product)
         weights = min(one.rows, n) * min(one.columns, n) * product
         if n * n <= SMALL_PAIRS:  # all similarities are in memory, and in float32 the weights overwrite them

@@ -1,4 +1,4 @@
-"""Tiles of PyTorch operations, strips, and batches that are small, as data, each with the measurement that chose it.
+"""Sizes as data, each with the measurement that chose it: tiles of PyTorch operations, strips, limits of small batches.
 
 `kernel_plan` has the tiles of the kernels.
 """
@@ -97,11 +97,11 @@ def strip_size(N: int, M: int, D: int, element_size: int) -> TileSize:
     return TileSize(rows, _even(M, _STRIP_BYTES // element_size // rows))
 
 
-# Bytes of a strip of `pair_loss`: the whole limit of a workspace. Beside the strip are the sums of dy, and the sums of dx,
-# which take no more than the gradients, allocated after the strip is freed. 16,384 pairs in half precision are one strip: every
+# Bytes of a strip of `pair_loss`: the whole limit of a workspace. The gradients are allocated after the strip is freed, so that
+# the float32 sums of dx may take their place (`PAIR_ELEMENTS`). 16,384 pairs in half precision are one strip: every
 # strip costs the host two launches and two products, and such a batch waits for the host. 65,536 pairs in strips of
-# 16384×16384 instead of 8192×16384, whose sums of dx and dy are read and written half as often (H200, bf16, D = 512 / 768 /
-# 1024, ms): `clip_loss` 27.2 / 40.8 / 54.5 instead of 27.6 / 41.3 / 55.1, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.2 /
+# 16384×16384 instead of 8192×16384, with two thirds of the traffic of both sums (H200, bf16, D = 512 / 768 / 1024, ms):
+# `clip_loss` 27.2 / 40.8 / 54.5 instead of 27.6 / 41.3 / 55.1, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.2 /
 # 33.0 / 42.2.
 _PAIR_STRIP_BYTES = 512 * 2**20
 _PAIR_STRIP_ROWS = 16384
@@ -154,9 +154,16 @@ _SMALL_PRODUCT_TERMS = 4096**2 * 1024  # of one product
 # saves the host several milliseconds up to 32,768 rows. With 65,536 the GPU is busy for longer than the host, but the sums of
 # dy need not be zeroed, and strips are larger: as above, `clip_loss` takes 27.2 / 40.8 / 54.5 ms instead of 27.7 / 41.7 / 55.4
 # by the passes of larger batches, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.9 / 33.4 / 43.0. The price is 0.3 GiB.
-PAIR_ROWS = 65536
+_PAIR_ROWS = 65536
 # The same for the views of `nt_xent_loss`, which forms half the products with more rows (`tiles.symmetric`).
-VIEW_ROWS = 32768
+_VIEW_ROWS = 32768
+# Elements of x up to which the float32 sums of dx, and later the gradients beside those sums, fit the limits of a workspace.
+_PAIR_ELEMENTS = 2**27
+
+
+def pairs_with_gradients(rows: int, D: int, *, views: bool = False) -> bool:
+    """Whether a loss of so many matching rows, or of views, computes its gradients with the loss (`operators.pair_loss`)."""
+    return rows <= (_VIEW_ROWS if views else _PAIR_ROWS) and rows * D <= _PAIR_ELEMENTS
 
 
 def small_products(N: int, D: int) -> bool:

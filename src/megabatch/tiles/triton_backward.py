@@ -210,7 +210,7 @@ def _source_of_dscale(block: Block, needs: Needs) -> tuple[bool, bool]:
 
 
 def _tuned_tile(operands: Operands, block: Block, kind: tl.constexpr) -> kernel_plan.KernelTile:
-    """The kernel's tile: the default of `plan`, or a measured one if autotuning is on."""
+    """The kernel's tile: the default of `kernel_plan`, or a measured one if autotuning is on."""
     default = kernel_plan.gradient_tile(block.precision, block.x.device)
     if hopper_tile(block, kind) is not None:
         return default

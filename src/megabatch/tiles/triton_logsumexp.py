@@ -160,7 +160,7 @@ def _partial_sums(
 
 
 def _tuned_tile(operands: Operands, block: Block) -> kernel_plan.KernelTile:
-    """The kernel's tile: the default of `plan`, or a measured one if autotuning is on."""
+    """The kernel's tile: the default of `kernel_plan`, or a measured one if autotuning is on."""
     rows, columns = slice(0, min(block.N, 16384)), slice(0, min(block.M, 8192))
 
     def trial(tile: kernel_plan.KernelTile) -> None:

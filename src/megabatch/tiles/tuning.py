@@ -1,4 +1,4 @@
-"""Autotuning of tile sizes, for chips that the sizes in `plan` were not measured on. Opt-in.
+"""Autotuning of tile sizes, for chips that the sizes in `kernel_plan` were not measured on. Opt-in.
 
 With `MEGABATCH_AUTOTUNE=1` the first call of a kernel with a new width, precision or chip times a few tiles on its own inputs.
 The fastest is kept in `tiles.json` under `MEGABATCH_CACHE` (`~/.cache/megabatch`). Tuning takes seconds, mostly for compiling.
