@@ -326,6 +326,23 @@ def test_a_strip_of_pairs_fills_the_workspace(monkeypatch, N, element_size, size
     assert plan.pair_strip(N, element_size) == plan.TileSize(*size)
 
 
+@pytest.mark.parametrize(
+    ("rows", "D", "views", "served"),
+    [
+        (65536, 2048, False, True),
+        (65537, 16, False, False),
+        (65536, 2049, False, False),
+        (32768, 4096, False, True),
+        (32768, 512, True, True),
+        (32769, 512, True, False),
+    ],
+)
+def test_gradients_with_the_loss_fit_the_limits_of_memory(rows, D, views, served):
+    """The float32 sums of dx, 4·rows·D bytes, are at most as large as the workspace that is freed before gradients are made."""
+    assert plan.pairs_with_gradients(rows, D, views=views) is served
+    assert not served or 4 * rows * D <= 512 * 2**20
+
+
 @pytest.mark.parametrize(("panels", "programs"), [(1, 132), (64, 128), (86, 129), (128, 128), (132, 132), (256, 128)])
 def test_programs_work_on_the_same_rows_at_the_same_time(panels, programs):
     assert kernel_plan.panel_programs(panels, 132) == programs
