@@ -10,15 +10,14 @@ each with a seed that is not used again. At other batch sizes the rate is consta
 the batch. The test data are 5,000 definitions that are not in training, with all their words: a reverse dictionary. Words of
 one meaning share its definition, and are not each other's negatives (`ids`).
 
-Each run is a line in results.jsonl and is not repeated, so the study can be stopped and continued, or extended by seeds and
-sizes. The table and the plot (mean and standard deviation over seeds) are made from all lines at the end.
+Each run is a line in batch_size_study.jsonl and is not repeated, so the study can be stopped and continued, or extended by
+seeds, sizes and learning rates. The tables and the plot (mean and standard deviation over seeds) are made from all lines.
 """
 
 import argparse
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch as mb
-from megabatch import machine
-from megabatch.data.demo.wordnet import WordNet
-from megabatch.data.order import Order
-from megabatch.display import plots
-from megabatch.display.tables import Table
-from megabatch.evaluation import results, retrieval
-from megabatch.towers.demo import n_grams
+from megabatch_train import machine
+from megabatch_train.bench.record import paragraphs
+from megabatch_train.data.demo import WordNet
+from megabatch_train.data.order import Order
+from megabatch_train.display import plots
+from megabatch_train.display.tables import TextTable
+from megabatch_train.evaluation import results, retrieval
+from megabatch_train.towers.small import n_grams
 
 RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # the learning rate grows with the batch to this power
 BASE = 1024  # pairs in the batch at which all rules agree
@@ -46,6 +46,7 @@ WIDTH = 256
 CHUNK = 8192  # samples encoded at once
 WARM_UP = 0.1  # of all steps
 NAMES = ("definition", "word")
+GROWTH = {"none": "constant", "sqrt": "∝ root of batch", "linear": "∝ batch"}
 COLOURS = {"none": plots.BLUE, "sqrt": plots.GREEN, "linear": plots.ORANGE}
 
 
@@ -82,19 +83,6 @@ class Setting(NamedTuple):
     samples: int
 
 
-def main() -> None:
-    options = arguments()
-    place = Path(options.output)
-    bench = Bench(place / "results.jsonl")
-    if options.lr is None:
-        tried = bench.results([Setting(BASE, lr, TRIAL, options.samples) for lr in RATES])
-        best = max(line[BY] for line in tried)
-        options.lr = min(line["lr"] for line in tried if line[BY] >= NEARLY * best)
-        print("tried: " + ", ".join(f"{line['lr']} {line[BY]:.1%}" for line in tried) + f"; taken: {options.lr}")
-    bench.results(settings(options))
-    report([line for line in bench.known() if line["samples"] == options.samples and line["seed"] != TRIAL], options, place)
-
-
 class Bench:
     """Runs the settings that are not in the file yet. Texts are tokenized once, before the first run."""
 
@@ -118,11 +106,12 @@ class Bench:
         return [lines[setting] for setting in wanted]
 
     def _run(self, todo: Sequence[Setting]) -> None:
-        self.splits = self.splits or [tokenised(WordNet(split), self.device) for split in ("train", "test")]
-        with progress(sum(setting.samples for setting in todo)) as advance:
-            for setting in todo:
-                found = run(setting, *self.splits, self.device, advance)
-                results.append(self.file, {**setting._asdict(), **found, "machine": machine.summary(machine.describe())})
+        self.splits = self.splits or [tokenize(WordNet(split), self.device) for split in ("train", "test")]
+        for i, setting in enumerate(todo, 1):
+            found = run(setting, *self.splits, self.device)
+            results.append(self.file, {**setting._asdict(), **found, "machine": machine.summary(machine.describe())})
+            told = f"batch {setting.batch_size:,}, rate {setting.lr:.1e}, seed {setting.seed}"
+            print(f"[{i}/{len(todo)}] {told}: {BY} {found[BY]:.1%}, {found['seconds']:.0f} s", flush=True)
 
 
 def settings(options: argparse.Namespace) -> list[Setting]:
@@ -136,7 +125,7 @@ def settings(options: argparse.Namespace) -> list[Setting]:
     return list(found)
 
 
-def tokenised(data: WordNet, device: torch.device) -> Pairs:
+def tokenize(data: WordNet, device: torch.device) -> Pairs:
     """All texts as the numbers of their n-grams; a word of many texts is looked up once."""
     of_word: dict[str, Tensor] = {}
 
@@ -159,7 +148,7 @@ def tokenised(data: WordNet, device: torch.device) -> Pairs:
     return Pairs(words.to(device), definitions.to(device), meanings.to(device))
 
 
-def run(setting: Setting, train: Pairs, test: Pairs, device: torch.device, advance: Any) -> dict[str, Any]:
+def run(setting: Setting, train: Pairs, test: Pairs, device: torch.device) -> dict[str, Any]:
     """Trains from scratch and tests."""
     torch.manual_seed(setting.seed)
     tower = Tower().to(device)
@@ -187,14 +176,13 @@ def run(setting: Setting, train: Pairs, test: Pairs, device: torch.device, advan
         schedule.step()
         with torch.no_grad():
             log_scale.clamp_(max=math.log(100))
-        advance(setting.batch_size, f"batch {setting.batch_size:,}, rate {setting.lr:.1e}, seed {setting.seed}")
     last = loss.item()  # waits for the device
     seconds = time.perf_counter() - began
-    return {"steps": steps, "loss": last, "seconds": seconds, **tested(tower, test)}
+    return {"steps": steps, "loss": last, "seconds": seconds, **evaluate(tower, test)}
 
 
 @torch.no_grad()
-def tested(tower: Tower, test: Pairs) -> dict[str, float]:
+def evaluate(tower: Tower, test: Pairs) -> dict[str, float]:
     """Recall both ways; of a definition with several words the best of them counts."""
     tower.eval()
     definitions, words = (torch.cat([tower(part) for part in side.split(CHUNK)]) for side in (test.definitions, test.words))
@@ -210,16 +198,25 @@ def _setting(line: dict[str, Any]) -> Setting:
     return Setting(*(line[name] for name in Setting._fields))
 
 
-def report(lines: Sequence[dict[str, Any]], options: argparse.Namespace, place: Path) -> None:
-    """The table, printed and as Markdown, and the plot."""
-    made = table(lines, options.lr, options.samples)
-    made.print()
-    (place / "study.md").write_text(made.markdown() + "\n", "utf-8")
-    draw(lines, options.lr, options.samples, place / "study.png")
-    print(f"wrote {place / 'study.md'} and {place / 'study.png'}")
+def report(path: Path) -> None:
+    """Writes a table for each learning rate at `BASE` pairs (.md), and the plot (.svg), beside the lines."""
+    lines = [line for line in results.read(path) if line["seed"] != TRIAL]
+    base_rates = sorted({line["lr"] for line in lines if line["batch_size"] == BASE}, reverse=True)
+    if not base_rates:
+        print(f"No report: a learning rate is named by its runs with {BASE:,} pairs, and there are none")
+        return
+    machines = "; ".join(dict.fromkeys(line["machine"] for line in lines))
+    samples = max(line["samples"] for line in lines)
+    parts = []
+    for rate in base_rates:
+        command = f"Command: `python benchmarks/batch_size_study.py --lr {rate:g} --samples {samples}`"
+        parts += [f"### Rate {rate:g} at {BASE:,} pairs", table(lines, rate, samples).markdown(), command]
+    path.with_suffix(".md").write_text(paragraphs(*parts, f"Machine: {machines}.\n"), "utf-8")
+    if plots.available():
+        plots.save(draw(lines, base_rates), path.with_suffix(".svg"))
 
 
-def table(lines: Sequence[dict[str, Any]], base_lr: float, samples: int) -> Table:
+def table(lines: Sequence[dict[str, Any]], base_lr: float, samples: int) -> TextTable:
     """Runs that are missing leave their cells empty."""
     rows = []
     for size in sorted({line["batch_size"] for line in lines}):
@@ -231,7 +228,7 @@ def table(lines: Sequence[dict[str, Any]], base_lr: float, samples: int) -> Tabl
         rows.append(cells)
     seeds = len({line["seed"] for line in lines})
     notes = f"Words find definitions among 5,000; {samples:,} pairs seen by every run; {seeds} seeds, mean ± deviation."
-    return Table(
+    return TextTable(
         ["pairs in a batch", "steps", *(f"{rule}: rate, R@1, R@10" for rule in RULES)], rows, notes=notes, names=(2, 3, 4)
     )
 
@@ -249,53 +246,45 @@ def _plus_minus(value: tuple[float, float, int]) -> str:
     return f"{100 * value[0]:.1f} ± {100 * value[1]:.1f} %"
 
 
-def draw(lines: Sequence[dict[str, Any]], base_lr: float, samples: int, path: Path) -> None:
-    """Recall against the batch size, with the deviation over seeds."""
+def draw(lines: Sequence[dict[str, Any]], base_rates: Sequence[float]) -> Any:
+    """Recall against the batch size for each learning rate at `BASE` pairs, with the deviation over seeds."""
     seeds = len({line["seed"] for line in lines})
-    title = f"WordNet: {samples:,} pairs seen by every run, rate {base_lr:g} at {BASE:,}; {seeds} seeds"
-    figure, panels = plots.figure(title, rows=2, columns=2, size=(11, 7.6))
+    title = f"WordNet: words find definitions, {lines[0]['samples']:,} pairs seen by every run, {seeds} seeds"
+    figure, panels = plots.panels(title, len(base_rates))
     sizes = sorted({line["batch_size"] for line in lines})
-    ways = {"words find definitions": "word_to_definition", "definitions find words": "definition_to_word"}
-    shown = [(f"{title}, R@{k}", f"{way}_R@{k}") for k in (1, 10) for title, way in ways.items()]
-    for axes, (title, metric) in zip(panels.flat, shown, strict=True):
-        for number, (rule, power) in enumerate(RULES.items()):
-            known = [(size, summary(lines, size, base_lr * (size / BASE) ** power, metric)) for size in sizes]
-            # A little apart, so that no bar hides another.
-            points = [(size * 1.04 ** (number - 1), *found[:2]) for size, found in known if found is not None]
-            x, mean, deviation = zip(*points, strict=True) if points else ((), (), ())
-            bars = {"yerr": [100 * value for value in deviation], "capsize": 3, "elinewidth": 1.2, "markersize": 4.5}
-            axes.errorbar(x, [100 * value for value in mean], fmt="o-", color=COLOURS[rule], label=rule, **bars)
-        axes.set(title=title, ylabel="recall, %")
+    for axes, base_lr in zip(panels, base_rates, strict=True):
+        for rule, power in RULES.items():
+            known = [(size, summary(lines, size, base_lr * (size / BASE) ** power, "word_to_definition_R@1")) for size in sizes]
+            found = [(size, 100 * value[0], 100 * value[1]) for size, value in known if value is not None]
+            plots.line(axes, [(size, mean) for size, mean, _ in found], f"rate {GROWTH[rule]}", COLOURS[rule])
+            for size, mean, deviation in found:
+                axes.plot([size, size], [mean - deviation, mean + deviation], color=COLOURS[rule], linewidth=1.2)
+        axes.set_ylabel(f"recall@1, %, rate {base_lr:g} at {BASE:,}")
         plots.batch_axis(axes, sizes, "pairs in a batch")
-    plots.legend(panels[0, 0], title="learning rate grows with the batch", ncols=3, title_fontsize=8)
-    plots.save(figure, path)
+        plots.label_lines(axes)
+    return figure
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Any]:
-    """A function to call with the number of finished pairs and a description of the present run."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
-    with Progress(*columns) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda pairs, what: bar.update(task, advance=pairs, description=what)
-
-
-def arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = [256 << power for power in range(8)]
-    parser.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=sizes, help="(default: 256 to 32,768, each twice the last)"
-    )
-    parser.add_argument("--rules", nargs="+", choices=tuple(RULES), default=list(RULES), help="(default: all)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
-    parser.add_argument("--samples", type=int, default=800_000, help="pairs that every run sees (default: %(default)s)")
-    parser.add_argument(
-        "--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: chosen of {', '.join(map(str, RATES))})"
-    )
-    parser.add_argument("--output", default="runs/batch_size_study", help="folder (default: %(default)s)")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--batch-sizes", type=int, nargs="+", default=sizes, help="(default: 256 to 32,768, each twice the last)")
+    add("--rules", nargs="+", choices=tuple(RULES), default=list(RULES), help="(default: all)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
+    add("--samples", type=int, default=800_000, help="pairs that every run sees (default: %(default)s)")
+    add("--lr", type=float, help=f"learning rate at {BASE:,} pairs (default: chosen of {', '.join(map(str, RATES))})")
+    add("--output", type=Path, default=Path("runs/batch_size_study"), help="folder (default: %(default)s)")
+    options = parser.parse_args()
+    bench = Bench(options.output / "batch_size_study.jsonl")
+    if options.lr is None:
+        tried = bench.results([Setting(BASE, lr, TRIAL, options.samples) for lr in RATES])
+        best = max(line[BY] for line in tried)
+        options.lr = min(line["lr"] for line in tried if line[BY] >= NEARLY * best)
+        print("tried: " + ", ".join(f"{line['lr']} {line[BY]:.1%}" for line in tried) + f"; taken: {options.lr}")
+    bench.results(settings(options))
+    report(bench.file)
+    table([line for line in bench.known() if line["seed"] != TRIAL], options.lr, options.samples).print()
 
 
 if __name__ == "__main__":

@@ -6,34 +6,44 @@ is one forward pass and one forward and backward pass of every chunk without any
 can reach.
 
 A step that would take longer than `--longest` is timed on its first 16 chunks, while the loss is that of the whole batch, and
-extended to all chunks; the result says so. Writes a JSON file after every measurement, and at the end a table, the ratios that
-matter and a plot (`cached_step_report.py` makes them again).
+extended to all chunks; the result says so.
 """
 
 import argparse
-import gc
 import itertools
 import math
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from cached_step_report import markdown, report
-from record import Record, arguments, device_of
-from replayed_images import Normalised, replay
 from torch import Tensor, nn
 
 import megabatch as mb
-from megabatch.bench.measure import peak_memory
-from megabatch.bench.steps import SYSTEMS, Setting, cached
-from megabatch.bench.towers import SIZES, SyntheticImages, tokens, towers
+from megabatch_train.bench import measure as measuring
+from megabatch_train.bench.measure import MEMORY, OK, WRONG, peak_memory, relative_error, seconds_of
+from megabatch_train.bench.record import Record, arguments, chip, device_of, groups, paragraphs
+from megabatch_train.bench.steps import (
+    ALONE,
+    CACHED,
+    PLAIN,
+    SIZES,
+    SYSTEMS,
+    StepSetting,
+    SyntheticImages,
+    UnitRange,
+    read_images_twice,
+    step_with_caching,
+    tokens,
+    towers,
+)
+from megabatch_train.display import plots
+from megabatch_train.display.tables import TextTable, gib, ratio
 
 CHECK, CHECK_CHUNK = 32, 8
 TOLERANCE = 1e-3  # of the length of a gradient, float32 against float32
 LARGEST = {"accum-freq": 65536}  # computes the loss once for every chunk: hours beyond this
-PLAIN, BUDGET_0, AUTO, ALONE, REPLAY = "plain step", "cached, budget 0", "cached, auto", "towers alone", "cached, replay"
+(BUDGET_0, AUTO), REPLAY = CACHED, "cached, replay"
 SHORT = {"plain": PLAIN, "cached": BUDGET_0, "auto": AUTO, "accum": "accum-freq", "gradcache": "GradCache"}
 SHORT |= {"towers": ALONE, "replay": REPLAY}
 CASES = [
@@ -72,19 +82,19 @@ def jobs(cases: list[str]) -> list[Job]:
     return found
 
 
-def setting(model: str, rows: int, args: argparse.Namespace, made: tuple[nn.Module, nn.Module], chunk: int) -> Setting:
+def setting(model: str, rows: int, args: argparse.Namespace, made: tuple[nn.Module, nn.Module], chunk: int) -> StepSetting:
     size = SIZES[model]
     log_scale = nn.Parameter(torch.tensor(2.66, device=args.device))
     images = SyntheticImages(rows, size, args.device)
-    return Setting(*made, log_scale, images, tokens(rows, args.device), chunk, args.device, autocast=True, backend=args.backend)
+    return StepSetting(
+        *made, log_scale, images, tokens(rows, args.device), chunk, args.device, autocast=True, backend=args.backend
+    )
 
 
-def clear(s: Setting) -> None:
+def clear(s: StepSetting) -> None:
     for p in s.parameters():
         p.grad = None
-    gc.collect()
-    if s.device == "cuda":
-        torch.cuda.empty_cache()
+    measuring.clear(s.device)
 
 
 def check(record: Record, args: argparse.Namespace, model: str, made: tuple[nn.Module, nn.Module], systems: set[str]) -> None:
@@ -98,29 +108,16 @@ def check(record: Record, args: argparse.Namespace, model: str, made: tuple[nn.M
         value = SYSTEMS[name](s).item()
         found = [p.grad for p in s.parameters() if p.grad is not None]
         wanted = wanted or found
-        pairs = list(zip(found[:-1], wanted[:-1], strict=True))
-        off, length = (torch.stack([part.norm() for part in parts]) for parts in ([a - b for a, b in pairs], wanted[:-1]))
-        worst, of_all = (off / length.clamp_min(1e-12)).max().item(), (off.norm() / length.norm()).item()
-        scale = (found[-1] / wanted[-1]).item()
-        verdict = "ok" if of_all <= TOLERANCE and abs(scale - 1) <= TOLERANCE else "WRONG"
-        result = {"model": model, "system": name, "loss": value, "error": of_all, "worst": worst, "scale": scale}
-        record["checks"].append(result | {"status": verdict})
-        record.say(f"{model} {name}: gradient error {of_all:.1e}, scale's gradient × {scale:.4f} {verdict}")
+        error, scale = relative_error(found[:-1], wanted[:-1]), (found[-1] / wanted[-1]).item()
+        verdict = OK if error <= TOLERANCE and abs(scale - 1) <= TOLERANCE else WRONG
+        result = {"model": model, "system": name, "loss": value, "error": error, "scale": scale, "status": verdict}
+        record["checks"].append(result)
+        record.say(f"{model} {name}: gradient error {error:.1e}, scale's gradient × {scale:.4f} {verdict}")
     clear(s)
     record.save()
 
 
-def seconds(step: Callable[[], Any], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    begun = time.perf_counter()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-
-def measure(s: Setting, step: Callable[[Setting], Tensor], enough: float, at_least: int = 1) -> dict[str, Any]:
+def measure(s: StepSetting, step: Callable[[StepSetting], Tensor], enough: float, at_least: int = 1) -> dict[str, Any]:
     """The fastest of up to three steps, as long as they have not taken `enough` seconds, and the peak."""
     clear(s)
     for p in s.parameters():
@@ -129,13 +126,13 @@ def measure(s: Setting, step: Callable[[Setting], Tensor], enough: float, at_lea
     times: list[float] = []
     try:
         while len(times) < at_least or (len(times) < 3 and sum(times) < enough):
-            took, peak = peak_memory(lambda: seconds(lambda: step(s), s.device), s.device)
+            took, peak = peak_memory(lambda: seconds_of(lambda: step(s), s.device), s.device)
             times.append(took)
     except torch.OutOfMemoryError:
-        return {"status": "out of memory"}
+        return {"status": MEMORY}
     finally:
         clear(s)
-    return {"status": "ok", "seconds": min(times), "steps": len(times), "peak_bytes": peak, "held_bytes": held}
+    return {"status": OK, "seconds": min(times), "steps": len(times), "peak_bytes": peak, "held_bytes": held}
 
 
 def loss_seconds(rows: int, width: int, device: str, backend: str) -> float:
@@ -144,8 +141,8 @@ def loss_seconds(rows: int, width: int, device: str, backend: str) -> float:
     x, y = (nn.functional.normalize(part, dim=1).bfloat16().requires_grad_() for part in made)
     scale = torch.tensor(14.3, device=device, requires_grad=True)
     work = lambda: mb.clip_loss(x, y, scale, backend=backend).backward()  # noqa: E731
-    seconds(work, device)
-    return min(seconds(work, device) for _ in range(2))
+    seconds_of(work, device)
+    return min(seconds_of(work, device) for _ in range(2))
 
 
 class Model:
@@ -164,7 +161,7 @@ class Model:
     def warm_up(self) -> None:
         """Compiles kernels and lets libraries choose theirs."""
         warm = setting(self.name, 2 * self.chunk, self.args, self.made, self.chunk)
-        cached(warm)
+        step_with_caching(warm)
         clear(warm)
 
     def run(self, job: Job) -> dict[str, Any]:
@@ -172,20 +169,22 @@ class Model:
         _, rows, name = job
         result = {"model": self.name, "B": rows, "chunk": self.chunk, "system": name}
         if name in self.failed:
-            return result | {"status": "out of memory"}  # a smaller batch was
+            return result | {"status": MEMORY}  # a smaller batch was
         expected = rows / self.pace.get(name, min(self.pace.values(), default=math.inf))
         encoded = rows
         known = name in (BUDGET_0, ALONE) or (name == AUTO and rows in self.marginal)  # how long the other chunks would take
         if expected > self.args.longest and known and rows > CHUNKS_TIMED * self.chunk:
             encoded = CHUNKS_TIMED * self.chunk
             expected *= encoded / rows
-        if rows > LARGEST.get(name, rows) or expected > self.record.left():
+        if rows > LARGEST.get(name, rows) or expected > self.record.seconds_left():
             return result | {"status": "too slow to try"}
-        self.record.say(f"{self.name} B = {rows} {name}, about {expected:.0f} s a step, {self.record.left():.0f} s left")
+        self.record.say(
+            f"{self.name} B = {rows} {name}, about {expected:.0f} s a step, {self.record.seconds_left():.0f} s left"
+        )
         if name == BUDGET_0:
             result["loss_seconds"] = loss_seconds(rows, self.size.embedding, self.args.device, self.args.backend)
         result |= self._measured(rows, encoded, name)
-        if result["status"] != "ok":
+        if result["status"] != OK:
             self.failed.add(name)
             return result
         self._extend(result, encoded)
@@ -196,15 +195,15 @@ class Model:
     def _measured(self, rows: int, encoded: int, name: str) -> dict[str, Any]:
         s = setting(self.name, encoded, self.args, self.made, self.chunk)
         if name == REPLAY:
-            s.image, s.images = Normalised(self.made[0]), replay(rows, self.size, self.args.workers, seed=rows)
+            s.image, s.images = UnitRange(self.made[0]), read_images_twice(rows, self.size, self.args.workers, seed=rows)
         if encoded == rows or name == ALONE:
             # The first step that keeps graphs asks the device for memory, piece by piece, which later ones have.
-            return measure(s, SYSTEMS.get(name, cached), self.enough, at_least=2 if name == AUTO else 1)
+            return measure(s, SYSTEMS.get(name, step_with_caching), self.enough, at_least=2 if name == AUTO else 1)
         rest = (torch.randn(rows - encoded, self.size.embedding, device=s.device) for _ in range(2))
         first, second = (nn.functional.normalize(part, dim=1).requires_grad_() for part in rest)
         s.beside = first, second
         found = measure(s, SYSTEMS[name], self.enough)
-        if found["status"] == "ok":  # these embeddings are part of a step
+        if found["status"] == OK:  # these embeddings are part of a step
             size = 2 * first.numel() * first.element_size()
             found |= {"peak_bytes": found["peak_bytes"] + size, "held_bytes": max(0, found["held_bytes"] - size)}
         return found
@@ -217,6 +216,79 @@ class Model:
         if encoded < rows:
             result |= {"encoded": encoded, "timed_seconds": took}
             result["seconds"] = took + (rows - encoded) * self.marginal[rows]
+
+
+COLOURS = {
+    PLAIN: plots.INK,
+    BUDGET_0: plots.GREEN,
+    AUTO: plots.MINT,
+    REPLAY: plots.BLUE,
+    "accum-freq": plots.ORANGE,
+    "GradCache": plots.VIOLET,
+    ALONE: plots.GREY,
+}
+HEADINGS = ["model", "B", "chunk", "system", "pairs/s"]
+HEADINGS += ["÷ towers alone", "peak GiB", "beyond weights, gradients", "loss, share"]
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """Markdown."""
+    return paragraphs(_steps(record), _checks(record), _towers(record))
+
+
+def _steps(record: dict[str, Any]) -> str:
+    results = record["results"]
+    bare = [r for r in results if r["system"] == ALONE and "seconds" in r]
+    rows = []
+    for r in results:
+        pace, peak = r.get("pairs_per_second"), r.get("peak_bytes")
+        # The largest batch of the towers alone that is not larger than this one.
+        base = next((b["pairs_per_second"] for b in reversed(bare) if b["model"] == r["model"] and r["B"] >= b["B"]), None)
+        shown = f"{pace:.0f}{' †' if 'encoded' in r else ''}" if pace else r["status"]
+        cells = [r["model"], f"{r['B']:,}", r["chunk"], r["system"], shown, ratio(pace, base, ".3f")]
+        rows.append([*cells, gib(peak and peak + r["held_bytes"]), gib(peak), _loss_share(r)])
+    part = "† Some chunks of the step were timed, with the loss of the whole batch, and extended to all chunks."
+    notes = (part if any("encoded" in r for r in results) else "", record.get("note", ""))
+    return paragraphs(TextTable(HEADINGS, rows, names=(0, 3)).markdown(), *notes)
+
+
+def _loss_share(r: dict[str, Any]) -> str:
+    return f"{100 * r['loss_seconds'] / r['seconds']:.1f} %" if "loss_seconds" in r else ""
+
+
+def _checks(record: dict[str, Any]) -> str:
+    if not record["checks"]:
+        return "Gradients were not compared in this run."
+    headings = ["model", "system", "error of all towers' gradients", "scale's gradient ÷ the right one", ""]
+    rows = [[c["model"], c["system"], f"{c['error']:.0e}", f"{c['scale']:.4f}", c["status"]] for c in record["checks"]]
+    title = "Gradients against the plain step, float32, a small batch in chunks:"
+    return TextTable(headings, rows, title, names=(0, 1, 4)).markdown()
+
+
+def _towers(record: dict[str, Any]) -> str:
+    where = ", ".join(f"{model} from {library}" for model, library in record.get("towers", {}).items())
+    return f"Towers: {where}; random weights, synthetic images, bf16 autocast."
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """For each model, speed and memory against the batch."""
+    found = groups(record["results"], "model")
+    figure, panels = plots.panels(f"One training step; {chip(record)}", 2 * len(found))
+    for i, ((model,), rows) in enumerate(found.items()):  # type: ignore[misc]
+        speed, memory = panels[2 * i : 2 * i + 2]
+        for name, colour in COLOURS.items():
+            chosen = sorted((r for r in rows if r["system"] == name and "seconds" in r), key=lambda r: r["B"])
+            style = "--" if name == ALONE else "-"
+            plots.line(speed, [(r["B"], r["pairs_per_second"]) for r in chosen], name, colour, linestyle=style)
+            if name != ALONE:
+                points = [(r["B"], (r["peak_bytes"] + r["held_bytes"]) / 2**30) for r in chosen if "peak_bytes" in r]
+                plots.line(memory, points, name, colour)
+        for axes, label in ((speed, "pairs a second"), (memory, "peak, GiB")):
+            axes.set_ylabel(f"{label}, {model}")
+            axes.set_ylim(0, 1.1 * max((y for line in axes.lines for y in line.get_ydata()), default=1.0))
+            plots.batch_axis(axes, [r["B"] for r in rows])
+            plots.label_lines(axes)
+    return figure
 
 
 def parse() -> argparse.Namespace:
@@ -232,11 +304,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-check", action="store_true", help="do not compare gradients first; noted in the result")
     parser.add_argument("--workers", type=int, default=12, help="threads that read for replay (12)")
     parser.add_argument("--chunk", type=int, default=0, help="samples encoded at once (default: by model)")
-    parser.add_argument("--backend", default=None, help="of the loss (triton on a GPU, eager elsewhere)")
     arguments(parser, "cached_step", 300)
     args = parser.parse_args()
     args.device = device_of(args)
-    args.backend = args.backend or ("triton" if args.device == "cuda" else "eager")
+    args.backend = "triton" if args.device == "cuda" else "eager"
     if args.tiny:
         args.cases, args.workers, args.longest = TINY, 2, 0.3
     return args
@@ -244,7 +315,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    record = Record("cached_step", args, args.seconds, checks=[], towers={}, checked=not args.no_check)
+    record = Record.of_script("cached_step", args, args.seconds, checks=[], towers={}, checked=not args.no_check)
     planned = jobs(args.cases)
     for name, group in itertools.groupby(planned, key=lambda job: job.model):
         mine = list(group)
@@ -256,9 +327,7 @@ def main() -> int:
             record["results"].append(model.run(job))
             record.save()
         del model
-    record.save()
-    report(record.path)
-    print(markdown(record.contents))
+    record.finish(markdown, draw)
     return 0
 
 

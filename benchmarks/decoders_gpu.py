@@ -6,14 +6,11 @@ LoRA; without PEFT (`--peers FOLDER` names a folder that has it), its last layer
 
 Before anything is timed, the gradients of every system are compared with a plain step's, in float32 with a small decoder.
 The first system of each library tries several chunk sizes on the smallest batch, and all of its systems use the best one.
-Layers are compiled where a system says so. A timed step has compiled nothing; else it is timed again. The most important rows
-are measured first, each within a share of the time. `--tiny` runs the same code on a CPU. Writes a JSON record after every
-measurement; `decoders_gpu_report.py` makes the table and the plot of it.
+Layers are compiled where a system says so. A timed step has compiled nothing; else it is timed again.
 """
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -23,40 +20,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decoders_gpu_report import markdown, report
 from decoders_gpu_systems import (
-    COMPILED,
     LARGE,
     LONGEST,
     OURS_LIBRARY,
     SMALL,
     SYSTEMS,
-    THEIRS_COMPILED,
+    THEIRS,
     TINY,
     WITH_COMPILER,
-    Features,
     Setting,
     Shape,
     System,
     compilations,
     decoder,
-    gradients,
     plain,
     rehearse_loss,
     texts,
 )
-from record import Record, arguments, device_of
-from timing import TimeUp, clear, failure, time_limit
 
-from megabatch.bench.measure import LATE, peak_memory
-from megabatch.machine import peak_rates
-from megabatch.towers.huggingface import TextEncoder
+from megabatch_train.bench.measure import LATE, OK, WRONG, clear, failure, now, peak_memory, relative_error, take_gradients
+from megabatch_train.bench.record import Record, arguments, chip, device_of, groups, paragraphs, write_report
+from megabatch_train.display import plots
+from megabatch_train.display.tables import TextTable, cell, gib, ratio
+from megabatch_train.towers.huggingface import TextEncoder
 
 CHECK, CHECK_TOKENS, TOLERANCE = 12, 200, 1e-3  # float32 against float32, by the length of all gradients
 
 
-KEPT_BACK = 0.2  # of all time, for the stages after the first
-FAIR, LEAST = 1.5, 0.25  # a row's limit: this multiple of an equal share of the time left, and this fraction of it at least
 WORTH_A_WARM_UP = 10.0  # seconds: longer steps are timed at once, and again if they compiled
 ATTEMPTS = 2
 
@@ -67,8 +58,7 @@ class Model:
 
     shape: Shape
     encoder: TextEncoder | None = None
-    trained: str = ""
-    usable: dict[str, str] = field(default_factory=dict)  # why a system is not measured any more
+    trained_parameters: str = ""
     tokens: dict[str, int] = field(default_factory=dict)  # of a chunk, by library
     pace: dict[str, float] = field(default_factory=dict)  # seconds of a pair, by system
 
@@ -86,10 +76,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, device_of(args)
-        self.record = Record("decoders_gpu", args, args.seconds, checks=[], models={}, compiling=[])
-        rates = peak_rates(torch.cuda.get_device_name()) if self.device == "cuda" else None
-        self.peak = 1e12 * rates.half if rates is not None else 0.0
-        self.usable = dict.fromkeys(SYSTEMS, "ok")
+        self.record = Record.of_script("decoders_gpu", args, args.seconds, checks=[], models={})
+        self.usable = dict.fromkeys(SYSTEMS, OK)
         self.longest = 64 if args.tiny else LONGEST
 
     def check(self) -> None:
@@ -101,58 +89,48 @@ class Bench:
             )
             encoder.pad()
             plain(s)
-            wanted = gradients(encoder)
-            length = torch.stack([one.norm() for one in wanted]).norm()
+            wanted = take_gradients(encoder)
             for name, step in SYSTEMS.items():
-                if name in WITH_COMPILER or self.usable[name] != "ok":
+                if name in WITH_COMPILER or self.usable[name] != OK:
                     continue
-                result: dict[str, Any] = {"system": name, "trained": trained, "status": "ok"}
+                result: dict[str, Any] = {"system": name, "trained": trained, "status": OK}
                 try:
                     step.prepare(encoder)
                     step(s)
-                    off = [(a - b).norm() for a, b in zip(gradients(encoder), wanted, strict=True)]
-                    result["gradient_error"] = float(torch.stack(off).norm() / length)
-                    result["status"] = "ok" if result["gradient_error"] <= TOLERANCE else "WRONG"
+                    result["gradient_error"] = relative_error(take_gradients(encoder), wanted)
+                    result["status"] = OK if result["gradient_error"] <= TOLERANCE else WRONG
                 except Exception as error:  # a library may fail in any way; the others are still measured
                     result["status"] = failure(error)
                 self.usable[name] = result["status"]
                 self.record["checks"].append(result)
                 self.record.say(f"{name}, {trained}: {result['status']}, {result.get('gradient_error', math.nan):.1e}")
-                gradients(encoder)
+                take_gradients(encoder)
         for name, same in WITH_COMPILER.items():
             self.usable[name] = self.usable[same] if self.device == "cuda" else "only on a GPU"
 
     def run(self, shapes: Sequence[Shape]) -> None:
-        """All stages, with a report after each of them."""
-        models = [Model(shape) for shape in shapes]
-        for number, rows in enumerate(stages(models)):
-            kept = KEPT_BACK * self.args.seconds if number == 0 else 0.0
-            for done, (model, batch, name) in enumerate(rows):
-                left = self.record.left() - kept
-                share = max(FAIR / (len(rows) - done), LEAST)
-                self.record["results"].append(self.row(model, batch, name, min(left, share * left)))
-                self.record.save()
-            report(self.record.path)
+        """The smallest batch of all models first, each with a report."""
+        for model, batch, name in rows_of([Model(shape) for shape in shapes]):
+            self.record["results"].append(self.row(model, batch, name))
+            self.record.save()
+            write_report(self.record.path, markdown, draw)
 
-    def row(self, model: Model, batch: int, name: str, seconds: float) -> dict[str, Any]:
-        """One row of the table, within so many seconds."""
+    def row(self, model: Model, batch: int, name: str) -> dict[str, Any]:
+        """One row of the table, if there is time for it."""
         system, shape, pairs = SYSTEMS[name], model.shape, model.shape.batches[batch]
-        status = model.usable.get(name, self.usable[name])
-        if status == "ok" and (seconds <= 0 or model.needs(name, pairs) > seconds):
+        status = self.usable[name]
+        if status == OK and (self.record.seconds_left() <= 0 or model.needs(name, pairs) > self.record.seconds_left()):
             status = LATE
         result: dict[str, Any] = {"model": shape.name, "B": pairs, "system": name, "status": status}
-        if result["status"] != "ok":
+        if result["status"] != OK:
             return result
         told = f"{shape.name} B = {pairs} {name}"
         try:
-            with time_limit(seconds):
-                self.prepare(model)
-                self.measure(model, batch, name, result)
-        except TimeUp:
-            result["status"] = model.usable[name] = LATE
+            self.prepare(model)
+            self.measure(model, batch, name, result)
         except Exception as error:  # a library may fail in any way; the others are still measured
             result["status"] = failure(error)
-        if result["status"] == "ok":
+        if result["status"] == OK:
             model.pace[name], model.tokens[system.library] = result["seconds"] / pairs, result["chunk_tokens"]
             peak = result["peak_bytes"] / 2**30
             told += f": {result['seconds']:.2f} s, {pairs / result['seconds']:.0f} pairs/s, {peak:.1f} GiB"
@@ -160,7 +138,7 @@ class Bench:
         else:
             self.record.say(f"{told}: {result['status']}")
         if model.encoder is not None:
-            gradients(model.encoder)
+            take_gradients(model.encoder)
         clear(self.device)
         return result
 
@@ -169,13 +147,13 @@ class Bench:
         if model.encoder is not None:
             return
         shape = model.shape
-        model.encoder, model.trained = decoder(shape, self.device, half=shape.adapters and self.device == "cuda")
+        model.encoder, model.trained_parameters = decoder(shape, self.device, half=shape.adapters and self.device == "cuda")
         self.record["models"][shape.name] = {
             "parameters": sum(p.numel() for p in model.encoder.parameters()),
             "trained_parameters": sum(p.numel() for p in model.encoder.parameters() if p.requires_grad),
-            "trained": model.trained,
+            "trained": model.trained_parameters,
         }
-        self.record.say(f"{shape.name}: {model.trained}")
+        self.record.say(f"{shape.name}: {model.trained_parameters}")
 
     def measure(self, model: Model, batch: int, name: str, result: dict[str, Any]) -> None:
         """The fastest step of those with the chunk sizes in question."""
@@ -201,9 +179,6 @@ class Bench:
             times = ", ".join(f"{tokens}: {found['seconds']:.2f} s" for tokens, found in tried.items())
             self.record.say(f"{shape.name} {name}, chunks of tokens {times}")
         result |= min(tried.values(), key=lambda found: float(found["seconds"]))
-        if self.peak and not model.trained.startswith("the last"):
-            work = necessary(shape, columns, whole=model.trained == "all weights")
-            result["share_of_peak"] = work / result["seconds"] / self.peak
 
     def warm_up(self, what: str, system: System, s: Setting, *, first: bool) -> None:
         """A step of the same batch, which compiles kernels and requests memory.
@@ -216,16 +191,15 @@ class Bench:
         if first and system.compiled:
             system(dataclasses.replace(s, columns=s.columns[::-1]))
         self.seconds(system, s)
-        gradients(s.encoder)
+        take_gradients(s.encoder)
         if compilations() > before:
-            self.record["compiling"].append([what, compilations() - before, time.perf_counter() - begun])
             self.record.say(f"{what}: {compilations() - before} compilations, {time.perf_counter() - begun:.0f} s")
 
     def step(self, system: System, s: Setting) -> dict[str, Any]:
         """A step that compiles nothing: its time, its peak beyond weights and gradients, its loss."""
         found: dict[str, Any] = {"chunk_tokens": s.tokens}
         for _ in range(ATTEMPTS):
-            gradients(s.encoder)
+            take_gradients(s.encoder)
             system.prepare(s.encoder)
             for p in s.encoder.parameters():
                 p.grad = torch.zeros_like(p) if p.requires_grad else None  # as in every step but the first
@@ -238,50 +212,96 @@ class Bench:
 
     def seconds(self, system: System, s: Setting, found: dict[str, Any] | None = None) -> float:
         """Of one step."""
-        begun = time.perf_counter()
-        value = system(s).item()  # waits for the device
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        begun = now(self.device)
+        value = system(s)
+        seconds = now(self.device) - begun
         if found is not None:
-            found["loss"] = value
-        return time.perf_counter() - begun
+            found["loss"] = value.item()
+        return seconds
 
 
-def stages(models: Sequence[Model]) -> list[list[tuple[Model, int, str]]]:
-    """Rows of the table, the most important ones first, so that a run without time for all of them is still useful.
-
-    First the compiled systems of both libraries at the smallest batch, for every model. Then our two largest batches, whose
-    memory says whether the batch is bounded. Then the rest.
-    """
-    smallest = [(model, 0, name) for model in models for name in (COMPILED, THEIRS_COMPILED)]
-    largest = [(model, len(model.shape.batches) - back, COMPILED) for model in models for back in (2, 1)]
-    largest = [row for row in largest if row not in smallest]
-    every = [
+def rows_of(models: Sequence[Model]) -> list[tuple[Model, int, str]]:
+    """Rows of the table in the order of measurement: (model, number of the batch, system)."""
+    return [
         (model, batch, name)
         for batch in range(max(len(model.shape.batches) for model in models))
         for model in models
         for name, system in SYSTEMS.items()
         if batch < min(system.batches, len(model.shape.batches))
     ]
-    return [smallest, largest, [row for row in every if row not in smallest and row not in largest]]
 
 
-def necessary(shape: Shape, columns: list[Features], *, whole: bool) -> float:
-    """Operations without recomputation and padding: a forward pass, and one or two products for each of its products.
+HEADINGS = ["model", "B", "system", "step, s", "pairs/s"]
+HEADINGS += ["× best of sentence-transformers", "peak GiB"]
+COLOURS = (plots.GREEN, plots.ORANGE, plots.OCHRE, plots.MINT, plots.BLUE, plots.VIOLET, plots.GREY)
 
-    Frozen weights need no gradient, so their layers have one product in the backward pass.
-    """
-    c = shape.config
-    heads = c["num_attention_heads"] * c["head_dim"]
-    width, inner = c["hidden_size"], c["intermediate_size"]
-    layer = 2 * width * heads + 2 * width * c["num_key_value_heads"] * c["head_dim"] + 3 * width * inner
-    total = 0.0
-    for column in columns:
-        lengths = column["attention_mask"].sum(1).double()
-        linear = 2.0 * layer * c["num_hidden_layers"] * float(lengths.sum())
-        attention = 2.0 * heads * c["num_hidden_layers"] * float(lengths.square().sum())  # causal: half of both products
-        total += linear * (3 if whole else 2) + attention * 3
-    return total
+
+def markdown(record: dict[str, Any]) -> str:
+    """Markdown."""
+    errors: dict[str, float] = {}
+    for check in record["checks"]:
+        errors[check["system"]] = max(errors.get(check["system"], 0.0), check.get("gradient_error", 0.0))
+    rows = []
+    models = _measured(record)
+    results = sorted(  # measured batch by batch
+        (r for r in record["results"] if r["model"] in models), key=lambda r: (models.index(r["model"]), r["B"])
+    )
+    for (model, B), group in groups(results, "model", "B").items():
+        best = min((r["seconds"] for r in group if "seconds" in r and r["system"].startswith(THEIRS)), default=None)
+        for r in group:
+            took = r.get("seconds")
+            cells = [model, f"{B:,}", r["system"], cell(took, ".2f") or r["status"], ratio(B, took, ".0f"), ratio(best, took)]
+            rows.append([*cells, gib(r.get("peak_bytes")), cell(r.get("loss"), ".4f"), cell(errors.get(r["system"]), ".0e")])
+    trained = "; ".join(
+        f"{name}: {about['parameters'] / 1e6:,.0f} M parameters, trained: {about['trained']} "
+        f"({about['trained_parameters'] / 1e6:,.1f} M)"
+        for name, about in record["models"].items()
+        if name in models
+    )
+    about = (
+        f"{trained}. Each pair has a hard negative; all of them are negatives of every query. Chunks: the fastest of several "
+        "sizes for each system. Peak: memory beyond weights and gradients. Gradient error: relative to a plain step of a small "
+        "decoder in float32."
+    )
+    return paragraphs(
+        TextTable([*HEADINGS, "loss", "gradient error"], rows, names=(0, 2)).markdown(),
+        f"{about} {_largest(results)}".strip(),
+    )
+
+
+def _measured(record: dict[str, Any]) -> list[str]:
+    """The models with a measurement; a run may end before the last of them."""
+    return list(dict.fromkeys(r["model"] for r in record["results"] if "seconds" in r))
+
+
+def _largest(results: list[dict[str, Any]]) -> str:
+    """What a further pair costs in memory, by the two largest batches of each system. Smaller ones do not fill a chunk."""
+    said = []
+    for (model, system), group in groups([r for r in results if "seconds" in r], "model", "system").items():
+        largest = sorted(group, key=lambda r: r["B"])[-2:]
+        if len(largest) == 2:
+            few, many = largest
+            each = (many["peak_bytes"] - few["peak_bytes"]) / (many["B"] - few["B"])
+            said.append(f"{model}, {system}: {each / 2**10:,.0f} KiB")
+    return f"Memory of one pair more, between the two largest batches: {'; '.join(said)}." if said else ""
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """Speed of each model against the batch."""
+    models = _measured(record)
+    if not models:
+        return None
+    figure, panels = plots.panels(f"One step with hard negatives; {chip(record)}", len(models))
+    for axes, model in zip(panels, models, strict=True):
+        rows = [r for r in record["results"] if r["model"] == model]
+        for name, colour in zip(dict.fromkeys(r["system"] for r in rows), COLOURS, strict=False):
+            points = sorted((r["B"], r["B"] / r["seconds"]) for r in rows if r["system"] == name and "seconds" in r)
+            plots.line(axes, points, name, colour)
+        axes.set_ylabel(f"pairs a second, {model}")
+        plots.batch_axis(axes, [r["B"] for r in rows])
+        axes.set_ylim(0, None)
+        plots.label_lines(axes)
+    return figure
 
 
 def main() -> int:
@@ -295,8 +315,7 @@ def main() -> int:
     bench = Bench(args)
     bench.check()
     bench.run(TINY if args.tiny else [{"0.6B": SMALL, "8B": LARGE}[name] for name in args.models])
-    bench.record.save()
-    print(markdown(json.loads(bench.record.path.read_text())))
+    bench.record.finish(markdown, draw)
     return 0
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch.cached import Budget
-from megabatch.towers.blocks import layers
-from megabatch.towers.huggingface import TextEncoder
-from megabatch.towers.lora import LoraConfig, inject
-from megabatch.trainer import compiling
+from megabatch_train.towers import compiling
+from megabatch_train.towers.huggingface import TextEncoder
+from megabatch_train.towers.lora import LoraConfig, inject
+from megabatch_train.towers.tower import layers
 
 SCALE, RANK = 20.0, 16
 LONGEST, SPREAD = 512, 0.6  # tokens; the deviation of the logarithm of lengths
@@ -241,13 +241,6 @@ SYSTEMS = {  # the first of a library chooses the chunk size of all
     THEIRS_TOKENS: System(lambda s: theirs(s, by_tokens=True), THEIRS, 1),
 }
 WITH_COMPILER = {COMPILED: OURS, KEPT: OURS, THEIRS_COMPILED: THEIRS_TOKENS}
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    """All gradients, which are then cleared."""
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    model.zero_grad(set_to_none=True)
-    return found
 
 
 def compilations() -> int:

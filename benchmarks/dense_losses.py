@@ -1,6 +1,6 @@
 """The losses with a path for small batches, their dense forms in plain PyTorch, and inputs for both."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,14 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.bench.accuracy import SCALE
+from megabatch_train.bench.losses import dense_clip, pairs
+from megabatch_train.bench.measure import with_gradients
 
 BIAS = -10.0  # of siglip_loss
-
-
-def dense_clip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    logits, labels = scale * x @ y.T, torch.arange(len(x), device=x.device)
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
 def dense_siglip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
@@ -59,18 +55,10 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # ou
 }
 
 
-def data(B: int, D: int, dtype: torch.dtype, device: str, noise: float = 4.0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator(device).manual_seed(B + D)
-    x, e = (F.normalize(torch.randn(B, D, generator=generator, device=device), dim=1) for _ in range(2))
-    y = F.normalize(x + noise * e, dim=1)
-    return x.to(dtype).requires_grad_(), y.to(dtype).requires_grad_(), torch.tensor(SCALE, device=device, requires_grad=True)
-
-
-def outcome(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """The value and all gradients; 0 for an input that a loss does not use."""
-    value = loss(*inputs)
-    found = torch.autograd.grad(value, inputs, allow_unused=True)
-    return [value.detach(), *(torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs, strict=True))]
+def inputs_of(B: int, D: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Embeddings, bf16 on a GPU and float32 on a CPU, and the scale."""
+    x, y, log_scale = pairs(B, D, device)
+    return x, y, log_scale.detach().exp().requires_grad_()
 
 
 def step_of(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
@@ -82,15 +70,11 @@ def step_of(loss: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable
     return step
 
 
-def errors(mine: Callable[..., Tensor], dense: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[float]:
-    """Relative errors of the value and of each gradient."""
-    return relative_errors(outcome(mine, inputs), truth_of(dense, inputs))
-
-
-def truth_of(dense: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def truth_of(dense: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The value and all gradients in float64."""
-    return outcome(dense, tuple(tensor.detach().double().requires_grad_() for tensor in inputs))
+    return with_gradients(dense, tuple(tensor.detach().double().requires_grad_() for tensor in inputs))
 
 
-def relative_errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
+def relative_errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> list[float]:
+    """Relative errors of the value and of each gradient."""
     return [float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(found, truth, strict=True)]

@@ -7,28 +7,25 @@ gradients), by cuBLAS in strips. "Chunked PyTorch" is the computation of PyLate 
 queries at a time. Above 2^41 products of vectors, one step of megabatch is timed once, and the bare products are extrapolated.
 
 Other projects are used if they can be imported; `--peers FOLDER` names a folder of packages (late_interaction_kernels,
-flash_maxsim). Writes a JSON file; `late_interaction_gpu_report.py` makes the table and the plot of it, on any machine.
+flash_maxsim).
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from late_interaction_gpu_report import BARE, OURS, markdown, report
-from record import Record, arguments, device_of
-from timing import clear, failure, milliseconds, take_turns
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.bench.measure import now, peak_memory
-from megabatch.tiles import kernel_plan
-from megabatch.tiles.tokens import LateBlock, Tokens
+from megabatch_train.bench.measure import LATE, OK, WRONG, clear, failure, now, peak_memory, take_turns, with_gradients
+from megabatch_train.bench.record import Record, arguments, chip, device_of, draw_systems, groups, paragraphs
+from megabatch_train.display import plots
+from megabatch_train.display.tables import TextTable, cell, gib, ratio
 
 SIZES = ("256x32x128", "1024x32x128", "4096x32x128", "1024x32x512", "4096x32x512", "16384x32x128", "1024x128x1024")
 D, CHUNK = 128, 32
@@ -38,12 +35,7 @@ TOLERANCE = 0.02  # of gradients, relative: bf16 weights and results explain 0.0
 SECONDS_A_ROUND = 0.06
 CHUNKED, LIK, FLASH = "chunked PyTorch", "late-interaction-kernels", "flash-maxsim"
 MOST = {CHUNKED: 4096, LIK: 4096, FLASH: 4096}  # pairs; beyond it a step takes seconds, or ends in an illegal memory access
-# Kernel, its tile in `kernel_plan`, and (rows, columns, warps, stages) to try.
-TILES = (
-    ("documents", "_MAXSIM_LISTED", ((64, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3))),
-    ("forward", "_MAXSIM", ((256, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 4), (128, 256, 8, 2))),
-    ("queries", "MAXSIM_GATHER", ((16, 1, 2, 3), (16, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 3), (128, 1, 8, 3))),
-)  # fmt: skip
+OURS, BARE = "megabatch", "bare products"
 Step = Callable[[], tuple[Tensor, ...]]  # loss, dquery, ddocument
 
 
@@ -70,20 +62,12 @@ def scale_of(query: Tensor) -> float:  # (B, Lq, D)
     return min(1.0, 32 / query.shape[1])
 
 
-def with_gradients(loss: Callable[[], Tensor], query: Tensor, document: Tensor) -> Step:
-    def step() -> tuple[Tensor, ...]:
-        value = loss()
-        return value.detach(), *torch.autograd.grad(value, (query, document))
-
-    return step
-
-
 def systems(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable[[], Step]]:
     """How to build each; an ImportError says that it is not installed."""
     labels, scale = torch.arange(len(query), device=query.device), scale_of(query)
 
     def ours() -> Step:
-        return with_gradients(lambda: mb.late_interaction_loss(query, document, scale=scale, backend=backend), query, document)
+        return partial(with_gradients, partial(mb.late_interaction_loss, scale=scale, backend=backend), (query, document))
 
     def chunked() -> Step:
         def step() -> tuple[Tensor, ...]:
@@ -102,15 +86,15 @@ def systems(query: Tensor, document: Tensor, backend: str) -> dict[str, Callable
     def kernels() -> Step:
         from late_interaction_kernels.autograd import maxsim
 
-        return with_gradients(lambda: F.cross_entropy(scale * maxsim(query, document), labels), query, document)
+        return partial(with_gradients, lambda q, d: F.cross_entropy(scale * maxsim(q, d), labels), (query, document))
 
     def flash() -> Step:
         from flash_maxsim import flash_maxsim_batched_train
 
-        def loss() -> Tensor:
+        def loss(query: Tensor, document: Tensor) -> Tensor:
             return F.cross_entropy(scale * flash_maxsim_batched_train(query, document, shared_docs=True), labels)
 
-        return with_gradients(loss, query, document)
+        return partial(with_gradients, loss, (query, document))
 
     return {OURS: ours, CHUNKED: chunked, LIK: kernels, FLASH: flash}
 
@@ -195,7 +179,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, device_of(args)
         self.backend = "triton" if self.device == "cuda" else "eager"
-        self.record = Record("late_interaction_gpu", args, args.seconds, parts=[], tuned=[])
+        self.record = Record.of_script("late_interaction_gpu", args, args.seconds)
 
     def measure_large(self, size: Size) -> None:
         """One step of megabatch at a size where every second step counts."""
@@ -218,7 +202,7 @@ class Run:
         result = {
             **about,
             "system": OURS,
-            "status": "ok",
+            "status": OK,
             "ms": ms,
             "forward_ms": 1000 * (between - started),
             "peak_bytes": peak,
@@ -239,10 +223,10 @@ class Run:
         results: list[dict[str, Any]] = []
         works: dict[str, Callable[[], Any]] = {}
         for name, build in systems(query, document, self.backend).items():
-            result: dict[str, Any] = {**about, "system": name, "status": "ok"}
+            result: dict[str, Any] = {**about, "system": name, "status": OK}
             results.append(result)
-            if MOST.get(name, size.B) < size.B or self.record.left() <= 0:
-                result["status"] = "too large to try" if self.record.left() > 0 else "no time left"
+            if MOST.get(name, size.B) < size.B or self.record.seconds_left() <= 0:
+                result["status"] = "too large to try" if self.record.seconds_left() > 0 else LATE
                 continue
             try:
                 if size.B**2 * size.Lq * size.Ld > TUNED_SMALL:
@@ -263,7 +247,7 @@ class Run:
                 if result["gradient_error"] <= TOLERANCE:
                     works[name] = step
                 else:
-                    result["status"] = "WRONG"
+                    result["status"] = WRONG
             except Exception as error:  # a library may fail in any way; the others are still measured
                 result["status"] = failure(error)
             clear(self.device)
@@ -276,7 +260,7 @@ class Run:
         results[0]["forward_ms"] = times["forward"]
         bare = {part: times[part] for part in ("S", "dQ", "dD")}
         whole = 2 * bare["S"] + bare["dQ"] + bare["dD"]
-        results.append({**about, "system": BARE, "status": "ok", "ms": whole, "parts": bare})
+        results.append({**about, "system": BARE, "status": OK, "ms": whole, "parts": bare})
         given = sum(part.numel() * part.element_size() for part in (query, document))
         results[0]["input_bytes"] = given
         self.record["results"].extend(results)
@@ -286,108 +270,92 @@ class Run:
         rounds, seconds = (1, 0.005) if self.args.tiny else (self.args.rounds, SECONDS_A_ROUND)
         return take_turns(works, self.device, rounds, seconds)
 
-    def parts(self, size: Size) -> None:
-        """The kernels one by one, on one strip of backward."""
-        from megabatch.tiles import triton_maxsim_gradients as backward
-        from megabatch.tiles import triton_maxsim_scores as forward
-        from megabatch.tiles.triton_maxsim_operands import MaxsimOperands
-
-        query, document = (part.detach() for part in size.vectors(self.device))
-        block = LateBlock(
-            Tokens(query.flatten(0, 1), size.Lq),
-            Tokens(document.flatten(0, 1), size.Ld),
-            torch.ones((), device=self.device),
-            "bfloat16" if self.device == "cuda" else "float32",
-        )
-        operands = MaxsimOperands(block)
-        strip = kernel_plan.maxsim_strip(operands.slots * operands.slot)
-        rows, columns = slice(0, min(size.B, strip.rows)), slice(0, min(size.B, strip.columns))
-        winners = forward.empty_winners(block, rows.stop, columns.stop)
-        g = torch.rand(rows.stop, columns.stop, device=self.device)
-        dq, dd = block.zeros(*block.query.values.shape), block.zeros(*block.document.values.shape)
-        works = {
-            "sums": lambda: forward.sums(operands, rows, columns),
-            "sums and winners": lambda: forward.sums(operands, rows, columns, winners),
-            "both gradients": lambda: backward.add_gradients(operands, rows, columns, winners, g, dq, dd),
-        }
-        times = self.take_turns(works)
-        operations = 2 * rows.stop * size.Lq * columns.stop * size.Ld * D
-        self.record["parts"].append(
-            {"B": size.B, "Lq": size.Lq, "Ld": size.Ld, "ms": times, "TFLOP/s of one product": {
-                name: operations / ms / 1e9 for name, ms in times.items()
-            }}
-        )  # fmt: skip
-        for name, ms in times.items():
-            self.record.say(f"  {name}: {ms:.2f} ms, {operations / ms / 1e9:.0f} TFLOP/s if it were one product")
-
-    def tune(self, size: Size) -> None:
-        """Other tiles; each step is compared with the usual one."""
-        query, document = size.vectors(self.device)
-        step = systems(query, document, self.backend)[OURS]()
-        usual = step()
-        self.record.say(f"as usual: {milliseconds(step, self.device, SECONDS_A_ROUND):.2f} ms")
-        for kind, name, sizes in TILES:
-            for rows, columns, warps, stages in sizes if kind in self.args.kernels else ():
-                if self.record.left() <= 0:
-                    return
-                tile = replace(getattr(kernel_plan, name), rows=rows, columns=columns, warps=warps, stages=stages)
-                told = f"{kind} rows={rows} columns={columns} warps={warps} stages={stages}"
-                try:
-                    with mock.patch.object(kernel_plan, name, tile):
-                        errors = [((a - b).norm() / b.norm()).item() for a, b in zip(step(), usual, strict=True)]
-                        ms = milliseconds(step, self.device, SECONDS_A_ROUND)
-                except Exception as error:  # such as too little shared memory
-                    self.record.say(f"{told}: {failure(error)}")
-                    continue
-                right = all(error <= TOLERANCE for error in errors)  # NaN is not
-                self.record["tuned"].append({"kernel": kind, "tile": str(tile), "ms": ms, "errors": errors, "right": right})
-                self.record.say(f"{told}: {ms:.2f} ms{'' if right else ', WRONG'}")
-                self.record.save()
-
     def run(self) -> None:
         """Everything, until the time is up."""
         for text in self.args.sizes:
             size = Size(*map(int, text.split("x")))
-            if self.record.left() <= 0:
-                self.record["results"].append({**size._asdict(), "system": OURS, "status": "no time left"})
+            if self.record.seconds_left() <= 0:
+                self.record["results"].append({**size._asdict(), "system": OURS, "status": LATE})
                 continue
             self.record.say(f"{size.B} pairs, {size.Lq} × {size.Ld} vectors")
             if size.B**2 * size.Lq * size.Ld > LARGE:
                 self.measure_large(size)
             else:
                 self.measure(size)
-                if self.backend == "triton":
-                    self.parts(size)
             clear(self.device)
             self.record.save()
-        if self.args.tune and self.backend == "triton":
-            self.tune(Size(*map(int, self.args.tune.split("x"))))
-        self.record.save()
 
 
-def parse() -> argparse.Namespace:
+LEGEND = (
+    "Bare products: the product of all vectors twice, and the two products of a dense gradient. Bare ÷ time: their time ÷ the "
+    "time of the system. × megabatch: multiples of megabatch's time. Extra GiB: peak memory beyond the inputs, gradients "
+    "included. Error: of sampled gradients, relative to float64."
+)
+HEADINGS = ["B", "Lq", "Ld", "system", "ms", "bare ÷ time", "× megabatch", "extra GiB", "loss", "gradient error"]
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """Markdown."""
+    rows, lines = [], []
+    for group in groups(record["results"], "B", "Lq", "Ld").values():
+        bare = next((r["ms"] for r in group if r["system"] == BARE), None)
+        ours = next((r for r in group if r["system"] == OURS), {})
+        for r in group:
+            ms = r.get("ms")
+            cells = [f"{r['B']:,}", r["Lq"], r["Ld"], r["system"], cell(ms, ".2f") or r["status"], ratio(bare, ms, ".3f")]
+            cells += [ratio(ms, ours.get("ms")), gib(r.get("peak_bytes")), cell(r.get("loss"), ".4f")]
+            rows.append([*cells, cell(r.get("gradient_error"), ".0e")])
+        if "forward_ms" in ours:
+            lines.append(_describe(ours, next(r["parts"]["S"] for r in group if r["system"] == BARE)))
+    return paragraphs(
+        "Late interaction on a GPU, forward + backward, bf16, D = 128: B queries of Lq vectors, B documents of Ld.",
+        TextTable(HEADINGS, rows, names=(3,)).markdown(),
+        LEGEND,
+        "Forward alone, against one bare product; memory against inputs and gradients; logsumexps against float64:",
+        "\n".join(lines),
+    )
+
+
+def _describe(ours: dict[str, Any], bare: float) -> str:
+    gigabytes = {name: ours[name] / 2**30 for name in ("input_bytes", "peak_bytes") if name in ours}
+    memory = f"{gigabytes.get('peak_bytes', 0):.2f} GiB beyond {gigabytes['input_bytes']:.2f} GiB of inputs"
+    told = {True: "the same bits in two runs", False: "DIFFERENT BITS in two runs", None: "one run"}
+    return (
+        f"- {ours['B']:,} pairs, {ours['Lq']} × {ours['Ld']}: {bare / ours['forward_ms']:.3f} ({ours['forward_ms']:.2f} ms); "
+        f"{memory}; {ours.get('row_error', float('nan')):.0e}; {told[ours.get('same_bits')]}"
+    )
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """Time and memory against the batch, for the lengths of queries and documents with most batches; None for one batch."""
+    (Lq, Ld), rows = max(groups(record["results"], "Lq", "Ld").items(), key=lambda group: len(_batches(group[1])))
+    title = f"Late interaction, {Lq} × {Ld} vectors, forward + backward, bf16; {chip(record)}"
+    panels = {
+        "time, ms": lambda r: r.get("ms"),
+        "memory beyond the inputs, GiB": lambda r: r["peak_bytes"] / 2**30 if "peak_bytes" in r else None,
+    }
+    colours = {OURS: plots.GREEN, BARE: plots.INK}
+    return draw_systems(title, rows, panels, colours, dashed=(BARE,)) if len(_batches(rows)) > 1 else None
+
+
+def _batches(rows: list[dict[str, Any]]) -> set[int]:
+    return {row["B"] for row in rows}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="*", default=None, metavar="BxLQxLD", help=f"({' '.join(SIZES)})")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system; the median is kept (3)")
-    parser.add_argument("--tune", metavar="BxLQxLD", help="compare tile sizes of the kernels at this size")
-    kinds = [kind for kind, *_ in TILES]
-    parser.add_argument("--kernels", nargs="+", choices=kinds, default=kinds, help="that --tune compares tiles of (all)")
     parser.add_argument("--peers", type=Path, help="folder of packages to compare with")
     arguments(parser, "late_interaction_gpu", 190)
     args = parser.parse_args()
     if args.sizes is None:
         args.sizes = ["8x4x6", "12x3x9"] if args.tiny else SIZES
-    return args
-
-
-def main() -> int:
-    args = parse()
     if args.peers is not None:
         sys.path.append(str(args.peers))
     run = Run(args)
     run.run()
-    report(run.record.path)
-    print(markdown(run.record.contents))
+    run.record.finish(markdown, draw)
     return 0
 
 

@@ -10,17 +10,15 @@ only one of them. Other programs affect every number, so leave the machine alone
 import argparse
 import sys
 from dataclasses import asdict
+from typing import Any
 
-from loss_cpu_report import markdown, report
-from record import Record, arguments
-
-from megabatch.bench.accuracy import ClipTruth, pairs, truth_of
-from megabatch.bench.loss_systems import CHUNKS, DENSE, MEGABATCH
-from megabatch.bench.losses import LossResult, measure_one
-from megabatch.bench.measure import FAILED, MEMORY, OK
-from megabatch.bench.processes import ProcessError, fresh_process
-from megabatch.commands.arguments.options import whole
-from megabatch.machine import available_memory
+from megabatch.cached.memory import available_memory
+from megabatch_train.bench.losses import CHUNKS, DENSE, MEGABATCH, ClipTruth, LossResult, measure_one, pairs, truth_of
+from megabatch_train.bench.measure import FAILED, MEMORY, OK, ProcessError, fresh_process
+from megabatch_train.bench.record import Record, arguments
+from megabatch_train.bench.report import draw_losses, losses_table
+from megabatch_train.commands import whole
+from megabatch_train.display import plots
 
 SYSTEMS = (MEGABATCH, DENSE, CHUNKS)
 BATCHES, WIDTH = [64, 256, 1024, 2048, 4096, 8192, 16384, 32768], 512
@@ -57,6 +55,26 @@ def best(rounds: list[LossResult]) -> LossResult:
     return fastest
 
 
+def _as_bench(record: dict[str, Any]) -> dict[str, Any]:
+    """The record as `megabatch bench` writes it."""
+    return record | {"device": "cpu", "dtype": "float32", "losses": record["results"], "products": []}
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The table of `megabatch bench`."""
+    return losses_table(_as_bench(record)).markdown()
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """Time and memory against the batch."""
+    about = f"{record['machine']['cpu']}, {record['machine']['cores']} cores"
+    title = f"CLIP loss, forward and backward, float32, D = {record['width']}; {about}"
+    figure, panels = plots.panels(title, 2)
+    for axes, memory in zip(panels, (False, True), strict=True):
+        draw_losses(axes, _as_bench(record), memory=memory)
+    return figure
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=whole, nargs="+", default=BATCHES, metavar="N", help="pairs (64 to 32768)")
@@ -64,7 +82,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=whole, metavar="R", help="fresh processes for each number (3; above 16384 one)")
     arguments(parser, "loss_cpu")
     args = parser.parse_args()
-    record = Record("loss_cpu", args, width=args.width)
+    record = Record.of_script("loss_cpu", args, width=args.width)
     for batch in sorted(set(args.batches)):
         record.say(f"{batch:,} pairs: float64 reference")
         right = fresh_process(truth, batch, args.width)
@@ -75,8 +93,7 @@ def main() -> int:
                 rounds[system].append(one_round(system, batch, args.width, right))
         record["results"].extend(asdict(best(found)) for found in rounds.values())
         record.save()
-    report(record.path)
-    print(markdown(record.contents))
+    record.finish(markdown, draw)
     return 0 if all(result["status"] in (OK, MEMORY) for result in record["results"]) else 1
 
 

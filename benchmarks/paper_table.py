@@ -6,10 +6,10 @@ Needs open_clip, for the model's shape. Writes paper_table.md.
 import argparse
 from pathlib import Path
 
-from megabatch.display.tables import Table
-from megabatch.planning import gpus, models, step
-from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, loss_bytes
-from megabatch.planning.step import HOST, REPLAY
+from megabatch_train.display.tables import TextTable
+from megabatch_train.planning import gpus, models, step
+from megabatch_train.planning.costs import INF_CL, LOCAL, MEGABATCH, VANILLA, loss_bytes
+from megabatch_train.planning.step import HOST, REPLAY
 
 GIB, K = 2**30, 1024
 CHUNK = 128  # the paper's
@@ -37,22 +37,22 @@ def main() -> int:
     return 0
 
 
-def loss_table(plan: step.Plan) -> Table:
+def loss_table(plan: step.Plan) -> TextTable:
     rows = []
     for thousands in LOSS[INF_CL]:
         cells = []
         for system in step.SYSTEMS:
             paper = LOSS.get(system, {}).get(thousands)
             size = loss_bytes(system, plan.shape(thousands * K)) / GIB
-            fits = plan.cached(thousands * K, system, REPLAY).total <= plan.setup.gpu.usable
+            fits = plan.peak_with_caching(thousands * K, system, REPLAY).total <= plan.setup.gpu.usable
             told = f" ({paper})" if paper else "" if system == MEGABATCH else " (out of memory)"
             cells.append((f"{size:.2f}" if fits else "out of memory") + told)
         rows.append([f"{thousands}k", *cells])
     title = "Loss memory of a GPU, 8 GPUs, GiB (the paper's number in brackets):"
-    return Table(["pairs", *step.SYSTEMS], rows, title, names=())
+    return TextTable(["pairs", *step.SYSTEMS], rows, title, names=())
 
 
-def largest_table(plans: dict[int, step.Plan]) -> Table:
+def largest_table(plans: dict[int, step.Plan]) -> TextTable:
     rows = []
     for ranks, plan in plans.items():
         cells = []
@@ -64,16 +64,16 @@ def largest_table(plans: dict[int, step.Plan]) -> Table:
     title = (
         "Largest batch, thousand pairs; others with inputs on the host, megabatch with replay (the paper's number in brackets):"
     )
-    return Table(["GPUs", *step.SYSTEMS], rows, title, names=())
+    return TextTable(["GPUs", *step.SYSTEMS], rows, title, names=())
 
 
-def time_table(plan: step.Plan) -> Table:
+def time_table(plan: step.Plan) -> TextTable:
     rows = []
     for thousands, paper in SECONDS.items():
         inf_cl, ours = (plan.seconds(thousands * K, system).total for system in (INF_CL, MEGABATCH))
         rows.append([f"{thousands}k", f"{inf_cl:.1f}", str(paper), f"{ours:.1f}"])
     headings = ["pairs", "Inf-CL, planned", "the paper", "megabatch, planned"]
-    return Table(headings, rows, "Seconds of an iteration, 8 GPUs:", names=())
+    return TextTable(headings, rows, "Seconds of an iteration, 8 GPUs:", names=())
 
 
 if __name__ == "__main__":

@@ -3,31 +3,78 @@
 Each system has a process of its own for each number of threads. The processes take turns, so that a slow moment of the machine
 does not affect only one of them, and the median of the rounds counts. Value and gradients of both are compared with float64
 first; the run fails if ours are wrong. Other programs affect every number, so leave the machine alone.
-
-Writes a JSON file; `small_cpu_report.py` makes the table and the plot of it.
 """
 
 import argparse
+import pickle
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from dense_losses import LOSSES, data, relative_errors, truth_of
-from record import Record, arguments
-from small_cpu_report import DENSE, OURS, report
-from small_cpu_worker import Worker
+from dense_losses import LOSSES, inputs_of, relative_errors, step_of, truth_of
+from torch import Tensor
 
-from megabatch.commands.arguments.options import whole
+from megabatch_train.bench.measure import milliseconds, with_gradients
+from megabatch_train.bench.record import Record, arguments, groups, paragraphs
+from megabatch_train.commands import whole
+from megabatch_train.display import plots
+from megabatch_train.display.tables import TextTable, cell, ratio
+
+OURS, DENSE = "megabatch", "dense PyTorch"
 
 SIZES, WIDTH, THREADS = [64, 256, 1024, 4096], 256, [1, 2]
 ROUNDS, LEAST_ROUNDS = 25, 3
+SECONDS_A_ROUND = 0.03
 SECONDS = 6.0  # for the rounds of a loss at one size, of which there are at least LEAST_ROUNDS
 MOST_ERROR = {"loss": 1e-6, "dx": 2e-5, "dy": 2e-5, "dscale": 1e-4}  # relative to float64
 
 
-def measure(workers: dict[str, Worker], name: str, B: int, D: int, truth: list[torch.Tensor], seconds: float) -> dict[str, Any]:
+class Worker:
+    """Another process. PyTorch's first call of one function can make another one faster, so systems do not share a process."""
+
+    def __init__(self, system: str, threads: int) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, system, threads), daemon=True)
+        self._process.start()
+        theirs.close()  # so that the end of the process is an EOFError here
+
+    def prepare(self, loss: str, B: int, D: int) -> tuple[Tensor, ...]:
+        """The value and all gradients of a loss, which `time` then times."""
+        self._pipe.send((loss, B, D))
+        found: tuple[Tensor, ...] = pickle.loads(self._pipe.recv())
+        return found
+
+    def time(self) -> float:
+        """Milliseconds of forward and backward."""
+        self._pipe.send("time")
+        return float(self._pipe.recv())
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+
+def _serve(pipe: Connection, system: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    step: Callable[[], Any] = int  # until the first loss is prepared
+    while (asked := pipe.recv()) is not None:
+        if asked == "time":
+            pipe.send(milliseconds(step, "cpu", SECONDS_A_ROUND))
+        else:
+            name, B, D = asked
+            loss, inputs = LOSSES[name][(OURS, DENSE).index(system)], inputs_of(B, D, "cpu")
+            step = step_of(loss, inputs)
+            pipe.send(pickle.dumps(with_gradients(loss, inputs)))  # by itself, the pipe would put tensors in shared memory
+
+
+def measure(workers: dict[str, Worker], name: str, B: int, D: int, truth: tuple[Tensor, ...], seconds: float) -> dict[str, Any]:
     """Errors and times of both systems."""
     errors = {system: relative_errors(worker.prepare(name, B, D), truth) for system, worker in workers.items()}
     rounds: dict[str, list[float]] = {system: [] for system in workers}
@@ -40,6 +87,59 @@ def measure(workers: dict[str, Worker], name: str, B: int, D: int, truth: list[t
     return {"loss": name, "B": B, "D": D, "ms": ms, "rounds": len(rounds[OURS]), "errors": errors, "right": right}
 
 
+COLOURS = (plots.GREEN, plots.ORANGE, plots.BLUE, plots.VIOLET, plots.OCHRE)
+LEGEND = (
+    "ms: forward + backward, the median of rounds in which both systems take turns, each in a process of its own. Dense: all "
+    "logits, and F.cross_entropy, F.logsigmoid or logsumexp. Errors: relative to float64."
+)
+
+
+def _threads(count: int) -> str:
+    return "one thread" if count == 1 else f"{count} threads"
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """Markdown."""
+    rows = record["results"]
+    counts = list(dict.fromkeys(row["threads"] for row in rows))
+    headings = ["loss", "B"]
+    for count in counts:
+        headings += [f"megabatch, ms, {_threads(count)}", "dense PyTorch, ms", "dense ÷ time"]
+    headings += ["loss error", "dense", "largest gradient error", "dense"]
+    table = []
+    for (loss, B), found in groups(rows, "loss", "B").items():  # type: ignore[misc]
+        cells: list[object] = [loss, f"{B:,}"]
+        for row in found:
+            ms = row["ms"]
+            cells += [f"{ms[OURS]:.3f}", f"{ms[DENSE]:.3f}", ratio(ms[DENSE], ms[OURS])]
+        errors = [row["errors"] for row in found]
+        cells += [cell(max(e[system][0] for e in errors), ".0e") for system in (OURS, DENSE)]
+        cells += [cell(max(max(e[system][1:]) for e in errors), ".0e") for system in (OURS, DENSE)]
+        table.append(cells)
+    wrong = [f"{row['loss']} at {row['B']:,}" for row in rows if not row["right"]]
+    checked = f"Checked against float64: {len(rows)} results of megabatch; wrong: {', '.join(wrong) or 'none'}."
+    title = f"Small batches on a CPU, float32, B pairs of embeddings {rows[0]['D']} wide."
+    return paragraphs(title, TextTable(headings, table).markdown(), LEGEND, checked)
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """The time of dense PyTorch ÷ ours against the batch."""
+    rows = record["results"]
+    counts = list(dict.fromkeys(row["threads"] for row in rows))
+    title = f"Small batches, float32, D = {rows[0]['D']}; {record['machine']['cpu']}"
+    figure, panels = plots.panels(title, len(counts))
+    for axes, count in zip(panels, counts, strict=True):
+        chosen = [row for row in rows if row["threads"] == count]
+        for (loss,), colour in zip(groups(chosen, "loss"), COLOURS, strict=True):  # type: ignore[misc]
+            points = [(row["B"], row["ms"][DENSE] / row["ms"][OURS]) for row in chosen if row["loss"] == loss]
+            plots.line(axes, points, loss, colour)
+        axes.axhline(1, color=plots.INK, linewidth=1)
+        axes.set(ylabel=f"dense ÷ time, {_threads(count)}", ylim=(0, None))
+        plots.batch_axis(axes, [row["B"] for row in chosen])
+        plots.label_lines(axes)
+    return figure
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", type=whole, default=SIZES, metavar="B", help="pairs (64 256 1024 4096)")
@@ -49,11 +149,11 @@ def main() -> int:
     arguments(parser, "small_cpu")
     args = parser.parse_args()
     sizes, width, threads = ([8, 16], 8, [1]) if args.tiny else (args.sizes, args.width, args.threads)
-    record = Record("small_cpu", args)
+    record = Record.of_script("small_cpu", args)
     workers = {count: {system: Worker(system, count) for system in (OURS, DENSE)} for count in threads}
     for B in sizes:
         for name, (_, dense) in LOSSES.items():
-            truth = truth_of(dense, data(B, width, torch.float32, "cpu"))
+            truth = truth_of(dense, inputs_of(B, width, "cpu"))
             for count, both in workers.items():
                 row = measure(both, name, B, width, truth, 0.0 if args.tiny else SECONDS) | {"threads": count}
                 record["results"].append(row)
@@ -65,8 +165,7 @@ def main() -> int:
     for both in workers.values():
         for worker in both.values():
             worker.close()
-    report(record.path)
-    print(record.path.with_suffix(".md").read_text())
+    record.finish(markdown, draw)
     return 0 if all(row["right"] for row in record["results"]) else 1
 
 

@@ -4,71 +4,47 @@
 other losses are timed beside dense ones, and `siglip_loss` beside its three bare products. Before a loss of megabatch is timed,
 its value and gradients at that very size are compared with float64, and a wrong one gets no time. "Host" is the time in which a
 step returns without waiting for the device, one after another, or the first one after a pause, in which the host's caches and
-clocks cool down. "In memory" or "over tiles" is the other way of megabatch, where there is one. `make test-gpu` checks other
-types, odd sizes, hostile inputs and repeated runs.
-
-Writes a JSON file; `small_gpu_report.py` makes the table and the plot of it, on any machine.
+clocks cool down. `make test-gpu` checks other types, odd sizes, hostile inputs and repeated runs.
 """
 
 import argparse
-import cProfile
-import io
-import pstats
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from dense_losses import LOSSES, data, dense_clip, errors, step_of
-from record import Record, arguments, device_of
-from small_gpu_report import report
-from timing import take_turns
+from dense_losses import LOSSES, dense_clip, inputs_of, relative_errors, step_of, truth_of
 from torch import Tensor
 
-import megabatch as mb
-from megabatch.bench.loss_systems import DENSE, LIGER, loss_of
-from megabatch.bench.losses import bare_products
-from megabatch.tiles import plan
+from megabatch_train.bench.losses import DENSE, LIGER, bare_products, loss_of
+from megabatch_train.bench.measure import clear, take_turns, with_gradients
+from megabatch_train.bench.record import Record, arguments, chip, device_of, groups, paragraphs
+from megabatch_train.display import plots
+from megabatch_train.display.tables import TextTable, cell, ratio
 
 SIZES = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
 WIDTHS = (512, 1024)
 OTHER_SIZES = (64, 256, 1024, 4096, 8192, 16384, 32768)
-PRODUCTS = {
-    "clip_loss": ("S", "S", "dX", "dY"),
-    "siglip_loss": ("S", "dX", "dY"),
-}  # that an exact loss needs, one after another
+PRODUCTS = {"clip_loss": ("S", "S", "dX", "dY"), "siglip_loss": ("S", "dX", "dY")}  # that an exact loss needs
 ROUNDS, SECONDS_A_ROUND = 9, 0.015  # systems take turns, because the speed of a host changes from one moment to the next
-MOST_IN_MEMORY = 16384  # pairs; beyond it the similarities take more than a gibibyte
-OURS, IN_MEMORY, OVER_TILES, BARE = "megabatch", "in memory", "over tiles", "bare products"
-DENSE_PYTORCH = "dense PyTorch"
+OURS, DENSE_PYTORCH, COMPILED, BARE = "megabatch", "dense PyTorch", "compiled", "bare products"
+SLOW_FROM = {COMPILED: 32768, LIGER: 32768}  # pairs from which a system is not tried
 PAUSE = 0.002  # seconds, before the step of a host that has cooled down
 GRADIENT_ERROR, LOSS_ERROR, SCALE_ERROR = 8e-3, 2e-5, 1e-3  # of bf16, relative to float64: two roundings and sums
 Loss = Callable[..., Tensor]
 
 
-@contextmanager
-def small_up_to(pairs: int) -> Iterator[None]:
-    """Batches of up to this many pairs are computed in memory."""
-    before, plan.SMALL_PAIRS = plan.SMALL_PAIRS, pairs**2
-    try:
-        yield
-    finally:
-        plan.SMALL_PAIRS = before
-
-
-def is_right(record: Record, name: str, system: str, mine: Loss, dense: Loss, inputs: tuple[Tensor, ...]) -> bool:
+def is_right(record: Record, name: str, mine: Loss, inputs: tuple[Tensor, ...]) -> bool:
     """Whether value and gradients are those of float64, up to rounding."""
-    found = errors(mine, dense, inputs)
-    loss, dx, dy, dscale = found
+    loss, dx, dy, dscale = errors = relative_errors(with_gradients(mine, inputs), truth_of(LOSSES[name][1], inputs))
     right = loss <= LOSS_ERROR and max(dx, dy) <= GRADIENT_ERROR and dscale <= SCALE_ERROR
     size = "x".join(map(str, inputs[0].shape))
-    record["checks"].append({"loss": f"{name} {size}, {system}", "dtype": "bfloat16", "errors": found, "right": right})
+    record["checks"].append({"loss": f"{name} {size}, {OURS}", "dtype": "bfloat16", "errors": errors, "right": right})
     if not right:
-        record.say(f"WRONG {name} {size}, {system}: loss, dx, dy, dscale " + " ".join(f"{error:.0e}" for error in found))
+        record.say(f"WRONG {name} {size}: loss, dx, dy, dscale " + " ".join(f"{error:.0e}" for error in errors))
     return right
 
 
@@ -107,32 +83,14 @@ def autocast(loss: Loss, device: str) -> Loss:
     return run
 
 
-def limited(pairs: int, loss: Loss) -> Loss:
-    def run(*inputs: Tensor, **options: Tensor) -> Tensor:
-        with small_up_to(pairs):
-            return loss(*inputs, **options)
-
-    return run
-
-
-def systems(B: int, device: str) -> dict[str, Loss]:
-    """CLIP losses by name; of megabatch, what is usual for B, and the other way if it is possible."""
-    found: dict[str, Loss] = {OURS: mb.clip_loss}
-    if B * B <= plan.SMALL_PAIRS:
-        found[OVER_TILES] = limited(0, mb.clip_loss)
-    elif B <= MOST_IN_MEMORY:
-        found[IN_MEMORY] = limited(MOST_IN_MEMORY, mb.clip_loss)
-    found[DENSE_PYTORCH] = autocast(dense_clip, device)
-    return found
-
-
-def peers(device: str, record: Record, tiny: bool) -> dict[str, Loss]:
+def clip_peers(device: str, record: Record, tiny: bool) -> dict[str, Loss]:
+    """Other CLIP losses."""
     found: dict[str, Loss] = {}
-    for name, label in ((DENSE, "open_clip"), (LIGER, "Liger")):
-        with attempt(record, label):
-            found[label] = loss_of(name, device)
+    for name in (DENSE, LIGER):
+        with attempt(record, name):
+            found[name] = loss_of(name, device)
     if not tiny:
-        found["compiled"] = autocast(torch.compile(dense_clip, dynamic=True), device)
+        found[COMPILED] = autocast(torch.compile(dense_clip, dynamic=True), device)
     return found
 
 
@@ -147,18 +105,18 @@ def attempt(record: Record, what: str) -> Iterator[None]:
         lines = traceback.format_exc().strip().splitlines()
         record.say(f"FAILED {what}: {type(error).__name__}: {str(error)[:300]}")
         record["failures"].append({"what": what, "trace": lines[-12:]})
-        torch.cuda.empty_cache() if torch.cuda.is_available() else None
+        clear("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def measure(record: Record, name: str, candidates: dict[str, Loss], B: int, D: int, device: str) -> None:
     """Times of one loss in all systems at one size."""
-    inputs, dense = data(B, D, torch.bfloat16, device), LOSSES[name][1]
+    inputs = inputs_of(B, D, device)
     steps: dict[str, Callable[[], Any]] = {}
     for system, loss in candidates.items():
-        if B >= 32768 and system in ("compiled", "Liger"):
+        if SLOW_FROM.get(system, B + 1) <= B:
             continue
         with attempt(record, f"{name}, {system} at {B}x{D}"):
-            if system in (OURS, IN_MEMORY, OVER_TILES) and not is_right(record, name, system, loss, dense, inputs):
+            if system == OURS and not is_right(record, name, loss, inputs):
                 continue
             step = step_of(loss, inputs)
             step()
@@ -176,42 +134,61 @@ def measure(record: Record, name: str, candidates: dict[str, Loss], B: int, D: i
                 row["host_ms"][system] = host_milliseconds(steps[system], calls)
                 row["host_after_pause_ms"][system] = host_milliseconds(steps[system], 1, PAUSE)
     record["results"].append(row)
-    shown = ", ".join(f"{system} {ms:.3f}" for system, ms in row["ms"].items())
-    host = ", ".join(f"{system} {ms:.3f}" for system, ms in row["host_ms"].items())
-    host += "".join(f", after a pause {ms:.3f}" for system, ms in row["host_after_pause_ms"].items() if system == OURS)
+    shown, host = (", ".join(f"{system} {ms:.3f}" for system, ms in row[key].items()) for key in ("ms", "host_ms"))
     record.say(f"{name} {B}x{D} ms: {shown}; host: {host}")
     record.save()
 
 
-def kernels_of(record: Record, step: Callable[[], Any], what: str) -> None:
-    """Time of each kernel in a step."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        for _ in range(5):
-            step()
-        torch.cuda.synchronize()
-    rows = [
-        (e.self_device_time_total / 5, e.count // 5, e.key[:60]) for e in found.key_averages() if e.self_device_time_total > 0
-    ]
-    rows.sort(reverse=True)
-    record["kernels"][what] = rows[:14]
-    record.say(f"kernels of {what}, µs a step × calls: " + "; ".join(f"{us:.0f}×{n} {key}" for us, n, key in rows[:14]))
+SYSTEMS = {OURS: plots.GREEN, DENSE_PYTORCH: plots.ORANGE, COMPILED: plots.VIOLET, DENSE: plots.BLUE, LIGER: plots.OCHRE}
+LEGEND = (
+    "ms: forward + backward, several steps in flight, no CUDA graphs. Host: time in which a step returns without waiting for "
+    "the GPU, one after another; cold: of one step after 2 ms without work. Dense PyTorch: all logits, autocast; compiled: the "
+    "same by torch.compile. Bare products: the four products of an exact CLIP loss, or the three of SigLIP."
+)
 
 
-def host_profile(record: Record, step: Callable[[], Any], what: str) -> None:
-    """Where the host's time goes in a step."""
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(200):
-        step()
-    profiler.disable()
-    torch.cuda.synchronize()
-    text = io.StringIO()
-    pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(22)
-    kept = [line[:150] for line in text.getvalue().splitlines() if any(mark in line for mark in (".py:", "{", "ncalls"))]
-    record["host_profile"][what] = kept
-    record.say(f"host profile of {what}, 200 steps:\n" + "\n".join(kept))
+def markdown(record: dict[str, Any]) -> str:
+    """A table of the CLIP losses and one of the others."""
+    clip = [row for row in record["results"] if row["loss"] == "clip_loss"]
+    other = [row for row in record["results"] if row["loss"] != "clip_loss"]
+    ends = ["host, ms", "cold, ms", "dense ÷ time", "bare ÷ time"]
+    shown = [name for name in (*SYSTEMS, BARE) if any(name in row["ms"] for row in clip)]
+    headings = ["B", "D", *(f"{name}, ms" for name in shown), *ends]
+    tables = [TextTable(headings, [_cells(row, shown) for row in clip], names=()).markdown()]
+    if other:
+        shown = [OURS, DENSE_PYTORCH, BARE]
+        headings = ["loss", "B", "D", *(f"{name}, ms" for name in shown), *ends]
+        tables.append(TextTable(headings, [[row["loss"], *_cells(row, shown)] for row in other]).markdown())
+    wrong = [f"{c['loss']} {c['dtype']}" for c in record["checks"] if not c["right"]]
+    checked = f"Checked against float64: {len(record['checks'])} results of megabatch; wrong: {', '.join(wrong) or 'none'}."
+    legend = LEGEND
+    if record.get("nothing_host_ms"):  # not on a CPU
+        alone, cold = record["nothing_host_ms"]
+        legend += f" An autograd function that computes nothing takes the host {alone:.3f} ms, and {cold:.3f} cold."
+    return paragraphs("Small batches on a GPU, bf16, B pairs of embeddings D wide.", *tables, legend, checked)
+
+
+def _cells(row: dict[str, Any], shown: list[str]) -> list[object]:
+    ms, host = row["ms"], [cell(row.get(key, {}).get(OURS), ".3f") for key in ("host_ms", "host_after_pause_ms")]
+    ratios = [ratio(ms.get(name), ms.get(OURS)) for name in (DENSE_PYTORCH, BARE)]
+    return [f"{row['B']:,}", row["D"], *(cell(ms.get(name), ".3f") for name in shown), *host, *ratios]
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """Time of CLIP losses against the batch, for each width."""
+    of_width = groups([row for row in record["results"] if row["loss"] == "clip_loss"], "D")
+    figure, panels = plots.panels(f"CLIP loss, forward + backward, bf16; {chip(record)}", len(of_width), height=3.8)
+    for axes, ((D,), rows) in zip(panels, of_width.items(), strict=True):  # type: ignore[misc]
+        for name, colour in (SYSTEMS | {BARE: plots.INK}).items():
+            points = [(row["B"], row["ms"][name]) for row in rows if name in row["ms"]]
+            plots.line(axes, points, name, colour, linestyle="--" if name == BARE else "-")
+        host = [(row["B"], row["host_ms"][OURS]) for row in rows if OURS in row["host_ms"]]
+        plots.line(axes, host, "megabatch, host", plots.GREEN, linestyle=":")
+        axes.set_ylabel(f"time, ms, D = {D}")
+        plots.batch_axis(axes, [row["B"] for row in rows])
+        plots.log_axis(axes)
+        plots.label_lines(axes)
+    return figure
 
 
 def main() -> int:
@@ -222,50 +199,22 @@ def main() -> int:
     arguments(parser, "small_gpu", 260)
     args = parser.parse_args()
     device = device_of(args)
-    beginning: dict[str, Any] = {"checks": [], "failures": [], "kernels": {}, "host_profile": {}, "nothing_host_ms": []}
-    record = Record("small_gpu", args, args.seconds, **beginning)
+    record = Record.of_script("small_gpu", args, args.seconds, checks=[], failures=[], nothing_host_ms=[])
     sizes, widths, others = ((32, 48), (16,), (32,)) if args.tiny else (args.sizes, args.widths, args.others)
     if device == "cuda":
-        for B in (256, 4096):
-            step = step_of(mb.clip_loss, data(B, 512, torch.bfloat16, device))
-            step()
-            with attempt(record, f"kernels at {B}"):
-                kernels_of(record, step, f"{B}x512")
-            if B == 256:
-                with attempt(record, "host profile"):
-                    host_profile(record, step, f"{B}x512")
-        with attempt(record, "kernels at 8192, in memory"):
-            step = step_of(limited(8192, mb.clip_loss), data(8192, 512, torch.bfloat16, device))
-            step()
-            kernels_of(record, step, "8192x512 in memory")
-        nothing = step_of(lambda *inputs: _Nothing.apply(*inputs), data(256, 512, torch.bfloat16, device))
+        nothing = step_of(lambda *inputs: _Nothing.apply(*inputs), inputs_of(256, 512, device))
         nothing()
         record["nothing_host_ms"].extend([host_milliseconds(nothing, 50), host_milliseconds(nothing, 1, PAUSE)])
-    compared = peers(device, record, args.tiny)
-    for D in widths:
-        for B in sizes:
-            if record.left() > 15:
-                with attempt(record, f"clip_loss {B}x{D}"):
-                    measure(record, "clip_loss", systems(B, device) | compared, B, D, device)
-        if widths[0] == D:
-            for name, (mine, dense) in LOSSES.items():
-                for B in others if name != "clip_loss" else ():
-                    candidates = {OURS: mine, DENSE_PYTORCH: autocast(dense, device)}
-                    if B * B <= plan.SMALL_PAIRS:
-                        candidates[OVER_TILES] = limited(0, mine)
-                    if record.left() > 35:
-                        with attempt(record, f"{name} {B}"):
-                            measure(record, name, candidates, B, D, device)
-    if device == "cuda" and record.left() > 10:
-        with attempt(record, "kernels at 16384"):
-            step = step_of(mb.clip_loss, data(16384, 512, torch.bfloat16, device))
-            step()
-            kernels_of(record, step, "16384x512")
-            host_profile(record, partial(step), "16384x512")
-    record.save()
-    with attempt(record, "report"):
-        report(record.path)
-        print(record.path.with_suffix(".md").read_text())
+    compared = clip_peers(device, record, args.tiny)
+    candidates = {name: {OURS: ours, DENSE_PYTORCH: autocast(dense, device)} for name, (ours, dense) in LOSSES.items()}
+    candidates["clip_loss"] |= compared
+    cases = [("clip_loss", B, D) for D in widths for B in sizes]
+    cases[len(sizes) : len(sizes)] = [(name, B, widths[0]) for name in LOSSES if name != "clip_loss" for B in others]
+    for name, B, D in cases:
+        if record.seconds_left() > (15 if name == "clip_loss" else 35):
+            with attempt(record, f"{name} {B}x{D}"):
+                measure(record, name, candidates[name], B, D, device)
+    record.finish(markdown, draw)
     wrong = sum(not check["right"] for check in record["checks"])
     record.say(f"{wrong} of {len(record['checks'])} checks failed, {len(record['failures'])} errors")
     return 1 if wrong or record["failures"] else 0

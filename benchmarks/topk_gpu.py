@@ -6,31 +6,25 @@
 All systems get the same embeddings and take turns in one process. Before a system is timed, the columns found for sampled
 rows are compared with float64. Rows are independent, so the time of many rows is extrapolated from `--rows` of them. "Bare
 product" is x·yᵀ by the library (cuBLAS, on a CPU MKL) in strips, without any top-k.
-
-Writes a JSON file; `topk_gpu_report.py` makes the table and the plot of it, on any machine.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from record import Record, arguments, device_of
-from timing import clear, failure, milliseconds, take_turns
-from topk_gpu_report import BARE, OURS, markdown, report
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.bench.measure import peak_memory
-from megabatch.tiles import kernel_plan
+from megabatch_train.bench.measure import LATE, OK, WRONG, clear, failure, peak_memory, take_turns
+from megabatch_train.bench.record import Record, arguments, chip, device_of, groups, paragraphs
+from megabatch_train.display import plots
+from megabatch_train.display.tables import TextTable, cell, gib, ratio
 
 SIZES = ("131072x512x16", "1048576x512x16", "1048576x512x128", "1048576x128x16", "131072x1024x1024")  # columns, width, k
-CHUNKS, FAISS = "torch.topk on chunks", "faiss"
+OURS, BARE, CHUNKS, FAISS = "megabatch", "bare product", "torch.topk on chunks", "faiss"
 SECONDS_A_ROUND = 0.1
 Search = Callable[[], tuple[Tensor, Tensor]]  # values, indices
 
@@ -117,7 +111,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, "cpu" if args.cpu else device_of(args)
         self.backend = "triton" if self.device == "cuda" else "eager"
-        self.record = Record("topk_gpu", args, args.seconds, device=self.device, tuned=[])
+        self.record = Record.of_script("topk_gpu", args, args.seconds, device=self.device)
 
     def measure(self, size: Size) -> None:
         """All systems at one size."""
@@ -127,7 +121,7 @@ class Run:
         results: list[dict[str, Any]] = []
         works: dict[str, Callable[[], Any]] = {}
         for name, build in systems(x, y, size.k, self.backend).items():
-            result: dict[str, Any] = {**size._asdict(), "rows": rows, "system": name, "status": "ok"}
+            result: dict[str, Any] = {**size._asdict(), "rows": rows, "system": name, "status": OK}
             results.append(result)
             try:
                 search = build()
@@ -136,119 +130,86 @@ class Run:
                 result["error"] = truth.error(indices)
                 # Rounding may exchange columns whose products differ by less: in float32 for us, in bf16 for chunks.
                 tolerance = 1e-5 if name == OURS else 1e-2
-                result["status"] = "ok" if result["error"] <= tolerance else "WRONG"
-                if result["status"] == "ok":
+                result["status"] = OK if result["error"] <= tolerance else WRONG
+                if result["status"] == OK:
                     works[name] = search
             except Exception as error:  # a library may fail in any way; the others are still measured
                 result["status"] = failure(error)
             clear(self.device)
         rounds, seconds = (1, 0.005) if self.args.tiny else (self.args.rounds, SECONDS_A_ROUND)
         times = take_turns({**works, BARE: bare_product(x, y)}, self.device, rounds, seconds)
-        results.append({**size._asdict(), "rows": rows, "system": BARE, "status": "ok"})
+        results.append({**size._asdict(), "rows": rows, "system": BARE, "status": OK})
         for result in results:
             if result["system"] in times:
                 result["ms"] = times[result["system"]]
         self.record["results"].extend(results)
 
-    def tune(self, size: Size) -> None:
-        """Other groups of columns, other rows of a launch and other kernels; and where the time goes."""
-        x, y = embeddings(min(self.args.rows, size.M), size, self.device)
-        truth = Truth(x, y, size.k)
-        group = kernel_plan.topk_group(size.M, size.D, size.k)
-        tries: dict[str, dict[str, Any]] = {
-            f"products stored, groups of {width} in panels of {panel}": {
-                "topk_group": lambda M, D, k: None,
-                "TOPK_STORED_GROUP": width,
-                "TOPK_STORED_PANEL": panel,
-            }
-            for width, panel in ((8, 32), (8, 64), (8, 16), (4, 16))[: 1 if group else 4]
-        }
-        for width, mebibytes in product((8, 16, 32), (256, 512)) if group else ():
-            tries[f"groups of {width}, {mebibytes} MiB of maxima"] = {
-                "topk_group": lambda M, D, k, width=width: width,
-                "_TOPK_BYTES": mebibytes * 2**20,
-            }
-        for name, changes in tries.items():
-            if self.record.left() <= 0:
-                break
-            with patch.multiple(kernel_plan, **changes):
-                try:
-                    error = truth.error(mb.pairwise_topk(x, y, size.k, backend=self.backend).indices)
-                    work = partial(mb.pairwise_topk, x, y, size.k, backend=self.backend)
-                    ms = milliseconds(work, self.device, SECONDS_A_ROUND)
-                    self.record["tuned"].append({**size._asdict(), "change": name, "ms": ms, "error": error})
-                    self.record.say(f"{size.M}x{size.D}x{size.k}, {name}: {ms:.1f} ms, error {error:.0e}")
-                    if self.backend == "triton":
-                        self.parts(size, x, y)
-                except Exception as failed:
-                    self.record.say(f"{name}: {failure(failed)}")
-            self.record.save()
-
-    def parts(self, size: Size, x: Tensor, y: Tensor) -> None:
-        """The kernels one by one, on the first strip; times are for all strips."""
-        from megabatch.tiles import triton_topk
-        from megabatch.tiles.block import Block
-        from megabatch.tiles.topk import Best
-        from megabatch.tiles.triton_operands import similarity_operands
-
-        block = Block.of(x, y, None, "bfloat16" if self.device == "cuda" else "float32")
-        operands = similarity_operands(block)
-        group = kernel_plan.topk_group(block.M, block.D, size.k)
-        strip = kernel_plan.topk_strip(block.N, block.M, group)
-        rows, columns = slice(0, min(block.N, strip.rows)), slice(0, min(block.M, strip.columns))
-        strips = block.N / rows.stop * block.M / columns.stop
-        width, store = group or kernel_plan.TOPK_STORED_GROUP, group is None
-        groups, panels, products = triton_topk._maxima(block, operands, rows, columns, width, store=store)
-        chosen = triton_topk._best_groups(groups, panels, size.k)
-        works: dict[str, Callable[[], Any]] = {
-            "maxima": lambda: triton_topk._maxima(block, operands, rows, columns, width, store=store),
-            "choice of groups": lambda: triton_topk._best_groups(groups, panels, size.k),
-        }
-        if products is None:
-            products = triton_topk._products(block, operands, rows, columns, chosen, width)
-            works["products"] = lambda: triton_topk._products(block, operands, rows, columns, chosen, width)
-        found = Best.none(rows.stop, size.k, products)
-        works["choice of columns"] = lambda: triton_topk._choose(*found, products, chosen, width, gathered=not store)
-        parts = {name: strips * milliseconds(work, self.device, 0.02) for name, work in works.items()}
-        self.record["tuned"][-1]["parts"] = parts
-        self.record.say("    of it " + ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items()))
-
     def run(self) -> None:
         """Everything, until the time is up."""
         for text in self.args.sizes:
             size = Size(*map(int, text.split("x")))
-            if self.record.left() <= 0:
-                self.record["results"].append({**size._asdict(), "rows": 0, "system": OURS, "status": "no time left"})
+            if self.record.seconds_left() <= 0:
+                self.record["results"].append({**size._asdict(), "rows": 0, "system": OURS, "status": LATE})
                 continue
             self.record.say(f"{size.M} columns, width {size.D}, k = {size.k}")
             self.measure(size)
             clear(self.device)
             self.record.save()
-        for text in self.args.tune:
-            self.tune(Size(*map(int, text.split("x"))))
-            clear(self.device)
-        self.record.save()
 
 
-def parse() -> argparse.Namespace:
+LEGEND = (
+    "Bare ÷ time: the time of the bare product ÷ the time of the system. × megabatch: multiples of megabatch's time. All rows: "
+    "extrapolated to as many rows as columns. Extra GiB: peak memory beyond the inputs. Error: of the products of the columns "
+    "found, against float64."
+)
+HEADINGS = ["columns", "D", "k", "rows", "system", "ms", "TFLOP/s"]
+HEADINGS += ["bare ÷ time", "× megabatch", "all rows, s", "extra GiB", "error"]
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """Markdown."""
+    rows = []
+    for group in groups(record["results"], "M", "D", "k").values():
+        bare, ours = (next((r.get("ms") for r in group if r["system"] == name), None) for name in (BARE, OURS))
+        for r in group:
+            ms = r.get("ms")
+            cells = [f"{r['M']:,}", r["D"], r["k"], f"{r['rows']:,}", r["system"], cell(ms, ".1f") or r["status"]]
+            cells += [ratio(2 * r["rows"] * r["M"] * r["D"] / 1e9, ms, ".3g"), ratio(bare, ms, ".3f"), ratio(ms, ours)]
+            whole = None if ms is None or not r["rows"] else ms * r["M"] / r["rows"] / 1000
+            rows.append([*cells, cell(whole, ".2f"), gib(r.get("peak_bytes")), cell(r.get("error"), ".0e")])
+    return paragraphs(
+        f"The k largest products of each row on a {'CPU, float32' if record.get('device') == 'cpu' else 'GPU, bf16'}.",
+        TextTable(HEADINGS, rows, names=(4,)).markdown(),
+        LEGEND,
+    )
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """The time of each system, in multiples of the bare product's."""
+    sizes = list(groups(record["results"], "M", "D", "k").items())
+    figure, panels = plots.panels(f"Top-k, time in multiples of the bare product's; {chip(record)}", len(sizes), height=1.4)
+    for axes, (size, group) in zip(panels, sizes, strict=True):
+        bare = next((r.get("ms") for r in group if r["system"] == BARE), None)
+        timed = [r for r in group if r.get("ms") and bare]
+        colours = [{OURS: plots.GREEN, BARE: plots.GREY}.get(r["system"], plots.ORANGE) for r in timed]
+        plots.bars(axes, [(r["system"], r["ms"] / bare) for r in timed], "%.2f", colours)
+        axes.set_title("{:,} columns, D = {}, k = {}".format(*size), fontsize=9)
+    return figure
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="on the CPU, in float32, with the eager backend")
     parser.add_argument("--sizes", nargs="*", default=None, metavar="MxDxK", help=f"({' '.join(SIZES)})")
     parser.add_argument("--rows", type=int, default=65536, help="rows that are searched for; M at most (65536)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system; the median is kept (3)")
-    parser.add_argument("--tune", nargs="*", default=[], metavar="MxDxK", help="compare groups and kernels at these sizes")
     arguments(parser, "topk_gpu", 150)
     args = parser.parse_args()
     if args.sizes is None:
         args.sizes = ["300x16x5", "200x8x64"] if args.tiny else SIZES
-    return args
-
-
-def main() -> int:
-    run = Run(parse())
+    run = Run(args)
     run.run()
-    report(run.record.path)
-    print(markdown(run.record.contents))
+    run.record.finish(markdown, draw)
     return 0
 
 

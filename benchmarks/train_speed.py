@@ -6,33 +6,39 @@ trainer with amp_bf16 at growing batches until memory runs out; the towers alone
 compiled with captions cut. The towers encode each chunk twice, as a cached step does, and in other steps once, which is the
 upper bound. Rates are those of the steps after the first ones, read from `metrics.jsonl` and from open_clip's log. A run that
 takes longer than its limit is ended, and the steps it has made count.
-
-Writes a JSON file after every run; `train_speed_report.py` makes the table and the plot of it, on any machine.
 """
 
 import argparse
 import contextlib
+import io
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flickr8k import TINY_CONFIG, TINY_MODEL
-from record import Record, arguments, device_of
 from train_speed_child import OPEN_CLIP, PEAK, TOWERS
-from train_speed_data import make
-from train_speed_report import markdown, report
 
-from megabatch.evaluation import results
+from megabatch import extras
+from megabatch_train.bench.record import Record, arguments, chip, device_of, paragraphs
+from megabatch_train.display import plots, tables
+from megabatch_train.display.tables import TextTable
+from megabatch_train.evaluation import results
 
+# of JPEGs of Flickr8k's thumbnails: files of about 18 KB, as img2dataset makes them of photographs
+SIDE, QUALITY, WORKERS = 256, 94, 16
+NOISE_SIDE = 64  # pixels of an image of noise
 HERE = Path(__file__).resolve().parent
 OURS, THEIRS, BOUND = "megabatch", "open_clip", "towers alone"
 # Ten checkpoints are in every run, however short: in one of eight steps they would be most of the time.
@@ -44,12 +50,74 @@ VARIANTS = {
     "not augmented": ["--set", "augment=false"],
     "fp32, not compiled, no workers": ["--precision", "fp32", "--set", "compile=off", "--set", "workers=0"],
 }
+TINY_MODEL = "tiny-clip"
+TINY_CONFIG = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2},
+}
 TOWERS_HOW = {"compiled": True, "plain": False}
 SKIPPED = 2  # steps that are not counted: the compiler's, and those that open_clip's readers have filled their buffers for
 GRACE = 60  # seconds from asking a process to end to ending it
 LOG = re.compile(r"Data \(t\): ([\d.]+) Batch \(t\): ([\d.]+), ")
 ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
+
+
+def make_shards(folder: Path, samples: int, shards: int, source: Path | None) -> str:
+    """Writes shards into a folder, once, and returns their pattern.
+
+    Args:
+        folder: created if need be; shards that are there already are used.
+        samples: in all. Images come again, with other captions, once all have been used.
+        shards: tar files.
+        source: a folder with a `.bin` of encoded images and a `.json` with `captions` and `offsets`; None for noise.
+    """
+    pattern, done = str(folder / f"{{00000..{shards - 1:05d}}}.tar"), folder / f"{samples}_samples"
+    if done.exists():
+        return pattern
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = itertools.islice(_noise() if source is None else _flickr8k(source, samples), samples)
+    for number in range(shards):
+        count = samples // shards + (number < samples % shards)
+        with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
+            for i, (image, caption) in enumerate(itertools.islice(pairs, count)):
+                key = f"{number:05d}{i:05d}"
+                for name, data in ((f"{key}.jpg", image), (f"{key}.txt", caption.encode())):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    done.touch()
+    return pattern
+
+
+def _flickr8k(folder: Path, samples: int) -> Iterator[tuple[bytes, str]]:
+    (about_file,) = folder.glob("*.json")
+    about, data = json.loads(about_file.read_text()), about_file.with_suffix(".bin").read_bytes()
+    captions, offsets = about["captions"], about["offsets"]
+    pillow: Any = extras.load("PIL.Image", extra="open_clip", purpose="Making JPEGs")
+
+    def enlarged(i: int) -> bytes:
+        picture = pillow.open(io.BytesIO(data[offsets[i] : offsets[i + 1]])).convert("RGB")
+        return _jpeg(picture.resize((SIDE, SIDE), pillow.Resampling.BICUBIC))
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        images = list(pool.map(enlarged, range(min(samples, len(captions)))))
+    for way in itertools.count():
+        for image, texts in zip(images, captions, strict=False):
+            yield image, texts[way % len(texts)]
+
+
+def _noise() -> Iterator[tuple[bytes, str]]:
+    pillow: Any = extras.load("PIL.Image", extra="open_clip", purpose="Making JPEGs")
+    for i in itertools.count():
+        yield _jpeg(pillow.effect_noise((NOISE_SIDE, NOISE_SIDE), 100).convert("RGB")), f"picture {i} in words"
+
+
+def _jpeg(picture: Any) -> bytes:
+    room = io.BytesIO()
+    picture.save(room, "JPEG", quality=QUALITY)
+    return room.getvalue()
 
 
 @dataclass
@@ -65,7 +133,7 @@ class Bench:
     def __post_init__(self) -> None:
         """Makes the shards, and tells child processes where to look."""
         args = self.args
-        self.data = make(args.shards or self.folder / "shards", args.samples, args.files, args.data)
+        self.data = make_shards(args.shards or self.folder / "shards", args.samples, args.files, args.data)
         places = [str(HERE.parent / "src"), *([str(args.peers.resolve())] if args.peers else [])]
         self.environment["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
         if args.model == TINY_MODEL:
@@ -125,15 +193,8 @@ class Bench:
         """open_clip's trainer; a checkpoint is not written, and the learning rate is small."""
         steps = self.args.steps + SKIPPED
         command = [sys.executable, str(HERE / "train_speed_child.py"), OPEN_CLIP]
-        command += [
-            "--model",
-            self.args.model,
-            "--train-data",
-            self.data,
-            "--dataset-type",
-            "webdataset",
-            "--dataset-resampled",
-        ]
+        data = ["--train-data", self.data, "--dataset-type", "webdataset", "--dataset-resampled"]
+        command += ["--model", self.args.model, *data]
         command += ["--train-num-samples", str(batch * steps), "--batch-size", str(batch), "--precision", "amp_bf16"]
         command += ["--workers", str(self.args.workers), "--epochs", "1", "--warmup", "10", "--lr", "1e-4"]
         command += ["--log-every-n-steps", "1", "--logs", str(self.folder / "logs"), "--save-frequency", "0"]
@@ -207,7 +268,7 @@ def measure(record: Record, bench: Bench, args: argparse.Namespace) -> None:
         return row
 
     def time_left() -> bool:
-        return record.left() > 0
+        return record.seconds_left() > 0
 
     for batch in args.batches:
         if time_left():
@@ -225,11 +286,63 @@ def measure(record: Record, bench: Bench, args: argparse.Namespace) -> None:
             add(OURS, args.batches[0], variant, bench.megabatch(args.batches[0], VARIANTS[variant]))
 
 
+COLOURS = {"megabatch": plots.GREEN, "open_clip": plots.ORANGE, "towers alone": plots.GREY}
+HEADINGS = ["system, batch", "pairs/s", "× open_clip's best", "waiting for data", "MFU", "peak, GiB", "steps"]
+
+
+def name(row: dict[str, Any]) -> str:
+    """The system, its variant and its batch."""
+    return f"{row['system']}{', ' + row['variant'] if row['variant'] else ''}, {tables.pairs(row['batch'])}"
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """One table: rate, ratio to open_clip's best, wait for data, share of the peak rate, memory; and the phases of ours."""
+    rows = record["results"]
+    theirs = max((row["rate"] for row in rows if row["system"] == "open_clip" and "rate" in row), default=None)
+    about = (
+        f"# Speed of training\n\n{record['model']}, {record['samples']:,} pairs of JPEGs and captions in webdataset shards, "
+        f"{chip(record)}. Rates are over the steps after the first two; open_clip's trainer has {record['workers']} workers. "
+        "The towers alone read no data and compute no loss. A cached step encodes each chunk twice, unless it keeps its graph; "
+        "encoded once is the upper bound."
+    )
+    phases = [f"- {name(row)}: {shares(row['phases'])}" for row in rows if "phases" in row]
+    table = TextTable(HEADINGS, [cells(row, theirs) for row in rows]).markdown()
+    return paragraphs(about, table, "Time by phase:\n\n" + "\n".join(phases) if phases else "")
+
+
+def cells(row: dict[str, Any], theirs: float | None) -> list[str]:
+    """A row of the table; `theirs` is open_clip's best rate."""
+    if "failed" in row:
+        return [name(row), row["failed"], *[""] * (len(HEADINGS) - 2)]
+    of_time = [tables.percent(row[key]) if key in row else "" for key in ("data_share", "mfu")]
+    rate, ratio = f"{row['rate']:,.0f}", tables.ratio(row["rate"], theirs)
+    return [name(row), rate, ratio, *of_time, tables.gib(row.get("peak_bytes"), ".1f"), str(row["steps"])]
+
+
+def shares(phases: dict[str, float]) -> str:
+    """Phases in words, the longest first."""
+    whole = sum(phases.values())
+    longest = sorted(phases.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{key} {tables.percent(seconds / whole)}" for key, seconds in longest)
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """A bar for each run that has a rate."""
+    rows = [row for row in record["results"] if "rate" in row]
+    bars = [(name(row), row["rate"]) for row in rows]
+    if len(bars) < 2:
+        return None
+    about = f"{record['model']}, {chip(record)}"
+    title = "Pairs a second, from files to the optimizer"
+    figure, (axes,) = plots.panels(title, 1, height=1.0 + 0.4 * len(bars), about=about)
+    plots.bars(axes, bars, "{:,.0f}", [COLOURS[row["system"]] for row in rows])
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments(parser, "train_speed", 560)
     add = parser.add_argument
-    add("--smoke", dest="tiny", action="store_true", help="the same as --tiny")
     add("--data", type=Path, help="folder with a .bin and a .json of Flickr8k (default: images of noise)")
     add("--shards", type=Path, help="folder to write the shards to, and to find them again (default: a temporary one)")
     add("--peers", type=Path, help="folder with open_clip, open_clip_train and webdataset, for PYTHONPATH")
@@ -251,12 +364,12 @@ def main() -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         bench = Bench(args, Path(place), device_of(args))
-        record = Record("train_speed", args, args.seconds, model=args.model, samples=args.samples, workers=args.workers)
+        record = Record.of_script(
+            "train_speed", args, args.seconds, model=args.model, samples=args.samples, workers=args.workers
+        )
         record.say(f"{args.samples:,} pairs in {args.files} shards, made in {time.perf_counter() - began:.0f} s")
         measure(record, bench, args)
-    record.save()
-    report(record.path)
-    print(markdown(record.contents))
+    record.finish(markdown, draw)
 
 
 if __name__ == "__main__":

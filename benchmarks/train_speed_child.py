@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megabatch.machine import peak_bytes
+from megabatch_train.machine import peak_bytes
 
 PEAK, TOWERS, OPEN_CLIP = "peak bytes:", "towers", "open_clip_train.main"
 
@@ -56,13 +56,14 @@ def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, c
     Returns:
         A row for each, by "encoded twice" and "encoded once".
     """
-    from megabatch import towers
     from megabatch.cached.tower_io import call, map_rows
-    from megabatch.data import load
-    from megabatch.trainer import compiling, optim
-    from megabatch.trainer.config import TrainConfig
-    from megabatch.trainer.precision import autocast, fast_products
     from megabatch.world import World
+    from megabatch_train import towers
+    from megabatch_train.data import load
+    from megabatch_train.towers import compiling
+    from megabatch_train.trainer import optim
+    from megabatch_train.trainer.build import autocast, fast_products
+    from megabatch_train.trainer.config import TrainConfig
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config, pair, dataset = TrainConfig().on(device), towers.load(model), load.load(data)

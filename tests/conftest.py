@@ -3,6 +3,7 @@
 PyTorch's compile cache does not notice a changed operator, so a run has one of its own.
 """
 
+import contextlib
 import importlib.util
 import os
 import random
@@ -61,11 +62,12 @@ def _is(item: pytest.Function, case: dict[str, Any]) -> bool:
 
 @pytest.hookimpl(trylast=True)  # after tests were chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests for a GPU where there is none. TEST_SHARD=i/n keeps every n-th test, from the i-th on.
+    """Long tests begin first. Tests for a GPU are skipped where there is none. TEST_SHARD=i/n keeps every n-th test from i on.
 
     Tests with a pool of processes are all in the first shard: with a pool in each shard there would be more processes than a
     GPU serves at the same time.
     """
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # or one process would run them alone at the end
     shard = os.environ.get("TEST_SHARD")
     if shard is not None:
         number, count = map(int, shard.split("/"))
@@ -122,31 +124,33 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes launches and strips so small that small inputs have several of each; no batch is small."""
-    from megabatch.tiles import kernel_plan, plan
+    from megabatch import dispatch
+    from megabatch.kernels import plan as kernel_plan
+    from megabatch.tiles import plan
 
-    monkeypatch.setattr(plan, "SMALL_PAIRS", 0)
     monkeypatch.setattr(kernel_plan, "LAUNCH_ROWS", 256)
     monkeypatch.setattr(kernel_plan, "LAUNCH_PANELS", 1)
     monkeypatch.setattr(plan, "strip_size", lambda N, M, D, element_size: plan.TileSize(256, 128))
     monkeypatch.setattr(plan, "pair_strip", lambda N, element_size: plan.TileSize(256, 128))
     if importlib.util.find_spec("triton") is not None:
-        from megabatch.tiles import triton_guided_logsumexp
+        from megabatch.kernels import two_models
 
-        monkeypatch.setattr(triton_guided_logsumexp, "_BLOCK_M", 16)
+        monkeypatch.setattr(two_models, "_BLOCK_M", 16)
+    with dispatch.override(dense_triton=0):
+        yield
 
 
 @pytest.fixture(params=["in memory", "over tiles"])
-def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
     """Small batches as usual, and over tiles like large ones; PyTorch operations on a GPU have one way."""
-    from megabatch.tiles import plan
+    from megabatch import dispatch
 
     if request.param == "over tiles" and request.node.callspec.params.get("backend") == "eager":
         pytest.skip("the same as in memory")
-
-    if request.param == "over tiles":
-        monkeypatch.setattr(plan, "SMALL_PAIRS", 0)
+    with dispatch.override(dense_triton=0) if request.param == "over tiles" else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -220,7 +220,7 @@ def test_every_way_to_set_the_precision():
 
 @pytest.mark.parametrize("which", ["high", "medium"])
 def test_tf32_is_a_rounding_of_the_inputs_and_nothing_else(which):
-    from megabatch.tiles.precision import round_to_tf32
+    from megabatch.tiles.block import round_to_tf32
 
     x, y = (t.float() for t in aligned_pairs(100, 32, noise=1.0, seed=0))
     before = torch.get_float32_matmul_precision()

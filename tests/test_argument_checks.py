@@ -8,8 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch as mb
-from megabatch import checks
-from megabatch.tiles import backends
+from megabatch import checks, dispatch
 
 X = torch.randn(6, 4)
 Y = torch.randn(5, 4)
@@ -253,14 +252,14 @@ def test_ranks_of_meta_tensors():
     ],
 )
 def test_which_backend_serves_a_gpu(monkeypatch, capability, hip, precision, chosen, reason):
-    monkeypatch.setattr(backends, "HAS_TRITON", True)
-    monkeypatch.setattr(backends, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(backends, "_kernels_serve", backends._kernels_serve.__wrapped__)  # the answer is not kept
+    monkeypatch.setattr(dispatch, "_kernels_serve", dispatch._kernels_serve.__wrapped__)  # the answer is not kept
     device = torch.device("cuda:0")
     checks.backend("auto", precision, device)
-    assert backends.default(precision, device) == chosen
+    assert dispatch.default_engine(precision, device) == chosen
     if reason is None:
         checks.backend("triton", precision, device)
     else:

@@ -1,6 +1,10 @@
 """The command line: help that teaches, errors in a line, settings, versions."""
 
+import argparse
 import json
+import logging
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +15,11 @@ import torch
 import megabatch
 import word_pairs
 from helpers import PATIENCE
-from megabatch import cli, settings
-from megabatch.commands import info, train
-from megabatch.names import shown
-from megabatch.trainer.config import TrainConfig
+from megabatch_train import cli, machine, settings
+from megabatch_train.commands import info, model
+from megabatch_train.display.tables import TextTable
+from megabatch_train.names import sanitize
+from megabatch_train.trainer.config import TrainConfig
 from word_pairs import WORDS, call
 
 
@@ -69,12 +74,12 @@ def test_faults_of_the_program_have_a_hint_and_files_a_sentence(pairs, capsys, m
     def fault(*arguments, **options):
         return int("nonsense" if kind == "fault" else (pairs / "gone").read_text())
 
-    monkeypatch.setattr(train.data, "load", fault)
+    monkeypatch.setattr("megabatch_train.data.load.load", fault)
     kind = "file"
     assert call() == 1
     assert capsys.readouterr().err == f"megabatch train: No such file or directory: {pairs / 'gone'}\n"
     kind = "fault"
-    monkeypatch.setattr(train.data, "load", lambda *arguments, **options: json.loads("{"))
+    monkeypatch.setattr("megabatch_train.data.load.load", lambda *arguments, **options: json.loads("{"))
     assert call() == 1
     told = capsys.readouterr().err.splitlines()
     assert told[1] == "set MEGABATCH_TRACEBACK=1 for the traceback"
@@ -101,12 +106,12 @@ def test_a_package_that_saves_models_is_missed_before_the_training(pairs, capsys
 def test_lines_are_not_doubled_after_someone_logs_to_the_root():
     program = """
 import logging
-from megabatch import cli
+from megabatch_train import cli
 cli._log_to_terminal()
 logging.info("of open_clip")
 logging.warning("a warning")
 logging.getLogger("megabatch").info("ours")
-logging.getLogger("megabatch.trainer").warning("ours too")
+logging.getLogger("megabatch_train.trainer").warning("ours too")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stderr.splitlines() == ["a warning", "ours", "ours too"]
@@ -137,7 +142,7 @@ def test_config_lists_settings_and_makes_their_page(pairs, capsys):
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == settings.keys(TrainConfig)
     assert cli.main(["config", "warm"]) == 0
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "} == {
-        *("schedule.warm_up_steps", "schedule.warm_up_fraction", "schedule.name")
+        *("optimizer.lr", "schedule.warmup_steps", "schedule.warmup_fraction", "schedule.name")
     }
     assert cli.main(["config", "--markdown"]) == 0
     page = Path(__file__).parent.parent / "docs" / "settings.md"
@@ -151,7 +156,7 @@ def test_config_lists_settings_and_makes_their_page(pairs, capsys):
 
 @pytest.mark.thorough
 def test_output_into_a_closed_pipe_is_quiet():
-    program = "import sys; from megabatch import cli; sys.stdout.flush(); sys.exit(cli.main(['config']))"
+    program = "import sys; from megabatch_train import cli; sys.stdout.flush(); sys.exit(cli.main(['config']))"
     command = [sys.executable, "-u", "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
@@ -172,16 +177,40 @@ def test_a_number_that_is_none_is_told_without_our_names(pairs, capsys):
         ("3 * http://h/a.csv?SECRET + 1 * b?.csv + s3://key:PASS@h/?.tar", "3 * http://h/a.csv + 1 * b?.csv + s3://h/?.tar"),
         ('["HTTPS://h/a?x=SECRET", "hf://datasets/me/x@main/?.csv"]', '["HTTPS://h/a", "hf://datasets/me/x@main/?.csv"]'),
         ("https://h/a.csv has no pairs; is it a page?", "https://h/a.csv has no pairs; is it a page?"),
+        ("got 'https://u:PA'SS@h/it's.csv?sig=SECRET', which", "got 'https://h/it's.csv', which"),
+        ("https://u:PA/SS@h/x http://h:80/a@b http://[::1]:80/a@b", "https://h/x http://h:80/a@b http://[::1]:80/a@b"),
+        (
+            "[\"https://h/a?sig=SECRET\",\"y\"] {'x': 'https://h/a?X-Amz-Signature=SECRET'}",
+            "[\"https://h/a\",\"y\"] {'x': 'https://h/a'}",
+        ),
     ],
 )
 def test_addresses_are_shown_without_tokens_and_passwords(text, told):
-    assert shown(text) == told
+    assert sanitize(text) == told
+
+
+def test_control_characters_are_escaped_and_other_text_is_kept(capsys, monkeypatch):
+    assert sanitize("red\x1b[31m\r\x07\x7f\x9b2J\u202e\udc80") == r"red\x1b[31m\x0d\x07\x7f\x9b2J\u202e\udc80"
+    kept = "Grüße, 漢字, עברית, 👩‍🚀 …\n\tindented"
+    assert sanitize(kept) == kept
+    TextTable(["name"], [["a\x1b]0;title\x07\nb"]], title="\x1b[2J").print()
+    assert capsys.readouterr().out == "\\x1b[2J\n  name\n  a\\x1b]0;title\\x07\\nb\n"
+    monkeypatch.setattr(logging.getLogger("megabatch"), "handlers", [])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", ["megabatch", "eval", "no\x1b[31mrun"])
+    assert cli.main() == 1
+    told = capsys.readouterr().err
+    assert r"No such run or model: no\x1b[31mrun" in told
+    assert "\x1b" not in told
+    error = RuntimeError("http://me:SECRET@host/a\x1b[2J")
+    sys.excepthook(RuntimeError, error, None)
+    assert capsys.readouterr().err == "RuntimeError: http://host/a\\x1b[2J\n"
 
 
 def test_help_and_version_come_without_torch():
     program = """
 import sys
-from megabatch import cli
+from megabatch_train import cli
 assert "torch" not in sys.modules
 for arguments in (["--help"], ["--version"], [], *([name, "--help"] for name in cli.COMMANDS), ["trian"]):
     try:
@@ -197,10 +226,62 @@ assert "torch" not in sys.modules
     assert "no such command: trian" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("variables", "drivers", "torch_is_there", "told"),
+    [
+        ({}, (), False, "passive"),
+        ({"OMP_WAIT_POLICY": "active"}, (), False, "active"),
+        ({"GOMP_SPINCOUNT": "100"}, (), False, None),
+        ({}, (os.devnull,), False, None),  # a GPU
+        ({}, (), True, None),  # too late
+    ],
+)
+def test_threads_sleep_while_they_wait_on_a_cpu(monkeypatch, variables, drivers, torch_is_there, told):
+    for name in machine.WAITING:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(machine, "GPU_DRIVERS", drivers)
+    if not torch_is_there:
+        monkeypatch.delitem(sys.modules, "torch")
+    machine.let_threads_sleep()
+    assert os.environ.get("OMP_WAIT_POLICY") == told
+
+
+def test_a_command_sets_how_threads_wait_before_torch_is_imported():
+    program = """
+import os, sys
+import megabatch_train.machine
+from megabatch_train import cli
+
+class Seen(Exception):
+    pass
+
+class Watching:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            raise Seen(os.environ.get("OMP_WAIT_POLICY"))
+
+assert "OMP_WAIT_POLICY" not in os.environ
+megabatch_train.machine.GPU_DRIVERS = ()
+sys.meta_path.insert(0, Watching())
+for command in (["info"], ["bench"]):
+    try:
+        cli.main(command)
+    except Seen as seen:
+        print(command[0], seen)
+        os.environ.pop("OMP_WAIT_POLICY", None)
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in machine.WAITING}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+    assert done.stdout.split("\n")[:2] == ["info passive", "bench None"], done.stderr
+
+
 def test_ctrl_c_while_torch_is_imported_is_one_line():
     program = """
 import os, signal, sys
-from megabatch import cli
+from megabatch_train import cli
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a program started in the background ignores it
 
@@ -216,23 +297,47 @@ sys.exit(cli.main(["info"]))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "megabatch info: stopped by Ctrl-C\n")
 
 
-def test_info_names_versions_backends_and_extras(capsys):
+def rows_of_info(capsys):
+    """The rows of `megabatch info` by name; all values begin in the same column."""
     assert cli.main(["info"]) == 0
-    told = capsys.readouterr().out
-    assert f"torch              {torch.__version__.split('+')[0]}" in told
-    assert "cpu                eager" in told
+    columns, _, _ = capsys.readouterr().out.partition("How a loss is computed")
+    lines = [line for line in columns.splitlines() if line]
+    (begin,) = {re.match(r".+?  +", line).end() for line in lines}
+    return {line[:begin].rstrip(): line[begin:] for line in lines}
+
+
+def test_info_names_versions_backends_and_extras(capsys):
+    rows = rows_of_info(capsys)
+    assert rows["torch"] == torch.__version__.split("+")[0]
+    assert rows["backend of cpu"].startswith("eager")
+    assert re.fullmatch(r"[\d.]+ GiB", rows["memory"])
+    assert rows["sentence-transformers"].startswith(("installed", "missing: "))  # the longest name
     assert "pillow" in info.extras()["data"]
     assert ("tomli" in info.extras()["train"]) == (sys.version_info < (3, 11))
 
 
 def test_info_of_a_source_that_is_not_installed(capsys, monkeypatch):
     monkeypatch.setattr(info.machine, "version", lambda name: None)
-    assert cli.main(["info"]) == 0
-    told = capsys.readouterr().out
-    assert f"megabatch          {megabatch.__version__}" in told
-    assert "extras             not known: megabatch runs from its source" in told
+    rows = rows_of_info(capsys)
+    assert rows["megabatch"] == megabatch.__version__
+    assert rows["extras"].startswith("not known: megabatch runs from its source")
 
 
 def test_python_m_megabatch_is_the_command_line():
     done = subprocess.run([sys.executable, "-m", "megabatch", "--version"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.startswith("megabatch 0.")
+
+
+def test_columns_by_role(capsys):
+    parser = argparse.ArgumentParser()
+    model.add_columns(parser)
+    given = ["query=q", "document=d", "negative=a", "negative=b", "label="]
+    found = parser.parse_args(["--columns", *given]).columns
+    assert found == {"query": "q", "document": "d", "negative": ["a", "b"], "label": ""}
+    for wrong, told in (
+        (["query=q", "query=r"], "must name one column for query, got q and r"),
+        (["query="], "must be ROLE=NAME"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--columns", *wrong])
+        assert told in capsys.readouterr().err

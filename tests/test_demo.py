@@ -26,7 +26,7 @@ class Fewer(PathFinder):
         return None if name.split(".")[0] in {blocked!r} else PathFinder.find_spec(name, path, target)
 
 sys.meta_path[:] = [Fewer if finder is PathFinder else finder for finder in sys.meta_path]
-from megabatch.cli import main
+from megabatch_train.cli import main
 """
 DEMO = """
 small = ["--set", "steps=2", "--set", "batch_size=16", "--set", "evaluate_every=1"]
@@ -84,6 +84,7 @@ def test_the_demo_runs_with_the_packages_of_its_extras_alone(tmp_path):
     assert "tensorboard" not in done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 def test_the_demo_finds_what_the_readme_promises(tmp_path):
     command = [sys.executable, "-m", "megabatch", "train", "--output", str(tmp_path / "demo"), "--no-report"]

@@ -31,12 +31,13 @@ class Block(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Block())
 import torch
 import megabatch as mb
-import megabatch.data.demo.emoji, megabatch.data.shards, megabatch.data.tables, megabatch.data.demo.wordnet
-import megabatch.evaluation.sheet, megabatch.towers, megabatch.display, megabatch.report, megabatch.cli
-import megabatch.commands.eval, megabatch.commands.info, megabatch.commands.report, megabatch.commands.search
-import megabatch.commands.train
-import megabatch.integrations.open_clip, megabatch.integrations.transformers, megabatch.integrations.lightning
-import megabatch.commands.plan, megabatch.commands.bench, megabatch.planning.report, megabatch.bench.parts
+import megabatch_train.data.demo, megabatch_train.data.shards, megabatch_train.data.tables
+import megabatch_train.evaluation.sheet, megabatch_train.towers, megabatch_train.display.report, megabatch_train.cli
+import megabatch_train.commands.eval, megabatch_train.commands.info, megabatch_train.commands.report
+import megabatch_train.commands.search, megabatch_train.commands.train
+import megabatch.integrations.open_clip, megabatch.integrations.trainers
+import megabatch_train.commands.plan, megabatch_train.commands.bench, megabatch_train.planning.report
+import megabatch_train.bench.parts
 x = torch.eye(4, requires_grad=True)
 mb.clip_loss(x, x, 2.0).backward()
 assert not [name for name in sys.modules if name.split(".")[0] in {BLOCKED!r}], "imported behind our back"

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch.bench.measure import peak_memory
-from megabatch.bench.processes import ProcessError, fresh_process
+from megabatch_train.bench.measure import ProcessError, fresh_process, peak_memory
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 MIB = 2**20

@@ -235,7 +235,7 @@ def test_nan_in_gives_nan_out(dtype):
 
 
 def test_nan_with_every_bit_set_survives_tf32_rounding():
-    from megabatch.tiles.precision import round_to_tf32
+    from megabatch.tiles.block import round_to_tf32
 
     values = torch.tensor([0x7FFFFFFF, 0x7F800000, 0x3F801000, 0x3F800FFF, 0x7F7FFFFF], dtype=torch.int32).view(torch.float32)
     rounded = round_to_tf32(values)
@@ -247,7 +247,7 @@ def test_nan_with_every_bit_set_survives_tf32_rounding():
 
 
 def test_tf32_rounding_in_place_gives_a_nearest_value():
-    from megabatch.tiles.precision import round_to_tf32, round_to_tf32_
+    from megabatch.tiles.block import round_to_tf32, round_to_tf32_
 
     significands = torch.randint(0, 2**23, (9000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     ties = torch.arange(1000, dtype=torch.int32) * 2**13 + 2**12  # halfway: either neighbour will do

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import megabatch as mb
 from helpers import aligned_pairs, leaves, tile_size, unit
 from megabatch import operators, reference
-from megabatch.operators.logsumexp import APART, KEPT, SKIPPED, logsumexp_backward
+from megabatch.operators.logsumexp import KEPT, SEPARATE, SKIPPED, logsumexp_backward
 from megabatch.operators.softplus import softplus_backward
 
 
@@ -51,6 +51,19 @@ def test_compiles_with_inductor():
     torch.testing.assert_close(torch.autograd.grad(found, arguments[0]), torch.autograd.grad(wanted, arguments[0]))
 
 
+@pytest.mark.parametrize("loss", ["smoothed", "private negatives"])
+def test_losses_of_logits_compile_whole(loss):
+    x, y, scale, *_ = inputs()
+
+    def value(x, y, scale):
+        if loss == "smoothed":
+            return mb.clip_loss(x, y, scale, label_smoothing=0.1)
+        return mb.info_nce_loss(x, y, scale=scale, negatives=mb.Negatives(y.flip(0), owner=torch.arange(len(y))))
+
+    compiled = torch.compile(value, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, y, scale), value(x, y, scale))
+
+
 def test_rank_compiles_whole():
     x, y, *_ = inputs()
     found = torch.compile(mb.pairwise_rank, fullgraph=True, backend="aot_eager")(x, y)
@@ -72,7 +85,7 @@ def test_a_compiled_call_follows_the_matmul_setting():
 CASES = {
     "kept": (*(None,) * 7, True, KEPT),
     "skipped, offsets": (torch.zeros(6), torch.zeros(6), *(None,) * 5, True, SKIPPED),
-    "apart, ids": (None, None, torch.arange(6) % 3, torch.arange(6) % 3, None, None, None, True, APART),
+    "apart, ids": (None, None, torch.arange(6) % 3, torch.arange(6) % 3, None, None, None, True, SEPARATE),
 }
 
 
@@ -123,7 +136,10 @@ def test_softplus_and_rank_operators_keep_their_promises_to_pytorch():
     for needs in ([True] * 4, [False] * 4):
         arguments = (*half, *plain[2:], None, False, True, "float16", "eager", "", False, needs)
         torch.library.opcheck(operators.sigmoid_loss, arguments, test_utils=utils)
-    torch.library.opcheck(operators.rank, (*plain[:2], "float32", "eager", ""))
+    x, y, how = *plain[:2], ("float32", "eager", "")
+    torch.library.opcheck(operators.rank, (x, y, None, None, None, None, *how))
+    rows, columns = (torch.zeros(len(side), dtype=torch.int64) for side in (x, y))
+    torch.library.opcheck(operators.rank, (x, y, x @ y[0], y @ x[0], rows, columns, *how))
 
 
 @pytest.mark.parametrize("loss", [mb.clip_loss, lambda x, y, s: mb.siglip_loss(x, y, s, -2.0)])

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import examples
-from megabatch import settings
-from megabatch.settings import SettingsError
-from megabatch.trainer import config as configs
-from megabatch.trainer.config import TrainConfig
+from megabatch_train import settings
+from megabatch_train.settings import SettingsError
+from megabatch_train.trainer import config as configs
+from megabatch_train.trainer.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,19 @@ def test_assignments():
     assert settings.assignment('a=["x", 2]') == {"a": ["x", 2]}
     assert settings.assignment("a=data/{0..9}.tar") == {"a": "data/{0..9}.tar"}
     assert settings.assignment("a=b=c") == {"a": "b=c"}
+    assert settings.assignment("a = b c ") == {"a": "b c "}
+    assert settings.assignment('a=" b "') == {"a": " b "}
+
+
+@pytest.mark.parametrize("prompt", ["query: ", " query:", "  ", "search for \t"])
+def test_the_spaces_of_a_prompt_survive_the_command_line_and_the_file(tmp_path, prompt):
+    given = settings.assignment(f"model_options.query_prompt={prompt}")
+    assert given == {"model_options": {"query_prompt": prompt}}
+    (tmp_path / "config.toml").write_text(settings.to_toml(given))
+    assert settings.read(tmp_path / "config.toml") == given
+
+
+def test_assignments_that_are_none():
     for wrong in ("a", "=1", "a..b=1", ""):
         with pytest.raises(SettingsError, match="--set takes key=value"):
             settings.assignment(wrong)
@@ -110,36 +123,41 @@ def test_files_that_are_not_toml(tmp_path):
 
 
 def test_later_values_win_table_by_table():
-    merged = settings.merged({"a": 1, "b": {"c": 1, "d": 2}}, {"b": {"c": 3}}, {"a": {"x": 1}})
+    merged = settings.merge({"a": 1, "b": {"c": 1, "d": 2}}, {"b": {"c": 3}}, {"a": {"x": 1}})
     assert merged == {"a": {"x": 1}, "b": {"c": 3, "d": 2}}
 
 
 def test_a_training_config_survives_toml_and_its_recipe_yields(tmp_path):
-    config = configs.resolved({})
+    config = configs.resolve({})
     assert through_toml(config, tmp_path / "a.toml") == config
     assert (config.data, config.model, config.batch_size, config.epochs) == ("emoji", "small", 512, 28.0)
-    assert (config.optimizer.lr, config.schedule.name, config.schedule.warm_up_fraction, config.ema) == (
+    assert (config.optimizer.lr, config.schedule.name, config.schedule.warmup_fraction, config.ema) == (
         3e-3,
         "constant",
         0.3,
         0.95,
     )
     assert (config.model_options, config.total_steps(5)) == ({"buckets": 8192}, 140)
-    words = configs.resolved({"data": "wordnet"})
+    words = configs.resolve({"data": "wordnet"})
     assert (words.batch_size, words.epochs, words.ema, words.model_options) == (1024, 4.0, 0.0, {})
-    assert (words.optimizer.lr, words.schedule.name, words.schedule.warm_up_steps) == (3e-3, "cosine", 20)
-    other = configs.resolved({"model": "open_clip:ViT-B-32"}, {"data": "a.csv", "optimizer": {"lr": 1.0}})
+    assert (words.optimizer.lr, words.schedule.name, words.schedule.warmup_steps) == (3e-3, "cosine", 20)
+    other = configs.resolve({"model": "open_clip:ViT-B-32"}, {"data": "a.csv", "optimizer": {"lr": 1.0}})
     assert (other.optimizer.lr, other.optimizer.weight_decay, other.epochs) == (1.0, 0.2, 32.0)
-    assert configs.resolved({"optimizer": {"lr": 1.0}}).optimizer.weight_decay == 0.1
+    assert configs.resolve({"optimizer": {"lr": 1.0}}).optimizer.weight_decay == 0.1
+    for model in ("hf:bert", "open_clip:ViT-B-32@openai"):  # models that start from weights
+        tuned = configs.resolve({"model": model, "data": "a.csv"})
+        assert (tuned.optimizer.lr, tuned.optimizer.weight_decay, tuned.epochs) == (2e-5, 0.01, 3.0)
+    for model in ("hf-config:bert", "open_clip:ViT-B-32", "open_clip:a@b/my.json", "hf:IMAGES+TEXTS"):
+        assert configs.resolve({"model": model, "data": "a.csv"}).optimizer.lr == "auto"
     # What is written down is what was used: read again, no recipe changes it.
-    assert configs.resolved(settings.read(tmp_path / "a.toml")) == config
+    assert configs.resolve(settings.read(tmp_path / "a.toml")) == config
     # A warm-up that is given replaces the recipe's, whichever way each of them says it.
-    shorter = configs.resolved({"data": "wordnet"}, {"schedule": {"warm_up_fraction": 0.2}}).schedule
-    assert (shorter.warm_up_steps, shorter.warm_up_fraction) == (None, 0.2)
-    shorter = configs.resolved({"schedule": {"warm_up_fraction": 0.2}}, {"schedule": {"warm_up_steps": 7}}).schedule
-    assert (shorter.warm_up_steps, shorter.warm_up_fraction) == (7, None)
-    with pytest.raises(ValueError, match=r"schedule\.warm_up_steps must be left out"):
-        configs.resolved({"schedule": {"warm_up_fraction": 0.2, "warm_up_steps": 7}})
+    shorter = configs.resolve({"data": "wordnet"}, {"schedule": {"warmup_fraction": 0.2}}).schedule
+    assert (shorter.warmup_steps, shorter.warmup_fraction) == (None, 0.2)
+    shorter = configs.resolve({"schedule": {"warmup_fraction": 0.2}}, {"schedule": {"warmup_steps": 7}}).schedule
+    assert (shorter.warmup_steps, shorter.warmup_fraction) == (7, None)
+    with pytest.raises(ValueError, match=r"schedule\.warmup_steps must be left out"):
+        configs.resolve({"schedule": {"warmup_fraction": 0.2, "warmup_steps": 7}})
 
 
 @pytest.mark.parametrize(
@@ -151,8 +169,8 @@ def test_a_training_config_survives_toml_and_its_recipe_yields(tmp_path):
         ({"epochs": 0}, "epochs must be more than 0, got 0"),
         ({"ema": 1.0}, "ema … got 1.0"),
         ({"precision": "fp16", "parallel": "fsdp"}, 'precision must be "bf16" or "fp32" with parallel "fsdp"'),
-        ({"optimizer": {"lr": -1}}, "optimizer.lr must be a finite number above 0, got -1.0"),
-        ({"optimizer": {"lr": math.inf}}, "optimizer.lr must be a finite number above 0, got inf"),
+        ({"optimizer": {"lr": -1}}, 'optimizer.lr must be "auto" or a finite number above 0, got -1.0'),
+        ({"optimizer": {"lr": math.inf}}, 'optimizer.lr must be "auto" or a finite number above 0, got inf'),
         ({"optimizer": {"clip_norm": math.inf}}, "optimizer.clip_norm … got inf"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep must be at least 1, got 0"),
         ({"loss": {"scale": 0}}, "loss.scale must be a finite number above 0, got 0.0"),
@@ -160,7 +178,7 @@ def test_a_training_config_survives_toml_and_its_recipe_yields(tmp_path):
 )
 def test_training_settings_that_make_no_sense(values, message):
     with pytest.raises(SettingsError) as error:
-        configs.resolved(values)
+        configs.resolve(values)
     assert all(part in str(error.value) for part in message.split(" … ")), error.value
 
 
@@ -175,7 +193,7 @@ def test_every_setting_has_a_default_and_toml_can_hold_it():
         ("learning_rate", "optimizer.lr"),
         ("lr", "optimizer.lr"),
         ("weight-decay", "optimizer.weight_decay"),
-        ("warmup", "schedule.warm_up_steps"),
+        ("warmup", "schedule.warmup_steps"),
         ("num_workers", "workers"),
         ("max_grad_norm", "optimizer.clip_norm"),
         ("batchsize", "batch_size"),
@@ -183,7 +201,7 @@ def test_every_setting_has_a_default_and_toml_can_hold_it():
 )
 def test_unknown_settings_get_a_suggestion_by_meaning(word, meant):
     with pytest.raises(SettingsError, match=f'{word} is no setting; did you mean "{meant}"'):
-        configs.resolved({word: 1})
+        configs.resolve({word: 1})
 
 
 def test_suggestions_are_settings():
@@ -191,9 +209,9 @@ def test_suggestions_are_settings():
 
 
 def test_every_setting_is_described():
-    found = {setting.key: setting for setting in settings.described(TrainConfig)}
+    found = {setting.key: setting for setting in settings.describe_fields(TrainConfig)}
     assert [key for key, setting in found.items() if not setting.text] == []
-    assert found["optimizer.lr"][1:3] == ("a number", "0.0005")
+    assert found["optimizer.lr"][1:3] == ('a number or "auto"', '"auto"')
     assert found["optimizer.betas"].default == "[0.9, 0.98]"
-    assert found["schedule.warm_up_steps"][1:3] == ("a whole number", "")
+    assert found["schedule.warmup_steps"][1:3] == ("a whole number", "")
     assert settings.assignment(f"checkpoint.keep={found['checkpoint.keep'].default}") == {"checkpoint": {"keep": 2}}

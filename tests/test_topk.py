@@ -6,7 +6,8 @@ import torch
 import megabatch as mb
 from helpers import tile_size, unit
 from megabatch import ring
-from megabatch.tiles import kernel_plan, plan
+from megabatch.kernels import plan as kernel_plan
+from megabatch.tiles import plan
 from megabatch.tiles.topk import best_columns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -148,6 +149,7 @@ def test_kernels_find_the_same(monkeypatch, dtype, case, group):
 
 @pytest.mark.quick({"exclude": "diagonal"})
 @pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
+@pytest.mark.thorough
 def test_columns_at_the_limit_cost_no_place_in_the_kernels(exclude):
     """The limit is a product, which another order of sums rounds to either side of it."""
     pytest.importorskip("triton")
@@ -171,7 +173,7 @@ def topk_on_a_rank(group, rank, route, rows, columns, exclude):
     own = slice(sum(rows[:rank]), sum(rows[: rank + 1])), slice(sum(columns[:rank]), sum(columns[: rank + 1]))
     i, j = torch.arange(len(x), device=DEVICE) % 3, torch.arange(len(y), device=DEVICE) % 4
     x, y, i, j = x[own[0]], y[own[1]], i[own[0]], j[own[1]]
-    with ring.using(route), tile_size(3, 4):
+    with ring.use_route(route), tile_size(3, 4):
         return tuple(mb.pairwise_topk(x, y, 5, exclude=(i, j) if exclude == "ids" else exclude, group=group))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megabatch.cached import Encoded, HostSource, ReplayMismatchError, ReplaySource, Source, cached_backward
-    from megabatch.late import Tokens, maxsim_logsumexp
+    from megabatch.late.interaction import Tokens, maxsim_logsumexp
     from megabatch.losses import (
         ClipLoss,
         DistillClipLoss,
@@ -69,11 +69,12 @@ __all__ = [
     "sup_con_loss",
 ]
 
-_HOMES = ("cached", "late", "losses", "pairwise", "ring")  # of the public names
+_PACKAGES = ("cached", "late", "losses", "pairwise", "ring")
+_HOMES = ("cached", "late.interaction", "losses", "pairwise", "ring")  # of the public names
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
+    if name in _PACKAGES:
         return importlib.import_module(f"megabatch.{name}")
     if name in __all__:
         for home in _HOMES:
@@ -84,4 +85,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_HOMES})
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -2,7 +2,7 @@
 
 import sys
 
-from megabatch.cli import main
+from megabatch_train.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch.tiles import backends
-from megabatch.tiles.precision import SUPPORTED_DTYPES, compute_precision
+from megabatch import dispatch
+from megabatch.tiles.backends import EAGER, TRITON
+from megabatch.tiles.block import SUPPORTED_DTYPES, compute_precision
 from megabatch.tiles.topk import MOST_OF_THE_BEST
 
-BACKENDS = ("auto", backends.EAGER, backends.TRITON)
+BACKENDS = ("auto", EAGER, TRITON)
 _DTYPE_NAMES = "float64, float32, bfloat16 or float16"
 
 
@@ -69,7 +70,7 @@ def same_rows(value: Tensor, name: str, like: Tensor, side: str) -> None:
 
 
 def without_gradient(values: Sequence[Tensor], names: Sequence[str]) -> None:
-    """What only decides, or is a target, gets no gradient, and says so instead of staying silent."""
+    """Raises if a tensor that never receives a gradient requires one."""
     for name, value in zip(names, values, strict=True):
         if value.requires_grad:
             raise ValueError(f"{name} must not require a gradient, because it gets none; pass {name}.detach()")
@@ -96,10 +97,13 @@ def offsets(value: Any, name: str, like: Tensor, side: str) -> None:
     _one_each(value, name, like, side)
 
 
-def ids(value: Any, name: str, like: Tensor, side: str) -> None:
-    """One integer for each row of `like`, or None."""
-    if value is not None:
-        _identifiers(value, name, like, side, expected="a tensor of integers or None")
+def ids(value: Any, name: str, like: Tensor, side: str, *, two_columns: bool = False) -> None:
+    """One integer for each row of `like`, or None; with `two_columns`, perhaps two integers for each row."""
+    if value is None:
+        return
+    if two_columns and isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == 2:
+        value = value[:, 0]
+    _identifiers(value, name, like, side, expected="a tensor of integers or None")
 
 
 def _identifiers(value: Any, name: str, like: Tensor, side: str, *, expected: str) -> None:
@@ -164,7 +168,7 @@ def backend(value: Any, precision: str, device: torch.device) -> None:
     """One of the names; a backend asked for by name works or says why not."""
     if value not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
-    reason = backends.why_not_triton(precision, device) if value == backends.TRITON else None
+    reason = dispatch.why_not_triton(precision, device) if value == TRITON else None
     if reason is not None:
         raise ValueError(f'backend="triton" cannot serve this call: {reason}. Use backend="auto"')
 

@@ -19,7 +19,7 @@ def load(module: str, *, extra: str, purpose: str) -> ModuleType:
         ) from error
 
 
-def installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether the package is installed, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from megabatch import checks
+from megabatch.dispatch import Backend, Group
 from megabatch.primitives import (
     KEPT,
     SKIPPED,
-    Backend,
-    Group,
     accumulator_dtype,
     execution,
     logsumexp,
@@ -101,7 +100,8 @@ def pairwise_logsumexp(
         diagonal=SKIPPED if exclude == "diagonal" else KEPT,
         columns=True,
     )
-    return LogSumExp(sums.row, sums.col)
+    dtype = accumulator_dtype(x.dtype)
+    return LogSumExp(sums.row.to(dtype), sums.col.to(dtype))
 
 
 def pairwise_symmetric_logsumexp(
@@ -136,7 +136,8 @@ def pairwise_symmetric_logsumexp(
     run = execution(z, z, ("z", "z"), group=group, backend=backend)
     checks.exclude_from_symmetric(exclude, z)
     ids = exclude if isinstance(exclude, Tensor) else None
-    return symmetric_logsumexp(z, number(scale, "scale", z), run, ids=ids, diagonal=KEPT if exclude is None else SKIPPED)
+    row = symmetric_logsumexp(z, number(scale, "scale", z), run, ids=ids, diagonal=KEPT if exclude is None else SKIPPED)
+    return row.to(accumulator_dtype(z.dtype))
 
 
 def pairwise_softplus(

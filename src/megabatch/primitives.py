@@ -1,26 +1,26 @@
 """What the losses are made of: each function runs one operator. Private; the public operations are in `pairwise`.
 
-`execution` checks a call and decides once how it runs: the precision of its products, the backend, the process group.
-Similarities are s_ij = scale·⟨x_i, y_j⟩ + offsets. `share` turns a sum over the local pairs into this rank's part of the mean
+`execution` checks a call and settles its precision, engine and process group. `dispatch` chooses the engine and the path.
+Logits are s_ij = scale·⟨x_i, y_j⟩ + offsets. `mean_weight` turns a sum over the local pairs into this rank's part of the mean
 over the batch: the mean over ranks is the mean over pairs, however many pairs each rank has.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch import checks, operators
-from megabatch.operators.logsumexp import APART, KEPT, SKIPPED
-from megabatch.operators.symmetric_logsumexp import ALL, EQUAL_IDS, OTHERS
-from megabatch.ring import topology
-from megabatch.tiles import backends
-from megabatch.tiles.logsum import finite_or_zero
-from megabatch.tiles.precision import (
+from megabatch import checks, dispatch, operators, tracing
+from megabatch.dispatch import BOTH, LABELS, ROWS, SIGMOID, VIEWS, Backend, Group, Reduction
+from megabatch.operators import dense, dense_kernels, fused
+from megabatch.operators.logsumexp import ALL, EQUAL_IDS, KEPT, OTHERS, SEPARATE, SKIPPED
+from megabatch.ring import ranks
+from megabatch.tiles.backends import EAGER, TRITON
+from megabatch.tiles.block import (
     FLOAT32,
     HALF_DTYPE,
     SOFTPLUS_IS_IDENTITY,
@@ -28,25 +28,23 @@ from megabatch.tiles.precision import (
     autocast_device,
     compute_precision,
 )
+from megabatch.tiles.eager import round_logits
+from megabatch.tiles.sums import finite_or_zero
 
-__all__ = ["APART", "KEPT", "SKIPPED", "accumulator_dtype", "autocast_device", "finite_or_zero"]
-
-Backend = Literal["auto", "eager", "triton"]
-Group = ProcessGroup | DeviceMesh | None
-Reduction = Literal["mean", "sum", "none"]
+__all__ = ["KEPT", "SEPARATE", "SKIPPED", "accumulator_dtype", "autocast_device", "finite_or_zero"]
 
 
 class Execution(NamedTuple):
     """How a call runs. Operators take the three strings, in this order."""
 
-    precision: str  # of the products
+    precision: str  # of the matmuls
     backend: str  # "eager" or "triton"
-    group: str  # the address of the process group (`ring.topology`); empty for one process
+    group: str  # the address of the process group (`ring.ranks`); empty for one process
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return int(topology.rank_at(self.group))
+        return int(ranks.rank_at(self.group))
 
 
 def execution(
@@ -57,9 +55,10 @@ def execution(
     same_rows: bool = False,
     group: Group = None,
     purpose: str = "",
+    loss: str = "",
     backend: Backend = "auto",
 ) -> Execution:
-    """Checks the two sides of a pairwise operation, its group and its backend, and decides how the call runs.
+    """Checks the two sides of a pairwise operation, its group and its backend, and returns how the call runs.
 
     Args:
         x: (N, D) embeddings.
@@ -68,12 +67,13 @@ def execution(
         same_rows: whether row i of x belongs to row i of y.
         group: process group to share the batch over (default: this process only).
         purpose: of the operation, for messages; all ranks have to agree on it.
+        loss: its name and settings; the same.
         backend: "auto", "eager" or "triton".
     """
     checks.embeddings(x, y, names, same_rows=same_rows)
     precision = compute_precision(x)
     if backend == "auto":
-        chosen = backends.EAGER if x.is_cpu else str(backends.default(precision, x.device))
+        chosen = EAGER if x.is_cpu else str(dispatch.default_engine(precision, x.device))
     else:
         checks.backend(backend, precision, x.device)
         chosen = backend
@@ -81,7 +81,18 @@ def execution(
         return Execution(precision, chosen, "")
     checks.group(group)
     process_group = group.get_group() if isinstance(group, DeviceMesh) else group
-    return Execution(precision, chosen, topology.address(process_group, purpose))
+    return Execution(precision, chosen, ranks.address(process_group, purpose, loss))
+
+
+def describe_loss(group: Group, name: str, **settings: Any) -> str:
+    """A loss and those of its settings that are not 0, None or "mean": ranks with other settings would compute another loss.
+
+    Without a group, nothing is compared.
+    """
+    if group is None:
+        return ""
+    shown = [f"{key}={value}" for key, value in settings.items() if not (value in (None, 0) or value == "mean")]
+    return f"{name}({', '.join(shown)})" if shown else name
 
 
 def pairs(
@@ -89,17 +100,18 @@ def pairs(
     y: Tensor,  # (N, D)
     names: tuple[str, str],
     *,
-    ids: Tensor | None = None,  # (N,)
+    ids: Tensor | None = None,  # (N,) or (N, 2)
     reduction: Reduction = "mean",
     group: Group = None,
     purpose: str = "",
+    loss: str = "",
     backend: Backend = "auto",
 ) -> Execution:
     """`execution` of a loss over pairs, row i of x with row i of y."""
     checks.reduction(reduction)
-    run = execution(x, y, names, same_rows=True, group=group, purpose=purpose, backend=backend)
+    run = execution(x, y, names, same_rows=True, group=group, purpose=purpose, loss=loss, backend=backend)
     if ids is not None:
-        checks.ids(ids, "ids", x, names[0])
+        checks.ids(ids, "ids", x, names[0], two_columns=True)
     if not run.group:  # over a group one rank may have no rows; the operator finds out together whether all have none
         checks.at_least_one_pair(x, names[0])
     return run
@@ -126,13 +138,23 @@ def offsets(value: Tensor | None, x: Tensor) -> Tensor | None:
     return None if value is None else value.to(accumulator_dtype(x.dtype))
 
 
+def widen_float16(x: Tensor) -> Tensor:
+    """Embeddings that several operators take, as float32 if they are float16.
+
+    So the gradients of all operators are added in float32 and rounded once. float16 ends at 65,504: a gradient that is rounded
+    before it is added may be infinite, and inf − inf is NaN. bfloat16 has the range of float32 and needs no copy. `Execution`
+    keeps the precision of the products.
+    """
+    return x.float() if x.dtype == torch.float16 else x
+
+
 class LogSums(NamedTuple):
-    """What `logsumexp` returns."""
+    """What `logsumexp` returns; the first three are float64, because losses take differences of them."""
 
     row: Tensor  # (N,) log Σ_j exp s_ij
     col: Tensor  # (M,) log Σ_i exp s_ij, or (0,)
-    match: Tensor  # (N,) s_ii where the diagonal is APART, or (0,)
-    share: Tensor  # ()
+    match: Tensor  # (N,) s_ii where the diagonal is SEPARATE, or (0,)
+    mean_weight: Tensor  # ()
 
 
 class Ceiling(NamedTuple):
@@ -151,15 +173,15 @@ def logsumexp(
     *,
     row_bias: Tensor | None = None,  # (N,)
     col_bias: Tensor | None = None,  # (M,)
-    ids: tuple[Tensor | None, Tensor | None] = (None, None),  # (N,), (M,)
+    ids: tuple[Tensor | None, Tensor | None] = (None, None),  # (N,), (M,) or (N, 2), (M, 2)
     diagonal: str = KEPT,
     columns: bool = False,
     ceiling: Ceiling | None = None,
 ) -> LogSums:
-    """Logsumexps of the rows, and with `columns` of the columns; pairs with equal ids are left out."""
+    """Logsumexps of the rows, and with `columns` of the columns; pairs with equal ids are excluded."""
     limit, guide_x, guide_y = (None, None, None) if ceiling is None else ceiling
     guide_precision = FLOAT32 if guide_x is None or guide_y is None else execution(guide_x, guide_y).precision
-    row, col, match, share, *_ = operators.apply(
+    row, col, match, mean_weight, *_ = operators.apply(
         operators.logsumexp,
         *(x, y, scale, offsets(row_bias, x), offsets(col_bias, x), *ids),
         *(limit, guide_x, guide_y),
@@ -167,7 +189,7 @@ def logsumexp(
         diagonal,
         *(run.precision, guide_precision, run.backend, run.group),
     )
-    return LogSums(row, col, match, share)
+    return LogSums(row, col, match, mean_weight)
 
 
 def symmetric_logsumexp(
@@ -178,63 +200,79 @@ def symmetric_logsumexp(
     ids: Tensor | None = None,  # (N,)
     diagonal: str = SKIPPED,
 ) -> Tensor:  # (N,)
-    """Logsumexps of the rows of z against all rows of z; pairs with equal ids, the row itself among them, are left out."""
+    """Logsumexps of the rows of z against all rows of z, float64; excludes pairs with equal ids, the row itself included."""
     summed = ALL if ids is not None or diagonal == KEPT else OTHERS
     row: Tensor = operators.apply(operators.symmetric_logsumexp, z, scale, ids, summed, *run)[0]
     return row
 
 
-def is_small(
-    x: Tensor, run: Execution, reduction: Reduction, *, views: bool = False, tiled: bool = False, rows_only: bool = False
-) -> bool:
-    """Whether the losses of small batches serve the rows of x (`operators.small`).
+# ----------------------------------------------------------------------------------------------------------------------
+# Losses that compute their gradients in the forward pass, as far as `dispatch` finds a module for the call. The modules have
+# functions of the same names.
 
-    With `views` there is a second view of each row. `tiled`, of losses of matching pairs, counts batches whose pairs do not fit
-    in memory. `rows_only` is for a cross-entropy of rows, not of columns.
-    """
-    if reduction == "none":
-        return False
-    return operators.is_small(x, run.backend, run.group, views=views, tiled=tiled, rows_only=rows_only)
+_MODULES: dict[str, ModuleType] = {"dense": dense, "dense_kernels": dense_kernels, "fused": fused}
 
 
-def small_cross_entropy(
+def cross_entropy_loss(
     x: Tensor,  # (N, D)
     y: Tensor,  # (N, D)
-    scale: Tensor,  # ()
+    scale: float | Tensor,
     run: Execution,
     *,
-    ids: Tensor | None = None,  # (N,)
-    columns: bool = False,
+    columns: bool,
+    name: str,
+    ids: Tensor | None = None,  # (N,) or (N, 2)
     reduction: Reduction = "mean",
-) -> Tensor:  # ()
-    """The cross-entropies of the pairs (i, i) among rows, or the means of both directions with `columns`; if `is_small`."""
+    standard: bool = True,
+) -> Tensor | None:  # ()
+    """The cross-entropies of the pairs (i, i) among rows, or the means of both directions with `columns`.
+
+    None if the call takes two passes (`dispatch.choose_module`).
+    """
+    kind = BOTH if columns else ROWS
+    module = dispatch.choose_module(kind, x, run.backend, run.group, reduction, standard=standard)
+    if not module:
+        return None
     divisor = (x.shape[0] if reduction == "mean" else 1) * (2 if columns else 1)
-    return operators.small_cross_entropy(x, y, scale, ids, run.precision, run.backend, columns=columns, divisor=divisor)
+    loss: Tensor = _MODULES[module].cross_entropy_loss(
+        x, y, number(scale, name, x), ids, run.precision, columns=columns, divisor=divisor
+    )
+    return loss
 
 
-def small_nt_xent_loss(
+def nt_xent_loss(
     z1: Tensor,  # (N, D)
     z2: Tensor,  # (N, D)
-    scale: Tensor,  # ()
+    scale: float | Tensor,
     run: Execution,
     *,
     reduction: Reduction = "mean",
-) -> Tensor:  # ()
-    """The loss of SimCLR; if `is_small`."""
+) -> Tensor | None:  # ()
+    """The loss of SimCLR; None if the call takes two passes."""
+    module = dispatch.choose_module(VIEWS, z1, run.backend, run.group, reduction)
+    if not module:
+        return None
     divisor = 2 * (len(z1) if reduction == "mean" else 1)
-    return operators.small_nt_xent_loss(z1, z2, scale, run.precision, run.backend, divisor=divisor)
+    loss: Tensor = _MODULES[module].nt_xent_loss(z1, z2, number(scale, "scale", z1), run.precision, divisor=divisor)
+    return loss
 
 
-def small_sup_con_loss(
+def sup_con_loss(
     z: Tensor,  # (N, D)
     labels: Tensor,  # (N,)
-    scale: Tensor,  # ()
+    scale: float | Tensor,
     run: Execution,
     *,
     reduction: Reduction = "mean",
-) -> Tensor:  # ()
-    """The supervised contrastive loss, of form "out"; if `is_small`."""
-    return operators.small_sup_con_loss(z, labels, scale, run.precision, run.backend, mean_of_rows=reduction == "mean")
+) -> Tensor | None:  # ()
+    """The supervised contrastive loss of form "out"; None if the call takes two passes."""
+    module = dispatch.choose_module(LABELS, z, run.backend, run.group, reduction)
+    if not module:
+        return None
+    loss: Tensor = _MODULES[module].sup_con_loss(
+        z, labels, number(scale, "scale", z), run.precision, mean_of_rows=reduction == "mean"
+    )
+    return loss
 
 
 def softplus(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, run: Execution) -> Tensor:  # (N,)
@@ -250,26 +288,28 @@ def sigmoid_loss(
     bias: Tensor,  # ()
     run: Execution,
     *,
-    ids: Tensor | None = None,  # (N,)
+    ids: Tensor | None = None,  # (N,) or (N, 2)
     ids_are_positives: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:  # () or (N,)
-    """softplus(−s_ii) + Σ_{j≠i} softplus(s_ij) of each row; pairs with equal ids are left out of the inner sum.
+    """softplus(−s_ii) + Σ_{j≠i} softplus(s_ij) of each row; pairs with equal ids are excluded from the inner sum.
 
     If equal ids are positives, they stay in it with −s_ij in place of s_ij.
     """
-    if is_small(x, run, reduction, tiled=True):
-        return operators.small_sigmoid_loss(
-            *(x, y, scale, bias, ids, run.precision, run.backend),
+    module = dispatch.choose_module(SIGMOID, x, run.backend, run.group, reduction)
+    if module in _MODULES:
+        fused_loss: Tensor = _MODULES[module].sigmoid_loss(
+            *(x, y, scale, bias, ids, run.precision),
             ids_are_positives=ids_are_positives,
             divisor=len(x) if reduction == "mean" else 1,
         )
+        return fused_loss
     similarities = x, y, scale, bias.expand(x.shape[0])
-    if reduction == "none":
+    if not module:
         total, match = operators.apply(operators.softplus, *similarities, ids, ids_are_positives, True, *run)
         losses: Tensor = total + exact_softplus(-match)
         return losses
-    unseen = operators.transforms_are_active()  # under a transform, requires_grad does not say who asks for a gradient
+    unseen = tracing.transforms_are_active()  # under a transform, requires_grad does not say who asks for a gradient
     needs = [torch.is_grad_enabled() and (unseen or tensor.requires_grad) for tensor in similarities]
     how = ids, ids_are_positives, True, *run
     loss: Tensor = operators.apply(operators.sigmoid_loss, *similarities, *how, reduction == "mean", needs)[0]
@@ -281,23 +321,48 @@ def soft_cross_entropy(
     teacher: tuple[Tensor, Tensor, Tensor],  # (N, E), (N, E), ()
     runs: tuple[Execution, Execution],
 ) -> tuple[Tensor, Tensor, Tensor]:  # (N,), (N,), ()
-    """(cross-entropies of rows and of columns under the teacher's softmax, share)."""
+    """(cross-entropies of rows and of columns under the teacher's softmax, mean_weight)."""
     run, teacher_run = runs
-    backend = backends.TRITON if run.backend == teacher_run.backend == backends.TRITON else backends.EAGER
+    backend = TRITON if run.backend == teacher_run.backend == TRITON else EAGER
     how = run.precision, teacher_run.precision, backend, run.group
-    row, col, share, *_ = operators.apply(operators.soft_cross_entropy, *student, *teacher, *how)
-    return row, col, share
+    row, col, mean_weight, *_ = operators.apply(operators.soft_cross_entropy, *student, *teacher, *how)
+    return row, col, mean_weight
 
 
 def matching_products(x: Tensor, y: Tensor, run: Execution) -> tuple[Tensor, Tensor, Tensor]:  # (N,), (N,), ()
-    """(⟨x_i, y_i⟩, how far rounding may have moved it, share), from the same rounded inputs as all other products."""
-    products, noise, share = operators.apply(operators.matching, x, y, *run)
-    return products, noise, share
+    """(⟨x_i, y_i⟩, how far rounding may have moved it, mean_weight), from the same rounded inputs as all other products."""
+    products, noise, mean_weight = operators.apply(operators.matching, x, y, *run)
+    return products, noise, mean_weight
 
 
-def rank(x: Tensor, y: Tensor, run: Execution) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
-    """How many entries of its row, and of its column, come before each matching pair. No gradient."""
-    by_row, by_column = operators.rank(x, y, *run)
+def logits_of(products: Tensor, scale: Tensor, run: Execution) -> Tensor:  # (K,), () float64
+    """s in float64, rounded like the logits of tiles. The terms of the scale's gradient are added up in float64."""
+    exact = products.double() * scale
+    with torch.no_grad():
+        rounding = round_logits(products, scale, run.precision, by_kernels=run.backend == TRITON) - exact
+    return exact + torch.where(exact.isfinite(), rounding, 0.0)
+
+
+class RankedEntries(NamedTuple):
+    """One entry of each row and of each column of similarities. A row whose entry is NaN ranks last."""
+
+    row_match: Tensor  # (N,) the similarity of each row's entry, as `matching_products` returns it
+    col_match: Tensor  # (M,)
+    row_target: Tensor  # (N,) int64, its column; columns are numbered over all ranks
+    col_target: Tensor  # (M,) int64, the row of each column's entry
+
+
+def rank(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (M, D)
+    run: Execution,
+    entries: RankedEntries | None = None,
+) -> tuple[Tensor, Tensor]:  # (N,), (M,) int64
+    """How many entries of its row, and of its column, come before each matching pair. No gradient.
+
+    With `entries`, those are ranked instead, and x and y may have different numbers of rows.
+    """
+    by_row, by_column = operators.rank(x, y, *(entries or (None, None, None, None)), *run)
     return by_row, by_column
 
 
@@ -334,24 +399,24 @@ def positive_similarities(
     scale: Tensor,  # ()
     run: Execution,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (N,), (N,), (N,), ()
-    """(mean of s_ij over all other rows j of i's label, how many, ids that only sole partners share, share).
+    """(mean of s_ij over all other rows j of i's label, float64, how many, ids that only sole partners share, mean_weight).
 
     In O(N·D). The mean of none is 0. Excluding `ids` from a sum leaves out the row itself, and its positive where it has just
-    one. A sum over the rows here that have a positive, times `share`, is this rank's part of the mean over all such rows.
+    one. A sum over the rows here that have a positive, times `mean_weight`, is this rank's part of the mean over all such rows.
     """
-    mean, ids, share, count = operators.apply(operators.positives, z, scale, labels, run.precision, run.group)
-    return mean, count, ids, share
+    mean, ids, mean_weight, count = operators.apply(operators.positives, z, scale, labels, *run)
+    return mean, count, ids, mean_weight
 
 
 def positives_logsumexp(z: Tensor, labels: Tensor, scale: Tensor, run: Execution) -> Tensor:  # (N,)
-    """log Σ exp s_ij over all other rows j of i's label; −inf where there are none.
+    """log Σ exp s_ij over all other rows j of i's label, float64; −inf where there are none.
 
     Rows are sorted by label, and only tiles near the diagonal are formed: Σ n²·D operations for labels of n rows. In PyTorch
     operations on every device; on CUDA the host waits once to learn where labels begin.
     """
-    row: Tensor = operators.apply(
-        operators.symmetric_logsumexp, z, scale, labels, EQUAL_IDS, run.precision, backends.EAGER, run.group
-    )[0]
+    row: Tensor = operators.apply(operators.symmetric_logsumexp, z, scale, labels, EQUAL_IDS, run.precision, EAGER, run.group)[
+        0
+    ]
     return row
 
 
@@ -367,7 +432,7 @@ def mean_similarity(
     scale: Tensor,  # ()
     run: Execution,
 ) -> Tensor:  # (N,)
-    """The mean of each row's similarities to all of the others, on all ranks: its similarity to their mean, in O(N·D).
+    """The mean of each row's similarities to all of the others, on all ranks: its similarity to their mean, in O(N·D). Float64.
 
     With the part ε of the target spread evenly, a cross-entropy becomes itself plus ε·(s_ii − mean_j s_ij).
     """
@@ -377,12 +442,12 @@ def mean_similarity(
         subtracted = [sums.new_zeros(()) if log_q is None else log_q.sum() for _, log_q in others]
         count = sums.new_full((), sum(map(len, columns)))
         packed = torch.cat((sums, torch.stack((torch.stack(subtracted).sum(), count))))
-        whole = sum_over_ranks(packed, run)
-        return (rows @ (whole[:-2] * scale) - whole[-2]) / whole[-1]
+        mean = (whole := sum_over_ranks(packed, run))[:-1] / whole[-1]
+        return logits_of(rows @ mean[:-1], scale, run) - mean[-1]
 
 
 def _as_multiplied(values: Tensor) -> Tensor:
-    """As the products see them, in the type of sums; TF32's rounding, which does not matter to a mean, is left out."""
+    """Casts to the matmul precision, then to the accumulator dtype. TF32 rounding is skipped: it is negligible in a mean."""
     half = HALF_DTYPE.get(compute_precision(values))
     return (values if half is None else values.to(half)).to(accumulator_dtype(values.dtype))
 

@@ -85,7 +85,8 @@ def same_id(ids: Tensor | None, N: int) -> Tensor | None:  # (N, N) bool
     """Pairs that are not each other's negatives; a pair is its own positive."""
     if ids is None:
         return None
-    return (ids[:, None] == ids[None, :]) & ~torch.eye(N, dtype=torch.bool, device=ids.device)
+    columns = ids[:, None] if ids.dim() == 1 else ids  # (N, 1) or (N, 2)
+    return (columns[:, None] == columns[None, :]).any(2) & ~torch.eye(N, dtype=torch.bool, device=ids.device)
 
 
 def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, ids: Tensor | None = None) -> Tensor:

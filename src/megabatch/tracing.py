@@ -1,7 +1,10 @@
-"""Marks for `torch.compile` that do not import the compiler: its import takes longer than all of ours."""
+"""What `torch.compile` and `torch.func` need to be told or asked, without an import of the compiler, which is slow."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -13,3 +16,8 @@ def constant(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of `torch.func`, or a level of dual numbers, surrounds the call."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

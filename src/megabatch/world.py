@@ -54,7 +54,7 @@ class World:
         return min(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     @contextmanager
-    def named(self, place: Callable[[], str]) -> Iterator[None]:
+    def explain_errors(self, place: Callable[[], str]) -> Iterator[None]:
         """Turns the errors of messages to a rank that has ended into one that says where this rank was."""
         try:
             yield
@@ -71,15 +71,15 @@ class World:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each number summed over ranks."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
         """The largest of each number over ranks."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     def min(self, values: Sequence[float]) -> list[float]:
         """The smallest of each number over ranks."""
-        return self._reduced(values, dist.ReduceOp.MIN)
+        return self._reduce(values, dist.ReduceOp.MIN)
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """The integers of each rank, equally many on all of them, in order of rank. One all-gather."""
@@ -126,7 +126,7 @@ class World:
         """The rows of all ranks, in order of rank. For a number per sample, not for embeddings."""
         return torch.cat([block for _, block in self.blocks(values)])
 
-    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.group is None:
             return [float(value) for value in values]
         numbers = torch.tensor(values, dtype=torch.float64, device=self._message_device())
@@ -144,7 +144,7 @@ def default_group() -> Any:
 
 
 @contextmanager
-def joined(device: str = "auto") -> Iterator[World]:
+def join_world(device: str = "auto") -> Iterator[World]:
     """The world of this process: all ranks that torchrun started, or this process alone.
 
     Args:
@@ -165,7 +165,7 @@ def joined(device: str = "auto") -> Iterator[World]:
         dist.init_process_group("gloo")
     world = World(place, dist.group.WORLD)
     try:
-        with world.named(lambda: "outside of a training step"):
+        with world.explain_errors(lambda: "outside of a training step"):
             yield world
     finally:
         dist.destroy_process_group()

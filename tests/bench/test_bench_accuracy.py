@@ -7,19 +7,20 @@ import pytest
 import torch
 
 from helpers import aligned_pairs, leaves
-from megabatch import machine, reference
-from megabatch.bench import accuracy
+from megabatch import reference
+from megabatch_train import machine
+from megabatch_train.bench import losses
 
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 7, 1000])
 def test_clip_truth_is_the_reference(monkeypatch, rows_at_a_time):
-    monkeypatch.setattr(accuracy, "LOGITS_AT_A_TIME", rows_at_a_time * 50)
+    monkeypatch.setattr(losses, "LOGITS_AT_A_TIME", rows_at_a_time * 50)
     x, y = leaves(*aligned_pairs(50, 12, noise=1.0, seed=0))
     scale = torch.tensor(20.0, dtype=torch.float64)
     loss = reference.clip_loss(x, y, scale)
     dx, dy = torch.autograd.grad(loss, (x, y))
     sample = torch.tensor([0, 3, 49])
-    found = accuracy.clip_truth(x.detach(), y.detach(), scale, sample)
+    found = losses.clip_truth(x.detach(), y.detach(), scale, sample)
     assert abs(found.loss - loss.item()) < 1e-12
     torch.testing.assert_close(found.dimage, dx[sample])
     torch.testing.assert_close(found.dtext, dy[sample])

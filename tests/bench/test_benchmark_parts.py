@@ -2,18 +2,15 @@
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import PATIENCE
-
 
 def test_losses_of_the_family_are_their_formulas():
-    from family_cases import CASES, case
     from family_gpu import OK, errors, verdict
+    from family_losses import CASES, case
 
     for name in CASES:
         made = case(name, 96, 24, "cpu")
@@ -23,7 +20,7 @@ def test_losses_of_the_family_are_their_formulas():
 
 
 def test_products_of_losses():
-    from family_cases import case
+    from family_losses import case
 
     counts = {
         "info_nce_loss": 4,
@@ -65,16 +62,13 @@ def test_jobs_of_the_cached_step():
             cached_step.jobs([wrong])
 
 
-def test_the_first_rows_of_decoders_are_the_compiled_systems_of_all_models():
-    from decoders_gpu import Model, stages
-    from decoders_gpu_systems import COMPILED, SYSTEMS, THEIRS_COMPILED, TINY
+def test_decoders_are_measured_batch_by_batch():
+    from decoders_gpu import Model, rows_of
+    from decoders_gpu_systems import SYSTEMS, TINY
 
-    first, second, rest = stages([Model(shape) for shape in TINY])
-    assert [(model.shape, batch, name) for model, batch, name in first] == [
-        (shape, 0, name) for shape in TINY for name in (COMPILED, THEIRS_COMPILED)
-    ]
-    assert [(model.shape, batch, name) for model, batch, name in second] == [(shape, 1, COMPILED) for shape in TINY]
-    assert len(first + second + rest) == len(TINY) * sum(min(system.batches, 2) for system in SYSTEMS.values())
+    rows = rows_of([Model(shape) for shape in TINY])
+    assert [batch for _, batch, _ in rows] == sorted(batch for _, batch, _ in rows)
+    assert len(set(rows)) == len(rows) == len(TINY) * sum(min(system.batches, 2) for system in SYSTEMS.values())
 
 
 @pytest.mark.thorough
@@ -110,19 +104,9 @@ def test_padding_for_the_compiler_changes_no_embedding():
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_work_that_takes_too_long_is_given_up():
-    from timing import TimeUp, time_limit
-
-    with pytest.raises(TimeUp), time_limit(0.05):
-        time.sleep(PATIENCE)
-    with time_limit(PATIENCE):
-        pass
-
-
 def test_a_part_of_a_step_has_the_gradient_of_the_whole():
     """Some chunks encoded, and the loss of all: what an extended time is made of."""
-    from megabatch.bench.steps import Setting, cached
-    from megabatch.bench.towers import SIZES, SyntheticImages, tokens, towers
+    from megabatch_train.bench.steps import SIZES, StepSetting, SyntheticImages, step_with_caching, tokens, towers
 
     size = SIZES["tiny"]
     image, text, _ = towers(size, "cpu")
@@ -130,21 +114,21 @@ def test_a_part_of_a_step_has_the_gradient_of_the_whole():
     pictures = SyntheticImages(12, size, "cpu")
     with torch.no_grad():
         rest = image(pictures.all()[8:]), text(words[8:])
-    part = Setting(image, text, log_scale, SyntheticImages(8, size, "cpu"), words[:8], 4, "cpu", autocast=False, beside=rest)
-    value = cached(part)
-    whole = Setting(image, text, log_scale, pictures, words, 4, "cpu", autocast=False)
-    torch.testing.assert_close(value, cached(whole))
+    part = StepSetting(
+        image, text, log_scale, SyntheticImages(8, size, "cpu"), words[:8], 4, "cpu", autocast=False, beside=rest
+    )
+    value = step_with_caching(part)
+    whole = StepSetting(image, text, log_scale, pictures, words, 4, "cpu", autocast=False)
+    torch.testing.assert_close(value, step_with_caching(whole))
 
 
 def test_paths_stay_out_of_a_command(monkeypatch, tmp_path):
-    import argparse
-
-    from record import Record
+    from megabatch_train.bench.record import Record
 
     monkeypatch.setattr(
         sys, "argv", ["x", "--data", "/here", "--tiny", "--peers=/x", "--output=/there", "--output", "/there", "--seconds", "5"]
     )
-    record = Record("some", argparse.Namespace(output=tmp_path, name="some"), 5.0)
+    record = Record.of_script("some", argparse.Namespace(output=tmp_path, name="some"), 5.0)
     assert record["command"] == "python benchmarks/some.py --data FOLDER --tiny --peers FOLDER --seconds 5"
 
 
@@ -167,13 +151,13 @@ def test_rates_of_training_runs_by_hand():
 
 def test_shards_have_every_pair_once(tmp_path):
     pytest.importorskip("PIL", reason="images are made with Pillow")
-    from train_speed_data import make
+    from train_speed import make_shards
 
-    from megabatch.data.shards import Shards
+    from megabatch_train.data.shards import Shards
 
-    pattern = make(tmp_path / "shards", 11, 3, None)
+    pattern = make_shards(tmp_path / "shards", 11, 3, None)
     data = Shards(str(tmp_path / "shards" / "*.tar"), cache_folder=tmp_path)
     assert data.groups == (4, 4, 3)
     assert {data.read(i, 1) for i in range(11)} == {f"picture {i} in words" for i in range(11)}
     assert data.read(10, 0).shape == (3, 64, 64)
-    assert make(tmp_path / "shards", 11, 3, Path("not read again")) == pattern
+    assert make_shards(tmp_path / "shards", 11, 3, Path("not read again")) == pattern

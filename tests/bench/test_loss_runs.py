@@ -7,12 +7,21 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from megabatch.bench import loss_systems, losses, steps
-from megabatch.bench.accuracy import is_right, pairs
-from megabatch.bench.loss_systems import CHUNKS, CUDA_ONLY, DENSE, MEGABATCH, NAMES, loss_of
-from megabatch.bench.losses import LossResult, Products
-from megabatch.bench.measure import LATE, MEMORY, MISSING, OK, WRONG
-from megabatch.bench.tables import tables
+from megabatch_train.bench import losses, steps
+from megabatch_train.bench.losses import (
+    CHUNKS,
+    CUDA_ONLY,
+    DENSE,
+    MEGABATCH,
+    NAMES,
+    LossResult,
+    Products,
+    is_right,
+    loss_of,
+    pairs,
+)
+from megabatch_train.bench.measure import LATE, MEMORY, MISSING, OK, WRONG
+from megabatch_train.bench.report import tables
 
 
 def measured(batches=(96, 200), memory=None, until=math.inf):
@@ -21,6 +30,7 @@ def measured(batches=(96, 200), memory=None, until=math.inf):
     return by, [r for r in found if isinstance(r, Products)]
 
 
+@pytest.mark.thorough
 def test_all_systems_agree_and_are_timed_but_for_a_dense_loss_that_cannot_fit():
     by, products = measured(memory=16 * 100**2)
     assert [p.batch for p in products] == [96, 200]
@@ -50,7 +60,7 @@ def test_a_wrong_result_has_no_speed(monkeypatch, wrong):
             return right(x, y.detach(), k) + 0.0 * y.sum()
         return right(x, y, k) * math.nan if wrong == "nan" else -right(x, y, k)
 
-    monkeypatch.setitem(loss_systems._BUILDERS, DENSE, lambda device: loss)
+    monkeypatch.setitem(losses._BUILDERS, DENSE, lambda device: loss)
     by, _ = measured([96])
     result = by[DENSE, 96]
     assert result.status == WRONG
@@ -65,7 +75,7 @@ def test_a_peer_that_fails_is_named_and_the_others_are_measured(monkeypatch):
     def loss(x, y, k):
         raise RuntimeError("no such instruction\nand more")
 
-    monkeypatch.setitem(loss_systems._BUILDERS, DENSE, lambda device: loss)
+    monkeypatch.setitem(losses._BUILDERS, DENSE, lambda device: loss)
     by, products = measured([96])
     assert by[DENSE, 96].status == "failed: RuntimeError: no such instruction"
     assert by[CHUNKS, 96].status == OK
@@ -112,7 +122,7 @@ def test_nothing_but_what_precision_explains_is_right():
 
 
 def test_every_name_has_a_line_about_it():
-    assert set(loss_systems.ABOUT) == set(NAMES)
+    assert set(losses.ABOUT) == set(NAMES)
     assert NAMES[0] == MEGABATCH
 
 

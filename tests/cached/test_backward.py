@@ -180,6 +180,7 @@ def test_checkpointed_tower_with_dropout(reentrant, budget):
 
 @pytest.mark.quick({"budget": None})
 @pytest.mark.parametrize("budget", [None, "all"])
+@pytest.mark.thorough
 def test_compiled_tower(budget):
     image, text, loss = tower(6, 0, dropout=0.5), tower(5, 1), Loss()
     pairs, modules = [(image, data(6, 0)), (text, data(5, 1))], (image, text, loss)

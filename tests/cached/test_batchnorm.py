@@ -64,6 +64,7 @@ def _uneven(group, rank, budget):
 
 @pytest.mark.quick({"budget": None})
 @pytest.mark.parametrize("budget", [None, "all"])
+@pytest.mark.thorough
 def test_passes_that_keep_ranks_in_step_leave_no_trace_in_statistics(pool, budget):
     answers = pool.run(_uneven, 2, budget)
     for found, _, statistics, wanted in answers:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import megabatch as mb
-from megabatch.cached import budget as budgets
-from megabatch.cached.budget import Keeper
-from megabatch.cached.graphs import measured, stored
+from megabatch.cached import memory as budgets
+from megabatch.cached.memory import Keeper, list_tensors, measure_graph
 from steps import Counted, Loss, assert_same, cached, data, plain, tower
 
 N = 12
@@ -40,7 +39,7 @@ def setting():
 
 def test_a_graph_is_weighed_without_what_is_there_anyway():
     module, x = Wide(), data(6, 0, 3)
-    with measured(torch.device("cpu"), [*stored([module]), x]) as graph:
+    with measure_graph(torch.device("cpu"), [*list_tensors([module]), x]) as graph:
         kept = module(x)
     assert graph.bytes == CHUNK
     kept.sum().backward()

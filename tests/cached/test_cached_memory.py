@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import megabatch as mb
-from megabatch.bench.measure import peak_memory
-from megabatch.bench.processes import fresh_process
+from megabatch_train.bench.measure import fresh_process, peak_memory
 
 WIDTH, CHUNK = 512, 128
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megabatch as mb
 from helpers import unit
-from megabatch.integrations.wrapping import whole as gathered
+from megabatch.integrations.wrapping import full_tensor as gathered
 from ranks import CountedReduceScatter
 
 CHUNKS = (3, 2)
@@ -205,7 +205,7 @@ def with_fsdp(group, rank, counts, budget, whole, auxiliary, reshard):
     def scale():
         value = model.log_scale
         assert hasattr(value, "full_tensor") == bool(reshard)
-        if reshard:  # the gradient is each rank's own part, of which FSDP2 would take the mean, as `whole` does
+        if reshard:  # the gradient is each rank's own part, of which FSDP2 would take the mean, as `full_tensor` does
             value = gathered(value)
         return value.exp()
 

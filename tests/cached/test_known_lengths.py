@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megabatch as mb
-from megabatch.cached.lengths import from_mask
-from megabatch.cached.sources import TensorSource
+from megabatch.cached.sources import TensorSource, from_mask
 from padded_texts import VOCABULARY, Encoder, plain, texts
 from steps import Loss, assert_same, cached, gradients, random_lengths
 
@@ -113,7 +112,7 @@ class Strings(mb.Source):
 
 
 class SortedStrings(Strings):
-    def reordered(self, order):
+    def reorder(self, order):
         return Strings([self.rows[i] for i in order.tolist()])
 
 
@@ -128,5 +127,5 @@ def test_a_source_of_ones_own():
     tower.seen.clear()
     assert_same(cached(halves, [(tower, SortedStrings(rows, lengths))], (tower, loss), chunk_size=3), in_order)
     assert tower.tokens < tokens
-    with pytest.raises(NotImplementedError, match=r"Strings must define reordered\(order\), because it has lengths"):
+    with pytest.raises(NotImplementedError, match=r"Strings must define reorder\(order\), because it has lengths"):
         mb.cached_backward(halves, [(tower, Strings(rows, lengths))], chunk_size=3)

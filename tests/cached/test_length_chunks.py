@@ -5,15 +5,26 @@ import torch
 from torch import nn
 
 import megabatch as mb
-from megabatch.cached.lengths import padded, spans
+from megabatch.cached.sources import choose_width, spans
 from padded_texts import Encoder, plain, texts
 from steps import Loss, assert_same, cached, random_lengths
 
 
 def test_widths_of_chunks():
-    assert [padded(n, 1000) for n in (0, 1, 8, 9, 64, 65, 128, 129, 256, 257)] == [8, 8, 8, 16, 64, 80, 128, 192, 256, 320]
-    assert [padded(n, 77) for n in (1, 64, 65, 77)] == [8, 64, 77, 77]
-    assert padded(3, 5) == 5
+    assert [choose_width(n, 1000) for n in (0, 1, 8, 9, 64, 65, 128, 129, 256, 257)] == [
+        8,
+        8,
+        8,
+        16,
+        64,
+        80,
+        128,
+        192,
+        256,
+        320,
+    ]
+    assert [choose_width(n, 77) for n in (1, 64, 65, 77)] == [8, 64, 77, 77]
+    assert choose_width(3, 5) == 5
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 50, 256])
@@ -23,7 +34,7 @@ def test_chunks_cover_every_sample_once_and_hold_no_more_tokens_than_a_padded_ch
     found = spans(lengths, width, chunk_size)
     assert sorted(i for span in found for i in range(*span)) == list(range(3000))
     rows = [stop - start for start, stop in found]
-    tokens = [count * padded(lengths[start], width) for count, (start, _) in zip(rows, found, strict=True)]
+    tokens = [count * choose_width(lengths[start], width) for count, (start, _) in zip(rows, found, strict=True)]
     assert max(tokens) <= chunk_size * width
     assert tokens[0] > 0.85 * max(tokens)  # the largest first
     assert sum(tokens) < 1.4 * sum(lengths)

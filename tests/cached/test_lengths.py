@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch.cached.lengths import from_mask
+from megabatch.cached.sources import from_mask
 from padded_texts import Encoder, plain, texts
 from steps import Loss, assert_same, cached, gradients, random_lengths
 

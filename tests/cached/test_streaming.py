@@ -71,7 +71,7 @@ def test_a_thread_makes_two_chunks_ahead_and_waits_for_the_device(cuda):
         made.append(chunk)
         return torch.full((2,), chunk)
 
-    with closing(streaming.produced(iter(range(10)), cuda, make, ahead=True)) as chunks:
+    with closing(streaming.produce_chunks(iter(range(10)), cuda, make, ahead=True)) as chunks:
         for i, chunk in enumerate(chunks):
             assert chunk.tolist() == [i, i]
             assert threads() or i > 7  # it ends with the last one
@@ -89,7 +89,9 @@ def test_the_devices_lag_bounds_what_is_made(cuda):
     made = []
 
     def use():
-        with closing(streaming.produced(iter(range(10)), cuda, lambda i, _: made.append(i) or torch.ones(1), ahead=True)) as it:
+        with closing(
+            streaming.produce_chunks(iter(range(10)), cuda, lambda i, _: made.append(i) or torch.ones(1), ahead=True)
+        ) as it:
             next(it)
             next(it)  # the host is through with the first, its kernels are not
             time.sleep(0.1)
@@ -119,7 +121,7 @@ def test_errors_arrive_and_the_thread_ends(cuda, where):
         return torch.tensor([i])
 
     def use():
-        with closing(streaming.produced(source(), cuda, make, ahead=True)) as chunks:
+        with closing(streaming.produce_chunks(source(), cuda, make, ahead=True)) as chunks:
             for i, _ in enumerate(chunks):
                 if where == "user" and i == 4:
                     raise OSError("broken")
@@ -131,7 +133,7 @@ def test_errors_arrive_and_the_thread_ends(cuda, where):
 
 def test_without_a_thread_the_main_thread_makes_them():
     seen = []
-    chunks = streaming.produced(iter(range(3)), None, lambda i, device: seen.append((i, device)) or i, ahead=False)
+    chunks = streaming.produce_chunks(iter(range(3)), None, lambda i, device: seen.append((i, device)) or i, ahead=False)
     assert list(chunks) == [0, 1, 2]
     assert seen == [(0, None), (1, None), (2, None)]
 
@@ -149,4 +151,4 @@ def test_neighbours_are_joined_and_others_stay(case):
     found = list(streaming.neighbours(tensors))
     assert len(found) == parts
     assert torch.equal(torch.cat(found), torch.stack(tensors))
-    assert torch.equal(streaming.joined(tensors, torch.device("cpu")), torch.stack(tensors))
+    assert torch.equal(streaming.join_rows(tensors, torch.device("cpu")), torch.stack(tensors))

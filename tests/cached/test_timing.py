@@ -27,7 +27,7 @@ def test_phases_are_a_partition_of_the_time(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     clock = timing.Clock(torch.device("cpu"))
     now = 1.0  # other
-    with clock.running(), timing.phase("forward"):
+    with clock.activate(), timing.phase("forward"):
         now = 3.0
         with timing.phase("data"):
             now = 7.0
@@ -51,7 +51,7 @@ def test_a_phase_ends_with_its_error(monkeypatch):
             now += 1
             raise kind
 
-    with clock.running():
+    with clock.activate():
         for kind in (KeyError, StopIteration):
             with pytest.raises(kind):
                 fail(kind)
@@ -69,7 +69,7 @@ def test_a_cached_step_reports_its_phases():
 
     clock = timing.Clock(torch.device("cpu"))
     began = time.perf_counter()
-    with clock.running():
+    with clock.activate():
         mb.cached_backward(slow_loss, towers, chunk_size=2)
     phases, seconds = clock.lap(), time.perf_counter() - began
     assert set(phases) == {"data", "forward", "loss", "backward", "other"}

@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megabatch import machine
-from megabatch.bench import parts
-from megabatch.bench.tables import tables, verdict
-from megabatch.commands import bench
-from megabatch.commands.arguments import bench as arguments
+from megabatch_train import machine
+from megabatch_train.bench import parts
+from megabatch_train.bench.record import Record
+from megabatch_train.bench.report import tables, verdict
+from megabatch_train.commands import bench
 
 
 def loss(system, batch, status="ok", seconds=0.2, peak=2**20, error=1e-7):
@@ -92,14 +92,14 @@ def test_no_terminal_is_too_narrow_for_a_number(columns, capsys, monkeypatch):
     assert "…" not in shown
 
 
-def test_where_it_is_without_a_terminal(capsys, monkeypatch):
+def test_where_it_is_without_a_terminal(capsys, monkeypatch, tmp_path):
     def losses(sizes, device, say):
         say("512 pairs", 0.5)
         return {"losses": [], "products": []}
 
     monkeypatch.setattr(parts, "losses", losses)
     monkeypatch.setattr(bench, "LINE_SECONDS", 0.0)
-    args = argparse.Namespace(parts=["losses"], quick=True, cpu=True, batches=None, width=None)
+    args = argparse.Namespace(parts=["losses"], quick=True, cpu=True, batches=None, width=None, output=tmp_path)
     bench._measure(args, parts.SIZES["cpu", True], "cpu")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[-1] for line in lines] == ["losses: starting", "losses: 512 pairs"]
@@ -170,9 +170,11 @@ def test_when_ours_is_not_right(tmp_path, capsys):
     assert [sentence.rsplit(" ", 1)[-1] for sentence in verdict(made)] == ["WRONG.", "failed.", "WRONG."]
     bench._show(made)
     assert "Failed, because: OSError: no [port] left" in " ".join(capsys.readouterr().out.split())
-    assert bench._write(made, tmp_path)[-1] == "4 plots as PNG and SVG"
+    written = Record(tmp_path / "bench.json", made["command"])
+    written.contents = made
+    assert bench._write(written)[-1] == "4 plots as PNG and SVG"
     made["losses"] = made["losses"][:1]
-    assert bench._write(made, tmp_path)[-1] == "0 plots as PNG and SVG"
+    assert bench._write(written)[-1] == "0 plots as PNG and SVG"
 
 
 def test_rows_of_ours_and_wrong_ones_stand_out():
@@ -206,8 +208,11 @@ class Links(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.thorough
 def test_files(tmp_path, capsys):
-    names = bench._write(record(), tmp_path)
+    written = Record(tmp_path / "bench.json", "megabatch bench")
+    written.contents = record()
+    names = bench._write(written)
     assert names == ["bench.html", "bench.json", "7 plots as PNG and SVG"]
     assert len(list(tmp_path.glob("*.png"))) == len(list(tmp_path.glob("*.svg"))) == 7
     assert json.loads((tmp_path / "bench.json").read_text())["width"] == 64
@@ -239,7 +244,7 @@ def test_the_exit_status_says_whether_ours_is_right():
 
 def run(*words):
     parser = argparse.ArgumentParser()
-    arguments.add_arguments(parser)
+    bench.add_arguments(parser)
     return bench.run(parser.parse_args(words))
 
 
@@ -274,11 +279,11 @@ def test_missing_packages_are_named(monkeypatch, capsys):
 
 def test_sizes_that_cannot_be_are_refused_and_the_command_is_written_down(capsys):
     parser = argparse.ArgumentParser()
-    arguments.add_arguments(parser)
+    bench.add_arguments(parser)
     for wrong in (["--batches", "64", "0"], ["--width", "0"], ["--width", "wide"]):
         with pytest.raises(SystemExit):
             parser.parse_args(wrong)
         assert f"must be a whole number of 1 or more, got {wrong[-1]!r}" in capsys.readouterr().err
-    assert bench._said(parser.parse_args(["--quick"])) == "megabatch bench --quick"
+    assert bench._quote_command(parser.parse_args(["--quick"])) == "megabatch bench --quick"
     words = ["--cpu", "--parts", "losses", "--batches", "64", "128", "--width", "32"]
-    assert bench._said(parser.parse_args(words)) == " ".join(["megabatch bench", *words])
+    assert bench._quote_command(parser.parse_args(words)) == " ".join(["megabatch bench", *words])

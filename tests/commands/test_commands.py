@@ -9,28 +9,23 @@ import shutil
 import pytest
 import torch
 
-from megabatch import cli, towers
-from megabatch.commands import arguments as arguments_of
-from megabatch.commands import eval as eval_command
-from megabatch.commands import report as report_command
-from megabatch.commands import search as search_command
-from megabatch.data.dataset import UnreadableSampleError
-from megabatch.data.tables import Table
-from megabatch.evaluation import classifier, embed, encode, evaluate, results
 from megabatch.world import World
+from megabatch_train import cli, towers
+from megabatch_train.commands import eval as eval_command
+from megabatch_train.commands import report as report_command
+from megabatch_train.commands import search as search_command
+from megabatch_train.data.dataset import UnreadableSampleError
+from megabatch_train.data.tables import Table
+from megabatch_train.evaluation import classifier, embed, encode, evaluate, results
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 COLOURS = ("red", "green", "blue", "yellow", "black")
 
 
-def module_of(command):
-    return importlib.import_module(f"{arguments_of.__name__}.{command.__name__.rpartition('.')[2]}")
-
-
-def call(command, *arguments):
+def call(command, *words):
     parser = argparse.ArgumentParser()
-    module_of(command).add_arguments(parser)
-    return command.run(parser.parse_args([str(argument) for argument in arguments]))
+    command.add_arguments(parser)
+    return command.run(parser.parse_args([str(word) for word in words]))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +57,7 @@ def test_eval_of_a_run_is_what_evaluate_says(place, capsys):
     printed = capsys.readouterr().out
     assert "image → text" in printed
     assert f"{expected['text_to_image_R@5']:.1%}" in printed
-    assert "samples: 9, failed: 1" in printed
+    assert "samples: 9, texts: 5, failed: 1" in printed  # five captions, of two images each
 
 
 def test_eval_with_workers_into_a_file_of_ones_own(place, tmp_path):
@@ -103,6 +98,14 @@ def test_zero_shot(place, tmp_path, capsys):
         call(eval_command, place / "run", "--zero-shot", "--classes", tmp_path / "classes.txt")
 
 
+@pytest.mark.parametrize("query", ["", "  "])
+def test_an_empty_query_raises_an_error(place, query):
+    with pytest.raises(ValueError, match=r"QUERY must be a text or the path of an image, got ' *', which is empty"):
+        call(search_command, place / "run", query)
+    with pytest.raises(ValueError, match=r"--query must be a text, got an empty one"):
+        call(report_command, place / "run", "--query", query)
+
+
 def test_eval_says_that_a_run_has_other_validation_sets(place, tmp_path, caplog):
     shutil.copytree(place / "run", tmp_path / "run")
     (tmp_path / "run" / "config.toml").write_text(f"data = 'emoji'\nvalidation = ['{place / 'images'}', 'other.csv']\n")
@@ -116,7 +119,7 @@ def test_eval_says_that_a_run_has_other_validation_sets(place, tmp_path, caplog)
 def _zero_shot_on_a_rank(group, rank, run, data):
     args = argparse.Namespace(classes=None, templates=None, chunk_size=4)
     world = World(torch.device("cpu"), group)
-    return eval_command.classified(towers.load_saved(run), Table(data), world, args, name="x")
+    return eval_command.classify(towers.load_saved(run), Table(data), world, args, name="x")
 
 
 def test_zero_shot_on_ranks_counts_as_one(place, pool):
@@ -135,7 +138,7 @@ def test_zero_shot_counts_captions_that_cannot_be_read(place):
 
     args = argparse.Namespace(classes=None, templates=None, chunk_size=4)
     data, world = Speechless(place / "images"), World(torch.device("cpu"))
-    found = eval_command.classified(towers.load_saved(place / "run"), data, world, args, name="x")
+    found = eval_command.classify(towers.load_saved(place / "run"), data, world, args, name="x")
     assert found["num_failed"] == 2
 
 
@@ -155,7 +158,7 @@ def test_search_by_text_draws_and_prints(place, tmp_path, capsys, monkeypatch):
     found = {line.split()[1] for line in (*printed[2:5], *printed[7:10])}
     assert found <= set(named)
     assert {named[name] for name in found} <= pixels  # what is printed is drawn
-    monkeypatch.setattr("megabatch.evaluation.sheet.MOST_MATCHES", 5)
+    monkeypatch.setattr("megabatch_train.evaluation.sheet.MOST_MATCHES", 5)
     call(search_command, place / "run", "red", "-k", 99, "--sheet", sheet)
     printed = capsys.readouterr().out
     with pillow.open(sheet) as image:
@@ -276,6 +279,30 @@ def test_queries_that_cannot_be(place, tmp_path):
         call(search_command, place / "run", "red", "-k", 0)
 
 
+def test_commands_name_the_weights_they_use(place, tmp_path, caplog, capsys):
+    caplog.set_level(logging.INFO, "megabatch")
+    run = tmp_path / "run"
+    shutil.copytree(place / "run", run)
+    pair = towers.load_saved(run)
+    towers.save(pair, run, step=40)
+    towers.save(pair, run / "best", step=10)
+    (run / "best" / "best.json").write_text(json.dumps({"step": 10, "metric": "text_to_image_R@1", "value": 0.5}))
+    best = "after step 10 (text → image R@1 50.0%)"
+    last = f"weights: the last ones of {run}, after step 40; {run / 'best'} has the best ones, {best}"
+    for command, *words in (
+        (eval_command,),
+        (search_command, "red", "--sheet", tmp_path / "sheet.png"),
+        (report_command,),
+    ):
+        caplog.clear()
+        call(command, run, *words)
+        assert [message for message in caplog.messages if message.startswith("weights")] == [last]
+    call(eval_command, run / "best")
+    assert f"weights: the best ones of {run}, {best}" in caplog.messages
+    call(eval_command, "small", "--data", place / "images", "--output", tmp_path / "a.jsonl")
+    assert "weights: random, because small names no trained ones" in caplog.messages
+
+
 def test_report(place, capsys):
     assert call(report_command, place / "run", "--query", "red") == 0
     assert capsys.readouterr().out == f"wrote {place / 'run' / 'report.html'}\n"
@@ -298,7 +325,7 @@ def test_eval_says_why_nothing_could_be_read(place, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
 def test_help_teaches_in_a_hundred_columns(name, capsys):
-    parser, command = argparse.ArgumentParser(), importlib.import_module(f"{arguments_of.__name__}.{name}")
+    parser, command = argparse.ArgumentParser(), importlib.import_module(f"megabatch_train.commands.{name}")
     command.add_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])

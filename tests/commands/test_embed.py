@@ -11,14 +11,14 @@ import sys
 import pytest
 import torch
 
-from megabatch import towers
-from megabatch.commands import mine
-from megabatch.data import progress
-from megabatch.data.folders import Images, is_plain
-from megabatch.data.load import load
-from megabatch.data.tables import Table
-from megabatch.evaluation import embed, stored
-from megabatch.evaluation.embedding import read_or_none
+from megabatch_train import towers
+from megabatch_train.commands import mine
+from megabatch_train.data import dataset
+from megabatch_train.data.files import ImageFolder, is_plain
+from megabatch_train.data.load import load
+from megabatch_train.data.tables import Table
+from megabatch_train.evaluation import embed, embedding, results
+from megabatch_train.evaluation.embedding import read_or_none
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 COLOURS = ("red", "green", "blue", "yellow", "black", "white", "gray")
@@ -26,9 +26,10 @@ COLOURS = ("red", "green", "blue", "yellow", "black", "white", "gray")
 
 def call(command, *arguments):
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"megabatch.commands.arguments.{command}").add_arguments(parser)
+    module = importlib.import_module(f"megabatch_train.commands.{command}")
+    module.add_arguments(parser)
     words = [str(argument) for argument in (*arguments, "--device", "cpu", "--chunk-size", "2")]
-    return importlib.import_module(f"megabatch.commands.{command}").run(parser.parse_args(words))
+    return module.run(parser.parse_args(words))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def place(tmp_path_factory):
 def test_a_stopped_command_continues_and_its_file_is_searched(place, tmp_path, capsys, monkeypatch, ending, side):
     if ending == ".parquet":
         pytest.importorskip("pyarrow", reason='pip install "megabatch[parquet]"')
-    output, real, calls = tmp_path / f"x{ending}", stored.Stored.append, []
+    output, real, calls = tmp_path / f"x{ending}", embedding.Stored.append, []
     arguments = (place / "run", "--data", place / "pairs.csv", "--output", output, "--side", ("images", "texts")[side])
 
     def stops(self, chunk):
@@ -61,7 +62,7 @@ def test_a_stopped_command_continues_and_its_file_is_searched(place, tmp_path, c
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(stored.Stored, "append", stops)
+    monkeypatch.setattr(embedding.Stored, "append", stops)
     with pytest.raises(KeyboardInterrupt):
         call("embed", *arguments)
     assert not output.exists()
@@ -75,7 +76,7 @@ def test_a_stopped_command_continues_and_its_file_is_searched(place, tmp_path, c
     if side == 0:
         expected[4] = math.nan
     assert ("1 samples could not be read" in capsys.readouterr().out) == (side == 0)
-    saved = stored.Saved(output)
+    saved = embedding.Saved(output)
     torch.testing.assert_close(torch.cat(list(saved.chunks())), expected, rtol=0, atol=0, equal_nan=True)
     wanted = [{"name": f"images/{i}.png", "path": str(place / "images" / f"{i}.png")} for i in range(7)]
     assert saved.samples == [{**row, "text": f"a {colour} square"} for row, colour in zip(wanted, COLOURS, strict=True)]
@@ -94,7 +95,7 @@ def test_a_folder_of_images_alone(place, tmp_path, capsys, monkeypatch):
     shutil.copytree(place / "images", "photos")
     (tmp_path / "photos" / "README.txt").write_text("not a caption")
     call("embed", place / "run", "--data", "photos", "--output", "x.npy")
-    assert stored.Saved(tmp_path / "x.npy").samples[2]["path"] == "photos/2.png"
+    assert embedding.Saved(tmp_path / "x.npy").samples[2]["path"] == "photos/2.png"
     call("embed", place / "run", "--data", place / "images", "--output", "x.npy")
     (tmp_path / "p.csv").write_text("image,caption\nphotos/0.png,a red square")
     call("search", place / "run", "a question " * 30, "--data", " + ".join(["p.csv"] * 33), "--among", "texts", "--json")
@@ -128,7 +129,7 @@ def test_embeddings_of_other_weights_and_wrong_arguments(place, tmp_path):
         call("embed", place / "run", "--data", place / "images", "--output", tmp_path / "x.csv")
     with pytest.raises(ValueError, match="--side must be images or texts for this data, got queries"):
         call("embed", place / "run", "--data", place / "images", "--output", tmp_path / "y.npy", "--side", "queries")
-    assert len(Images(place / "images")) == 7
+    assert len(ImageFolder(place / "images")) == 7
 
 
 def test_images_with_captions_beside_them_are_not_alone(tmp_path):
@@ -170,7 +171,7 @@ def test_a_missing_package_is_named_before_the_work_begins(place, tmp_path, monk
 
 @pytest.mark.parametrize("command", ["embed", "eval", "mine", "search"])
 def test_long_work_logs_its_progress(place, tmp_path, monkeypatch, caplog, command):
-    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(dataset, "SECONDS", 0.0)
     monkeypatch.chdir(tmp_path)
     further = {"embed": ("--output", "x.npy"), "search": ("red",), "mine": ("--output", "x.jsonl"), "eval": ()}[command]
     with caplog.at_level("INFO", "megabatch"):
@@ -195,7 +196,7 @@ def test_rows_and_samples_have_the_same_length(place, tmp_path):
     lines = (tmp_path / "x.jsonl").read_text().splitlines()
     (tmp_path / "x.jsonl").write_text("\n".join(lines[:6]))
     with pytest.raises(ValueError, match=r"must have a row for each line of x\.jsonl, got 7 and 6"):
-        stored.Saved(tmp_path / "x.npy")
+        embedding.Saved(tmp_path / "x.npy")
 
 
 def test_places_of_images_are_what_train_reads(place, tmp_path):
@@ -224,7 +225,7 @@ def test_a_mined_parquet_file_holds_its_images(place, tmp_path, monkeypatch, dra
     parquet = pytest.importorskip("pyarrow.parquet", reason='pip install "megabatch[parquet]"')
     monkeypatch.setattr(mine, "ROWS_AT_ONCE", 3)
     if drawn:
-        monkeypatch.setattr(mine, "stored_or_none", read_or_none)
+        monkeypatch.setattr(embedding, "read_stored_or_none", read_or_none)
     pairs, named, held, again = place / "pairs.csv", *(tmp_path / name for name in ("x.jsonl", "x.parquet", "y.parquet"))
     for data, output in ((pairs, named), (pairs, held), (held, again)):
         call("mine", place / "run", "--data", data, "--negatives", "2", "--output", output)
@@ -235,7 +236,7 @@ def test_a_mined_parquet_file_holds_its_images(place, tmp_path, monkeypatch, dra
         assert [mined.name(row) for row in range(len(mined))] == [original.name(index) for index in indices]
         for row, index in enumerate(indices):
             assert mined.place(row) is None
-            assert drawn or mined.stored(row, 0).data == original.stored(index, 0).data
+            assert drawn or mined.read_stored(row, 0).data == original.read_stored(index, 0).data
             assert index == 4 or torch.equal(mined.read(row, 0), original.read(index, 0))
     assert not list(tmp_path.glob("*.part"))
 
@@ -247,9 +248,43 @@ def test_a_changed_image_is_not_continued_with(place, tmp_path, monkeypatch):
     def stops(self, chunk):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stored.Stored, "append", stops)
+    monkeypatch.setattr(embedding.Stored, "append", stops)
     with pytest.raises(KeyboardInterrupt):
         call("embed", *arguments)
     shutil.copy(tmp_path / "images" / "1.png", tmp_path / "images" / "0.png")
     with pytest.raises(ValueError, match="must be of the same model and data; changed since: samples"):
         call("embed", *arguments)
+
+
+def test_embeddings_are_cut_to_a_dimension(place, tmp_path, capsys, caplog):
+    output, arguments = tmp_path / "x.npy", (place / "run", "--data", place / "pairs.csv")
+    with pytest.raises(ValueError, match="--dim must be from 1 to 16, the dimension of the embeddings, got 17"):
+        call("embed", *arguments, "--output", output, "--dim", 17)
+    call("embed", *arguments, "--output", output, "--side", "texts", "--dim", 5)
+    assert "7 embeddings of 5 dimensions in" in capsys.readouterr().out
+    assert "embeddings are cut to 5 of 16 dimensions, but the run was trained for 16" in caplog.text
+    pair = towers.load_saved(place / "run")
+    whole = embed(pair.second, Table(place / "pairs.csv"), 1)
+    wanted = torch.nn.functional.normalize(whole[:, :5], dim=1)
+    torch.testing.assert_close(next(embedding.Saved(output).chunks()), wanted)
+    assert embedding.Saved(output).about["dim"] == 5
+
+    def found(*more):
+        call("search", place / "run", "a red square", *more, "--json", "-k", 7)
+        return {match["text"]: match["similarity"] for match in json.loads(capsys.readouterr().out)[0]["matches"]}
+
+    by_file = found("--embeddings", output)  # cut as the file is
+    assert by_file == pytest.approx(dict(zip((f"a {c} square" for c in COLOURS), (wanted @ wanted[0]).tolist(), strict=True)))
+    assert found("--data", place / "pairs.csv", "--among", "texts", "--dim", 5) == pytest.approx(by_file)
+    with pytest.raises(ValueError, match=r"--dim must be left out, or .* got 6 for a file of 5 dimensions"):
+        found("--embeddings", output, "--dim", 6)
+    call("embed", *arguments, "--output", tmp_path / "full.npy", "--side", "texts")
+    with pytest.raises(ValueError, match="got 5 for a file of all dimensions of the model"):
+        found("--embeddings", tmp_path / "full.npy", "--dim", 5)
+    call("eval", *arguments, "--dim", 5, "--output", tmp_path / "a.jsonl")
+    call("eval", *arguments, "--output", tmp_path / "a.jsonl")
+    cut, full = results.read(tmp_path / "a.jsonl")
+    assert cut["dim"] == 5
+    assert "dim" not in full
+    assert cut["clip_val_loss"] != full["clip_val_loss"]
+    assert "pairs.csv, 5 dimensions" in capsys.readouterr().out

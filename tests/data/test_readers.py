@@ -11,8 +11,8 @@ from concurrent.futures import Executor
 import pytest
 import torch
 
-from megabatch.data import readers
-from megabatch.data.readers import ReaderProcesses, opened
+from megabatch_train.data import readers
+from megabatch_train.data.readers import ReaderProcesses, open_readers
 
 
 class Counted:
@@ -107,15 +107,15 @@ def test_tensors_travel(value):
 
 def travelled(value):
     """The value after its way through a socket."""
-    from megabatch.data.readers import _dumped, _loaded, _received, _send
+    from megabatch_train.data.readers import _dump, _load, _receive, _send
 
     here, there = socket.socketpair()
     with here, there:
-        sender = threading.Thread(target=_send, args=(here, _dumped(value, {})))
+        sender = threading.Thread(target=_send, args=(here, _dump(value, {})))
         sender.start()
-        message = _received(there, readers._Memory(pinned=False))
+        message = _receive(there, readers._Memory(pinned=False))
         sender.join()
-    return _loaded(message, [])
+    return _load(message, [])
 
 
 def test_tensors_of_many_kinds_keep_their_places():
@@ -126,21 +126,21 @@ def test_tensors_of_many_kinds_keep_their_places():
 
 
 def test_waiting_work_is_dropped_at_the_end():
-    with opened(1, [], processes=False) as executor:
+    with open_readers(1, [], processes=False) as executor:
         futures = [executor.submit(time.sleep, 0.05) for _ in range(200)]
     assert futures[-1].cancelled()
 
 
 def test_threads_or_none():
-    with opened(0, [], processes=True) as executor:
+    with open_readers(0, [], processes=True) as executor:
         assert executor == 0
-    with opened(2, [], processes=False) as executor:
+    with open_readers(2, [], processes=False) as executor:
         assert isinstance(executor, Executor)
         assert executor.submit(os.getpid).result() == os.getpid()
 
 
 def test_what_cannot_be_sent_is_read_by_threads(caplog):
-    with opened(2, [threading.Lock()], processes=True) as executor:
+    with open_readers(2, [threading.Lock()], processes=True) as executor:
         assert executor.submit(os.getpid).result() == os.getpid()
     assert "samples are read by threads instead of processes" in caplog.text
 

@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from megabatch.cached.replay import sample_seed
-from megabatch.data.crops import RandomCrop, TrainingImages
-from megabatch.data.dataset import Dataset, UnreadableSampleError
-from megabatch.data.mix import Mix
-from megabatch.data.resident import Resident
-from megabatch.data.uniform import uniform
+from megabatch_train.data.dataset import Dataset, UnreadableSampleError
+from megabatch_train.data.images import RandomCrop, TrainingImages
+from megabatch_train.data.load import Mix
+from megabatch_train.data.resident import Resident, uniform
 
 TRAINING = TrainingImages(RandomCrop((24, 24), area=(0.3, 1.0), flip=True), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "pixels")
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch.data import progress
-from megabatch.data.order import Order
-from megabatch.data.places import expanded
-from megabatch.data.shards import Shards
+from megabatch_train.data import dataset
+from megabatch_train.data.order import Order
+from megabatch_train.data.paths import expand_pattern
+from megabatch_train.data.shards import Shards
 
 Image = pytest.importorskip("PIL.Image", reason="images are made with Pillow")
 
@@ -76,7 +76,7 @@ def test_samples_by_number_in_any_order(folder):
 
 
 def test_a_long_listing_logs_its_progress(folder, monkeypatch, caplog):
-    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(dataset, "SECONDS", 0.0)
     for number in range(3):
         whole(folder / f"{number}.tar", 2 * number, 2)
     with caplog.at_level("INFO", "megabatch"):
@@ -185,7 +185,7 @@ def test_a_shard_that_shrinks_while_it_is_read(folder):
 
 def test_nothing_there(folder):
     with pytest.raises(FileNotFoundError, match="which matches none"):
-        expanded(str(folder / "*.tar"))
+        expand_pattern(str(folder / "*.tar"))
     with pytest.raises(ValueError, match=r"at least one sample, got none in .*: shard .* cannot be read: No such file"):
         Shards(folder / "missing.tar")
     (folder / "text.tar").write_text("not a tar file")

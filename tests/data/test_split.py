@@ -6,11 +6,11 @@ import logging
 import pytest
 import torch
 
-from megabatch.data import load as data
-from megabatch.data.dataset import Dataset
-from megabatch.data.folders import Folders
-from megabatch.data.split import Part, parts
-from megabatch.data.tables import Table
+from megabatch_train.data import load as data
+from megabatch_train.data.dataset import Dataset, Part
+from megabatch_train.data.files import Folders
+from megabatch_train.data.load import parts
+from megabatch_train.data.tables import Table
 
 
 @pytest.fixture
@@ -138,3 +138,27 @@ def test_sources_of_a_mixture_are_split_together(tmp_path):
         places.append({source.place(index) for source in mixed.sources for index in range(len(source))})
     assert len(places[0] | places[1]) == 100
     assert not places[0] & places[1]
+
+
+def clicks(pairs):
+    """A table of queries and products as numbers."""
+    return [f"query {query},product {product}" for query, product in pairs]
+
+
+def test_data_that_is_one_chain_says_why_it_cannot_be_split(tmp_path):
+    rows = clicks((number // 2, (number + 1) // 2) for number in range(60))
+    (tmp_path / "clicks.csv").write_text("\n".join(["query,document", *rows]))
+    for part in ("train", "test"):
+        with pytest.raises(ValueError, match=r"got 0.2 of 60 samples; 60 samples share a text with one another, directly or"):
+            data.load(str(tmp_path / "clicks.csv"), part, holdout=0.2)
+
+
+def test_a_large_chain_is_trained_on_and_no_text_is_on_both_sides(tmp_path):
+    many = clicks((number // 2, (number + 1) // 2) for number in range(60))
+    few = clicks((100 + number // 2, 100 + number // 2) for number in range(20))
+    (tmp_path / "clicks.csv").write_text("\n".join(["query,document", *many, *few]))
+    train, test = (data.load(str(tmp_path / "clicks.csv"), part, holdout=0.3) for part in ("train", "test"))
+    assert len(train) + len(test) == 80
+    assert 0 < len(test) <= 20
+    for side in (0, 1):
+        assert not {train.read(index, side) for index in range(len(train))} & {test.read(i, side) for i in range(len(test))}

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megabatch import extras
-from megabatch.data.dataset import UnreadableSampleError
-from megabatch.data.ids import connected
-from megabatch.data.tables import Table
+from megabatch_train.data.dataset import UnreadableSampleError, find_components
+from megabatch_train.data.tables import Table
 
 ROWS = [("a.png", "one"), ("b.png", "two, with a comma"), ("a.png", 'a "third"'), ("c.png", "one")]
 
@@ -47,8 +46,8 @@ def test_the_same_pairs_from_every_format(folder, ending):
     assert table.read(1, 0)[:, 0, 0].tolist() == [1, 2, 3]
     assert table.read(1, 0).shape == (3, 3, 4)
     assert table.items().tolist() == [0, 1, 0, 2]
-    a, b, c, d = table.ids(range(4)).tolist()
-    assert a == c == d != b  # 0 and 2 share the image, 0 and 3 the caption
+    assert table.documents().tolist() == [0, 1, 2, 0]
+    assert table.ids(range(4)).tolist() == [[0, 0], [1, 1], [0, 2], [2, 0]]  # 2 and 3 share nothing
     assert table.problems == []
 
 
@@ -185,7 +184,7 @@ def test_parquet_that_is_damaged_is_named(tmp_path):
 
 def test_connected_through_others():
     first, second = torch.tensor([0, 1, 1, 2, 3]), torch.tensor([5, 5, 6, 7, 7])
-    assert connected(first, second).tolist() == [0, 0, 0, 3, 3]
+    assert find_components(first, second).tolist() == [0, 0, 0, 3, 3]
 
 
 def test_a_missing_package_names_the_extra():
@@ -268,3 +267,36 @@ def test_a_stray_quote_swallows_no_row_silently(tmp_path, ending, lines, texts, 
     table = Table(path)
     assert [table.read(i, 1) for i in range(len(table))] == texts
     assert [problem in told for told in table.problems] == ([True] if problem else [])
+
+
+def triples(folder):
+    rows = [
+        {"q": f"q{i}", "d": f"d{i}", "negative_1": f"a{i}", "negative_2": f"b{i}", "worse": f"c{i}", "label": i}
+        for i in range(3)
+    ]
+    (folder / "triples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "triples.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("further", "negatives", "label"),
+    [
+        ({}, ["a1", "b1"], "label"),  # found by their names
+        ({"negative": "worse"}, ["c1"], "label"),
+        ({"negative": ["worse", "negative_1"]}, ["c1", "a1"], "label"),
+        ({"negative": "", "label": ""}, [], None),
+    ],
+)
+def test_naming_the_pair_keeps_the_other_columns(tmp_path, further, negatives, label):
+    table = Table(triples(tmp_path), columns={"query": "q", "document": "d", **further})
+    assert [table.read(number, 1) for number in table.negatives_of([1]).tolist()] == negatives
+    assert table.label_column == label
+
+
+def test_columns_of_pairs_are_no_negatives(tmp_path):
+    table = Table(triples(tmp_path), columns={"query": "q", "document": "negative_1"})
+    assert table.negative_columns == ("negative_2",)
+    with pytest.raises(ValueError, match=r"columns must be image=NAME text=NAME or .*, got query=q document=d document=worse"):
+        Table(triples(tmp_path), columns={"query": "q", "document": ["d", "worse"]})
+    with pytest.raises(ValueError, match=r"triples.jsonl has no column worst; it has q, d, negative_1"):
+        Table(triples(tmp_path), columns={"query": "q", "document": "d", "negative": ["worse", "worst"]})

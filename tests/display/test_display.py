@@ -8,11 +8,12 @@ import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from megabatch import extras
-from megabatch.display import ProgressDisplay, TensorBoardLog, WandbLog, metrics, numbers
+from megabatch_train.display import ProgressDisplay, TensorBoardLog, WandbLog, tables
 
 
 @dataclass
@@ -60,8 +61,8 @@ def test_lines_come_at_intervals_and_at_the_end(tmp_path):
         clock.now += 3
         display.step(record(step))
         if step == 60:
-            display.evaluated({"step": 60, "evaluation": EVALUATION})
-    display.saved(tmp_path / "step-100")
+            display.on_evaluation({"step": 60, "evaluation": EVALUATION})
+    display.on_save(tmp_path / "step-100")
     display.finish(Run(tmp_path))
     lines = out.getvalue().splitlines()
     assert lines[0] == f"100 steps of 2,048 pairs from step 40, in {tmp_path}"
@@ -82,7 +83,7 @@ def test_numbers_that_are_missing_or_not_finite_are_shown_as_such(tmp_path):
     display.start(Run(tmp_path))
     display.step({"step": 1, "loss": None})
     display.step({"step": 2, "loss": float("nan"), "memory_bytes": 0, "pairs_per_second": None})
-    display.evaluated({"step": 2, "evaluation": {"num_samples": 3}})
+    display.on_evaluation({"step": 2, "evaluation": {"num_samples": 3}})
     assert out.getvalue().splitlines()[1:] == ["step   1/100  loss –  0 s left", "step   2/100  loss –  0 s left"]
 
 
@@ -101,10 +102,10 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     out = Terminal()
     display = ProgressDisplay(out, clock=Clock())
     display.start(Run(tmp_path))
-    display.evaluated({"step": 1, "evaluation": EVALUATION})
+    display.on_evaluation({"step": 1, "evaluation": EVALUATION})
     for step in range(1, 101):
         display.step(record(step))
-    display.evaluated({"step": 100, "evaluation": dict.fromkeys(EVALUATION, 0.5)})
+    display.on_evaluation({"step": 100, "evaluation": dict.fromkeys(EVALUATION, 0.5)})
     display.finish(Run(tmp_path))
     shown = out.getvalue()
     stays = shown.rpartition("100/100")[2]  # in the terminal, when all is done
@@ -114,7 +115,7 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
 
 
 def test_a_terminal_without_rich_gets_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(extras, "installed", lambda module: False)
+    monkeypatch.setattr(extras, "is_installed", lambda module: False)
     out = Terminal()
     display = ProgressDisplay(out, clock=Clock())
     display.start(Run(tmp_path))
@@ -131,8 +132,8 @@ def test_tensorboard_has_every_number_and_a_continued_run_replaces_what_it_repea
         log.start(Run(tmp_path, first_step=first))
         for step in range(first + 1, last + 1):
             log.step(record(step, loss=loss, bias=None, phases={"data": 0.25}))
-        log.evaluated({"step": last, "evaluation": EVALUATION})
-        log.saved(tmp_path)
+        log.on_evaluation({"step": last, "evaluation": EVALUATION})
+        log.on_save(tmp_path)
         log.finish(Run(tmp_path))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -163,7 +164,7 @@ def test_a_full_disk_leaves_no_thread_of_tensorboard_behind(tmp_path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(RecordWriter, fails, full)
         with pytest.raises(OSError, match="No space left on device"):
-            log.evaluated({"step": 1, "evaluation": EVALUATION})
+            log.on_evaluation({"step": 1, "evaluation": EVALUATION})
         assert set(threading.enumerate()) == before
     log.finish(Run(tmp_path))
     assert set(threading.enumerate()) == before
@@ -186,17 +187,17 @@ def test_tensorboard_has_every_number_once_a_full_disk_has_room_again(tmp_path, 
     log = TensorBoardLog()
     log.start(Run(tmp_path))
     log.step(record(1))
-    log.saved(tmp_path)
+    log.on_save(tmp_path)
     full = True
     for step in (2, 3, 4):
         with contextlib.suppress(OSError):  # TensorBoard notices some time after the first
             log.step(record(step))
     with pytest.raises(OSError, match=r"No space left|waits"):
-        log.evaluated({"step": 4, "evaluation": EVALUATION})
+        log.on_evaluation({"step": 4, "evaluation": EVALUATION})
     full = False
     with pytest.raises(OSError, match="the log waits for the next checkpoint"):
         log.step(record(5))
-    log.saved(tmp_path)
+    log.on_save(tmp_path)
     log.step(record(6))
     log.finish(Run(tmp_path))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -237,8 +238,8 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
         log = WandbLog("emoji", mode="offline")
         log.start(Run(tmp_path, first_step=first, config=Run(Path("x"), config={"data": ["https://h/a?token=x"]})))
         log.step(record(first + 1, phases={"data": 0.25}))
-        log.evaluated({"step": first + 1, "evaluation": EVALUATION})
-        log.saved(tmp_path)
+        log.on_evaluation({"step": first + 1, "evaluation": EVALUATION})
+        log.on_save(tmp_path)
         log.finish(Run(tmp_path))
     assert [settings["id"] for settings in wandb.started] == [None, "abc"]
     assert wandb.started[0]["mode"] == "offline"
@@ -254,27 +255,41 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
         WandbLog()
 
 
+def test_wandb_without_a_login_is_told_at_once(monkeypatch):
+    wandb = FakeWandb()
+    wandb.Error = type("Error", (Exception,), {})
+    wandb.login = Mock(side_effect=wandb.Error("No API key configured. Use `wandb login` to log in."))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(ValueError, match=r"--wandb must be used after a login: run `wandb login`.*got No API key configured"):
+        WandbLog("emoji")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    WandbLog("emoji")  # logs into the folder of the run, without a login
+    assert wandb.login.call_count == 1
+
+
 def test_numbers_for_people():
-    assert [numbers.count(value) for value in (0, 999, 9999, 10000, 12345, 2.5e6, 3e9)] == [
+    assert [tables.count(value) for value in (0, 999, 9999, 10000, 12345, 2.5e6, 3e9)] == [
         *("0", "999", "9,999", "10k", "12.3k", "2.5M", "3G")
     ]
-    assert [numbers.size(value) for value in (12, 2048, 5 * 2**20, 2**31)] == ["12 B", "2.0 KiB", "5.0 MiB", "2.0 GiB"]
-    assert [numbers.duration(value) for value in (3.4, 62, 59.6, 3723, 200000, float("inf"), -1)] == [
+    assert [tables.count(value) for value in (0.04321, 0.5, 3.14159, 9.7, 42.4)] == ["0.043", "0.5", "3.1", "9.7", "42"]
+    assert [tables.size(value) for value in (12, 2048, 5 * 2**20, 2**31)] == ["12 B", "2.0 KiB", "5.0 MiB", "2.0 GiB"]
+    assert [tables.duration(value) for value in (3.4, 62, 59.6, 3723, 200000, float("inf"), -1)] == [
         *("3 s", "1:02", "1:00", "1:02:03", "2 d 7 h", "–", "–")
     ]
-    assert [numbers.short(value) for value in (0, 0.00012, 3.14159, 123456, None, float("nan"), True)] == [
+    assert [tables.short(value) for value in (0, 0.00012, 3.14159, 123456, None, float("nan"), True)] == [
         *("0", "1.20e-04", "3.142", "1.23e+05", "–", "–", "–")
     ]
-    assert [numbers.pairs(value) for value in (100, 1024, 1536, 65536, 3 * 2**19, 1_000_000)] == [
+    assert [tables.pairs(value) for value in (100, 1024, 1536, 65536, 3 * 2**19, 1_000_000)] == [
         *("100", "1k", "1.5k", "64k", "1.5M", "1,000,000")
     ]
-    assert [numbers.cell(None, ".2f"), numbers.cell(0.0, ".2f"), numbers.gib(None), numbers.gib(2**30)] == [
+    assert [tables.cell(None, ".2f"), tables.cell(0.0, ".2f"), tables.gib(None), tables.gib(2**30)] == [
         "",
         "0.00",
         "",
         "1.00",
     ]
-    assert [numbers.ratio(3, 2), numbers.ratio(None, 2), numbers.ratio(3, None, ".1f"), numbers.ratio(3, 0)] == [
+    assert [tables.ratio(3, 2), tables.ratio(None, 2), tables.ratio(3, None, ".1f"), tables.ratio(3, 0)] == [
         "1.50",
         "",
         "",
@@ -283,10 +298,10 @@ def test_numbers_for_people():
 
 
 def test_metrics_for_people():
-    assert metrics.headline(EVALUATION) == ("text_to_image_R@1", 0.345)
-    assert metrics.headline({"x": 1, "emoji-zeroshot-val-top1": 0.5}) == ("emoji-zeroshot-val-top1", 0.5)
-    assert metrics.headline({}) is None
-    made = metrics.table(EVALUATION, "title")
+    assert tables.headline(EVALUATION) == ("text_to_image_R@1", 0.345)
+    assert tables.headline({"x": 1, "emoji-zeroshot-val-top1": 0.5}) == ("emoji-zeroshot-val-top1", 0.5)
+    assert tables.headline({}) is None
+    made = tables.table(EVALUATION, "title")
     assert made.text().splitlines() == [
         "title",
         "                  R@1    R@10",
@@ -295,25 +310,36 @@ def test_metrics_for_people():
         "  by chance     11.1%  100.0%",
         "samples: 9",
     ]
-    assert metrics.chance("R@5", 1000) == 0.005
-    assert metrics.chance("mean_rank", 9) == 5.0
+    assert tables.describe(EVALUATION, "text_to_image_R@1") == "text → image R@1, 11.1% by chance"
+    assert tables.describe({}, "text_to_image_R@1") == "text → image R@1"
 
 
-def test_chance_with_several_captions_of_an_image():
-    # 1 - C(18, 10) / C(20, 10), and 18 wrong captions in the 3 gaps around 2 right ones
-    assert metrics.chance("R@10", 20, 2) == pytest.approx(1 - 43758 / 184756)
-    assert metrics.chance("mean_rank", 20, 2) == 7.0
+def test_chance_level_stands_in_the_table_of_each_dataset():
     evaluation = {f"{way}_{name}": 1.0 for way in ("image_to_text", "text_to_image") for name in ("R@10", "mean_rank")}
-    lines = metrics.table({**evaluation, "num_samples": 10, "num_texts": 20}).text().splitlines()
+    evaluation |= {"num_samples": 10, "num_texts": 20}  # two captions of each image
+    lines = tables.table(evaluation).text().splitlines()
     assert [line.split()[-2:] for line in lines if "by chance" in line] == [["76.3%", "7"], ["100.0%", "5.5"]]
+    other = {"coco/image_to_text_R@10": 1.0, "coco/text_to_image_R@10": 1.0, "coco/num_samples": 40}
+    lines = tables.table(evaluation | other).text().splitlines()
+    assert [line.split()[-2:] for line in lines if "coco/by chance" in line] == [["25.0%", "20.5"]]
+    zero_shot = {"pets-zeroshot-val-top1": 0.5, "pets-zeroshot-val-top5": 0.75, "num_classes": 50}
+    lines = tables.table(zero_shot).text().splitlines()
+    assert [line.split()[-1] for line in lines] == ["chance", "2.0%", "10.0%", "50"]
+    assert tables.chance(evaluation, "text_to_image_MRR") is None
+    assert tables.chance({"text_to_image_R@1": 1.0}, "text_to_image_R@1") is None
+
+
+@pytest.mark.parametrize(("value", "told"), [(0.0, "0.0%"), (0.0009, "0.09%"), (1 / 32768, "0.003%"), (None, "–")])
+def test_a_small_percentage_keeps_a_digit(value, told):
+    assert tables.percent(value) == told
 
 
 def test_an_evaluation_is_a_line_of_a_hundred_columns():
     names = [f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
-    line = metrics.line({**dict.fromkeys(names, 1.0), "text_to_image_mean_rank": 3.0})
+    line = tables.line({**dict.fromkeys(names, 1.0), "text_to_image_mean_rank": 3.0})
     assert line == "image → text R@1/5/10 100.0 100.0 100.0 %, text → image R@1/5/10 100.0 100.0 100.0 %"
     assert len(f"step 1,000,000: {line}") <= 100
-    assert metrics.line({"imagenet-zeroshot-val-top1": 0.5, "imagenet-zeroshot-val-top5": 0.75}) == (
+    assert tables.line({"imagenet-zeroshot-val-top1": 0.5, "imagenet-zeroshot-val-top5": 0.75}) == (
         "imagenet-zeroshot-val-top1/5 50.0 75.0 %"
     )
-    assert metrics.table({"loss": 1.5, "num_classes": 3}).text().splitlines() == ["  loss  1.5", "classes: 3"]
+    assert tables.table({"loss": 1.5, "num_classes": 3}).text().splitlines() == ["  loss  1.5", "classes: 3"]

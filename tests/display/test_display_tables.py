@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from megabatch import extras
-from megabatch.display.tables import OURS, WRONG, Table
+from megabatch_train.display.tables import OURS, WRONG, TextTable
 
-TABLE = Table(
+TABLE = TextTable(
     ["system", "time ms", ""], [["ours", 1.5, "a"], ["<b> & [red]", 12, "b"]], "Title", "Notes.", (0, 2), {0: OURS, 1: WRONG}
 )
 
@@ -20,12 +20,12 @@ def test_text_aligns_names_left_and_numbers_right():
         "  <b> & [red]       12  b",
         "Notes.",
     ]
-    assert Table(["", ""], [["a", 1]]).text() == "  a  1"
-    assert Table(["a", "b"], []).text() == "  a  b"
+    assert TextTable(["", ""], [["a", 1]]).text() == "  a  1"
+    assert TextTable(["a", "b"], []).text() == "  a  b"
 
 
 def test_headings_of_a_wide_table_are_wrapped():
-    made = Table([f"heading number {i}" for i in range(9)], [[f"{i}" * 7 for i in range(9)]])
+    made = TextTable([f"heading number {i}" for i in range(9)], [[f"{i}" * 7 for i in range(9)]])
     lines = made.text().splitlines()
     assert [line.split() for line in lines[:2]] == [["heading"] * 9, ["number"] * 9]
     assert max(map(len, lines)) <= 82
@@ -35,7 +35,7 @@ def test_markdown():
     assert TABLE.markdown() == (
         "Title\n\n| system | time ms |  |\n|---|---:|---|\n| ours | 1.5 | a |\n| <b> & [red] | 12 | b |\n\nNotes."
     )
-    assert Table(["a"], [[1]], names=()).markdown() == "| a |\n|---:|\n| 1 |"
+    assert TextTable(["a"], [[1]], names=()).markdown() == "| a |\n|---:|\n| 1 |"
 
 
 def test_html_escapes_cells_and_marks_rows():
@@ -51,7 +51,7 @@ def test_a_terminal_gets_a_table_of_rich(monkeypatch, capsys):
     printed = capsys.readouterr().out
     for text in ("Title", "<b> & [red]", "time ms", "─", "Notes."):  # names are no markup
         assert text in printed
-    monkeypatch.setattr(extras, "installed", lambda module: False)
+    monkeypatch.setattr(extras, "is_installed", lambda module: False)
     TABLE.print()
     assert capsys.readouterr().out == TABLE.text() + "\n"
 
@@ -61,7 +61,7 @@ def test_a_narrow_terminal_wraps_names_and_cuts_no_number(monkeypatch, capsys, c
     pytest.importorskip("rich", reason='pip install "megabatch[train]"')
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    Table(["system", *"abcd"], [["a system with a long name", *(f"{i}.000001" for i in range(4))]]).print()
+    TextTable(["system", *"abcd"], [["a system with a long name", *(f"{i}.000001" for i in range(4))]]).print()
     shown = capsys.readouterr().out
     assert all(f"{i}.000001" in shown for i in range(4))
     assert "…" not in shown

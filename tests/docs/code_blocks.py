@@ -88,6 +88,7 @@ def given() -> dict[str, object]:
         "logit_scale": torch.tensor(14.3, requires_grad=True),
         "logit_bias": torch.tensor(-10.0, requires_grad=True),
         "caption_id": torch.arange(PAIRS) // 2,
+        "image_id": torch.arange(PAIRS) // 3,
         "concept": torch.arange(PAIRS) // 2,
         "labels": torch.arange(PAIRS) // 2,
         "query_vectors": unit(PAIRS, 4, 8),

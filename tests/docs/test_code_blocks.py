@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabatch import cli
+from megabatch_train import cli
 
 sys.path.insert(0, str(Path(__file__).parent))
 import code_blocks
@@ -63,7 +63,7 @@ def runs(folder, monkeypatch):
     """Models in the folders that the page names, one of them by the name of a large one of open_clip's."""
     import open_clip
 
-    from megabatch import towers
+    from megabatch_train import towers
 
     layers = {"width": 16, "layers": 1, "heads": 2}
     config = {
@@ -93,15 +93,14 @@ def test_links_of_the_readme_are_whole_addresses_of_files():
 
 def training(folder, monkeypatch):
     """Drawings of noise, no more than a batch, and one step."""
-    from megabatch.data import cache
-    from megabatch.data.demo import emoji
-    from megabatch.trainer import config
+    from megabatch_train.data import demo, paths
+    from megabatch_train.trainer import config
 
     names = [f"thing {i}" for i in range(700)]  # two thirds of their drawings are to train on
     drawings = torch.randint(256, (len(names), 2, 3, 32, 32), dtype=torch.uint8)
-    monkeypatch.setattr(cache, "folder", lambda: folder)
-    monkeypatch.setattr(emoji, "_render_all", lambda size: {"names": names, "drawings": drawings})
-    monkeypatch.setattr(config, "recipe", lambda model, data: {"epochs": 1.0, "schedule": {"warm_up_steps": 0}})
+    monkeypatch.setattr(paths, "folder", lambda: folder)
+    monkeypatch.setattr(demo, "_render_all", lambda size: {"names": names, "drawings": drawings})
+    monkeypatch.setattr(config, "recipe", lambda model, data: {"epochs": 1.0, "schedule": {"warmup_steps": 0}})
     return {}
 
 
@@ -190,7 +189,7 @@ def arguments_of_megabatch(words):
 def parsed(arguments):
     """As `cli.main` does before it runs a command."""
     parser, subparser = cli._parser(arguments[0])
-    importlib.import_module(f"megabatch.commands.arguments.{arguments[0]}").add_arguments(subparser)
+    importlib.import_module(f"megabatch_train.commands.{arguments[0]}").add_arguments(subparser)
     return parser.parse_args(arguments)
 
 

@@ -112,4 +112,17 @@ def test_a_page_that_a_docstring_names_is_linked(site):
 
 def test_results_have_their_plot(site):
     for name in ("loss_gpu", "loss_cpu", "ring"):
-        assert f'src="{name}.png"' in (site / f"benchmarks/results/{name}.html").read_text()
+        assert f'src="{name}.svg"' in (site / f"benchmarks/results/{name}.html").read_text()
+
+
+# Pages that describe the present state. The log names files as they were.
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "log.md"], ids=lambda page: page.name)
+def test_files_that_pages_name_exist(page):
+    folders = ("src", "tests", "tools", "benchmarks", "examples", "docs")
+    files = {path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    named = set(re.findall(r"`([\w./-]+\.py)`", page.read_text("utf-8")))
+    missing = [name for name in sorted(named) if not any(f"/{file}".endswith(f"/{name}") for file in files)]
+    assert not missing, f"{page.name} names files that do not exist: {', '.join(missing)}"

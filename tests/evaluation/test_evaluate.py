@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.data.dataset import Dataset, UnreadableSampleError
-from megabatch.evaluation import embed, embedded, evaluate, retrieval, spearman
-from megabatch.towers import Pair, Tower
+from megabatch_train.data.dataset import Dataset, UnreadableSampleError
+from megabatch_train.evaluation import embed, embed_chunks, evaluate, retrieval, spearman
+from megabatch_train.towers import Pair, Tower
 
 D = 6
 
@@ -127,7 +127,7 @@ def test_the_validation_loss_leaves_out_other_captions_of_an_image():
 def test_messages():
     pair, data = model(), Vectors()
     with pytest.raises(ValueError, match=r"tower .* image, got .* text"):
-        list(embedded(pair.second, data, 0))
+        list(embed_chunks(pair.second, data, 0))
     with pytest.raises(ValueError, match="indices must name at least one sample, got none"):
         embed(pair.first, data, 0, [])
     with pytest.raises(ValueError, match="side must be 0 or 1, got 2"):
@@ -139,7 +139,7 @@ def test_messages():
 def test_between_chunks_a_tower_is_as_it_was():
     tower, data = model().second, Vectors()
     tower.module.train()
-    for chunk in embedded(tower, data, 1, chunk_size=4):
+    for chunk in embed_chunks(tower, data, 1, chunk_size=4):
         assert not chunk.requires_grad
         assert tower.module.training
         assert torch.is_grad_enabled()
@@ -164,8 +164,108 @@ class Classes(Vectors):
     def read(self, index, side):
         return f"class {self.of_class[index]}" if side == 1 else super().read(index, side)
 
-    def classes(self):
+    def documents(self):
         return torch.tensor(self.of_class)
+
+
+class Clicks(Vectors):
+    """Queries with several documents, which belong to several queries each."""
+
+    PAIRS = ((0, 0), (0, 1), (1, 1), (2, 3), (3, 3), (3, 0), (4, 5), (4, 5), (5, 6), (6, 4))
+
+    def __init__(self, damaged=()):
+        super().__init__((1,) * len(self.PAIRS))
+        self.of_image, self.of_text = (list(side) for side in zip(*self.PAIRS, strict=True))
+        self.damaged = damaged
+
+    def read(self, index, side):
+        return f"document {self.of_text[index]}" if side == 1 else super().read(index, side)
+
+    def documents(self):
+        return torch.tensor(self.of_text)
+
+
+def dense(data):
+    """Ranks of the best match in both directions among distinct items and documents, and CLIP's loss."""
+    pairs = [pair for pair in data.PAIRS if pair[0] not in data.damaged]
+    items, documents = (sorted({pair[side] for pair in pairs}) for side in (0, 1))
+    pair = model()
+    s = pair.first.module(torch.tensor(items)) @ pair.second.module(torch.tensor(documents)).T
+    right = torch.zeros_like(s, dtype=torch.bool)
+    for item, document in pairs:
+        right[items.index(item), documents.index(document)] = True
+    ranks = []
+    for scores, matches in ((s, right), (s.T, right.T)):
+        best = scores.masked_fill(~matches, -torch.inf).amax(1, keepdim=True)
+        ranks.append(((scores > best) & ~matches).sum(1).double())
+    ids = torch.tensor(pairs)
+    places = [torch.tensor([side.index(pair[i]) for pair in pairs]) for i, side in enumerate((items, documents))]
+    logits = pair.logit_scale * s[places[0]][:, places[1]]
+    excluded = (ids[:, None] == ids).any(2) & ~torch.eye(len(ids), dtype=torch.bool)
+    logits, own = logits.masked_fill(excluded, -torch.inf), torch.arange(len(ids))
+    entropy = nn.functional.cross_entropy
+    return ranks, (entropy(logits, own) + entropy(logits.T, own)) / 2, len(items), len(documents)
+
+
+@pytest.mark.parametrize("damaged", [(), (0,), (4, 6)])
+def test_distinct_documents_are_ranked_and_every_correct_one_counts(damaged):
+    data = Clicks(damaged)
+    found = evaluate(model(), data, chunk_size=3)
+    (there, back), loss, items, documents = dense(data)
+    for name, ranks in (("image_to_text", there), ("text_to_image", back)):
+        assert found[f"{name}_mean_rank"] == pytest.approx(ranks.mean().item() + 1)
+        for k in (1, 5, 10):
+            assert found[f"{name}_R@{k}"] == pytest.approx((ranks < k).double().mean().item())
+    assert found["clip_val_loss"] == pytest.approx(loss.item())
+    counts = {"num_samples": items, "num_failed": len(damaged)} | ({"num_texts": documents} if documents != items else {})
+    different = len({pair for pair in data.PAIRS if pair[0] not in damaged})
+    counts |= {"num_pairs": different} if different > max(items, documents) else {}
+    assert {name: value for name, value in found.items() if name.startswith("num")} == counts
+
+
+class Reused(Clicks):
+    """A table that is one-to-one once its first image is excluded; documents are numbered by their first pair."""
+
+    PAIRS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 0))
+
+
+def test_pairs_that_are_one_to_one_only_without_an_unreadable_sample():
+    data = Reused((0,))
+    found = evaluate(model(), data, chunk_size=3)
+    (there, _), loss, *_ = dense(data)
+    assert found["image_to_text_mean_rank"] == pytest.approx(there.mean().item() + 1)
+    assert found["clip_val_loss"] == pytest.approx(loss.item())
+
+
+def _of_clicks(group, rank):
+    return evaluate(model(), Clicks((0,)), chunk_size=2, group=group)
+
+
+def test_shared_documents_on_many_ranks_count_as_on_one(pool):
+    alone = evaluate(model(), Clicks((0,)), chunk_size=2)
+    for found in pool.run(_of_clicks, 3):
+        assert found == pytest.approx(alone)
+
+
+class Answers(Vectors):
+    """Three questions for each answer."""
+
+    def read(self, index, side):
+        return super().read(index, 0) if side == 0 else f"answer {self.of_image[index] // 3}"
+
+    def documents(self):
+        return torch.tensor(self.of_image) // 3
+
+
+def test_a_perfect_model_has_a_recall_of_one_hundred_percent():
+    pair = model()
+    with torch.no_grad():
+        weight = torch.eye(D, dtype=torch.float64)
+        pair.first.module.weight[:18] = weight.repeat_interleave(3, 0)
+        pair.second.module.weight[:6] = weight
+    found = evaluate(pair, Answers(captions=(1,) * 18))
+    assert found["image_to_text_R@1"] == found["text_to_image_R@1"] == 1.0
+    assert (found["num_samples"], found["num_texts"]) == (18, 6)
 
 
 def _of_classes(group, rank, counts):

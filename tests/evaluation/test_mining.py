@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from helpers import unit
-from megabatch import towers
-from megabatch.commands import mine as mine_command
-from megabatch.commands.arguments import mine as mine_arguments
-from megabatch.data.tables import Table
-from megabatch.evaluation import mining
-from megabatch.evaluation.mining import Choice, hard_negatives
+from megabatch_train import towers
+from megabatch_train.commands import mine as mine_command
+from megabatch_train.data.tables import Table
+from megabatch_train.evaluation import mining
+from megabatch_train.evaluation.mining import Choice, hard_negatives
 
 SMALL = {"width": 16, "buckets": 512}
 
@@ -33,7 +32,7 @@ def dense(query, document, positive, choice, ids):
             allowed = [j for j in allowed if s[j] < own - choice.absolute_margin]
         if choice.relative_margin is not None:
             allowed = [j for j in allowed if s[j] < own - choice.relative_margin * abs(own)]
-        row = allowed[: choice.looked_at][choice.range_min :][: choice.negatives]
+        row = allowed[: choice.candidates][choice.range_min :][: choice.negatives]
         chosen.append(row + [-1] * (choice.negatives - len(row)))
     return torch.tensor(chosen)
 
@@ -58,6 +57,21 @@ def test_what_a_full_sort_finds(monkeypatch, filters):
     assert torch.equal(found, dense(query, document, positive, choice, ids))
     rest = torch.cat(list(hard_negatives(query, document, positive, choice, ids=ids, first=7)))
     assert torch.equal(rest, found[7:])
+
+
+@pytest.mark.parametrize("filters", [{}, {"range_min": 2, "range_max": 9}, {"absolute_margin": 0.1}])
+def test_no_document_of_a_query_is_its_negative(monkeypatch, filters):
+    monkeypatch.setattr(mining, "ROWS", 5)
+    document, rows = unit(30, 6, seed=1), [(0, 1), (0, 2), (0, 3), (1, 3), (1, 4), (2, 4), (2, 5), (3, 9), (4, 9)]
+    queries, positive = (torch.tensor(side) for side in zip(*rows, strict=True))
+    query = unit(5, 6, seed=0)[queries]
+    choice = Choice(3, **filters)
+    found = torch.cat(list(hard_negatives(query, document, positive, choice, queries=queries)))
+    for row, (number, _) in enumerate(rows):
+        known = {document for other, document in rows if other == number}
+        own = torch.tensor([0 if j in known else 1 for j in range(30)])
+        alone = dense(query[row : row + 1], document, positive[row : row + 1], choice, (torch.zeros(1), own))
+        assert torch.equal(found[row], alone[0])
 
 
 def test_random_ones_are_of_the_range_and_the_same_every_time():
@@ -111,7 +125,7 @@ def place(tmp_path_factory):
 
 def mine(place, *arguments):
     parser = argparse.ArgumentParser()
-    mine_arguments.add_arguments(parser)
+    mine_command.add_arguments(parser)
     words = [place / "run", "--data", place / "pairs.csv", "--device", "cpu", "--chunk-size", "5", *arguments]
     return mine_command.run(parser.parse_args([str(word) for word in words]))
 
@@ -150,7 +164,7 @@ def test_a_stopped_command_continues(place, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         mine(place, "--output", output)
     monkeypatch.setattr(mine_command.json, "dumps", real)
-    monkeypatch.setattr("megabatch.evaluation.stored.readable", None)  # is not called again
+    monkeypatch.setattr("megabatch_train.evaluation.embedding.readable", None)  # is not called again
     with (place / "stopped.jsonl.part").open("a") as file:
         file.write('{"query": "cut o')
     mine(place, "--output", output)

@@ -1,6 +1,5 @@
 """Recall and ranks against the dense computation in float64: one caption, several, ties, NaN, many ranks."""
 
-import json
 import math
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from helpers import aligned_pairs, tile_size, unit
 from megabatch import pairwise_rank
-from megabatch.evaluation import classifier, ranks_of_best, results, retrieval, zero_shot
+from megabatch_train.evaluation import classifier, ranks_of_best, retrieval, zero_shot
 
 
 def dense_ranks(x, y, rows, columns):
@@ -53,10 +52,10 @@ def test_ranks_under_autocast_are_those_of_rounded_embeddings():
     image, text = (torch.nn.functional.normalize(torch.ones(32) + 0.02 * side, dim=1).float() for side in (image, text))
     texts = torch.arange(len(text))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        there, back = ranks_of_best(image, text, owners, texts), ranks_of_best(text, image, texts, owners)
+        there, back = ranks_of_best(image, text, owners, texts)
     image, text = (side.bfloat16().float() for side in (image, text))
-    assert torch.equal(there, ranks_of_best(image, text, owners, texts))
-    assert torch.equal(back, ranks_of_best(text, image, texts, owners))
+    assert torch.equal(there, ranks_of_best(image, text, owners, texts).row)
+    assert torch.equal(back, ranks_of_best(text, image, texts, owners).row)
     assert back.double().mean() > 10
 
 
@@ -77,8 +76,8 @@ def test_several_captions_against_sorting(tile):
     image, text, owners = captions(41)
     everyone = torch.arange(len(text))
     with tile_size(*tile):
-        there = ranks_of_best(image, text, owners, everyone)
-        back = ranks_of_best(text, image, everyone, owners)
+        there, back = ranks_of_best(image, text, owners, everyone)
+        assert torch.equal(back, ranks_of_best(text, image, everyone, owners).row)
         found = retrieval(image, text, owners)
     assert torch.equal(there, dense_ranks(image, text, owners, everyone))
     assert torch.equal(back, dense_ranks(text, image, everyone, owners))
@@ -91,7 +90,7 @@ def test_several_captions_against_sorting(tile):
 def test_lower_precision_differs_from_float64_only_where_rounding_cannot_tell(dtype):
     image, text, owners = captions(41)
     image, text = image.to(dtype), text.to(dtype)
-    ranks = ranks_of_best(image, text, owners, torch.arange(len(text)))
+    ranks, _ = ranks_of_best(image, text, owners, torch.arange(len(text)))
     s = image.double() @ text.double().T
     near = 2 * 4 * 12**0.5 * torch.finfo(torch.float32).eps  # sums are float32; two roundings of vectors of length 1
     for i, rank in enumerate(ranks.tolist()):
@@ -102,17 +101,47 @@ def test_lower_precision_differs_from_float64_only_where_rounding_cannot_tell(dt
 def test_captions_that_are_equal_rank_by_index_not_perfectly():
     image, text = torch.ones(4, 3), torch.ones(8, 3)
     owners = torch.arange(8) // 2
-    assert ranks_of_best(image, text, owners, torch.arange(8)).tolist() == [0, 2, 4, 6]
-    assert ranks_of_best(text, image, torch.arange(8), owners).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    there, back = ranks_of_best(image, text, owners, torch.arange(8))
+    assert there.tolist() == [0, 2, 4, 6]
+    assert back.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_the_same_caption_twice_for_one_image_counts_once():
     image, text = aligned_pairs(20, 8, noise=1.0, seed=3)
     twice = torch.cat([text, text])
     owners = torch.arange(20).repeat(2)
-    once = ranks_of_best(image, text, torch.arange(20), torch.arange(20))
-    found = ranks_of_best(image, twice, owners, torch.arange(40))
+    once, _ = ranks_of_best(image, text, torch.arange(20), torch.arange(20))
+    found, _ = ranks_of_best(image, twice, owners, torch.arange(40))
     assert torch.equal(found, 2 * once)  # every rival is there twice, the image's own copy does not stand in the way
+
+
+def test_captions_of_the_same_image_do_not_count_where_they_are_as_good_up_to_rounding():
+    """The rule of ties, written out for every entry of the dense matrix. All sums are whole numbers that float32 holds."""
+    generator = torch.Generator().manual_seed(5)
+    owners = torch.arange(180) % 60
+    image = 512.0 + torch.randint(0, 4, (60, 16), generator=generator)
+    text = torch.stack([512.0 + torch.randperm(16, generator=generator) % 4 for _ in owners])  # with equal sums
+    there, back = ranks_of_best(image, text, owners, torch.arange(180))
+    near = 4 * 16**0.5 * torch.finfo(torch.float32).eps * image.norm(dim=1)[:, None] * text.norm(dim=1)
+    s, own = image @ text.T, owners == torch.arange(60)[:, None]
+    for found, logits, limit, right in ((there, s, near, own), (back, s.T, near.T, own.T)):
+        best = logits.where(right, -torch.inf).argmax(1, keepdim=True)  # the first of equal ones
+        match = logits.gather(1, best)
+        before = ~((logits < match - limit) | ((logits <= match + limit) & (torch.arange(logits.shape[1]) > best)))
+        assert torch.equal(found, (before & ~right).sum(1))
+        others = right.clone().scatter_(1, best, False)
+        assert not others.any() or (before & others).any()  # the test would see it if they counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_find_the_same_ranks(dtype):
+    image, text, owners = captions(41, seed=2)
+    others = torch.randint(0, 41, (len(text),), generator=torch.Generator().manual_seed(3))
+    rows, columns = torch.cat([owners, others]), torch.arange(len(text)).repeat(2)  # a text has up to two images
+    image, text = image.to(dtype), text.to(dtype)
+    eager, triton = (ranks_of_best(image, text, rows, columns, backend=name) for name in ("eager", "triton"))
+    for found, expected in zip(triton, eager, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_nan_ranks_last_and_a_nan_caption_does_not_hide_a_good_one():
@@ -120,7 +149,7 @@ def test_nan_ranks_last_and_a_nan_caption_does_not_hide_a_good_one():
     image[2] = torch.nan
     text = torch.cat([text, torch.full((1, 4), torch.nan, dtype=text.dtype)])
     owners = torch.tensor([0, 1, 2, 3, 4, 5, 0])
-    ranks = ranks_of_best(image, text, owners, torch.arange(7))
+    ranks, _ = ranks_of_best(image, text, owners, torch.arange(7))
     assert ranks[2] == 6  # all captions but its own
     assert ranks[0] == 0
     found = retrieval(image[:6], text[:6])
@@ -212,47 +241,6 @@ def test_templates_need_a_place_for_the_name(template):
     with pytest.raises(ValueError, match=r'templates must have a "\{\}" where the name goes, and no other') as caught:
         classifier(lambda texts: torch.zeros(len(texts), 2), ["cat"], [template])
     assert str(caught.value).endswith(repr(template))
-
-
-def test_results_may_hold_any_character_and_be_cut_off_in_one(tmp_path):
-    path = tmp_path / "results.jsonl"
-    for name in ("a\u2028b\x85c", "Curaçao"):
-        results.append(path, {"name": name})
-    assert [line["name"] for line in results.read(path)] == ["a\u2028b\x85c", "Curaçao"]
-    path.write_bytes(path.read_bytes()[: -len(b'ao"}\n') - 1])  # in the middle of the ç
-    assert len(results.read(path)) == 1
-    path.write_bytes(b"")
-    assert results.read(path) == []
-
-
-def test_results_are_json_lines(tmp_path):
-    path = tmp_path / "new" / "results.jsonl"
-    results.append(path, {"step": 1, "image_to_text_R@1": 0.5, "loss": math.nan})
-    results.append(path, {"step": 2, "name": "Curaçao"})
-    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == results.read(path)
-    assert results.read(path) == [{"step": 1, "image_to_text_R@1": 0.5, "loss": None}, {"step": 2, "name": "Curaçao"}]
-    with path.open("a") as file:
-        file.write('{"step": 3, "na')
-    assert len(results.read(path)) == 2
-    with path.open("a") as file:
-        file.write('\n{"step": 4}\n')
-    with pytest.raises(ValueError, match="line 3, must be a JSON object"):
-        results.read(path)
-
-
-def test_a_full_disk_leaves_no_half_line(tmp_path):
-    resource = pytest.importorskip("resource", reason="limits of a process are Unix")
-    path = tmp_path / "results.jsonl"
-    results.append(path, {"step": 1})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
-    try:
-        with pytest.raises(OSError, match=r"No space left|File too large"):
-            results.append(path, {"step": 2})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    results.append(path, {"step": 3})
-    assert results.read(path) == [{"step": 1}, {"step": 3}]
 
 
 def test_reciprocal_ranks_and_gains():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from helpers import unit
-from megabatch.evaluation import search
-from megabatch.evaluation.sheet import GAP, PICTURE, QUERY_WIDTH, Found, draw
+from megabatch_train.evaluation import search
+from megabatch_train.evaluation.sheet import GAP, PICTURE, QUERY_WIDTH, Found, draw
 
 
 @pytest.mark.parametrize("k", [1, 5, 60])

@@ -2,16 +2,18 @@
 
 import argparse
 import json
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from megabatch import towers
-from megabatch.commands import export as command
-from megabatch.commands.arguments import export as arguments
-from megabatch.data.images import to_pillow
-from megabatch.evaluation import encode
+from megabatch_train import towers
+from megabatch_train.commands import export as command
+from megabatch_train.data.images import to_pillow
+from megabatch_train.evaluation import encode
+from megabatch_train.towers import saved
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -35,7 +37,7 @@ def needed(*packages):
 
 def call(*words):
     parser = argparse.ArgumentParser()
-    arguments.add_arguments(parser)
+    command.add_arguments(parser)
     return command.run(parser.parse_args([str(word) for word in words]))
 
 
@@ -72,6 +74,11 @@ def made(name, tmp_path, monkeypatch):
 
 def expected(pair):
     return [encode(tower, IMAGES if tower.kind == "image" else TEXTS) for tower in pair.towers]
+
+
+def code_of(folder):
+    """The program of a card."""
+    return (folder / "README.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0]
 
 
 def close(found, wanted):
@@ -141,11 +148,11 @@ def test_two_encoders_in_transformers_by_the_code_of_the_card(tmp_path, monkeypa
     pair = made("two", tmp_path, monkeypatch)
     call(tmp_path / "run", "--to", "hf", tmp_path / "hf")
     card = (tmp_path / "hf" / "README.md").read_text()
-    names = {"pixels": torch.stack([pair.first.prepare(image, None) for image in IMAGES])}
+    names = {}
     exec(card.partition("```python\n")[2].partition("```")[0], names)
-    images, texts = expected(pair)
-    close(names["image_embeddings"].detach(), images)
-    close(names["texts"].encode_document(TEXTS), texts)
+    red = torch.tensor([255, 0, 0], dtype=torch.uint8)[:, None, None].expand(3, 256, 256).contiguous()
+    close(names["image_embeddings"].detach(), encode(pair.first, [red]))
+    close(names["texts"].encode_document(TEXTS), encode(pair.second, TEXTS))
     assert 'begin with "red "' in card
 
 
@@ -155,27 +162,53 @@ def test_onnxruntime_by_the_code_of_the_card(tmp_path, monkeypatch, name):
     needed(*ONNX)
     pair = made(name, tmp_path, monkeypatch)
     call(tmp_path / "run", "--to", "onnx", tmp_path / "onnx")
-    code = (tmp_path / "onnx" / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    names = {}
+    exec(code_of(tmp_path / "onnx"), names)  # as it stands: it defines every name it uses
     for count in (1, 3):
-        names = {}
-        for tower in pair.towers:
-            samples = (IMAGES if tower.kind == "image" else TEXTS)[:count]
-            inputs = tower.collate([tower.prepare(sample, None) for sample in samples])
-            inputs = inputs if isinstance(inputs, dict) else {"images": inputs}
-            names |= {key: value.numpy() for key, value in inputs.items()}
-        exec(code, names)
-        for tower in pair.towers[-2 if name != "one" else -1 :]:
-            samples = (IMAGES if tower.kind == "image" else TEXTS)[:count]
-            close(names[f"{tower.kind}_embeds"], encode(tower, samples))
+        close(names["embed_texts"](TEXTS[:count]), encode(pair.second, TEXTS[:count]))
+        if name == "one":
+            close(names["embed_texts"](TEXTS[:count], prompt="a "), encode(pair.first, TEXTS[:count]))
+        else:
+            images = [to_pillow(image) for image in IMAGES[:count]]
+            close(names["embed_images"](images), encode(pair.first, IMAGES[:count]))
+
+
+@pytest.mark.parametrize("name", ["small", "open_clip", "one", "two"])
+def test_the_preprocessing_of_an_onnx_card_gives_the_inputs_of_the_towers(tmp_path, monkeypatch, name):
+    """Without the ONNX files: the modules of the towers are in the place of their sessions."""
+    runtime = types.ModuleType("onnxruntime")
+    pair = made(name, tmp_path, monkeypatch)
+    modules = {tower.kind: tower.module for tower in pair.towers}
+
+    class Session:
+        def __init__(self, path, providers):
+            self.module = modules[Path(path).stem]
+
+        def run(self, outputs, inputs):
+            with torch.no_grad():
+                return [self.module(**{key: torch.from_numpy(value) for key, value in inputs.items()}).numpy()]
+
+    runtime.InferenceSession = Session
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    monkeypatch.setattr("megabatch_train.export.formats.export_onnx", lambda pair, folder: saved.keep(pair, folder))
+    call(tmp_path / "run", "--to", "onnx", tmp_path / "onnx")
+    names = {}
+    exec(code_of(tmp_path / "onnx"), names)
+    close(names["embed_texts"](TEXTS), encode(pair.second, TEXTS))
+    if name == "one":
+        close(names["query_embeds"], encode(pair.first, ["what do cats eat?"]))
+    else:
+        close(names["embed_images"]([to_pillow(image) for image in IMAGES]), encode(pair.first, IMAGES))
 
 
 def test_the_card_tells_the_run_and_push_uploads_it(tmp_path, monkeypatch, capsys):
     import huggingface_hub
 
     made("small", tmp_path, monkeypatch)
-    monkeypatch.setattr("megabatch.export.onnx.export", lambda pair, folder: None)
+    monkeypatch.setattr("megabatch_train.export.formats.export_onnx", lambda pair, folder: None)
     (tmp_path / "run" / "config.toml").write_text("data = 'emoji'\nbatch_size = 2048\n")
     steps = [{"step": step, "loss": 3.0 - step, "pairs": 8} for step in (1, 2)]
+    steps[1]["problem"] = "the embeddings have collapsed"
     lines = [*steps, {"step": 2, "evaluation": {"text_to_image_R@1": 0.375, "image_to_text_R@1": 0.25, "num_samples": 8}}]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
@@ -201,6 +234,7 @@ def test_the_card_tells_the_run_and_push_uploads_it(tmp_path, monkeypatch, capsy
         str(tmp_path / "b"),
     )
     card = (tmp_path / "b" / "README.md").read_text()
+    assert "- the embeddings have collapsed" in card
     for part in (
         "library_name: onnx",
         "# emoji",

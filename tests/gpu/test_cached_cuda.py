@@ -9,8 +9,8 @@ from torch import nn
 
 import megabatch as mb
 from helpers import dense_clip
-from megabatch.bench.measure import peak_memory
 from megabatch.cached.timing import Clock, phase
+from megabatch_train.bench.measure import peak_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -151,7 +151,7 @@ def test_the_clock_measures_the_device_and_not_the_host():
     clock = Clock(torch.device("cuda"))
     for waits, busy in ((0.2, False), (0.05, True)):
         clock.lap()
-        with clock.running():
+        with clock.activate():
             with phase("forward"):
                 if busy:
                     torch.cuda._sleep(400_000_000)  # 0.2 s or more

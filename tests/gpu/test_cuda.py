@@ -7,10 +7,9 @@ import torch
 
 import megabatch as mb
 from helpers import aligned_pairs, assert_equal_to_rounding, dense_clip, dense_siglip, leaves, outcomes, tile_size, unit
-from megabatch import reference
-from megabatch.bench.accuracy import clip_truth
-from megabatch.bench.measure import peak_memory
-from megabatch.tiles import plan
+from megabatch import dispatch, reference
+from megabatch_train.bench.losses import clip_truth
+from megabatch_train.bench.measure import peak_memory
 from rounding import half_units
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("both_ways")]
@@ -161,7 +160,7 @@ def test_memory_is_linear_and_the_workspace_capped(dtype, loss, backend):
         accumulator = 4 * N * 256
         returned = x.nbytes + y.nbytes
         statistics, workspace = 64 * N, 512 * 2**20
-        with_loss = backend == "triton" and plan.pairs_with_gradients(N, 256)
+        with_loss = backend == "triton" and dispatch.find_rule(dispatch.BOTH, N, 256, "triton").path == dispatch.FUSED
         saved = returned if loss == "siglip" or with_loss else 0  # gradients that backward only multiplies
         assert used <= returned + saved + accumulator + statistics + workspace
         if with_loss:  # the workspace is freed before gradients are allocated

@@ -6,9 +6,9 @@ import torch
 import decoders
 import megabatch as mb
 from decoders import Loss, Way
-from megabatch.towers import packing
-from megabatch.trainer.fit import MemoryConfig, what_fits
 from megabatch.world import World
+from megabatch_train.towers import packing
+from megabatch_train.trainer.chunk_size import MemoryConfig, what_fits
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu

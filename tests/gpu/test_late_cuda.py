@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import megabatch as mb
-from megabatch.tiles import kernel_plan, plan
+from megabatch.kernels import plan as kernel_plan
+from megabatch.tiles import plan
 
 pytestmark = pytest.mark.gpu
 

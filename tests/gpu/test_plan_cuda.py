@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch.bench.measure import peak_memory
-from megabatch.planning.losses import MEGABATCH, Shape, loss_bytes
+from megabatch_train.bench.measure import peak_memory
+from megabatch_train.planning.costs import MEGABATCH, Shape, loss_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -37,7 +37,7 @@ def loss_on_a_rank(group, rank, dtype, backend, route):
     for loss in ("clip", "siglip"):
         for t in (x, y, scale, bias):
             t.grad = None
-        with ring.using(route):
+        with ring.use_route(route):
             if loss == "clip":
                 value = mb.clip_loss(x, y, scale, ids=ids, group=group, backend=backend)
             else:
@@ -67,7 +67,7 @@ def test_ranks_on_one_gpu_give_the_result_of_one_process(ranks, dtype, backend, 
 
 def ranks_of_pairs(group, rank, route):
     x, y, _ = data(torch.float32)
-    with ring.using(route):
+    with ring.use_route(route):
         return [r.cpu() for r in mb.pairwise_rank(part(x, rank), part(y, rank), group=group)]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers import unit
-from megabatch.tiles import kernel_plan
+from megabatch.kernels import plan as kernel_plan
 from rounding import gradients_rounded_differently, truth_and_bounds
 
 pytestmark = pytest.mark.gpu

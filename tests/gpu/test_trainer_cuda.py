@@ -9,10 +9,10 @@ from torch import nn
 
 import runs
 from megabatch import ClipLoss, HostSource
-from megabatch.towers.tower import Pair, Tower
-from megabatch.trainer import compiling
-from megabatch.trainer.patches import use_products
 from megabatch.world import World
+from megabatch_train.towers import compiling
+from megabatch_train.towers.compiling import use_products
+from megabatch_train.towers.tower import Pair, Tower
 
 # The compiler imports modules that use what PyTorch has deprecated, and recommends TF32, which would round float32 steps.
 pytestmark = [

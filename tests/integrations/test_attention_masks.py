@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.integrations.wrapping import routed
+from megabatch.integrations.wrapping import route_through_wrappers
 from steps import Loss, assert_same, cached, gradients
 
 transformers = pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
@@ -60,6 +60,6 @@ def test_encoders_of_transformers(kind):
     value.backward()
     wanted = [value.detach(), *gradients(tower, loss)]
     tower.tokens = 0
-    towers = routed([(tower, inputs)], tower)
+    towers = route_through_wrappers([(tower, inputs)], tower)
     assert_same(cached(halves, towers, (tower, loss), chunk_size=3), wanted, tolerance=1e-9)
     assert (tower.tokens == 2 * 14 * 41) if kind in PADDED_IN_FRONT else (tower.tokens < 1.4 * 14 * 41)

@@ -32,6 +32,7 @@ def numbers(text):
 @pytest.mark.filterwarnings("ignore:.*fewer than the logging interval:UserWarning")
 @pytest.mark.quick({"name": "plain_loop"}, {"name": "open_clip_loop"})
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thorough
 def test_an_example_learns(name, capsys, monkeypatch, tmp_path):
     pytest.importorskip(PACKAGES.get(name, "torch"))
     monkeypatch.chdir(tmp_path)

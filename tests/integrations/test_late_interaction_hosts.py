@@ -63,30 +63,28 @@ def test_sentence_transformers_ranking():
     pytest.importorskip("sentence_transformers.multi_vector_encoder")  # since version 6; PyLate 1.6 needs an older one
     from sentence_transformers.multi_vector_encoder import losses, scoring
 
-    from megabatch.integrations import multi_vector
+    from megabatch.integrations import sentence_transformers as ours
 
     for options in ({}, {"scale": 4.0, "similarity_fct": scoring.mean_colbert_scores}):
         pair = (
             outcome(source.CachedMultiVectorMultipleNegativesRankingLoss, columns(9), mini_batch_size=4, **options)
-            for source in (multi_vector, losses)
+            for source in (ours, losses)
         )
         assert_same(*pair, tolerance=ROUNDED_SCORES)
     with pytest.raises(ValueError, match="similarity_fct must be colbert_scores"):
-        multi_vector.CachedMultiVectorMultipleNegativesRankingLoss(Table(), similarity_fct=scoring.XTRScores())
+        ours.CachedMultiVectorMultipleNegativesRankingLoss(Table(), similarity_fct=scoring.XTRScores())
 
 
 def test_sentence_transformers_distillation():
     pytest.importorskip("sentence_transformers.multi_vector_encoder")  # since version 6; PyLate 1.6 needs an older one
     from sentence_transformers.multi_vector_encoder import losses
 
-    from megabatch.integrations import multi_vector
+    from megabatch.integrations import sentence_transformers as ours
 
     teacher = torch.randn(5, 3, dtype=torch.float64)
-    pair = (
-        outcome(source.MultiVectorDistillKLDivLoss, columns(5), teacher, temperature=0.5) for source in (multi_vector, losses)
-    )
+    pair = (outcome(source.MultiVectorDistillKLDivLoss, columns(5), teacher, temperature=0.5) for source in (ours, losses))
     assert_same(*pair, tolerance=ROUNDED_SCORES)
-    assert multi_vector.MultiVectorDistillKLDivLoss(Table()).get_config_dict()["similarity_fct"] == "colbert_kd_scores"
+    assert ours.MultiVectorDistillKLDivLoss(Table()).get_config_dict()["similarity_fct"] == "colbert_kd_scores"
 
 
 def test_pylate_contrastive():

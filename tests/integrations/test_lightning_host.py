@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import loops
 import megabatch as mb
-from megabatch.integrations import lightning as host
+from megabatch.integrations import trainers as host
 
 lightning = pytest.importorskip("lightning", reason='pip install "megabatch[lightning]"')
 
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-class Contrastive(host.CachedStep, lightning.LightningModule):
+class Contrastive(host.CachedModule, lightning.LightningModule):
     chunk_size = (2, 3)
 
     def __init__(self, accumulate, clip=None, scheduler=None):
@@ -31,7 +31,7 @@ class Contrastive(host.CachedStep, lightning.LightningModule):
         return [(self.model.image, batch["image"]), (self.model.encode_text, batch["text"])]
 
     def embedding_loss(self, image, text, *, group):
-        return mb.clip_loss(F.normalize(image, dim=1), text, host.whole(self.model.log_scale).exp(), group=group)
+        return mb.clip_loss(F.normalize(image, dim=1), text, host.full_tensor(self.model.log_scale).exp(), group=group)
 
     def training_step(self, batch, batch_idx):
         self.losses.append(super().training_step(batch, batch_idx).item())

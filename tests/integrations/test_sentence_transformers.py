@@ -283,7 +283,7 @@ def test_what_is_refused(model):
         kind(model, directions=ALL, **HARDNESS[0])(features(model, 1), None)
     with pytest.raises(ValueError, match=r"learn_temperature .* MatryoshkaLoss"):
         MatryoshkaLoss(model, kind(model, learn_temperature=True), [8, 16])(features(model), None)
-    with pytest.raises(ValueError, match="largest_scale must be at least"):
+    with pytest.raises(ValueError, match="max_scale must be at least"):
         kind(model, scale=200.0, learn_temperature=True)
 
 
@@ -347,6 +347,7 @@ TWO_RANKS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 def test_two_processes(tmp_path):
     """As theirs in two processes, and as one process with both halves of each batch: there the trainer deals the same rows.

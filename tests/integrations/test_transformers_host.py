@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 import loops
 import megabatch as mb
-from megabatch.cached.dtensors import is_sharded
-from megabatch.integrations import accelerate as loop_host
-from megabatch.integrations import transformers as host
+from megabatch.cached.memory import is_sharded
+from megabatch.integrations import trainers as host
 
 accelerate = pytest.importorskip("accelerate", reason='pip install "megabatch[accelerate]"')
 
@@ -36,14 +35,14 @@ def weights(model):
 def trainer(folder, accumulate, world, **options):
     from transformers import Trainer, TrainingArguments
 
-    class Contrastive(host.CachedStep, Trainer):
+    class Contrastive(host.CachedTrainer, Trainer):
         chunk_size = (2, 3)
 
         def towers(self, module, inputs):
             return [(module, inputs["image"]), (module.encode_text, inputs["text"])]
 
         def embedding_loss(self, module, image, text, *, group):
-            scale = host.whole(module.log_scale).exp()
+            scale = host.full_tensor(module.log_scale).exp()
             return mb.clip_loss(F.normalize(image, dim=1), text, scale, group=group)
 
     arguments = TrainingArguments(
@@ -108,6 +107,7 @@ def trainer_on_a_rank(group, rank, folder, accumulate, unused):
 
 @pytest.mark.quick({"accumulate": 3, "unused": False})
 @pytest.mark.parametrize(("accumulate", "unused"), [(1, False), (3, True), (3, False)])
+@pytest.mark.thorough
 def test_the_trainer_follows_the_plain_loop_on_two_ranks(two, tmp_path, accumulate, unused):
     wanted, _ = loops.plainly_trained(accumulate)
     for found in two.run(trainer_on_a_rank, 2, tmp_path, accumulate, unused):
@@ -124,14 +124,14 @@ def looped(accelerator, steps):
     module = accelerator.unwrap_model(model)
 
     def loss_fn(image, text):
-        image, scale = F.normalize(image, dim=1), loop_host.whole(module.log_scale).exp()
-        return mb.clip_loss(image, text, scale, group=loop_host.everyone())
+        image, scale = F.normalize(image, dim=1), host.full_tensor(module.log_scale).exp()
+        return mb.clip_loss(image, text, scale, group=host.default_group())
 
     losses = []
     for batch in data:
         with accelerator.accumulate(model):
             towers = [(module.image, batch["image"]), (module.encode_text, batch["text"])]
-            losses.append(loop_host.cached_backward(accelerator, model, loss_fn, towers, chunk_size=2))
+            losses.append(host.cached_backward(accelerator, model, loss_fn, towers, chunk_size=2))
             optimizer.step()
             optimizer.zero_grad()
     return weights(module), losses

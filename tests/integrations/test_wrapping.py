@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import loops
 import megabatch as mb
-from megabatch.integrations import accelerate
-from megabatch.integrations.wrapping import encoded, routed, unwrapped, whole
+from megabatch.integrations import trainers
+from megabatch.integrations.wrapping import encode_towers, full_tensor, route_through_wrappers, unwrap
 
 UNITS = [("model",), ("image", "model"), ("model", "root"), ("image", "text", "root"), ("image", "text"), ("root",)]
 
@@ -26,17 +26,17 @@ class Root(nn.Module):
 
 
 def sharded(group, rank, units):
-    """Gradients of a batch where FSDP2 has cut up the model in one way or another; `whole` of its scale."""
+    """Gradients of a batch where FSDP2 has cut up the model in one way or another; `full_tensor` of its scale."""
     from torch.distributed.fsdp import fully_shard
 
     root = Root()
     for name in units:
         fully_shard({"image": root.model.image, "text": root.model.text, "model": root.model, "root": root}[name])
     pairs, rows = loops.Pairs(), slice(3 * rank, 3 * rank + 3)
-    towers = routed([(root.model.image, pairs.image[rows]), (root.model.encode_text, pairs.text[rows])], root)
+    towers = route_through_wrappers([(root.model.image, pairs.image[rows]), (root.model.encode_text, pairs.text[rows])], root)
 
     def loss_fn(image, text):
-        return mb.clip_loss(F.normalize(image, dim=1), text, whole(root.model.log_scale).exp(), group=group)
+        return mb.clip_loss(F.normalize(image, dim=1), text, full_tensor(root.model.log_scale).exp(), group=group)
 
     mb.cached_backward(loss_fn, towers, chunk_size=2)
     return {name: p.grad.full_tensor() for name, p in root.model.named_parameters() if hasattr(p, "full_tensor")}
@@ -56,7 +56,7 @@ def wrapped_apart(group, rank):
     model = loops.Model()
     model.image, model.text = (DistributedDataParallel(part, process_group=group) for part in (model.image, model.text))
     pairs, rows = loops.Pairs(), slice(3 * rank, 3 * rank + 3)
-    towers = routed([(model.forward, pairs.image[rows]), (model.encode_text, pairs.text[rows])], model)
+    towers = route_through_wrappers([(model.forward, pairs.image[rows]), (model.encode_text, pairs.text[rows])], model)
     scale = model.log_scale.detach().exp()
     mb.cached_backward(lambda i, t: mb.clip_loss(F.normalize(i, dim=1), t, scale, group=group), towers, chunk_size=2)
     return {name.replace(".module", ""): p.grad for name, p in model.named_parameters() if name != "log_scale"}
@@ -74,12 +74,12 @@ def refused(group, rank):
     model = loops.Model()
     wrapper, rows = DistributedDataParallel(model, process_group=group), torch.ones(2, 5).double()
     with pytest.raises(ValueError, match=r"towers\[1\] .*2 processes.*got Model"):
-        routed([(model, rows), (loops.Model(), rows)], wrapper)
+        route_through_wrappers([(model, rows), (loops.Model(), rows)], wrapper)
     frozen = loops.Model().requires_grad_(False)
-    found = routed([(model, rows), (model.image, rows), (frozen, rows), (wrapper, rows)], wrapper)
+    found = route_through_wrappers([(model, rows), (model.image, rows), (frozen, rows), (wrapper, rows)], wrapper)
     assert [tower for tower, _ in found[2:]] == [frozen, wrapper]
     assert found[0][0] is wrapper
-    assert unwrapped(wrapper) is model
+    assert unwrap(wrapper) is model
     own = lambda x: x  # noqa: E731
     model.forward = own  # as Accelerate does
     assert torch.equal(found[1][0](rows), model.image(rows))
@@ -94,19 +94,19 @@ def test_what_nobody_would_average_is_refused(two):
 def test_other_ways_to_shard_are_refused_with_what_to_use(kind, told):
     accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), is_fsdp2=False)
     with pytest.raises(ValueError, match=rf"accelerator must use one process, DDP or FSDP2, got .*{told}"):
-        accelerate.cached_backward(accelerator, None, lambda x: x.sum(), [])
+        trainers.cached_backward(accelerator, None, lambda x: x.sum(), [])
 
 
 def test_one_process_needs_no_way_round():
     model, rows = loops.Model(), torch.ones(3, 5).double()
     towers = [(model.image, rows), (model.encode_text, rows)]
-    assert routed(towers, model) == routed(towers, None) == towers
-    for found, (tower, _) in zip(encoded(towers, 2), towers, strict=True):
+    assert route_through_wrappers(towers, model) == route_through_wrappers(towers, None) == towers
+    for found, (tower, _) in zip(encode_towers(towers, 2), towers, strict=True):
         torch.testing.assert_close(found, tower(rows))
         assert not found.requires_grad
-    (found,) = encoded([(lambda x: mb.Encoded(x, x.mean()), rows)], 2)
+    (found,) = encode_towers([(lambda x: mb.Encoded(x, x.mean()), rows)], 2)
     assert torch.equal(found, rows)
     with pytest.raises(TypeError, match=r"towers\[0\] must return embeddings.*got a tuple of 2"):
-        encoded([(lambda x: (x, x.mean()), rows)], 2)
+        encode_towers([(lambda x: (x, x.mean()), rows)], 2)
     with pytest.raises(TypeError, match=r"model .* got DataParallel"):
-        routed(towers, nn.DataParallel(model))
+        route_through_wrappers(towers, nn.DataParallel(model))

@@ -104,7 +104,7 @@ def part(given, rank, counts):
 
 
 def on_a_rank(group, rank, name, counts, route):
-    with ring.using(route), tile_size(3, 2):
+    with ring.use_route(route), tile_size(3, 2):
         return run(name, part(batch(sum(counts)), rank, counts), group=group)
 
 
@@ -137,7 +137,7 @@ def single(given):
 
 
 def on_a_rank_by_kernels(group, rank, name, counts):
-    with ring.using("ring"), tile_size(8, 6):
+    with ring.use_route("ring"), tile_size(8, 6):
         return run(name, single(part(batch(sum(counts)), rank, counts)), group=group, backend="triton")
 
 
@@ -173,7 +173,7 @@ def test_ranks_that_disagree_all_say_so(pool):
 
 def sent_forward(group, rank):
     x, y = aligned_pairs(8, 5, noise=1.0, seed=rank)
-    with ring.using("ring"), ring.counted() as sent, torch.no_grad():
+    with ring.use_route("ring"), ring.count_traffic() as sent, torch.no_grad():
         mb.info_nce_loss(x, y, scale=3.0, group=group)
     return sent.bytes
 

@@ -153,3 +153,32 @@ def test_kernels_agree(loss):
     assert dx[0].isnan().all()
     assert dy.isnan().all()
     assert dscale.isnan()
+
+
+# Losses that give the same embeddings to several operators. The gradients of some are beyond the range of float16.
+SHARING = {
+    "clip_loss, smoothed": lambda x, y, **o: mb.clip_loss(x, y, 3e5, label_smoothing=0.1, **o),
+    "info_nce_loss, bank": lambda x, y, **o: mb.info_nce_loss(x, y, scale=3e5, negatives=y.detach().flip(0), **o),
+    "info_nce_loss, GTE": lambda x, y, **o: mb.info_nce_loss(
+        x, y, scale=3e5, contrast=("query-key", "key-query", "query-query", "key-key"), symmetric=True, **o
+    ),
+    "hcl_loss": lambda x, y, **o: mb.hcl_loss(x, y, scale=3e5, **o),
+    "nt_xent_loss": lambda x, y, **o: mb.nt_xent_loss(x, y, 3e5, **o),
+    "sup_con_loss": lambda x, y, **o: mb.sup_con_loss(torch.cat((x, y)), SHARED, 3e5, **o),
+    "late_interaction_loss, negatives": lambda x, y, **o: mb.late_interaction_loss(
+        x.view(N, 2, 4), y.view(N, 2, 4), scale=3e5, negatives=[y.detach().flip(0).view(N, 2, 4)], **o
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_gradients_of_several_operators_are_added_before_they_are_rounded(name):
+    """float16 has infinities where the sum is beyond its range, and nowhere NaN, which is inf − inf."""
+    sides = [side.half() for side in aligned_pairs(N, 8, noise=1.0, seed=3)]
+    results = []
+    for dtype in (torch.float16, torch.float32):
+        inputs = leaves(*(side.to(dtype) for side in sides))
+        results.append(torch.autograd.grad(SHARING[name](*inputs, reduction="none").sum(), inputs))
+    assert any(part.isinf().any() for part in results[0]), "what this test is about"
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted.half(), rtol=2e-3, atol=1.0)

@@ -152,6 +152,7 @@ def test_a_guide_decides(contrast, private, dtype):
 @pytest.mark.parametrize("contrast", [("query-key",), ALL])
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.thorough
 def test_a_guide_decides_in_kernels(contrast, private, dtype):
     pytest.importorskip("triton")
     inputs = leaves(*(t.detach().float() for t in data()))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import megabatch as mb
 from helpers import assert_equal_to_rounding, gradients, leaves, tile_size, unit
 from megabatch import reference, ring
-from megabatch.tiles import kernel_plan
+from megabatch.kernels import plan as kernel_plan
 
 LAYOUTS = ("padded", "masked", "packed", "packed and masked")
 
@@ -271,6 +271,7 @@ def test_errors_of_further_arguments():
             call()
 
 
+@pytest.mark.thorough
 def test_compiled():
     query, document = leaves(unit(4, 2, 4, seed=0), unit(4, 3, 4, seed=1))
     compiled = torch.compile(lambda q, d: mb.late_interaction_loss(q, d, scale=3.0), backend="aot_eager", fullgraph=True)
@@ -290,7 +291,7 @@ def loss_on_a_rank(group, rank, route, counts, layout, symmetric):
         inputs.append(values)
         tokens.append(mb.Tokens(values, None if mask is None else mask[part], None if lengths is None else lengths[own]))
     ids = (torch.arange(sum(counts)) % 5)[own]
-    with ring.using(route), tile_size(5, 5):
+    with ring.use_route(route), tile_size(5, 5):
         loss = mb.late_interaction_loss(*tokens, scale=scale, ids=ids, symmetric=symmetric, normalize=True, group=group)
         return [loss.detach(), *torch.autograd.grad(loss, inputs)]
 

@@ -147,7 +147,7 @@ def data(counts):
 def on_a_rank(group, rank, route, counts):
     x, y, scale, ids = data(counts)
     x, y, ids = (t.split(counts)[rank] for t in (x, y, ids))
-    with ring.using(route), tile_size(3, 2):
+    with ring.use_route(route), tile_size(3, 2):
         return outcomes(
             lambda *a: mb.matryoshka_clip_loss(*a, widths=[2, 5, 7], weights=[1.0, 2.0, 0.5], ids=ids, group=group),
             leaves(x, y, scale),

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import megabatch as mb
-from helpers import aligned_pairs, leaves, outcomes, tile_size, unit
-from megabatch import operators, reference, ring
+from helpers import aligned_pairs, leaves, no_dense_path, outcomes, tile_size, unit
+from megabatch import reference, ring
 from megabatch.operators import team
 from megabatch.tiles import eager
 from rounding import similarities_rounded_twice
@@ -28,7 +28,8 @@ EPS = torch.finfo(torch.float32).eps
 def passes_without_kernels(monkeypatch):
     """One pass for each width, in PyTorch operations."""
     monkeypatch.setattr(team, "backend_for", lambda name, block: eager)
-    monkeypatch.setattr(operators, "is_small", lambda *arguments, **options: False)
+    with no_dense_path():
+        yield
 
 
 def on_kernels(*arguments, **options):
@@ -189,6 +190,7 @@ def test_nan_is_where_pytorch_operations_have_it():
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.thorough
 def test_a_frozen_side(frozen):
     inputs = given(30, 12, 10.0)
     wanted = torch.autograd.grad(on_kernels(*inputs, widths=[5, 12]), inputs)
@@ -223,7 +225,7 @@ def on_a_rank(group, rank, route, counts, symmetric):
     options = {"widths": [2, 5, 9], "weights": [1.0, 2.0, 0.5], "symmetric": symmetric}
     if symmetric:
         options["ids"] = ids
-    with ring.using(route):
+    with ring.use_route(route):
         return outcomes(lambda *a: on_kernels(*a, **options, group=group), leaves(x, y, scale))
 
 
@@ -232,6 +234,7 @@ def on_a_rank(group, rank, route, counts, symmetric):
     ("world", "route", "symmetric"),
     [(1, "ring", True), (2, "ring", True), (3, "ring", True), (3, "gather", True), (3, "ring", False)],
 )
+@pytest.mark.thorough
 def test_ranks_equal_one_process(pool, world, route, symmetric):
     counts = {1: [11], 2: [3, 8], 3: [5, 0, 6]}[world]
     values, dx, dy, dscale = zip(*pool.run(on_a_rank, world, route, counts, symmetric), strict=True)

@@ -7,12 +7,13 @@ import torch
 from test_small_batches import Calls
 
 import megabatch as mb
-from helpers import aligned_pairs, leaves, outcomes
-from megabatch import reference
-from megabatch.tiles import kernel_plan, plan
+from helpers import aligned_pairs, leaves, no_dense_path, outcomes
+from megabatch import dispatch, reference
+from megabatch.kernels import plan as kernel_plan
+from megabatch.tiles import plan
 
-triton_logsumexp = pytest.importorskip("megabatch.tiles.triton_logsumexp")
-triton_launcher = pytest.importorskip("megabatch.tiles.triton_launcher")
+triton_logsumexp = pytest.importorskip("megabatch.kernels.logsumexp")
+triton_launcher = pytest.importorskip("megabatch.kernels.launch")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf and NaN, which are meant
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,8 +33,9 @@ SOFTMAX = pytest.mark.parametrize("name", ["clip", "info_nce"])
 
 
 @pytest.fixture(autouse=True)
-def over_tiles(monkeypatch):
-    monkeypatch.setattr(plan, "SMALL_PAIRS", 0)
+def over_tiles():
+    with dispatch.override(dense_triton=0):
+        yield
 
 
 def inputs_of(N, D, dtype, scale=20.0):
@@ -109,7 +111,7 @@ def test_a_sigmoid_loss_as_by_its_operator(dtype, ids):
         return mb.siglip_loss(*inputs, **options, backend="triton")
 
     found = outcomes(loss, (x, y, scale, bias))
-    with mock.patch("megabatch.operators.is_small", return_value=False):
+    with no_dense_path():
         wanted = outcomes(loss, (x, y, scale, bias))
     for actual, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5 if actual.dim() == 0 else 2e-3, atol=1e-6)
@@ -143,6 +145,7 @@ def test_sums_of_several_launches_are_those_of_one(monkeypatch, name):
 )
 @pytest.mark.parametrize("needs", [(0,), (1,), (2,), (0, 2), (1, 2), ()])
 @DTYPES
+@pytest.mark.thorough
 def test_any_gradients_may_be_asked_for(dtype, needs):
     assert_any_gradients(mb.clip_loss, inputs_of(200, 24, dtype), needs)
 

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 import megabatch as mb
 from helpers import aligned_pairs, leaves, outcomes, tile_size, unit
-from megabatch.bench.measure import peak_memory
-from megabatch.bench.processes import fresh_process
+from megabatch_train.bench.measure import fresh_process, peak_memory
 
 TWO_VIEWS = ("query-key", "query-query")
 MARGIN = 0.3
@@ -99,6 +98,7 @@ def test_error_is_at_most_twice_the_dense_one(loss, dtype, noise, scale):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf, which is meant
 @pytest.mark.parametrize("loss", ["info_nce_loss", "several positives"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.thorough
 def test_so_are_those_of_kernels(loss, dtype):
     pytest.importorskip("triton")
     check_errors(loss, dtype, 0.3, 100.0, rows=64, seeds=4, backend="triton")

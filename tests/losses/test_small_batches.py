@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch as mb
 from helpers import aligned_pairs, assert_same_outcomes, leaves, outcomes, tile_size
+from megabatch import dispatch
 from megabatch.tiles import plan
 
 N, D = 23, 9
@@ -72,10 +73,9 @@ def test_few_calls(name):
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_loss_of_rows_alone_has_a_limit_of_its_own(monkeypatch, symmetric):
-    monkeypatch.setattr(plan, "SMALL_PAIRS_CPU", 0)
+def test_a_loss_of_rows_alone_has_a_limit_of_its_own(symmetric):
     inputs = leaves(*(side.float() for side in aligned_pairs(N, D, noise=0.5, seed=1)), torch.tensor(10.0))
-    with Calls() as calls:
+    with Calls() as calls, dispatch.override(dense_cpu=0):
         mb.info_nce_loss(*inputs[:2], scale=inputs[2], symmetric=symmetric)
     assert any("megabatch" in call for call in calls.names) == symmetric, "over tiles in both directions, else in memory"
 

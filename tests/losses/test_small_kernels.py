@@ -8,12 +8,12 @@ import torch
 from test_small_batches import Calls
 
 import megabatch as mb
-from helpers import aligned_pairs, dense_clip, dense_siglip, leaves, outcomes
-from megabatch import reference
+from helpers import aligned_pairs, dense_clip, dense_siglip, leaves, no_dense_path, outcomes
+from megabatch import dispatch, reference
 from megabatch.tiles import plan
 
-triton_launcher = pytest.importorskip("megabatch.tiles.triton_launcher")
-triton_small_launches = pytest.importorskip("megabatch.tiles.triton_small_launches")
+triton_launcher = pytest.importorskip("megabatch.kernels.launch")
+triton_small_launches = pytest.importorskip("megabatch.kernels.small_gradients")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy on inf and NaN, which are meant
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,7 +59,7 @@ def tiles(**sizes):
 @pytest.fixture(autouse=True, scope="module")
 def fewer_programs():
     """Larger tiles on a CPU, where the interpreter takes its time for each program."""
-    large = triton_small_launches._Tile(rows=64, columns=128, warps=4)
+    large = triton_small_launches._LaunchTile(rows=64, columns=128, warps=4)
     with tiles(**(dict.fromkeys(TILES, large) if DEVICE == "cpu" else TILES)):
         yield
 
@@ -68,7 +68,7 @@ def tiled(loss):
     """Over tiles, as if the pairs did not fit in memory."""
 
     def run(*inputs, **options):
-        with mock.patch.object(plan, "SMALL_PAIRS", 0):
+        with dispatch.override(dense_triton=0):
             return loss(*inputs, **options)
 
     return run
@@ -89,7 +89,7 @@ def exact(name):
     """Over tiles of PyTorch operations, which other tests compare with dense losses."""
 
     def run(*inputs):
-        with mock.patch("megabatch.operators.is_small", return_value=False):
+        with no_dense_path():
             return LOSSES[name](*inputs, backend="eager")
 
     return run
@@ -256,6 +256,7 @@ def test_any_memory_layout(layout, dtype, name):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_strided_ids_of_another_type():
     x, y, scale = data()
     strided = torch.stack((IDS, IDS + 1), dim=1).to(torch.int32)[:, 0]
@@ -264,6 +265,7 @@ def test_strided_ids_of_another_type():
 
 @pytest.mark.quick({"name": "clip"}, {"name": "siglip"}, {"name": "sup_con"})
 @MOST
+@pytest.mark.thorough
 def test_bitwise_the_same_over_repeated_runs(name):
     inputs = data(torch.float16)
     first = outcomes(kernels(name), inputs)
@@ -273,6 +275,7 @@ def test_bitwise_the_same_over_repeated_runs(name):
 
 @pytest.mark.quick({"name": "clip"}, {"name": "siglip"})
 @MOST
+@pytest.mark.thorough
 def test_buffers_are_not_read_before_they_are_written(name):
     """Fresh memory is full of NaN."""
 
@@ -298,6 +301,7 @@ def test_buffers_are_not_read_before_they_are_written(name):
 
 @pytest.mark.quick({"name": "clip ids"})
 @MOST
+@pytest.mark.thorough
 def test_only_what_is_asked_for_is_computed(name):
     whole = data()
     expected = torch.autograd.grad(kernels(name)(*whole), whole)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import megabatch as mb
 from helpers import aligned_pairs, assert_equal_to_rounding, examples, gradients, leaves, outcomes, tile_size, unit
 from megabatch import reference, ring
-from megabatch.tiles import in_memory, plan
+from megabatch.tiles import eager, plan
 from products import operations
 from rounding import similarities_rounded_twice
 
@@ -156,6 +156,7 @@ def test_error_of_kernels(loss, dtype):
 @pytest.mark.parametrize("rows", [1, 255, 513])
 @pytest.mark.parametrize("exclude", [None, "diagonal", "ids"])
 @pytest.mark.parametrize("hostile", [False, True])
+@pytest.mark.thorough
 def test_kernels_over_several_squares(rows, exclude, hostile):
     """Against the dense form in float64: ragged squares and rectangles, and rows far from what one shift for all can hold."""
     z = unit(rows, 24, seed=1, dtype=torch.float32)
@@ -230,9 +231,9 @@ def test_products_of_similarities_are_formed_once():
     N, D, T = 320, 16, 20
     z = unit(N, D, seed=0).requires_grad_()
     with tile_size(T, 50):
-        forward = operations(in_memory, lambda: mb.pairwise_symmetric_logsumexp(z.detach(), 5.0))
-        both = operations(in_memory, lambda: mb.pairwise_symmetric_logsumexp(z, 5.0).sum().backward())
-        general = operations(in_memory, lambda: mb.pairwise_logsumexp(z, z, 5.0)[0].sum().backward())
+        forward = operations(eager, lambda: mb.pairwise_symmetric_logsumexp(z.detach(), 5.0))
+        both = operations(eager, lambda: mb.pairwise_symmetric_logsumexp(z, 5.0).sum().backward())
+        general = operations(eager, lambda: mb.pairwise_logsumexp(z, z, 5.0)[0].sum().backward())
     assert forward == N * D * (N + T)
     # Backward: the similarities again, g·z for all pairs, once as rows and once as columns.
     assert both == 2 * forward + 2 * N * N * D
@@ -243,13 +244,11 @@ def test_losses_form_half_the_products():
     N, D, T = 160, 16, 20
     z1, z2 = unit(N, D, seed=0), unit(N, D, seed=1)
     with tile_size(T, T):
-        assert operations(in_memory, lambda: mb.nt_xent_loss(z1, z2)) == 2 * N * N * D + 2 * N * D * (
-            N + T
-        )  # a dense one: 8·N²·D
+        assert operations(eager, lambda: mb.nt_xent_loss(z1, z2)) == 2 * N * N * D + 2 * N * D * (N + T)  # a dense one: 8·N²·D
         labels = torch.arange(N) % 8
-        assert operations(in_memory, lambda: mb.sup_con_loss(z1, labels)) == N * D * (N + T)
+        assert operations(eager, lambda: mb.sup_con_loss(z1, labels)) == N * D * (N + T)
         # "in": labels of one tile each, so that the squares on the diagonal are all there is of positives.
-        assert operations(in_memory, lambda: mb.sup_con_loss(z1, labels, form="in")) == N * D * (N + T) + 2 * N * D * T
+        assert operations(eager, lambda: mb.sup_con_loss(z1, labels, form="in")) == N * D * (N + T) + 2 * N * D * T
 
 
 def as_pml(z, labels, scale, name, reducer=None):
@@ -318,7 +317,7 @@ def on_a_rank(group, rank, loss, route, counts, tile):
     else:
         z, labels = z.split([2 * c for c in counts])[rank], labels.split([2 * c for c in counts])[rank]
     inputs = leaves(z, torch.tensor(6.0, dtype=torch.float64))
-    with ring.using(route), tile_size(*tile):
+    with ring.use_route(route), tile_size(*tile):
         if loss == "self":
             value = (mb.pairwise_symmetric_logsumexp(*inputs, exclude=labels, group=group) * labels).sum() * len(counts)
         else:
@@ -362,8 +361,8 @@ def test_ranks_equal_one_process(pool, loss, world, route):
 
 def products_on_a_rank(group, rank, counts):
     z = unit(sum(counts), 8, seed=0).split(counts)[rank]
-    with ring.using("ring"), tile_size(5, 5):
-        return operations(in_memory, lambda: mb.pairwise_symmetric_logsumexp(z, 5.0, group=group))
+    with ring.use_route("ring"), tile_size(5, 5):
+        return operations(eager, lambda: mb.pairwise_symmetric_logsumexp(z, 5.0, group=group))
 
 
 def test_ranks_share_the_half(pool):

@@ -8,10 +8,9 @@ import torch
 import megabatch as mb
 from helpers import aligned_pairs, leaves, outcomes, tile_size, unit
 from megabatch import operators
-from megabatch.bench.measure import peak_memory
-from megabatch.bench.processes import fresh_process
-from megabatch.operators.positives import positives_backward
-from megabatch.operators.symmetric_logsumexp import ALL, EQUAL_IDS, OTHERS, symmetric_logsumexp_backward
+from megabatch.operators.logsumexp import ALL, EQUAL_IDS, OTHERS, symmetric_logsumexp_backward
+from megabatch.operators.rowwise import positives_backward
+from megabatch_train.bench.measure import fresh_process, peak_memory
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 MIB, GIB = 2**20, 2**30
@@ -35,6 +34,7 @@ def inputs(dtype=torch.float32, N=20):
 
 @pytest.mark.quick({"loss": next(iter(LOSSES))})
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.thorough
 def test_compiles_as_one_graph(loss):
     with tile_size(8, 8):  # a compiled loss is computed over tiles, however small
         found = outcomes(torch.compile(LOSSES[loss], fullgraph=True, backend="aot_eager"), inputs())
@@ -77,8 +77,8 @@ def test_operators_keep_their_promises_to_pytorch():
         torch.library.opcheck(operators.symmetric_logsumexp, (z, scale, given, pairs, "float32", "eager", ""))
         arguments = (plain[0], plain[1], given, pairs, "float32", "eager", "", torch.ones(2, 6), ones, [True, True])
         torch.library.opcheck(symmetric_logsumexp_backward, arguments)
-    torch.library.opcheck(operators.positives, (z, scale, ids, "float32", ""))
-    torch.library.opcheck(positives_backward, (plain[0], plain[1], ids, "float32", "", ids, ones, [True, True]))
+    torch.library.opcheck(operators.positives, (z, scale, ids, "float32", "eager", ""))
+    torch.library.opcheck(positives_backward, (plain[0], plain[1], ids, "float32", "eager", "", ids, ones, [True, True]))
 
 
 def step(loss, rows, D):

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megabatch.planning import encoder, gpus, models, step
-from megabatch.planning.meter import nowhere, without_data
-from megabatch.planning.models import Side
+from megabatch_train.planning import gpus, models, step
+from megabatch_train.planning.models import ModelSide, nowhere, without_data
 
 
 class Two(nn.Module):
@@ -27,11 +26,11 @@ def side():
         module = Two()
     with nowhere():
         without_data(module)
-    return Side("image", module, lambda n: {"x": torch.zeros(n, 64)})
+    return ModelSide("image", module, lambda n: {"x": torch.zeros(n, 64)})
 
 
 def test_two_layers_by_hand():
-    found = encoder.measure(side(), 64, None)
+    found = models.measure(side(), 64, None)
     assert (found.width, found.embedding_bytes, found.input_bytes, found.casts) == (128, 4, 4 * 64, 0)
     assert (found.forward_operations, found.backward_operations) == (2 * 256 * 192, 2 * 256 * 192 + 2 * 256 * 128)
     assert (found.saved.fixed, found.saved.each) == (0, 4 * (256 + 128))  # what relu returned, and the embeddings
@@ -40,7 +39,7 @@ def test_two_layers_by_hand():
 
 
 def test_half_precision_by_hand():
-    found = encoder.measure(side(), 64, torch.bfloat16)
+    found = models.measure(side(), 64, torch.bfloat16)
     assert found.casts == 2 * 256 * (64 + 128)
     assert found.embedding_bytes == 2
     assert found.saved.each == 2 * (64 + 256 + 128)  # the inputs are cast and saved, too
@@ -52,8 +51,8 @@ def test_one_size_tells_of_others():
         module = models.StandIn(3 * 12 * 128**2, 20, 128)
     with nowhere():
         without_data(module)
-    tower = Side("first", module, lambda n: {"tokens": torch.zeros(n, 20, 128)})
-    small, large = (encoder.measure(tower, n, torch.bfloat16) for n in (32, 128))
+    tower = ModelSide("first", module, lambda n: {"tokens": torch.zeros(n, 20, 128)})
+    small, large = (models.measure(tower, n, torch.bfloat16) for n in (32, 128))
     assert small.casts == large.casts
     for line in ("saved", "backward"):
         assert getattr(small, line).at(128) == pytest.approx(getattr(large, line).at(128), rel=0.01)
@@ -64,7 +63,7 @@ def test_vit_b_32_as_open_clip_publishes_it():
     model = models.model("open_clip:ViT-B-32")
     assert model.parameters == 151_277_313
     assert not model.is_one_tower
-    towers = [encoder.measure(side, 4, torch.bfloat16) for side in model.sides]
+    towers = [models.measure(side, 4, torch.bfloat16) for side in model.sides]
     # open_clip's docs/model_profile.csv: 8.82 and 5.96 GFLOP.
     assert [tower.forward_operations / 1e9 for tower in towers] == [
         pytest.approx(8.82, abs=0.01),
@@ -86,11 +85,11 @@ def test_small_towers():
     model = models.model("small")
     real = sum(p.numel() for tower in _loaded() for p in tower.module.parameters())
     assert model.parameters == real
-    assert [encoder.measure(side, 4, None).width for side in model.sides] == [256, 256]
+    assert [models.measure(side, 4, None).width for side in model.sides] == [256, 256]
 
 
 def _loaded():
-    from megabatch import towers
+    from megabatch_train import towers
 
     return towers.load("small").towers
 
@@ -114,7 +113,7 @@ def test_a_config_of_transformers(tmp_path):
     )
     model = models.model(f"hf-config:{tmp_path}")
     assert model.is_one_tower
-    found = encoder.measure(model.sides[0], 4, torch.bfloat16)
+    found = models.measure(model.sides[0], 4, torch.bfloat16)
     assert found.width == 64
     assert found.input_bytes == 2 * 8 * 38  # two positions less than the table has
     layer = 2 * (4 * 64 * 64 + 2 * 64 * 128) * 38 + 2 * (2 * 38 * 38 * 64)
@@ -138,10 +137,11 @@ def configs(tmp_path):
 
 @pytest.mark.quick({"family": "hf"})
 @pytest.mark.parametrize("family", ["hf", "hf-config"])
+@pytest.mark.thorough
 def test_two_encoders_of_transformers(configs, family):
     model = models.model(f"{family}:{configs}")
     assert not model.is_one_tower
-    image, text = (encoder.measure(side, 4, torch.bfloat16) for side in model.sides)
+    image, text = (models.measure(side, 4, torch.bfloat16) for side in model.sides)
     assert (image.name, text.name) == ("image", "text")
     assert (image.width, text.width) == (512, 512)  # a linear layer brings both to CLIP's
     assert (image.input_bytes, text.input_bytes) == (4 * 3 * 48**2, 2 * 8 * 20)
@@ -153,18 +153,18 @@ def test_two_encoders_of_transformers(configs, family):
 
 @pytest.mark.thorough
 def test_two_encoders_are_trained_as_train_has_them(configs):
-    from megabatch import towers
+    from megabatch_train import towers
 
     model, loaded = models.model(f"hf:{configs}"), towers.load(f"hf-config:{configs}")
     parameters = [p for tower in loaded.towers for p in tower.module.parameters()]
     assert model.parameters == sum(p.numel() for p in parameters)
-    assert model.trained == sum(p.numel() for p in parameters if p.requires_grad)
-    assert model.parameters - model.trained == 2 * (32 * 32 + 32)  # the poolers
+    assert model.trained_parameters == sum(p.numel() for p in parameters if p.requires_grad)
+    assert model.parameters - model.trained_parameters == 2 * (32 * 32 + 32)  # the poolers
     states = step.make(model, step.Setup(gpus.find("H200"), 1), chunk=2).states
     assert (states.weights, states.gradients, states.optimizer) == (
         4 * model.parameters,
-        4 * model.trained,
-        8 * model.trained,
+        4 * model.trained_parameters,
+        8 * model.trained_parameters,
     )
 
 
@@ -172,7 +172,7 @@ def test_image_size_and_length_of_two_encoders(configs):
     model = models.model(f"hf:{configs}", image_size=64, length=7)
     image, text = (side.inputs(2) for side in model.sides)
     assert (image["pixel_values"].shape, text["input_ids"].shape) == ((2, 3, 64, 64), (2, 7))
-    assert encoder.measure(model.sides[0], 4, None).input_bytes == 4 * 3 * 64**2
+    assert models.measure(model.sides[0], 4, None).input_bytes == 4 * 3 * 64**2
     with pytest.raises(ValueError, match=r"length .* 22 .* got 23"):
         models.model(f"hf:{configs}", length=23)
 
@@ -216,7 +216,7 @@ def test_models_that_are_none(spec, message):
 
 def test_a_chunk_of_one_tells_nothing():
     with pytest.raises(ValueError, match="chunk must be 2 or more, got 1"):
-        encoder.measure(side(), 1, None)
+        models.measure(side(), 1, None)
 
 
 def test_numbers():
@@ -233,7 +233,7 @@ def test_normalised_embeddings_are_float32_under_autocast():
         module.forward = lambda x: F.normalize(module.layer(x), dim=-1)
     with nowhere():
         without_data(module)
-    assert encoder.measure(Side("a", module, lambda n: {"x": torch.zeros(n, 8)}), 4, torch.bfloat16).embedding_bytes == 4
+    assert models.measure(ModelSide("a", module, lambda n: {"x": torch.zeros(n, 8)}), 4, torch.bfloat16).embedding_bytes == 4
 
 
 @pytest.mark.parametrize("name", ["hf:no-such/model", "open_clip:roberta-ViT-B-32"])
@@ -260,7 +260,7 @@ def test_a_decoder_with_adapters(tmp_path):
     adapters = step.make(models.model(spec, length=32, lora=2, frozen=torch.bfloat16), setup, 8)
     layer = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 96), (64, 96), (96, 64)]
     trained = 4 * 2 * sum(i + o for i, o in layer)
-    assert adapters.model.trained == trained
+    assert adapters.model.trained_parameters == trained
     assert adapters.model.parameters == whole.model.parameters + trained
     assert adapters.states.weights == 2 * whole.model.parameters + 4 * trained
     assert (adapters.states.gradients, adapters.states.optimizer) == (4 * trained, 8 * trained)

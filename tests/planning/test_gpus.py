@@ -2,7 +2,7 @@
 
 import pytest
 
-from megabatch.planning import gpus
+from megabatch_train.planning import gpus
 
 
 @pytest.mark.parametrize("gpu", gpus.CATALOGUE, ids=lambda gpu: gpu.name)

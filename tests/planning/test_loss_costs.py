@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from helpers import dense_clip
-from megabatch.planning import gpus
-from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, Shape, loss_bytes, loss_seconds
-from megabatch.planning.meter import Meter, metered, nowhere
+from megabatch_train.planning import gpus
+from megabatch_train.planning.costs import INF_CL, LOCAL, MEGABATCH, VANILLA, Shape, loss_bytes, loss_seconds
+from megabatch_train.planning.models import Meter, count_tensors, nowhere
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-RECORDS = [json.loads((RESULTS / name).read_text()) for name in ("loss_gpu.json", "loss_gpu_again.json")]
+RECORDS = [
+    json.loads(path.read_text()) for path in (RESULTS / "loss_gpu.json", Path(__file__).parent / "loss_gpu_second_run.json")
+]
 STEPS = json.loads((RESULTS / "plan_validation.json").read_text())
 WIDTHS = {"ViT-B/32": 512, "ViT-B/16": 512, "ViT-L/14": 768}
 NAMES = {"megabatch": MEGABATCH, "open_clip": LOCAL, "inf_cl": INF_CL}
@@ -78,7 +80,7 @@ def test_a_dense_loss_is_its_tensors(dtype, half):
         x, y = (torch.empty(B, D, dtype=dtype, requires_grad=True) for _ in range(2))
         scale = torch.ones((), requires_grad=True)
         meter.ignore([x, y, scale])
-        with metered(meter, half):
+        with count_tensors(meter, half):
             loss = dense_clip(x, y, scale)
             with torch.autocast("cpu", enabled=False):
                 loss.backward()

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megabatch.planning.meter import ALLOCATION_UNIT, Meter, _Float32, metered, nowhere, without_data
-from megabatch.planning.models import StandIn
-from megabatch.towers.demo import SmallConfig, SmallImageTower
+from megabatch_train.planning.models import ALLOCATION_UNIT, Meter, StandIn, _Float32, count_tensors, nowhere, without_data
+from megabatch_train.towers.small import SmallConfig, SmallImageTower
 
 KIB = 1024
 
@@ -17,7 +16,7 @@ def test_what_is_alive_and_what_was_at_the_peak():
     with nowhere():
         x = torch.empty(256, 256)  # 256 KiB
         meter.ignore([x])
-        with metered(meter, None):
+        with count_tensors(meter, None):
             y = x + 1
             assert meter.alive == 256 * KIB
             view = y[:3]
@@ -42,7 +41,7 @@ def test_a_backward_pass_by_hand():
         x, w, v = torch.empty(n, a), torch.empty(a, b, requires_grad=True), torch.empty(b, c, requires_grad=True)
         w.grad, v.grad = torch.empty_like(w), torch.empty_like(v)
         meter.ignore([x, w, v, w.grad, v.grad])
-        with metered(meter, None):
+        with count_tensors(meter, None):
             y = torch.relu(x @ w) @ v
             hidden, output = 4 * n * b, 4 * n * c
             assert meter.alive == hidden + output
@@ -62,7 +61,7 @@ def test_autocast_as_on_cuda():
     with nowhere():
         layer, norm, x = nn.Linear(64, 64), nn.LayerNorm(64), torch.empty(128, 64)
         meter.ignore([x, *layer.parameters(), *norm.parameters()])
-        with metered(meter, torch.bfloat16), torch.no_grad():
+        with count_tensors(meter, torch.bfloat16), torch.no_grad():
             y = layer(x)
             assert y.dtype == torch.bfloat16
             casts = 2 * 64 * 64 + ALLOCATION_UNIT
@@ -109,7 +108,7 @@ def test_what_autograd_saves_is_what_it_really_saves(kind, half):
         without_data(empty)
         samples = torch.empty(inputs.shape)
         meter.ignore([samples, *empty.parameters(), *empty.buffers()])
-        with metered(meter, half):
+        with count_tensors(meter, half):
             result = empty(samples)
             alive = meter.alive
     assert (result.shape, result.dtype) == (output.shape, output.dtype)
@@ -125,7 +124,7 @@ def test_attention_is_counted_without_a_device():
     meter = Meter()
     with nowhere():
         q, k, v = (torch.empty(n, heads, length, width, requires_grad=True) for _ in range(3))
-        with metered(meter, None):
+        with count_tensors(meter, None):
             out = F.scaled_dot_product_attention(q, k, v)
             products = 2 * n * heads * length**2 * width
             assert meter.operations == 2 * products

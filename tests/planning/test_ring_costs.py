@@ -8,24 +8,24 @@ import torch
 import megabatch as mb
 from helpers import leaves, unit
 from megabatch import ring
-from megabatch.planning.ring import (
+from megabatch.ring.ranks import nodes_from
+from megabatch_train.planning.costs import (
     SCHEDULES,
     Cluster,
     Link,
     all_reduce_seconds,
     clip_passes,
+    estimate_wait,
     predict,
     traffic,
-    waiting_for_columns,
 )
-from megabatch.ring.topology import nodes_from
 
 D = 6
 
 
 def counted(group, rank, schedule, counts, dtype):
     x, y = leaves(unit(counts[rank], D, seed=rank, dtype=dtype), unit(counts[rank], D, seed=rank + 9, dtype=dtype))
-    with ring.using(schedule), ring.counted() as sent:
+    with ring.use_route(schedule), ring.count_traffic() as sent:
         value = mb.clip_loss(x, y, 2.0, group=group)
         forward = sent.bytes
         value.backward()
@@ -111,12 +111,12 @@ def test_the_line_is_the_simulation(nodes, each, rails, rate):
     passes = clip_passes(width, 2, statistics_bytes=8)
     whole = [predict(name, cluster, rows * cluster.ranks, width, lap) for lap in passes]
     exposed, seconds = sum(cost.exposed for cost in whole), sum(cost.seconds for cost in whole)
-    assert waiting_for_columns(cluster, rows, width, 2) == pytest.approx(exposed, rel=0.03, abs=0.002 * seconds)
+    assert estimate_wait(cluster, rows, width, 2) == pytest.approx(exposed, rel=0.03, abs=0.002 * seconds)
 
 
 def test_alone_nobody_waits():
     cluster = Cluster(1, 1, WIDE, NARROW, 1e12)
-    assert waiting_for_columns(cluster, 1000, 64, 2) == 0
+    assert estimate_wait(cluster, 1000, 64, 2) == 0
     assert all_reduce_seconds(cluster, 1e9) == 0
 
 

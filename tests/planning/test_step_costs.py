@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.planning import gpus, report, ring, step
-from megabatch.planning.losses import INF_CL, LOCAL, MEGABATCH, VANILLA, loss_bytes
-from megabatch.planning.meter import nowhere, without_data
-from megabatch.planning.models import Model, Side
-from megabatch.planning.step import DEVICE, HOST, REPLAY, Setup
+from megabatch_train.planning import costs, gpus, report, step
+from megabatch_train.planning.costs import INF_CL, LOCAL, MEGABATCH, VANILLA, loss_bytes
+from megabatch_train.planning.models import Model, ModelSide, nowhere, without_data
+from megabatch_train.planning.step import DEVICE, HOST, REPLAY, Setup
 
 WIDTH = 128
 
@@ -31,7 +30,7 @@ def model(first=64, second=256):
             module = Hidden(inputs)
         with nowhere():
             without_data(module)
-        sides.append(Side(name, module, lambda n, inputs=inputs: {"x": torch.zeros(n, inputs)}))
+        sides.append(ModelSide(name, module, lambda n, inputs=inputs: {"x": torch.zeros(n, inputs)}))
     return Model("by hand", tuple(sides))
 
 
@@ -58,7 +57,7 @@ def test_a_cached_step_by_hand():
     while_loss = found.while_comparing(B, MEGABATCH, REPLAY)
     assert (while_loss.activations, while_loss.inputs) == (0, 0)
     assert while_loss.loss == loss_bytes(MEGABATCH, found.shape(B))
-    assert found.cached(B, MEGABATCH, REPLAY).total == max(m.total, while_loss.total)
+    assert found.peak_with_caching(B, MEGABATCH, REPLAY).total == max(m.total, while_loss.total)
     assert found.host_bytes(B) == B * 4 * (64 + 256)
 
 
@@ -96,7 +95,7 @@ def test_columns_go_to_one_gpu_and_gradients_to_all():
     )
     # At a few pairs a GPU the columns' way is all that is waited for, beside the gradients, which use every link in both.
     gradients = 2 * 7 / 8 * 4 * PARAMETERS / (448e9 * gpus.LINK_EFFICIENCY)
-    assert ring.all_reduce_seconds(mesh.setup.all_links, 4 * PARAMETERS) == pytest.approx(gradients)
+    assert costs.all_reduce_seconds(mesh.setup.all_links, 4 * PARAMETERS) == pytest.approx(gradients)
     assert (switched.setup.cluster.inside.bandwidth, mesh.setup.cluster.inside.bandwidth) == pytest.approx((358.4e9, 51.2e9))
     assert step.on(mesh, 1, 3).setup.all_links.inside.bandwidth == pytest.approx(2 * 51.2e9)  # two others, two links
     assert mesh.seconds(2**15).waiting > switched.seconds(2**15).waiting
@@ -128,7 +127,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(system, source):
     assert largest % 2 == 0
 
     def total(batch):
-        return found.plain(batch, system).total if source is None else found.cached(batch, system, source).total
+        return found.plain(batch, system).total if source is None else found.peak_with_caching(batch, system, source).total
 
     assert total(largest) <= GPU.usable < total(largest + 2)
 

@@ -12,9 +12,7 @@ import megabatch as mb
 from helpers import PATIENCE, leaves, unit
 from megabatch import ring
 from megabatch.ring import lap, ranks
-from megabatch.ring.agreement import agree
-from megabatch.ring.ranks import Ranks
-from megabatch.ring.topology import address
+from megabatch.ring.ranks import Ranks, address, agree
 from ranks import Pool
 
 
@@ -40,7 +38,7 @@ def disagree(group, rank, what):
     if what == "nobody has rows":
         x, y = x[:0], y[:0]
     try:
-        with ring.using(route):
+        with ring.use_route(route):
             loss(x, y, scale, ids=ids, group=group, backend=backend).backward()
         message = None
     except ValueError as error:
@@ -100,30 +98,116 @@ def call_differently(group, rank, usual, odd):
 
 
 @pytest.mark.parametrize(
-    ("usual", "odd", "operations"),
+    ("usual", "odd", "message"),
     [
         (
             "info_nce_loss",
             "info_nce_loss of keys",
-            "logsumexp (contrast query-key query-query) on ranks 0 2, logsumexp (contrast query-key key-key) on rank 1",
+            (
+                "the operation is logsumexp (contrast query-key query-query) on ranks 0 2, "
+                "logsumexp (contrast query-key key-key) on rank 1"
+            ),
         ),
         (
             "info_nce_loss",
             "info_nce_loss symmetric",
-            "logsumexp (contrast query-key query-query) on ranks 0 2, logsumexp (contrast query-key symmetric) on rank 1",
+            (
+                "the operation is logsumexp (contrast query-key query-query) on ranks 0 2, "
+                "logsumexp (contrast query-key symmetric) on rank 1"
+            ),
         ),
-        ("clip", "nt_xent_loss", "logsumexp backward on ranks 0 2, symmetric logsumexp on rank 1"),
-        ("nt_xent_loss", "matryoshka", "symmetric logsumexp on ranks 0 2, logsumexp backward on rank 1"),
-        ("clip", "smoothed clip", "logsumexp backward on ranks 0 2, sum over ranks on rank 1"),
-        ("smoothed clip", "clip", "sum over ranks on ranks 0 2, logsumexp backward on rank 1"),
+        ("clip", "nt_xent_loss", "the loss is clip_loss on ranks 0 2, nt_xent_loss on rank 1"),
+        ("nt_xent_loss", "matryoshka", "the operation is logsumexp on ranks 0 2, sum over ranks on rank 1"),
+        ("clip", "smoothed clip", "the loss is clip_loss on ranks 0 2, clip_loss(label_smoothing=0.1) on rank 1"),
+        ("smoothed clip", "clip", "the loss is clip_loss(label_smoothing=0.1) on ranks 0 2, clip_loss on rank 1"),
         ("info_nce_loss", "info_nce_loss reordered", None),
     ],
 )
-def test_different_calls_are_one_message_about_the_operation_alone(pool, usual, odd, operations):
+def test_different_calls_are_one_message(pool, usual, odd, message):
     answers = pool.run(call_differently, 3, usual, odd)
-    wanted = None if operations is None else f"the ranks of the group disagree: the operation is {operations}"
+    wanted = None if message is None else f"the ranks of the group disagree: {message}"
     assert [message for message, _ in answers] == [wanted] * 3
     assert all(usable for _, usable in answers)
+
+
+# Losses with a setting of each rank: the same operations on the same shapes, whose results would belong to no loss.
+SETTINGS = {
+    "label_smoothing of clip_loss": (
+        lambda x, y, g, value: mb.clip_loss(x, y, 3.0, label_smoothing=value, group=g),
+        (0.1, 0.2),
+        "the loss is clip_loss(label_smoothing=0.1) on rank 0, clip_loss(label_smoothing=0.2) on rank 1",
+    ),
+    "reduction": (
+        lambda x, y, g, value: mb.clip_loss(x, y, 3.0, reduction=value, group=g).mean(),
+        ("mean", "none"),
+        "the loss is clip_loss on rank 0, clip_loss(reduction=none) on rank 1",
+    ),
+    "reduction of sup_con_loss": (
+        lambda x, y, g, value: mb.sup_con_loss(x, torch.arange(4) // 2, reduction=value, group=g).mean(),
+        ("mean", "sum"),
+        "the loss is sup_con_loss(form=out) on rank 0, sup_con_loss(form=out, reduction=sum) on rank 1",
+    ),
+    "reduction of late_interaction_loss": (
+        lambda x, y, g, value: mb.late_interaction_loss(x[:, None], y[:, None], scale=3.0, reduction=value, group=g).mean(),
+        ("sum", "mean"),
+        "the loss is late_interaction_loss(reduction=sum) on rank 0, late_interaction_loss on rank 1",
+    ),
+    "label_smoothing of info_nce_loss": (
+        lambda x, y, g, value: mb.info_nce_loss(x, y, scale=3.0, label_smoothing=value, group=g),
+        (0.1, 0.2),
+        "the loss is info_nce_loss(label_smoothing=0.1) on rank 0, info_nce_loss(label_smoothing=0.2) on rank 1",
+    ),
+    "margin": (
+        lambda x, y, g, value: mb.info_nce_loss(x, y, scale=3.0, margin=value, group=g),
+        (0.1, 0.2),
+        "the loss is info_nce_loss(margin=0.1) on rank 0, info_nce_loss(margin=0.2) on rank 1",
+    ),
+    "beta": (
+        lambda x, y, g, value: mb.hcl_loss(x, y, scale=3.0, beta=value, group=g),
+        (0.5, 1.0),
+        "the loss is hcl_loss(beta=0.5, tau_plus=0.1) on rank 0, hcl_loss(beta=1.0, tau_plus=0.1) on rank 1",
+    ),
+    "tau_plus": (
+        lambda x, y, g, value: mb.hcl_loss(x, y, scale=3.0, tau_plus=value, group=g),
+        (0.0, 0.1),
+        "the loss is hcl_loss(beta=1.0) on rank 0, hcl_loss(beta=1.0, tau_plus=0.1) on rank 1",
+    ),
+    "the loss": (
+        lambda x, y, g, value: value(x, y, scale=3.0, group=g),
+        (mb.dcl_loss, mb.info_nce_loss),
+        "the loss is dcl_loss on rank 0, info_nce_loss on rank 1",
+    ),
+    "weights": (
+        lambda x, y, g, value: mb.matryoshka_clip_loss(x, y, 3.0, widths=[3, 6], weights=value, group=g),
+        ([1, 1], [1, 2]),
+        "the loss is matryoshka_clip_loss(weights=[1.0, 1.0]) on rank 0, matryoshka_clip_loss(weights=[1.0, 2.0]) on rank 1",
+    ),
+    "symmetric": (
+        lambda x, y, g, value: mb.info_nce_loss(x, y, scale=3.0, symmetric=value, group=g),
+        (False, True),
+        "the operation is logsumexp (contrast query-key) on rank 0, logsumexp (contrast query-key symmetric) on rank 1",
+    ),
+    "ids_are_positives": (
+        lambda x, y, g, value: mb.siglip_loss(x, y, 3.0, 0.0, ids=torch.arange(4), ids_are_positives=value, group=g),
+        (False, True),
+        "what ids mean is no negatives on rank 0, positives on rank 1",
+    ),
+}
+
+
+def with_settings(group, rank, name):
+    loss, values, _ = SETTINGS[name]
+    x, y = leaves(*(unit(4, 6, seed=s) for s in (rank, rank + 10)))
+    try:
+        loss(x, y, group, values[rank]).backward()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ranks_with_different_settings_all_say_so(pool, name):
+    assert pool.run(with_settings, 2, name) == [f"the ranks of the group disagree: {SETTINGS[name][2]}"] * 2
 
 
 def long_terms(group, rank, odd):
@@ -147,7 +231,7 @@ def test_terms_of_any_length_are_compared(pool):
 
 def uneven_nodes(group, rank):
     x = unit(3, 4, seed=rank)
-    with ring.using("two_level:2"):
+    with ring.use_route("two_level:2"):
         mb.clip_loss(x, x, 1.0, group=group)
 
 
@@ -181,7 +265,7 @@ def test_ranks_in_messages():
 
 def die(group, rank):
     x, y = leaves(unit(3, 4, seed=rank), unit(3, 4, seed=rank + 5))
-    with ring.using("ring"):
+    with ring.use_route("ring"):
         loss = mb.clip_loss(x, y, 1.0, group=group)
         post = lap.Lap._post_sums
 
@@ -194,6 +278,7 @@ def die(group, rank):
         loss.backward()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_come_and_one_that_dies_on_the_way():
     """The two ranks of the first group have waited 6 s for one another in vain; the group of all three still works."""
     fragile = Pool(3, seconds=6)

@@ -13,7 +13,7 @@ import torch
 import megabatch as mb
 from helpers import aligned_pairs, gradients, leaves, tile_size, unit
 from megabatch import reference, ring
-from megabatch.ring import agreement
+from megabatch.ring import ranks
 
 WORLDS = (1, 2, 3, 4, 8)
 SHARES = {
@@ -55,7 +55,7 @@ def loss_on_a_rank(group, rank, loss, route, counts, with_ids, tile):
     x, y, scale, bias, ids = data(counts)
     x, y, scale, bias = leaves(shared(x, counts, rank), shared(y, counts, rank), scale, bias)
     ids = shared(ids, counts, rank) if with_ids else None
-    with ring.using(route), tile_size(*tile):
+    with ring.use_route(route), tile_size(*tile):
         value = losses(loss, x, y, scale, bias, ids, group)
         assert value.requires_grad
         value.backward()
@@ -111,7 +111,7 @@ def operations(operands, exclude, group=None):
 def operations_on_a_rank(group, rank, route, rows, columns, exclude):
     counts = [{"row": rows, "column": columns, "": None}[side] for side in SIDES]
     mine = [t if c is None else shared(t, c, rank) for t, c in zip(operands(rows, columns), counts, strict=True)]
-    with ring.using(route), tile_size(2, 3):
+    with ring.use_route(route), tile_size(2, 3):
         return operations(mine, exclude, group)
 
 
@@ -157,7 +157,7 @@ def ranks_on_a_rank(group, rank, route, counts):
     x, y, *_ = data(counts)
     y[3] = y[2]  # equal similarities: the smaller index of the whole batch comes first
     x[1] = float("nan")
-    with ring.using(route), tile_size(3, 2):
+    with ring.use_route(route), tile_size(3, 2):
         return mb.pairwise_rank(shared(x, counts, rank), shared(y, counts, rank), group=group)
 
 
@@ -224,7 +224,7 @@ def half_precision(group, rank, loss, dtype, autocast):
     kept = torch.float32 if autocast else dtype
     x, y = leaves(*(shared(t, counts, rank).float().to(kept) for t in (x, y)))
     scale, bias = leaves(torch.tensor(8.0), torch.tensor(-2.0))
-    with torch.autocast("cpu", dtype, enabled=autocast), ring.using("ring"):
+    with torch.autocast("cpu", dtype, enabled=autocast), ring.use_route("ring"):
         value = losses(loss, x, y, scale, bias, None, group)
     (value * 2.0**10).backward()
     assert (x.grad.dtype, y.grad.dtype) == (kept, kept)
@@ -253,7 +253,7 @@ def through_triton(group, rank, route):
     x, y, scale, bias, ids = data(counts, D=16)
     x, y, scale, bias = leaves(*(t.float() for t in (shared(x, counts, rank), shared(y, counts, rank), scale, bias)))
     ids = shared(ids, counts, rank)
-    with ring.using(route):
+    with ring.use_route(route):
         value = mb.clip_loss(x, y, scale, ids=ids, group=group, backend="triton")
         value = value + mb.siglip_loss(x, y, scale, bias, group=group, backend="triton")
     value.backward()
@@ -262,6 +262,7 @@ def through_triton(group, rank, route):
 
 @pytest.mark.quick({"route": "ring"})
 @pytest.mark.parametrize("route", ["ring", "gather"])
+@pytest.mark.thorough
 def test_kernels_go_round_too(pool, route):
     pytest.importorskip("triton")
     found = put_together(pool.run(through_triton, 3, route))
@@ -278,8 +279,8 @@ def nodes_by_environment(group, rank, variable, route):
     counts = [2, 3, 1, 4]
     x, y, scale, *_ = data(counts)
     value = {"GROUP_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"}[variable]
-    named, large = mock.patch.dict(os.environ, {variable: value}), mock.patch.object(agreement, "GATHER_BYTES", 0)
-    with named, large, ring.using(route), ring.counted() as sent:
+    named, large = mock.patch.dict(os.environ, {variable: value}), mock.patch.object(ranks, "GATHER_BYTES", 0)
+    with named, large, ring.use_route(route), ring.count_traffic() as sent:
         loss = mb.clip_loss(shared(x, counts, rank), shared(y, counts, rank), scale, group=group)
     return loss, sent.crossing
 
@@ -344,8 +345,8 @@ def test_blocks_whose_norms_differ(pool, backend):
 
 
 def test_counters_within_counters():
-    with ring.ranks.counted() as outer:
-        with ring.ranks.counted():
+    with ranks.count_traffic() as outer:
+        with ranks.count_traffic():
             pass
-        ring.ranks._count(100, crosses=False)
+        ranks._count(100, crosses=False)
     assert outer.bytes == 100

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from megabatch.ring import routes
-from megabatch.ring.agreement import settle
-from megabatch.ring.ranks import Ranks
-from megabatch.ring.topology import check_route, nodes_from, using
+from megabatch.ring.ranks import Ranks, check_route, nodes_from, settle, use_route
 
 
 def even_nodes(k, size):
@@ -124,7 +122,7 @@ def test_nodes():
 def test_wrong_routes_are_refused(name):
     with pytest.raises(ValueError, match="route must be one of 'auto', 'ring', 'two_level', 'gather', or 'two_level:4'"):
         check_route(name)
-    with pytest.raises(ValueError, match="route must be one of"), using(name):
+    with pytest.raises(ValueError, match="route must be one of"), use_route(name):
         pass
 
 

@@ -57,7 +57,7 @@ def alone(counts):
 def with_ddp(group, rank, counts, route):
     model = Model()
     wrapped = DistributedDataParallel(model, process_group=group)
-    with ring.using(route):
+    with ring.use_route(route):
         steps(wrapped, model.parameters(), *batch(counts, rank), group)
     return [p.detach() for p in model.parameters()]
 
@@ -160,7 +160,7 @@ def in_other_ways(group, rank):
     ]
     results = []
     for route in ("ring", "gather"):
-        with ring.using(route):
+        with ring.use_route(route):
             for way in ways:
                 value = way(*inputs, group)
                 for i in inputs:

@@ -1,6 +1,6 @@
 """Compiles every kernel for a GPU that need not be present. Run by test_triton_compiles.py.
 
-    python compile_kernels.py CAPABILITY PRECISION [features]
+    python compile_kernels.py CAPABILITY PRECISION [features] [two_columns]
 
 The interpreter accepts programs that the compiler rejects. Here the launchers run on CPU tensors, and each launch compiles its
 kernel for the given arguments instead of running it.
@@ -17,38 +17,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.operators import small_kernels
-from megabatch.operators.pair_loss import pair_loss, sigmoid_pair_loss
-from megabatch.operators.small_kernels import LABELS, MATCHES, ROWS, SIGMOID, VIEWS, Task, small_loss
-from megabatch.tiles import (
-    in_memory,
-    kernel_plan,
-    plan,
-    triton_backward,
-    triton_distillation,
-    triton_embeddings,
-    triton_exponent_scale,
-    triton_gradient,
-    triton_guided_logsumexp,
-    triton_logsumexp,
-    triton_maxsim,
-    triton_maxsim_gradients,
-    triton_maxsim_lists,
-    triton_maxsim_scores,
-    triton_online_logsumexp,
-    triton_pair_gradients,
-    triton_pair_statistics,
-    triton_partial_sums,
-    triton_rank,
-    triton_sigmoid_pairs,
-    triton_small_gradients,
-    triton_small_launches,
-    triton_topk,
-)
-from megabatch.tiles.block import Block, ColumnGradients, Needs
-from megabatch.tiles.logsum import LogSum
-from megabatch.tiles.precision import HALF_DTYPE
-from megabatch.tiles.tokens import LateBlock, Tokens
+from megabatch.kernels import gradient, logsumexp, operands, pairs, ranking, small_gradients, two_models
+from megabatch.kernels import plan as kernel_plan
+from megabatch.late import gradient_kernels, score_kernels
+from megabatch.late import kernels as triton_maxsim
+from megabatch.operators import dense_kernels, fused
+from megabatch.tiles import eager, plan
+from megabatch.tiles.block import HALF_DTYPE, Block, ColumnGradients, Needs
+from megabatch.tiles.sums import LogSum
+from megabatch.tiles.tokens import LateBlock, TokenRows
 
 SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}
 
@@ -61,6 +38,7 @@ TYPES = {
     torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint64: "u64",
 }
 
 
@@ -132,47 +110,49 @@ def main(capability: int, precision: str, features: bool) -> None:
     with_gluon = capability == 90 and kernel_plan.compiles_gluon()
     kernel_plan.has_gluon = lambda device: with_gluon
     kernels = (
-        (triton_logsumexp, "_logsumexp_kernel"),
-        (triton_online_logsumexp, "_online_logsumexp_kernel"),
-        (triton_gradient, "_gradient_strip_kernel"),
-        (triton_rank, "_rank_kernel"),
-        (triton_topk, "_maxima_kernel"),
-        (triton_maxsim_scores, "_maxsim_kernel"),
-        (triton_maxsim_gradients, "_query_gradient_kernel"),
-        (triton_maxsim_lists, "_count_kernel"),
-        (triton_maxsim_lists, "_list_kernel"),
-        (triton_maxsim_lists, "_listed_gradient_kernel"),
-        (triton_topk, "_group_products_kernel"),
-        (triton_topk, "_choice_kernel"),
-        (triton_exponent_scale, "_largest_norms_kernel"),
-        (triton_exponent_scale, "_exponent_scale_kernel"),
-        (triton_embeddings, "_matching_products_kernel"),
-        (triton_embeddings, "_finish_gradient_kernel"),
-        (triton_partial_sums, "_add_partial_sums_kernel"),
-        (triton_distillation, "_soft_sums_kernel"),
-        (triton_distillation, "_soft_gradient_kernel"),
-        (triton_guided_logsumexp, "_guided_logsumexp_kernel"),
-        (triton_guided_logsumexp, "_guided_gradient_kernel"),
-        (triton_pair_statistics, "_pair_statistics_kernel"),
-        (triton_pair_gradients, "_finish_pairs_kernel"),
-        (triton_sigmoid_pairs, "_sigmoid_matches_kernel"),
-        (triton_small_launches, "partial_sums_kernel"),
-        (triton_small_launches, "combine_kernel"),
-        (triton_small_launches, "softmax_weights_kernel"),
-        (triton_small_launches, "rows_kernel"),
-        (triton_small_launches, "sigmoid_kernel"),
-        (triton_small_gradients, "_finish_kernel"),
-        (triton_small_gradients, "_multiply_kernel"),
+        (logsumexp, "_logsumexp_kernel"),
+        (logsumexp, "_online_logsumexp_kernel"),
+        (gradient, "_gradient_strip_kernel"),
+        (ranking, "_rank_kernel"),
+        (ranking, "_maxima_kernel"),
+        (score_kernels, "_maxsim_kernel"),
+        (gradient_kernels, "_query_gradient_kernel"),
+        (gradient_kernels, "_count_kernel"),
+        (gradient_kernels, "_list_kernel"),
+        (gradient_kernels, "_listed_gradient_kernel"),
+        (ranking, "_group_products_kernel"),
+        (ranking, "_choice_kernel"),
+        (operands, "_largest_norms_kernel"),
+        (operands, "_exponent_scale_kernel"),
+        (operands, "_matching_products_kernel"),
+        (operands, "_finish_gradient_kernel"),
+        (operands, "_add_partial_sums_kernel"),
+        (two_models, "_soft_sums_kernel"),
+        (two_models, "_soft_gradient_kernel"),
+        (two_models, "_guided_logsumexp_kernel"),
+        (two_models, "_guided_gradient_kernel"),
+        (pairs, "_pair_statistics_kernel"),
+        (pairs, "_finish_pairs_kernel"),
+        (pairs, "_sigmoid_matches_kernel"),
+        (small_gradients, "partial_sums_kernel"),
+        (small_gradients, "combine_kernel"),
+        (small_gradients, "softmax_weights_kernel"),
+        (small_gradients, "rows_kernel"),
+        (small_gradients, "sigmoid_kernel"),
+        (small_gradients, "_finish_kernel"),
+        (small_gradients, "_multiply_kernel"),
     )
     for module, name in kernels:
         setattr(module, name, Compiles(getattr(module, name), target))
     if with_gluon:
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        from megabatch.tiles import gluon_warp_specialized as gluon
+        from megabatch.kernels import hopper as gluon
 
         gluon._warp_specialized_kernel = Compiles(gluon._warp_specialized_kernel, target, GluonASTSource)
-    small_kernels.rounded = lambda values, precision: values  # as on a GPU, where inputs of half precision are not widened
+    dense_kernels.round_to_precision = lambda values, precision: (
+        values
+    )  # as on a GPU, where inputs of half precision are not widened
     launch_small(precision, features, N=300)
     launch_small(precision, features, N=320)
     plan.SMALL_PRODUCT_ROWS = 300
@@ -187,79 +167,82 @@ def main(capability: int, precision: str, features: bool) -> None:
     print("compiled", len(COMPILED))
 
 
+def make_ids(N: int) -> torch.Tensor:
+    """One id for each row, or two."""
+    return torch.arange(2 * N).view(N, 2) if "two_columns" in sys.argv else torch.arange(N)
+
+
 def launch_small(precision: str, features: bool, N: int, D: int = 512) -> None:
     """Losses of small batches, of every kind."""
     x, y = torch.randn(2, N, D).to(HALF_DTYPE.get(precision, torch.float32)).requires_grad_()
-    triton_small_launches.launches_of.cache_clear()
+    small_gradients.launches_of.cache_clear()
     scale = torch.tensor(1.0, requires_grad=True)
-    ids = torch.arange(N) if features else None
-    tasks = (
-        (y, None, Task(MATCHES, N, ids)),
-        (y, None, Task(ROWS, N, ids)),
-        (y, None, Task(VIEWS, N)),
-        (None, None, Task(LABELS, 0, torch.arange(N) // 2)),
-        (y, scale, Task(SIGMOID, N, ids, ids_are_positives=features)),
-    )
-    for other, bias, task in tasks:
-        torch.autograd.grad(small_loss(x, other, scale, bias, precision, task), x)
-    with torch.no_grad():
-        for kind in (MATCHES, ROWS):
-            small_loss(x, y, scale, None, precision, Task(kind, N, ids))
-    for columns in (False, True):
-        torch.autograd.grad(pair_loss(x, y, scale, (ids, ids), precision, columns=columns, divisor=N), (x, scale))
-    bias = torch.tensor(-5.0, requires_grad=True)
+    ids = make_ids(N) if features else None
+    bias, labels = torch.tensor(-5.0, requires_grad=True), torch.arange(N) // 2
     options = {"ids_are_positives": features, "divisor": N}
-    torch.autograd.grad(sigmoid_pair_loss(x, y, scale, bias, ids, precision, **options), (x, scale, bias))
-    torch.autograd.grad(sigmoid_pair_loss(x, y.detach(), scale.detach(), bias, ids, precision, **options), bias)
+    for module in (dense_kernels, fused):
+        for columns in (False, True):
+            loss = module.cross_entropy_loss(x, y, scale, ids, precision, columns=columns, divisor=N)
+            torch.autograd.grad(loss, (x, scale))
+        torch.autograd.grad(module.nt_xent_loss(x, y, scale, precision, divisor=N), x)
+        torch.autograd.grad(module.sigmoid_loss(x, y, scale, bias, ids, precision, **options), (x, scale, bias))
+    torch.autograd.grad(dense_kernels.sup_con_loss(x, labels, scale, precision, mean_of_rows=True), x)
+    with torch.no_grad():
+        for columns in (False, True):
+            dense_kernels.cross_entropy_loss(x, y, scale, ids, precision, columns=columns, divisor=N)
+    loss = fused.sigmoid_loss(x, y.detach(), scale.detach(), bias, ids, precision, **options)
+    torch.autograd.grad(loss, bias)
 
 
 def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:
     """Calls every launcher. At N = 300 the last, incomplete tile of rows has its own launch."""
     dtype = getattr(torch, precision, torch.float32)
     x, y = torch.randn(2, N, D).to(dtype)
-    ids, bias = torch.arange(N), torch.zeros(N)
+    ids, bias = make_ids(N), torch.zeros(N)
     extra = {"row_bias": bias, "col_bias": bias, "row_ids": ids, "col_ids": ids} if features else {}
     block = Block(x, y, torch.tensor(1.0), precision, skip_diagonal=True, **extra)
     needs = Needs(True, True, True, features, features)
     sums = ColumnGradients(torch.zeros(N, D), bias if features else None)
-    triton_embeddings.matching_products(block)
-    triton_logsumexp.logsumexp_statistics(block)
+    operands.matching_products(block)
+    logsumexp.logsumexp_statistics(block)
     one = torch.ones(N)
-    for strip in triton_backward.logsumexp_gradients(block, LogSum(one, one), LogSum(one, one), one, one, sums, needs):
-        triton_embeddings.finish_rows(strip.dx, x.clone(), one[0], own=x, partners=y, dmatch=one, precision=precision)
-    for _ in triton_backward.softplus_gradients(block, one, sums, needs, total=one):
+    for strip in gradient.logsumexp_gradients(block, LogSum(one, one), LogSum(one, one), one, one, sums, needs):
+        operands.finish_rows(strip.dx, x.clone(), one[0], own=x, partners=y, dmatch=one, precision=precision)
+    for _ in gradient.softplus_gradients(block, one, sums, needs, total=one):
         pass
-    triton_backward.softplus_sums(block)
+    gradient.softplus_sums(block)
     alone = replace(block, limit=bias if features else None)  # without columns
-    triton_logsumexp.logsumexp_statistics(alone, columns=False)
-    for _ in triton_backward.logsumexp_gradients(alone, LogSum(one, one), None, one, None, sums, needs):
+    logsumexp.logsumexp_statistics(alone, columns=False)
+    for _ in gradient.logsumexp_gradients(alone, LogSum(one, one), None, one, None, sums, needs):
         pass
     if features:
         positives = Block(x, y, torch.tensor(1.0), precision, bias, None, ids, ids, ids_are_positives=True)
-        for _ in triton_backward.softplus_gradients(positives, one, sums, Needs(True, True, True, True), total=one):
+        for _ in gradient.softplus_gradients(positives, one, sums, Needs(True, True, True, True), total=one):
             pass
     if features:
         plain = Block(x, y, torch.tensor(1.0), precision)
-        row, col = triton_distillation.soft_statistics(replace(plain, companion=plain))
-        for _ in triton_distillation.soft_gradients(
-            replace(plain, companion=plain), row, col, one, one, sums, Needs(True, True, True)
+        row, col = two_models.soft_statistics(replace(plain, second_model=plain))
+        for _ in two_models.soft_gradients(
+            replace(plain, second_model=plain), row, col, one, one, sums, Needs(True, True, True)
         ):
             pass
-        for guided in (replace(alone, companion=plain), replace(plain, limit=bias, companion=plain)):
-            row = triton_guided_logsumexp.row_statistics(guided)
-            for _ in triton_guided_logsumexp.row_gradients(guided, row, one, sums, needs):
+        for guided in (replace(alone, second_model=plain), replace(plain, limit=bias, second_model=plain)):
+            row = two_models.row_statistics(guided)
+            for _ in two_models.row_gradients(guided, row, one, sums, needs):
                 pass
         if precision in HALF_DTYPE:  # weights in half precision, as on a device
-            in_memory.rounds_gradients = triton_guided_logsumexp.rounds_gradients = lambda block: True
-            in_memory.product_dtype = lambda precision, device: HALF_DTYPE[precision]
+            eager.rounds_gradients = two_models.rounds_gradients = lambda block: True
+            eager.product_dtype = lambda precision, device: HALF_DTYPE[precision]
             without = ColumnGradients(sums.dy, None)
-            for _ in triton_guided_logsumexp.row_gradients(guided, row, one, without, Needs(True, True, True)):
+            for _ in two_models.row_gradients(guided, row, one, without, Needs(True, True, True)):
                 pass
     if not features:
-        triton_rank.rank_counts(Block(x, y, torch.tensor(1.0), precision))
+        ranking.rank_counts(Block(x, y, torch.tensor(1.0), precision))
     launch_late(precision, dtype, features)
     for group in (8, None):
-        triton_topk._search(replace(alone, row_bias=None, col_bias=None), 2, group)
+        numbers = torch.arange(N) if features else None  # of one column, in a search
+        searched = replace(alone, row_bias=None, col_bias=None, row_ids=numbers, col_ids=numbers)
+        ranking._search(searched, 2, group)
 
 
 def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
@@ -267,7 +250,7 @@ def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
     D = 160 if features else 128
     valid = torch.ones(256, dtype=torch.bool) if features else None
     lengths = torch.full((8,), 32) if features else None
-    tokens = Tokens(torch.randn(256, D).to(dtype), 32, lengths, valid)
+    tokens = TokenRows(torch.randn(256, D).to(dtype), 32, lengths, valid)
     block = LateBlock(
         tokens, replace(tokens, width=64, lengths=None if lengths is None else lengths), torch.ones(()), precision
     )

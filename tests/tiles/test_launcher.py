@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-triton_launcher = pytest.importorskip("megabatch.tiles.triton_launcher")
+triton_launcher = pytest.importorskip("megabatch.kernels.launch")
 
 
 class Compiled(triton_launcher.CompiledKernel):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megabatch.tiles.logsum import LogSum
+from megabatch.tiles.sums import LogSum
 
 
 def of(values):

@@ -5,9 +5,8 @@ import torch
 
 from helpers import unit
 from megabatch import operators
-from megabatch.operators.logsumexp import KEPT, logsumexp_backward
-from megabatch.operators.symmetric_logsumexp import ALL, symmetric_logsumexp_backward
-from megabatch.tiles import kernel_plan
+from megabatch.kernels import plan as kernel_plan
+from megabatch.operators.logsumexp import ALL, KEPT, logsumexp_backward, symmetric_logsumexp_backward
 from rounding import gradients_rounded_differently, truth_and_bounds
 
 pytestmark = [
@@ -85,7 +84,7 @@ def test_a_student_s_weight_is_at_most_1(backend):
     from megabatch.tiles.block import Block, ColumnGradients, Needs
 
     def block(x):
-        return Block(x, HIGH, SCALE, "float32", companion=Block(HIGH, HIGH, torch.tensor(0.0), "float32"))
+        return Block(x, HIGH, SCALE, "float32", second_model=Block(HIGH, HIGH, torch.tensor(0.0), "float32"))
 
     row, col = backend_for(backend, block(LOW)).soft_statistics(block(LOW))
     needs = Needs(True, False, False)

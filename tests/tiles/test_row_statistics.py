@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from helpers import examples, leaves, tile_size, unit
 from megabatch import operators, reference
-from megabatch.primitives import APART, KEPT, SKIPPED, Ceiling, ceiling_above, execution, logsumexp, number
-from megabatch.tiles.in_memory import Tiles
-from megabatch.tiles.logsum import LogSum
+from megabatch.primitives import KEPT, SEPARATE, SKIPPED, Ceiling, ceiling_above, execution, logsumexp, number
+from megabatch.tiles.eager import Tiles
+from megabatch.tiles.sums import LogSum
 
 pytestmark = [
     pytest.mark.usefixtures("small_launches"),
@@ -130,7 +130,7 @@ def test_the_matching_pair_apart(backend):
     if backend == "triton":
         pytest.importorskip("triton")
     inputs = [unit(70, 12, seed=s, dtype=torch.float32, device=DEVICE).requires_grad_() for s in (0, 1)]
-    row, match, share = row_logsumexp(*inputs, 5.0, diagonal=APART, backend=backend)
+    row, match, share = row_logsumexp(*inputs, 5.0, diagonal=SEPARATE, backend=backend)
     wide = leaves(*(t.double() for t in inputs))
     logits = 5.0 * wide[0] @ wide[1].T
     own = torch.eye(70, dtype=torch.bool, device=DEVICE)
@@ -162,7 +162,7 @@ def test_nothing_is_spent_on_columns(monkeypatch):
 
 
 def test_nothing_is_stored_for_columns_by_the_kernel(monkeypatch):
-    triton_logsumexp = pytest.importorskip("megabatch.tiles.triton_logsumexp")
+    triton_logsumexp = pytest.importorskip("megabatch.kernels.logsumexp")
     asked = []
     original = triton_logsumexp._launch
 
@@ -261,11 +261,12 @@ def test_limits_are_above_what_rounding_does():
 # opcheck reads .grad of copies that are not leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.thorough
 def test_operators_keep_their_promises_to_pytorch(guided):
     x, y = leaves(unit(6, 4, seed=0, dtype=torch.float32), unit(6, 4, seed=1, dtype=torch.float32))
     scale, limit = torch.tensor(3.0, requires_grad=True), torch.full((6,), 0.5)
     seen = (x.detach()[:, :2], y.detach()[:, :2]) if guided else (None, None)
-    tail = (None, None, None, None, limit, *seen, False, APART, "float32", "float32", "eager", "")
+    tail = (None, None, None, None, limit, *seen, False, SEPARATE, "float32", "float32", "eager", "")
     torch.library.opcheck(operators.logsumexp, (x, y, scale, *tail))
     torch.library.opcheck(operators.matching, (x, y, "float32", "eager", ""))
     teacher = (x.detach()[:, :3], y.detach()[:, :3], torch.tensor(2.0))

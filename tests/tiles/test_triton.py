@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import megabatch as mb
 from helpers import aligned_pairs, dense_clip, dense_siglip, examples, leaves, outcomes, unit
-from megabatch import reference
-from megabatch.tiles import kernel_plan, plan
+from megabatch import dispatch, reference
+from megabatch.kernels import plan as kernel_plan
+from megabatch.tiles import plan
 from rounding import similarities_rounded_twice, truth_and_bounds
 
 pytest.importorskip("triton")
@@ -128,16 +129,16 @@ def test_error_is_at_most_twice_that_of_dense_or_of_similarities_rounded_twice(l
 
 
 def test_rows_out_of_range_are_computed_again_and_others_are_not(monkeypatch):
-    from megabatch.tiles import triton_logsumexp
+    from megabatch.kernels import logsumexp
 
     recomputed = []
-    original = triton_logsumexp.complete_sums
+    original = logsumexp.complete_sums
 
     def watched(operands, block, row_part, row, col_part, col):
         original(operands, block, row_part, row, col_part, col)
         recomputed.extend(sums.shift.isfinite().sum().item() for sums in (row, col))
 
-    monkeypatch.setattr(triton_logsumexp, "complete_sums", watched)
+    monkeypatch.setattr(logsumexp, "complete_sums", watched)
     x, y = (unit(80, 8, seed=s, dtype=torch.float32, device=DEVICE) for s in (0, 1))
     for outlier in (False, True):
         if outlier:
@@ -281,6 +282,7 @@ def test_strided_ids_and_offsets():
 
 @pytest.mark.quick({"N": 70})
 @pytest.mark.parametrize("N", [70, 200])
+@pytest.mark.thorough
 def test_bitwise_the_same_over_repeated_runs(N):
     inputs = to_device(*aligned_pairs(N, 40, noise=1.0, seed=0), torch.tensor(30.0))
 
@@ -327,19 +329,19 @@ def test_a_strip_of_pairs_fills_the_workspace(monkeypatch, N, element_size, size
 
 
 @pytest.mark.parametrize(
-    ("rows", "D", "views", "served"),
+    ("rows", "D", "kind", "served"),
     [
-        (65536, 2048, False, True),
-        (65537, 16, False, False),
-        (65536, 2049, False, False),
-        (32768, 4096, False, True),
-        (32768, 512, True, True),
-        (32769, 512, True, False),
+        (65536, 2048, dispatch.BOTH, True),
+        (65537, 16, dispatch.BOTH, False),
+        (65536, 2049, dispatch.BOTH, False),
+        (32768, 4096, dispatch.SIGMOID, True),
+        (32768, 512, dispatch.VIEWS, True),
+        (32769, 512, dispatch.VIEWS, False),
     ],
 )
-def test_gradients_with_the_loss_fit_the_limits_of_memory(rows, D, views, served):
+def test_gradients_with_the_loss_fit_the_limits_of_memory(rows, D, kind, served):
     """The float32 sums of dx, 4·rows·D bytes, are at most as large as the workspace that is freed before gradients are made."""
-    assert plan.pairs_with_gradients(rows, D, views=views) is served
+    assert (dispatch.find_rule(kind, rows, D, "triton").module == "fused") is served
     assert not served or 4 * rows * D <= 512 * 2**20
 
 

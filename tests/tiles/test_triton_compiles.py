@@ -13,12 +13,14 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.thorough
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "precision", "features"),
     [
         (90, "bfloat16", ""),
         (90, "bfloat16", "features"),
         (90, "tf32", "features"),
+        (90, "float16", "features two_columns"),
         (90, "float32", ""),
         (80, "float32", ""),
         (80, "bfloat16", "features"),
@@ -29,7 +31,7 @@ pytest.importorskip("triton")
 def test_kernels_compile(capability, precision, features):
     program = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(program), str(capability), precision, features]
+    command = [sys.executable, str(program), str(capability), precision, *features.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "compiled" in done.stdout.splitlines()[-1]

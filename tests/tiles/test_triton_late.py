@@ -5,7 +5,8 @@ import torch
 
 import megabatch as mb
 from helpers import gradients, leaves, unit
-from megabatch.tiles import kernel_plan, plan
+from megabatch.kernels import plan as kernel_plan
+from megabatch.tiles import plan
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from the interpreter's numpy, on intended inf and NaN
@@ -49,7 +50,7 @@ def test_kernels_match_float64(monkeypatch, shape, layout, dtype, strips):
             kernel_plan, "_MAXSIM_LISTED", kernel_plan.KernelTile(rows=16, columns=16, width=128, warps=4, stages=3)
         )
         monkeypatch.setattr(kernel_plan, "_MAXSIM_LISTED_FLOAT32", kernel_plan._MAXSIM_LISTED)
-        monkeypatch.setattr("megabatch.tiles.triton_maxsim_lists._CHUNK", 32)
+        monkeypatch.setattr("megabatch.late.gradient_kernels._CHUNK", 32)
     if strips == "many":
         monkeypatch.setattr(kernel_plan, "maxsim_is_kept", lambda *sizes: False)
         monkeypatch.setattr(kernel_plan, "MAXSIM_SCORES", plan.TileSize(2, 3))

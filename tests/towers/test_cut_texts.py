@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import megabatch as mb
-from megabatch import towers
-from megabatch.towers.open_clip import CausalTexts, Sides
+from megabatch.integrations.open_clip import CausalTexts
+from megabatch_train import towers
+from megabatch_train.towers.open_clip import Sides
 from steps import Loss, assert_same, cached, gradients
 
 CONTEXT, VOCABULARY = 40, 60

@@ -11,13 +11,15 @@ import torch.nn.functional as F
 import decoders
 import megabatch as mb
 from decoders import Loss, Way, decoder
-from megabatch import export, towers
-from megabatch.evaluation import encode
-from megabatch.towers import packing
-from megabatch.towers.huggingface import TextEncoder
-from megabatch.towers.lora import LoraConfig
-from megabatch.trainer import parallel
 from megabatch.world import World
+from megabatch_train import towers
+from megabatch_train.evaluation import encode
+from megabatch_train.export.formats import export
+from megabatch_train.towers import packing
+from megabatch_train.towers.huggingface import TextEncoder
+from megabatch_train.towers.lora import LoraConfig
+from megabatch_train.towers.sentence_transformer import POOLINGS
+from megabatch_train.trainer import build
 from ranks import CountedReduceScatter
 
 pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
@@ -79,7 +81,7 @@ def on_rank(group, rank, way, counts, offload, budget):
     """A step as one rank: gradients, and how often each parameter group of FSDP2 is reduced."""
     encoder = decoder(way)
     world = World(torch.device("cpu"), group)
-    (called,) = parallel.wrapped([encoder], [None], world, "fsdp", offload=offload)
+    (called,) = build.wrap([encoder], [None], world, "fsdp", offload=offload)
     queries, second = decoders.batch(sum(counts[0]), sum(counts[1]), way.left)
     begin, end = (sum(counts[0][: rank + i]) for i in (0, 1))
     hard = [sum(counts[0]) + sum(counts[1][: rank + i]) for i in (0, 1)]
@@ -156,7 +158,13 @@ def test_decoders_by_name_pool_the_last_token_and_pack(config):
     found = encode(pair.second, TEXTS)
     assert found.isfinite().all()
     torch.testing.assert_close(encode(pair.first, TEXTS), encode(pair.second, [f"query: {text}" for text in TEXTS]))
+    packed = {}
+    for encoder.pooling in POOLINGS:
+        packed[encoder.pooling] = encode(pair.second, TEXTS)
     encoder.pad()
+    for encoder.pooling in POOLINGS[::-1]:
+        torch.testing.assert_close(encode(pair.second, TEXTS), packed[encoder.pooling], rtol=1e-4, atol=1e-6)
+    encoder.pooling = "last"
     torch.testing.assert_close(encode(pair.second, TEXTS), found, rtol=1e-4, atol=1e-6)
     assert encoder.model.config._attn_implementation == "sdpa"
     for options in ({"pooling": "mean"}, {"packed": False}):
@@ -166,7 +174,7 @@ def test_decoders_by_name_pool_the_last_token_and_pack(config):
         close = torch.allclose(encode(changed.second, TEXTS), found, rtol=1e-4, atol=1e-5)
         assert close == ("packed" in options)
     for options, message in (
-        ({"pooling": "first"}, r"model_options.pooling must be one of mean, last, got 'first'"),
+        ({"pooling": "first"}, r"model_options.pooling must be one of cls, mean, .*, got 'first'"),
         ({"packed": 1}, r"model_options.packed must be true or false, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -204,7 +212,7 @@ def test_a_packed_decoder_in_onnx(config, tmp_path):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason='pip install "megabatch[onnx]"')
     pair = towers.load(f"hf-config:{config}", ("text", "text"))
-    export.export(pair, "onnx", tmp_path)  # compares the embeddings
+    export(pair, "onnx", tmp_path)  # compares the embeddings
     assert (tmp_path / "text.onnx").is_file()
     assert pair.first.module.packed
 
@@ -320,7 +328,7 @@ def test_adapters_of_a_model_with_a_name_are_all_that_is_saved(pretrained, tmp_p
     assert torch.equal(encode(again.first, TEXTS), wanted)
     assert again.lora == pair.lora
     exported = tmp_path / "exported"
-    export.export(pair, "hf", exported)  # adapters added to the weights
+    export(pair, "hf", exported)  # adapters added to the weights
     sentence_transformers = pytest.importorskip(
         "sentence_transformers", reason='pip install "megabatch[sentence_transformers]"'
     )
@@ -350,7 +358,7 @@ def test_settings_of_lora_that_cannot_be(config, pretrained, monkeypatch):
         towers.load("small", sides, lora=LoraConfig(2))
     with pytest.raises(ValueError, match=r'lora.quantize must be "none" for models "hf-config:"'):
         towers.load(f"hf-config:{config}", sides, lora=LoraConfig(2, quantize="int8"))
-    monkeypatch.setattr("megabatch.extras.installed", lambda name: False)
+    monkeypatch.setattr("megabatch.extras.is_installed", lambda name: False)
     with pytest.raises(ModuleNotFoundError, match=r'lora.quantize = "nf4" needs the package "bitsandbytes"'):
         towers.load(f"hf:{pretrained}", sides, lora=LoraConfig(2, quantize="nf4"))
 

@@ -6,16 +6,20 @@ import json
 import pytest
 import torch
 
-from megabatch import towers
-from megabatch.data.augment import Augmentation
-from megabatch.evaluation import encode
-from megabatch.towers.saved import WEIGHTS
+from megabatch_train import towers
+from megabatch_train.data.images import Augmentation
+from megabatch_train.evaluation import encode
+from megabatch_train.towers import huggingface
+from megabatch_train.towers.load import anchor
+from megabatch_train.towers.lora import LoraConfig
+from megabatch_train.towers.saved import WEIGHTS
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT |= {"intermediate_size": 32, "vocab_size": 99, "max_position_embeddings": 12}
 VIT = {"model_type": "vit", "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 VIT |= {"intermediate_size": 32, "image_size": 16, "patch_size": 8}
+TEXTS = ["a red square", "square"]
 CONVNEXT = {"model_type": "convnext", "hidden_sizes": [8, 8, 8, 12], "depths": [1, 1, 1, 1], "image_size": 32}
 
 
@@ -120,7 +124,7 @@ def test_images_and_texts_by_two_transformers_encoders(tmp_path, images):
     pair = towers.load(configs(tmp_path, images=images, texts=BERT))
     assert (pair.first.kind, pair.second.kind) == ("image", "text")
     pictures, texts = embeddings(pair)
-    assert pictures.shape == texts.shape == (2, towers.huggingface.WIDTH)
+    assert pictures.shape == texts.shape == (2, huggingface.WIDTH)
     torch.testing.assert_close(pictures.norm(dim=1), torch.ones(2))
     assert not torch.allclose(pictures[0], pictures[1])
     for tower in pair.towers:  # every parameter that asks for a gradient gets one: DDP waits for all of them
@@ -153,6 +157,47 @@ def test_an_image_processor_and_a_tokenizer_are_used_and_kept(tmp_path):
     assert tokens == pair.second.collate(["a red square"])["input_ids"].tolist() == [[2, 5, 6, 7, 3]]
     for expected, found in zip(embeddings(pair), embeddings(again), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_adapters_find_their_base_from_any_directory(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
+    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+    for name in ("project", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained("base")
+    tokenizer(tmp_path / "project" / "base")
+    pair = towers.load("hf:base", ("text", "text"), lora=LoraConfig(rank=2))
+    towers.save(pair, "runs/one")
+    assert json.loads((tmp_path / "project/runs/one/first/adapter_config.json").read_text())["base_model_name_or_path"] == (
+        str(tmp_path / "project" / "base")
+    )
+    expected = encode(pair.first, TEXTS)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert torch.equal(encode(towers.load_saved("../project/runs/one").first, TEXTS), expected)
+    (tmp_path / "project").rename(tmp_path / "moved")
+    assert torch.equal(encode(towers.load_saved("../moved/runs/one").first, TEXTS), expected)
+    (tmp_path / "moved" / "base").rename(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"/project/base must be a folder .*, got no such folder"):
+        towers.load_saved("../moved/runs/one")
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ("hf:base", "hf:{0}/base"),
+        ("hf-config:base+org/name", "hf-config:{0}/base+org/name"),
+        ("open_clip:tiny.json@w.pt", "open_clip:{0}/tiny.json@{0}/w.pt"),
+        ("open_clip:ViT-B-32@openai", "open_clip:ViT-B-32@openai"),
+        ("base", "{0}/base"),
+        ("small", "small"),
+    ],
+)
+def test_paths_of_another_working_directory(tmp_path, spec, wanted):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "tiny.json").touch()
+    (tmp_path / "w.pt").touch()
+    assert anchor(spec, tmp_path) == wanted.format(tmp_path)
 
 
 def _saved_by_ranks(group, rank, folder):

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch import towers
-from megabatch.data import images
-from megabatch.data.augment import NUMBERS, Augmentation, unchanged
-from megabatch.data.dataset import Dataset
-from megabatch.evaluation import embed, encode, evaluate
-from megabatch.towers import demo
-from megabatch.towers.demo import SmallConfig
+from megabatch_train import towers
+from megabatch_train.data import images
+from megabatch_train.data.dataset import Dataset
+from megabatch_train.data.images import AUGMENT_NUMBERS, Augmentation, leave_unchanged
+from megabatch_train.evaluation import embed, encode, evaluate
+from megabatch_train.towers import small
+from megabatch_train.towers.small import SmallConfig
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 COLOURS = {
@@ -56,6 +56,7 @@ def one_thread():
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.thorough
 def test_small_towers_learn_what_they_are_shown_and_evaluate_says_so():
     torch.manual_seed(0)
     pair, data = towers.load("small", **TINY), Squares()
@@ -103,25 +104,25 @@ def test_text_without_words_has_a_finite_embedding():
 
 
 def test_n_grams_are_the_same_in_every_process_and_tell_words_apart():
-    assert demo.n_grams("Cat", 1 << 15, (3,)).tolist() == demo.n_grams("cat", 1 << 15, (3,)).tolist()
-    cat, education = (set(demo.n_grams(text, 1 << 30, (3,)).tolist()) for text in ("cat", "education"))
+    assert small.n_grams("Cat", 1 << 15, (3,)).tolist() == small.n_grams("cat", 1 << 15, (3,)).tolist()
+    cat, education = (set(small.n_grams(text, 1 << 30, (3,)).tolist()) for text in ("cat", "education"))
     assert len(cat) == 4  # <cat>, <ca, cat, at>
     assert len(cat & education) == 1  # cat in the middle
-    assert demo.n_grams("a", 1 << 15, ()).tolist() == [29968]  # Python's own hash would change from run to run
+    assert small.n_grams("a", 1 << 15, ()).tolist() == [29968]  # Python's own hash would change from run to run
 
 
 def test_augmentation_of_nothing_changes_nothing():
     images = torch.randint(0, 256, (3, 3, 9, 9), dtype=torch.uint8)
     nothing = Augmentation(zoom=0, stretch=0, shift=0, turn=0, brightness=0, contrast=0, saturation=0, hue=0)
-    numbers = torch.rand(3, NUMBERS) * 2 - 1
-    torch.testing.assert_close(nothing.apply(images, numbers), unchanged(images), atol=1e-5, rtol=0)
+    numbers = torch.rand(3, AUGMENT_NUMBERS) * 2 - 1
+    torch.testing.assert_close(nothing.apply(images, numbers), leave_unchanged(images), atol=1e-5, rtol=0)
 
 
 def test_augmentation_moves_and_colours_as_it_says():
     image = torch.full((1, 3, 20, 20), 255, dtype=torch.uint8)
     image[:, :, 8:12, 8:12] = torch.tensor([200, 30, 30], dtype=torch.uint8)[:, None, None]
     off = {"zoom": 0, "stretch": 0, "shift": 0, "turn": 0, "brightness": 0, "contrast": 0, "saturation": 0, "hue": 0}
-    numbers = torch.zeros(1, NUMBERS)
+    numbers = torch.zeros(1, AUGMENT_NUMBERS)
 
     def changed(number, value=1.0, **how):
         numbers.zero_()[0, number] = value
@@ -139,19 +140,19 @@ def test_augmentation_moves_and_colours_as_it_says():
     turned = changed(9, hue=1 / 3)[:, 10, 10]
     assert turned.argmax() != 0  # a third of the circle: red is another colour
     assert turned.sum().item() == pytest.approx(260 / 255, rel=1e-3)
-    mirrored = Augmentation(**off, flip=True).apply(image.roll(3, 3), torch.ones(1, NUMBERS))
-    torch.testing.assert_close(mirrored[0], unchanged(image.roll(3, 3)).flip(3)[0], atol=1e-5, rtol=0)
+    mirrored = Augmentation(**off, flip=True).apply(image.roll(3, 3), torch.ones(1, AUGMENT_NUMBERS))
+    torch.testing.assert_close(mirrored[0], leave_unchanged(image.roll(3, 3)).flip(3)[0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (3, 1, 300), (3, 200, 3)])
 def test_small_images_are_brought_to_size(shape):
-    assert images.fitted(torch.randint(0, 256, shape, dtype=torch.uint8), 8).shape == (3, 8, 8)
+    assert images.fit_to_square(torch.randint(0, 256, shape, dtype=torch.uint8), 8).shape == (3, 8, 8)
 
 
 def test_gradients_of_small_images_have_the_strides_of_their_weights():
     """DDP warns of others, which a convolution makes of channels-last images where a kernel has dimensions of length 1."""
     torch.manual_seed(0)
-    tower = demo.SmallImageTower(SmallConfig(width=16, channels=(8, 16), blocks=1))
+    tower = small.SmallImageTower(SmallConfig(width=16, channels=(8, 16), blocks=1))
     images = torch.randn(3, 3, 32, 32)
     tower(images)[:, 0].sum().backward()
     assert {name for name, p in tower.named_parameters() if p.grad.stride() != p.stride()} == set()
@@ -183,7 +184,7 @@ def test_open_clip_is_what_open_clip_computes():
     assert pair.logit_scale == pytest.approx(1 / 0.07, rel=1e-5)
     images, names = embed(pair.first, data, 0, range(2)), encode(pair.second, ["a red square", ""])
     transform = open_clip.image_transform(model.visual.image_size, is_train=False)
-    from megabatch.data.images import to_pillow
+    from megabatch_train.data.images import to_pillow
 
     expected = torch.stack([transform(to_pillow(data.read(i, 0))) for i in range(2)])
     model.eval()

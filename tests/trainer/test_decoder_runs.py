@@ -7,16 +7,16 @@ import pytest
 import torch
 
 import decoders
-from megabatch import settings, towers
-from megabatch.cached.graphs import measured, stored
-from megabatch.data import load as data
-from megabatch.trainer import config as configs
-from megabatch.trainer import fit, parallel
-from megabatch.trainer.config import TrainConfig
-from megabatch.trainer.fit import MemoryConfig, Pace, pair_seconds, what_fits
-from megabatch.trainer.loop import Trainer
-from megabatch.trainer.weights import load_newest
+from megabatch.cached.memory import list_tensors, measure_graph
 from megabatch.world import World
+from megabatch_train import settings, towers
+from megabatch_train.data import load as data
+from megabatch_train.trainer import build, chunk_size
+from megabatch_train.trainer import config as configs
+from megabatch_train.trainer.chunk_size import MemoryConfig, Pace, pair_seconds, what_fits
+from megabatch_train.trainer.loop import Trainer
+from megabatch_train.trainer.state import read_weights
+from megabatch_train.trainer.storage import load_newest
 
 pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
 
@@ -47,12 +47,12 @@ def trainer(folder, name, world=None, **changes):
         "steps": 4,
         "loss": {"name": "info_nce"},
         "optimizer": {"lr": 1e-2},
-        "schedule": {"name": "constant", "warm_up_steps": 0},
+        "schedule": {"name": "constant", "warmup_steps": 0},
         "lora": {"rank": 2},
         "checkpoint": {"every": 2},
         "memory": {"graphs": 0.0, "checkpointing": "on"},
     }
-    config = configs.resolved(settings.merged(given, changes))
+    config = configs.resolve(settings.merge(given, changes))
     torch.manual_seed(0)
     dataset = data.load(config.data)
     pair = towers.load(config.model, dataset.sides, lora=config.lora, **config.model_options)
@@ -72,9 +72,9 @@ def test_checkpoints_and_models_of_adapters_hold_what_is_trained(base):
     after = weights(whole)
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert changed == {name for name in after if "lora_" in name}
-    state = torch.load(base / "whole" / "checkpoints" / "step_00000004" / "state.pt")
+    stored, _ = read_weights(base / "whole" / "checkpoints" / "step_00000004")
     learned = {f"first.{name}" for name in changed} | {"loss.log_scale"}
-    assert set(state["model"]) == learned
+    assert set(stored) == learned
     trainer(base, "half", steps=2).fit()
     resumed = trainer(base, "half")
     assert resumed.resume()
@@ -123,16 +123,16 @@ def test_adapters_over_ranks_are_trained_saved_and_resumed(base, pool, how, prec
 
 
 def test_adapters_have_their_own_learning_rate_unless_one_is_given():
-    assert configs.resolved({"model": "hf:x", "lora": {"rank": 4}}).optimizer.lr == 2e-4
-    assert configs.resolved({"model": "hf:x", "lora": {"rank": 4}, "optimizer": {"lr": 1.0}}).optimizer.lr == 1.0
-    assert configs.resolved({"model": "hf:x"}).optimizer.lr == TrainConfig().optimizer.lr
+    assert configs.resolve({"model": "hf:x", "lora": {"rank": 4}}).optimizer.lr == 2e-4
+    assert configs.resolve({"model": "hf:x", "lora": {"rank": 4}, "optimizer": {"lr": 1.0}}).optimizer.lr == 1.0
+    assert configs.resolve({"model": "hf:x"}).optimizer.lr == configs.FINE_TUNING["optimizer"]["lr"]
 
 
 def test_checkpointed_layers_keep_their_inputs_alone():
     found = {}
     for checkpointing in (False, True):
         encoder = decoders.decoder(decoders.Way(checkpointing=checkpointing))
-        with measured(None, stored([encoder])) as graph:
+        with measure_graph(None, list_tensors([encoder])) as graph:
             output = encoder(**decoders.texts(9, 1))
         found[checkpointing] = graph.bytes, output.detach()
     assert found[True][0] < 0.3 * found[False][0]
@@ -172,7 +172,7 @@ def test_checkpointing_is_chosen_by_measurement(sizes, paces, wanted):
         def pace(self, size):
             return paces[self.now()]
 
-    found = fit._faster([Trial()], [encoder], sizes[True] if sizes[True] < 32 else 32, 10**9, 0.0)
+    found = chunk_size._faster([Trial()], [encoder], sizes[True] if sizes[True] < 32 else 32, 10**9, 0.0)
     assert (found[0][0], found[1]) == wanted
 
 
@@ -185,7 +185,7 @@ def test_checkpointing_and_offload_as_settings():
         found = what_fits(config, 4, [encoder, encoder], lambda side, count: decoders.part(inputs, slice(count)), 8, world)
         assert found.checkpointing == on
         assert ("forward" in vars(encoder.model.layers[0])) == on
-        assert dataclasses.replace(found, chunk_sizes=(2, 2)).halved().checkpointing == on
+        assert dataclasses.replace(found, chunk_sizes=(2, 2)).halve().checkpointing == on
     for how in ("ddp", "fsdp"):
         with pytest.raises(ValueError, match=r'memory.offload needs parallel = "fsdp" on several ranks \(torchrun\), got'):
-            parallel.wrapped([encoder], [inputs], world, how, offload=True)
+            build.wrap([encoder], [inputs], world, how, offload=True)

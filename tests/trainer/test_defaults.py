@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import runs
-from megabatch import settings
-from megabatch.trainer.config import TrainConfig, reader_count
-from megabatch.trainer.precision import fast_products
 from megabatch.world import World
+from megabatch_train import settings
+from megabatch_train.trainer.build import fast_products
+from megabatch_train.trainer.config import TrainConfig, reader_count
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -7,9 +7,9 @@ from torch import nn
 
 import runs
 from megabatch.cached import batchnorm
-from megabatch.towers.tower import Pair, Tower
-from megabatch.trainer.ema import Average
 from megabatch.world import World
+from megabatch_train.towers.tower import Pair, Tower
+from megabatch_train.trainer.build import Average
 
 SETTINGS = {"ema": 0.8, "chunk_size": 12, "steps": 5, "augment": False}  # chunks of a batch: nothing to warn of
 

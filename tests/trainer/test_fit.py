@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import runs
-from megabatch.machine import ran_out_of_memory
-from megabatch.trainer import fit, parallel
-from megabatch.trainer.fit import Fit, MemoryConfig, largest_chunk, what_fits
 from megabatch.world import World
+from megabatch_train.machine import ran_out_of_memory
+from megabatch_train.trainer import build, chunk_size
+from megabatch_train.trainer.chunk_size import Fit, MemoryConfig, largest_chunk, what_fits
 
 
 @pytest.mark.parametrize(
@@ -45,17 +45,17 @@ def test_what_a_run_is_given(monkeypatch):
     def samples(side, count):
         return torch.stack([data.read(i, side) for i in range(count)])
 
-    monkeypatch.setattr(fit, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(chunk_size, "free_memory", lambda device: 10**9)
     world = World(torch.device("cpu"))
     found = what_fits(MemoryConfig(graphs=0.5), "auto", modules, samples, 1000, world)
-    assert found.chunk_sizes == (fit.ON_CPU, fit.ON_CPU)
+    assert found.chunk_sizes == (chunk_size.ON_CPU, chunk_size.ON_CPU)
     parameters = sum(p.numel() * 8 for module in modules for p in module.parameters())
     assert found.graph_bytes == int(0.5 * (10**9 - 3 * parameters - 4 * 2 * 1000 * runs.EMBEDDING * 4))
     assert what_fits(MemoryConfig(), "auto", modules, samples, 9, world).chunk_sizes == (9, 9)
     assert what_fits(MemoryConfig(graphs=0), 5, modules, samples, 9, world) == Fit((5, 5), 0)
-    monkeypatch.setattr(fit, "free_memory", lambda device: 10)
+    monkeypatch.setattr(chunk_size, "free_memory", lambda device: 10)
     assert what_fits(MemoryConfig(), 5, modules, samples, 9, world).graph_bytes == 0
-    assert Fit((5, 1), 100).halved() == Fit((2, 1), 50)
+    assert Fit((5, 1), 100).halve() == Fit((2, 1), 50)
 
 
 def test_towers_that_are_looked_at_keep_their_statistics():
@@ -65,9 +65,9 @@ def test_towers_that_are_looked_at_keep_their_statistics():
     samples = torch.randn(3, runs.WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     what_fits(MemoryConfig(), 4, [tower, tower], lambda side, count: samples[:count], 9, World(torch.device("cpu")))
     assert torch.equal(torch.get_rng_state(), states)
-    assert not parallel._has_unused(tower, [samples], torch.device("cpu"))
+    assert not build._has_unused(tower, [samples], torch.device("cpu"))
     tower.unused = nn.Parameter(torch.zeros(1))
-    assert parallel._has_unused(tower, [samples], torch.device("cpu"))
+    assert build._has_unused(tower, [samples], torch.device("cpu"))
     assert tower.training
     assert runs.same_bits(before, {name: value for name, value in tower.state_dict().items() if name != "unused"}) == []
 

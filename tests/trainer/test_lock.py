@@ -1,5 +1,7 @@
 """A run's folder has one writer at a time; the lock ends with its process."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,13 +12,13 @@ import pytest
 
 import runs
 from helpers import PATIENCE
-from megabatch.trainer.lock import NAME, LockedError, locked
+from megabatch_train.trainer.run import NAME, LockedError, lock_folder
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from megabatch.trainer.lock import locked
-with locked(Path(sys.argv[1])):
+from megabatch_train.trainer.run import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -33,15 +35,19 @@ def holder(tmp_path):
 
 
 def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path, holder):
-    with pytest.raises(LockedError, match=rf"run is in use by process {holder.pid} on .*, since 20"), locked(tmp_path / "run"):
+    with (
+        pytest.raises(LockedError, match=rf"run is in use by process {holder.pid} on .*, since 20"),
+        lock_folder(tmp_path / "run"),
+    ):
         pytest.fail("two writers")
     assert (tmp_path / "run" / NAME).exists()
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait(PATIENCE)
-    with locked(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         assert f'"process": {os.getpid()}' in (tmp_path / "run" / NAME).read_text()
 
 
+@pytest.mark.thorough
 def test_a_trainer_is_a_writer(tmp_path, holder):
     made = runs.trainer(tmp_path / "run", {"steps": 1})
     with pytest.raises(LockedError, match=f"run is in use by process {holder.pid}"):
@@ -50,11 +56,11 @@ def test_a_trainer_is_a_writer(tmp_path, holder):
 
 def test_the_holder_may_ask_again_and_still_holds_it(tmp_path):
     def another():
-        with pytest.raises(LockedError, match="another thread"), locked(tmp_path):
+        with pytest.raises(LockedError, match="another thread"), lock_folder(tmp_path):
             pytest.fail("two writers")
         return True
 
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         runs.trainer(tmp_path, {"steps": 1}).fit()
         assert (tmp_path / NAME).exists()
         told = subprocess.run([sys.executable, "-c", HOLDS, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
@@ -65,9 +71,20 @@ def test_the_holder_may_ask_again_and_still_holds_it(tmp_path):
 
 
 def test_nothing_is_left_of_a_lock(tmp_path):
-    with locked(tmp_path / "deep" / "run"):
+    with lock_folder(tmp_path / "deep" / "run"):
         pass
     assert not (tmp_path / "deep").exists()
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         (tmp_path / "config.toml").write_text("")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml"]
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock_folder(tmp_path / "run"):
+        assert f'"process": {os.getpid()}' in (tmp_path / "run" / NAME).read_text()
+    assert f"cannot be locked ({os.strerror(errno.ENOLCK)}); no other run may write there" in caplog.text
+    assert not (tmp_path / "run").exists()

@@ -1,13 +1,15 @@
-"""LiT: a locked side that is encoded once, or every time, trains the other side alike."""
+"""LiT: a frozen side that is encoded once, or every time, trains the other side alike."""
+
+import dataclasses
 
 import pytest
 import torch
 
 import runs
-from megabatch import towers
-from megabatch.trainer import locked_side
+from megabatch_train import towers
+from megabatch_train.trainer import build, step
 
-LIT = {"lock": "first", "augment": False}
+LIT = {"freeze": "first", "augment": False}
 
 
 def trained(folder, changes, **options):
@@ -17,8 +19,8 @@ def trained(folder, changes, **options):
 
 
 def test_kept_embeddings_train_as_embeddings_made_every_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(locked_side, "ROWS", 16)  # several blocks
-    wanted = trained(tmp_path / "encoded", {**LIT, "keep_locked": False}, pair=runs.tiny(0.3))
+    monkeypatch.setattr(step, "ROWS", 16)  # several blocks
+    wanted = trained(tmp_path / "encoded", {**LIT, "keep_frozen": False}, pair=runs.tiny(0.3))
     data = runs.Numbers()
     made = trained(tmp_path / "kept", LIT, pair=runs.tiny(0.3), data=data)
     for name, value in runs.weights(wanted).items():
@@ -28,7 +30,7 @@ def test_kept_embeddings_train_as_embeddings_made_every_time(tmp_path, monkeypat
     changed = runs.same_bits(made.pair.second.module.state_dict(), start.second.module.state_dict())
     assert len(changed) == len(list(start.second.module.parameters()))
     assert not made.pair.first.module.dropout.training
-    assert len(list((tmp_path / "kept" / "locked").iterdir())) == 3
+    assert len(list((tmp_path / "kept" / "frozen").iterdir())) == 3
     firsts = 40 + 2 + 1  # each once, and what the tower is shown before
     seconds = 2 + 7 * 12  # once a step
     assert data.reads == firsts + seconds
@@ -42,7 +44,7 @@ def test_kept_embeddings_are_read_again_by_a_run_that_continues(tmp_path):
     reads = data.reads
     made.fit()
     assert data.reads == reads
-    (block,) = (tmp_path / "locked").iterdir()
+    (block,) = (tmp_path / "frozen").iterdir()
     block.write_bytes(block.read_bytes()[:50])
     made = runs.trainer(tmp_path, {**LIT, "steps": 4}, data=data)
     reads = data.reads
@@ -53,7 +55,7 @@ def test_kept_embeddings_are_read_again_by_a_run_that_continues(tmp_path):
 
 def test_kept_embeddings_know_what_could_not_be_read(tmp_path):
     changes = {**LIT, "steps": 3}
-    wanted = trained(tmp_path / "encoded", {**changes, "keep_locked": False}, data=runs.Numbers((2, 9, 31)))
+    wanted = trained(tmp_path / "encoded", {**changes, "keep_frozen": False}, data=runs.Numbers((2, 9, 31)))
     trained(tmp_path / "kept", changes, data=runs.Numbers((2, 9, 31)))
     data = runs.Numbers()  # they can be read now, but the embeddings that were kept are of blanks
     made = trained(tmp_path / "kept", {**changes, "checkpoint": {"every": 100}}, data=data)
@@ -71,8 +73,24 @@ def test_two_ranks_share_the_encoding(pool, tmp_path):
 
 def test_augmentation_is_said_to_be_off(tmp_path, caplog):
     caplog.set_level("INFO")
-    trained(tmp_path, {"lock": "first", "steps": 1})
-    assert "the locked side is not augmented" in caplog.text
+    trained(tmp_path, {"freeze": "first", "steps": 1})
+    assert "the frozen side is not augmented" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "warns"),
+    [
+        ("small", True),
+        ("open_clip:ViT-B-32", True),
+        ("hf-config:folder+other", True),
+        ("open_clip:ViT-B-32@openai", False),
+        ("hf:images+texts", False),
+    ],
+)
+def test_a_frozen_side_with_random_weights_is_warned_of(tmp_path, caplog, name, warns):
+    runs.trainer(tmp_path, LIT, pair=dataclasses.replace(runs.tiny(), name=name))
+    told = f"freeze = 'first' keeps a tower with random weights, which never learns, so recall stays low: {name} has no trained"
+    assert (told in caplog.text) == warns
 
 
 def test_a_model_that_is_one_module_locks_the_parts_of_one_side(tmp_path):
@@ -80,7 +98,7 @@ def test_a_model_that_is_one_module_locks_the_parts_of_one_side(tmp_path):
     pair = towers.load("open_clip:ViT-S-32-alt")
     image = torch.zeros(1, 3, pair.first.module.model.visual.image_size[0], pair.first.module.model.visual.image_size[1])
     samples = [{"image": image}, pair.second.collate([pair.second.prepare("a text", None)])]
-    locked_side.lock(pair, 0, samples)
+    build.freeze(pair, 0, samples)
     model = pair.first.module.model
     assert not any(p.requires_grad for p in model.visual.parameters())
     assert not model.visual.training
@@ -93,5 +111,5 @@ def test_a_model_that_is_one_module_locks_the_parts_of_one_side(tmp_path):
 
 def test_one_encoder_for_both_sides_cannot_be_locked(tmp_path):
     pair = towers.load("small", ("text", "text"), width=8, buckets=64)
-    with pytest.raises(ValueError, match='lock must be "none" for small, because its two sides share parameters'):
-        locked_side.lock(pair, 0, [pair.first.collate([pair.first.prepare("a", None)])] * 2)
+    with pytest.raises(ValueError, match='freeze must be "none" for small, because its two sides share parameters'):
+        build.freeze(pair, 0, [pair.first.collate([pair.first.prepare("a", None)])] * 2)

@@ -2,20 +2,21 @@
 
 import json
 import typing
+from pathlib import Path
 
 import pytest
 import torch
 
 import megabatch as mb
-from megabatch import cli, settings, towers
-from megabatch.commands import train
-from megabatch.commands.arguments import train as arguments
-from megabatch.data.negatives import WithNegatives
-from megabatch.data.tables import Table
-from megabatch.evaluation import encode, results
-from megabatch.trainer.objective import LossConfig, LossInputs, Name, Objective, ReadablePairs
-from megabatch.trainer.observers import MetricsFile
 from megabatch.world import World
+from megabatch_train import cli, settings, towers
+from megabatch_train.commands import train
+from megabatch_train.data.load import WithNegatives
+from megabatch_train.data.tables import Table
+from megabatch_train.evaluation import encode, results
+from megabatch_train.trainer.loss import LossConfig, LossInputs, Name, Objective, ReadablePairs
+from megabatch_train.trainer.run import MetricsFile
+from megabatch_train.trainer.state import read_weights
 
 ALONE = World(torch.device("cpu"))
 ROWS = [
@@ -32,6 +33,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "pairs.jsonl").write_text(
         "\n".join(json.dumps({k: v for k, v in row.items() if k != "negative"}) for row in ROWS)
     )
+    (tmp_path / "bare.jsonl").write_text("\n".join(json.dumps({k: row[k] for k in ("query", "positive")}) for row in ROWS))
     options = "width = 16\nbuckets = 256\ndropout = 0.0\n"
     (tmp_path / "small.toml").write_text(f'data = "pairs.jsonl"\nbatch_size = 6\nsteps = 2\n[model_options]\n{options}')
     return tmp_path
@@ -77,7 +79,7 @@ def test_each_loss_is_the_loss_of_its_name():
             mb.sup_con_loss(torch.cat([x, y]), labels.repeat(2), scale),
         ),
         "matryoshka": (
-            objective("matryoshka", widths=(4, 8))(x, y, ids, ALONE),
+            objective("matryoshka", widths=(4, 8))(x, y, ids, ALONE),  # 8 columns in all
             mb.matryoshka_clip_loss(x, y, scale, widths=[4, 8], ids=ids),
         ),
         "distill": (
@@ -85,9 +87,22 @@ def test_each_loss_is_the_loss_of_its_name():
             mb.clip_loss(x, y, scale, ids=ids) + 0.5 * mb.soft_clip_loss(x, y, scale, t, u, 1.0),
         ),
     }
-    assert set(cases) == set(typing.get_args(Name)) == set(arguments.LOSSES)
+    assert set(cases) == set(typing.get_args(Name)) == set(train.LOSSES)
     for name, (found, wanted) in cases.items():
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0, msg=name)
+
+
+def test_matryoshka_trains_the_full_dimension_too(caplog):
+    caplog.set_level("INFO")
+    x, y = unit(1).requires_grad_(), unit(2)
+    made = objective("matryoshka", widths=(4,))
+    for _ in range(2):
+        loss = made(x, y, None, ALONE)
+    wanted = mb.matryoshka_clip_loss(x, y, made.log_scale.exp(), widths=[4, x.shape[1]])
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    loss.backward()
+    assert x.grad[:, 4:].abs().min() > 0
+    assert caplog.text.count(f"loss.widths [4] do not include the full dimension {x.shape[1]}, which is trained too") == 1
 
 
 def test_unreadable_pairs_go_with_their_negatives_labels_and_teacher():
@@ -122,7 +137,9 @@ def test_hard_negatives_of_a_table(place):
     many = place / "many.csv"
     many.write_text("query,positive,negative_1,negative_2\na,b,c,d\ne,f,,g\n")
     assert Table(many)._negatives == ["c", "d", "g"]
-    assert Table(many, columns={"query": "query", "document": "positive"}).negative_columns == ()
+    named = {"query": "query", "document": "positive"}
+    assert Table(many, columns=named).negative_columns == ("negative_1", "negative_2")
+    assert Table(many, columns={**named, "negative": ""}).negative_columns == ()
 
 
 def test_a_step_with_hard_negatives_is_the_loss_with_them(place):
@@ -133,7 +150,7 @@ def test_a_step_with_hard_negatives_is_the_loss_with_them(place):
 
     randomness.seed_host(3)
     pair = towers.load("small", ("text", "text"), **config["model_options"])
-    from megabatch.data.order import Order
+    from megabatch_train.data.order import Order
 
     (batch,) = Order(12, 6, 3).batches(0, 1)
     indices, table = batch.indices.tolist(), Table("hard.jsonl")
@@ -174,14 +191,17 @@ def test_a_taught_run_that_resumes_ends_with_the_same_bits(place, flags):
     assert call(*flags, "--output", "whole") == 0
     again = ["--resume", "whole/checkpoints/step_00000002", "--output", "again", "--no-report"]
     assert cli.main(["train", *again]) == 0
-    first, second = (torch.load(f"{run}/checkpoints/step_00000004/state.pt")["model"] for run in ("whole", "again"))
+    first, second = (read_weights(Path(f"{run}/checkpoints/step_00000004"))[0] for run in ("whole", "again"))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data", "hard.jsonl", "--loss", "info_nce", "--set", "lock=second"], "hard negatives … locked … keep_locked=false"),
+        (
+            ["--data", "hard.jsonl", "--loss", "info_nce", "--set", "freeze=second"],
+            "hard negatives … frozen … keep_frozen=false",
+        ),
         (["--data", "hard.jsonl"], "the data has hard negatives in the column negative, and the loss clip uses none"),
         (["--data", "hard.jsonl", "--loss", "info_nce", "--set", "loss.guide=x"], "a guide is for pairs alone"),
         (["--loss", "matryoshka"], "loss.widths must be given for the loss 'matryoshka'"),
@@ -190,7 +210,7 @@ def test_a_taught_run_that_resumes_ends_with_the_same_bits(place, flags):
         (["--loss", "dcl", "--set", "loss.tau_plus=0.2"], "loss.tau_plus is for the losses hcl, got loss.name = 'dcl'"),
         (["--loss", "distill"], "loss.teacher must be given"),
         (
-            ["--loss", "sup_con", "--columns", "query=query", "document=positive"],
+            ["--data", "bare.jsonl", "--loss", "sup_con"],
             "sup_con needs a table with a column of labels",
         ),
     ],

@@ -1,14 +1,16 @@
 """An open_clip model from the command line: locked or not, and what open_clip then loads."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from megabatch import cli, towers
-from megabatch.commands import train
-from megabatch.evaluation import results
-from megabatch.trainer.observers import MetricsFile
+from megabatch_train import cli, towers
+from megabatch_train.commands import train
+from megabatch_train.evaluation import results
+from megabatch_train.trainer.run import MetricsFile
+from megabatch_train.trainer.state import read_weights
 
 pytestmark = pytest.mark.thorough
 
@@ -31,12 +33,21 @@ def photos(tmp_path, monkeypatch):
 def test_open_clip_trains_and_loads_the_result(photos, lock):
     open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
     model = ["--data", "photos.jsonl", "--model", "open_clip:ViT-S-32-alt", "--batch-size", "7", "--chunk-size", "3"]
-    settings = ["--set", "steps=2", "--set", f"lock={lock}", "--set", "checkpoint.keep=1", "--set", "optimizer.name=adafactor"]
+    settings = [
+        "--set",
+        "steps=2",
+        "--set",
+        f"freeze={lock}",
+        "--set",
+        "checkpoint.keep=1",
+        "--set",
+        "optimizer.name=adafactor",
+    ]
     assert cli.main(["train", *model, *settings, "--output", "run", "--no-report"]) == 0
     lines = results.read(photos / "run" / "metrics.jsonl")
     assert [line["pairs"] for line in lines] == [6, 12]  # the missing one is left out
     loaded = open_clip.create_model("local-dir:run")
-    state = torch.load("run/checkpoints/step_00000002/state.pt")["model"]
+    state = read_weights(Path("run/checkpoints/step_00000002"))[0]
     for name, value in loaded.state_dict().items():
         if name != "logit_scale":
             assert torch.equal(value, state[f"first.model.{name}"]), name

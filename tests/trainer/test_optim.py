@@ -7,17 +7,22 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.trainer import optim
-from megabatch.trainer.adafactor import AdaFactor, factored_dims
-from megabatch.trainer.objective import LossConfig, Objective
-from megabatch.trainer.optim import OptimizerConfig, ScheduleConfig
+from megabatch_train.trainer import optim
+from megabatch_train.trainer.loss import LossConfig, Objective
+from megabatch_train.trainer.optim import OptimizerConfig, ScheduleConfig
+
+
+def adafactor(parameter, lr=0.01, momentum=0.9, weight_decay=0.0):
+    pytest.importorskip("timm", reason="AdaFactor comes with timm")
+    config = OptimizerConfig("adafactor", lr=lr, betas=(momentum, 0.98))
+    return optim.build(config, [{"params": [parameter], "weight_decay": weight_decay}])
 
 
 def plain_adafactor(parameter, gradients, *, lr, momentum, weight_decay):
-    """The formulas of adafactor.py in float64 with loops, for a matrix or anything that is not factored."""
+    """The formulas in float64 with loops, for a matrix or anything that is not factored; momentum in bfloat16."""
     p = parameter.double().clone()
     rows = columns = second = 0.0
-    first = torch.zeros_like(p)
+    first = torch.zeros_like(p, dtype=torch.bfloat16)
     for t, g in enumerate(gradients, 1):
         beta = min(1 - t**-0.8, 0.999)
         square = g.double() ** 2 + 1e-30
@@ -29,8 +34,8 @@ def plain_adafactor(parameter, gradients, *, lr, momentum, weight_decay):
             moment = second = beta * second + (1 - beta) * square
         change = g.double() / moment.sqrt()
         if momentum:
-            first = momentum * first.bfloat16().double() + (1 - momentum) * change
-            change = first
+            first = first.lerp(change.bfloat16(), 1 - momentum)
+            change = first.double()
         p -= lr * (change + weight_decay * p)
     return p
 
@@ -43,7 +48,7 @@ def test_adafactor_is_its_formulas(shape, momentum, weight_decay):
     gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** (-k) for k in range(6)]
     wanted = plain_adafactor(start, gradients, lr=0.01, momentum=momentum, weight_decay=weight_decay)
     parameter = nn.Parameter(start.clone())
-    optimizer = AdaFactor([parameter], lr=0.01, momentum=momentum, weight_decay=weight_decay)
+    optimizer = adafactor(parameter, 0.01, momentum, weight_decay)
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()
@@ -51,26 +56,23 @@ def test_adafactor_is_its_formulas(shape, momentum, weight_decay):
 
 
 def test_adafactor_factors_the_two_longest_dimensions_and_survives_zeros():
-    assert factored_dims((64, 32, 3, 3)) == (1, 0)
-    assert factored_dims((3, 3, 64, 128)) == (2, 3)
-    assert factored_dims((64, 16, 3, 3)) is None
     parameter = nn.Parameter(torch.randn(64, 40, 3, 3))
-    optimizer = AdaFactor([parameter])
+    optimizer = adafactor(parameter)
     before = parameter.detach().clone()
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert torch.equal(parameter, before)
     state = optimizer.state[parameter]
-    assert state["rows"].shape == (1, 40, 3, 3)
-    assert state["columns"].shape == (64, 1, 3, 3)
-    assert state["momentum"].dtype == torch.bfloat16
+    assert state["exp_avg_sq_r"].shape == (1, 40, 3, 3)
+    assert state["exp_avg_sq_c"].shape == (64, 1, 3, 3)
+    assert state["exp_avg"].dtype == torch.bfloat16
     parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     assert parameter.isfinite().all()
     # A second moment that has the form rows × columns is kept without loss.
     exact = nn.Parameter(torch.zeros(33, 50, dtype=torch.float64))
     exact.grad = (torch.rand(33, 1, dtype=torch.float64) + 1) * (torch.rand(1, 50, dtype=torch.float64) + 1)
-    AdaFactor([exact], lr=1.0, momentum=0.0).step()
+    adafactor(exact, lr=1.0, momentum=0.0).step()
     torch.testing.assert_close(exact.detach(), -torch.ones_like(exact))
 
 
@@ -81,7 +83,7 @@ def sharded(group, rank, shape, dim, steps):
     mesh = DeviceMesh.from_group(group, "cpu")
     start, gradients = numbers(shape, steps)
     parameter = nn.Parameter(distribute_tensor(start, mesh, [Shard(dim)]))
-    optimizer = AdaFactor([parameter], lr=0.01, weight_decay=0.1)
+    optimizer = adafactor(parameter, weight_decay=0.1)
     for gradient in gradients:
         parameter.grad = distribute_tensor(gradient, mesh, [Shard(dim)])
         optimizer.step()
@@ -101,7 +103,7 @@ def numbers(shape, steps):
 def test_adafactor_of_a_sharded_parameter_is_that_of_the_whole(pool, shape, dim):
     start, gradients = numbers(shape, 3)
     parameter = nn.Parameter(start.clone())
-    optimizer = AdaFactor([parameter], lr=0.01, weight_decay=0.1)
+    optimizer = adafactor(parameter, weight_decay=0.1)
     for gradient in gradients:
         parameter.grad = gradient
         optimizer.step()
@@ -113,7 +115,7 @@ def test_adafactor_continues_with_the_same_bits_and_types():
     def made():
         torch.manual_seed(0)
         parameter = nn.Parameter(torch.randn(40, 40))
-        return parameter, AdaFactor([parameter], lr=0.1)
+        return parameter, adafactor(parameter, lr=0.1)
 
     def step(parameter, optimizer, seed):
         parameter.grad = torch.randn(40, 40, generator=torch.Generator().manual_seed(seed))
@@ -126,7 +128,7 @@ def test_adafactor_continues_with_the_same_bits_and_types():
         step(half, second, seed)
     rest.data.copy_(half.data)
     third.load_state_dict(second.state_dict())
-    assert third.state[rest]["momentum"].dtype == torch.bfloat16
+    assert third.state[rest]["exp_avg"].dtype == torch.bfloat16
     for seed in range(2, 4):
         step(rest, third, seed)
     assert torch.equal(rest, whole)
@@ -165,8 +167,8 @@ def test_weight_decay_spares_norms_biases_and_the_scale():
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion"])
 def test_every_optimizer_by_its_name(name):
-    if name == "lion":
-        pytest.importorskip("timm", reason="Lion comes with timm")
+    if name != "adamw":
+        pytest.importorskip("timm", reason="Lion and AdaFactor come with timm")
     model, loss = Odd(), Objective(LossConfig(), 10.0, None)
     optimizer = optim.build(OptimizerConfig(name), optim.parameter_groups([model], loss, 0.1))
     before = model.linear.weight.detach().clone()
@@ -176,36 +178,63 @@ def test_every_optimizer_by_its_name(name):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.0]
 
 
+def test_timm_that_averages_wrongly_is_refused(monkeypatch):
+    pytest.importorskip("timm", reason="AdaFactor comes with timm")
+    monkeypatch.setattr(optim, "version", lambda name: "1.0.28")
+    with pytest.raises(
+        ImportError, match=r"AdaFactor needs timm 1\.0\.29 or later, got 1\.0\.28; pip install \"megabatch\[optim"
+    ):
+        adafactor(nn.Parameter(torch.zeros(2, 2)))
+
+
 def test_learning_rates_by_batch_size():
     for scaling, wanted in (("none", 1e-3), ("sqrt", 4e-3), ("linear", 16e-3)):
         config = OptimizerConfig(lr=1e-3, scaling=scaling, reference_batch=1024)
-        assert optim.scaled_rate(config, 16384) == pytest.approx(wanted)
-        assert optim.scaled_rate(config, 1024) == 1e-3
+        assert optim.scale_rate(config, 16384) == pytest.approx(wanted)
+        assert optim.scale_rate(config, 1024) == 1e-3
     for wrong in ({"lr": 0.0}, {"lr": math.nan}, {"betas": (0.9, 1.0)}, {"weight_decay": -1.0}, {"reference_batch": 0}):
         with pytest.raises(ValueError, match=rf"optimizer.{next(iter(wrong))} must be"):
             OptimizerConfig(**wrong)
+
+
+def test_the_default_warm_up_is_a_tenth_of_the_run_but_at_least_fifty_steps_or_half_of_it():
+    found = {steps: ScheduleConfig().warm_up(steps) for steps in (1, 14, 60, 100, 415, 1000, 32000)}
+    assert found == {1: 0, 14: 7, 60: 30, 100: 50, 415: 50, 1000: 100, 32000: 3200}
+    assert ScheduleConfig(warmup_steps=7).warm_up(1000) == 7
+    assert ScheduleConfig(warmup_fraction=0.01).warm_up(1000) == 10
+
+
+def test_the_default_rate_never_rises_by_more_than_a_transformer_survives():
+    """A run of 104 steps rose to 5e-4 within 10 steps, and the embeddings collapsed."""
+    config, schedule = OptimizerConfig(), ScheduleConfig()
+    for steps in (1, 2, 14, 30, 104, 1000, 10000):
+        highest = optim.highest_rate(config, schedule, 4096, steps)
+        rates = [0.0, *(optim.learning_rate(schedule, highest, step, steps) for step in range(steps))]
+        assert max(later - earlier for earlier, later in itertools.pairwise(rates)) <= optim.STEEPEST_RISE * (1 + 1e-9)
+        assert highest == pytest.approx(min(5e-4, 5e-6 * max(1, schedule.warm_up(steps))))
+    assert optim.highest_rate(config, ScheduleConfig(warmup_steps=10), 4096, 1000) == pytest.approx(5e-5)
+    assert optim.highest_rate(OptimizerConfig(lr=5e-4), ScheduleConfig(warmup_steps=10), 4096, 1000) == 5e-4  # as asked
 
 
 def test_schedules():
     def rates(steps, **config):
         return [optim.learning_rate(ScheduleConfig(**config), 2.0, step, steps) for step in range(steps)]
 
-    assert rates(4, name="constant", warm_up_steps=0) == [2.0] * 4
-    assert rates(6, name="constant", warm_up_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-    assert rates(8, name="constant", warm_up_fraction=0.5)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    cosine = rates(10, warm_up_steps=2)
+    assert rates(4, name="constant", warmup_steps=0) == [2.0] * 4
+    assert rates(6, name="constant", warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert rates(8, name="constant", warmup_fraction=0.5)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    cosine = rates(10, warmup_steps=2)
     assert cosine[:3] == [1.0, 2.0, 2.0]
     assert cosine[6] == pytest.approx(1.0)  # half of the way from the end of the warm-up
     assert cosine[-1] == pytest.approx(2.0 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
     assert all(later <= earlier for earlier, later in itertools.pairwise(cosine[2:]))
-    assert optim.learning_rate(ScheduleConfig(warm_up_fraction=0.0, end=0.25), 2.0, 10, 10) == pytest.approx(0.5)
-    assert rates(3, warm_up_steps=100) == pytest.approx([2 / 3, 4 / 3, 2.0])  # shorter than its warm-up
-    assert rates(20, name="constant")[:3] == [1.0, 2.0, 2.0]  # a tenth of the run
+    assert optim.learning_rate(ScheduleConfig(warmup_fraction=0.0, end=0.25), 2.0, 10, 10) == pytest.approx(0.5)
+    assert rates(3, warmup_steps=100) == pytest.approx([2 / 3, 4 / 3, 2.0])  # shorter than its warm-up
     # One step and the whole run, which 1 and 1.0 would not tell apart.
-    assert rates(4, name="constant", warm_up_steps=1) == [2.0] * 4
-    assert rates(4, name="constant", warm_up_fraction=1) == [0.5, 1.0, 1.5, 2.0]
-    for wrong in ({"warm_up_steps": -1}, {"warm_up_fraction": 1.5}, {"warm_up_fraction": math.nan}):
+    assert rates(4, name="constant", warmup_steps=1) == [2.0] * 4
+    assert rates(4, name="constant", warmup_fraction=1) == [0.5, 1.0, 1.5, 2.0]
+    for wrong in ({"warmup_steps": -1}, {"warmup_fraction": 1.5}, {"warmup_fraction": math.nan}):
         with pytest.raises(ValueError, match=rf"schedule\.{next(iter(wrong))} must be .*got {next(iter(wrong.values()))}"):
             ScheduleConfig(**wrong)
-    with pytest.raises(ValueError, match=r"schedule\.warm_up_steps must be left out .*0\.5, got 3"):
-        ScheduleConfig(warm_up_steps=3, warm_up_fraction=0.5)
+    with pytest.raises(ValueError, match=r"schedule\.warmup_steps must be left out .*0\.5, got 3"):
+        ScheduleConfig(warmup_steps=3, warmup_fraction=0.5)

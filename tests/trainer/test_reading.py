@@ -12,13 +12,13 @@ from torch import nn
 
 import runs
 from helpers import PATIENCE
-from megabatch.data import images, readers
-from megabatch.data.crops import RandomCrop, TrainingImages
-from megabatch.data.shards import Shards
-from megabatch.towers.tower import Pair, Tower
-from megabatch.trainer import loop
-from megabatch.trainer.trained import SAMPLES_SHOWN
 from megabatch.world import World
+from megabatch_train.data import images, readers
+from megabatch_train.data.images import RandomCrop, TrainingImages
+from megabatch_train.data.shards import Shards
+from megabatch_train.towers.tower import Pair, Tower
+from megabatch_train.trainer import loop
+from megabatch_train.trainer.build import SAMPLES_SHOWN
 
 pytest.importorskip("PIL.Image", reason="images are made with Pillow")
 
@@ -104,8 +104,8 @@ def test_the_same_bits_whoever_reads_and_how_often(photos):
 @pytest.mark.thorough
 def test_the_same_bits_if_processes_read(photos, monkeypatch):
     wanted = trained(photos / "plain", photos)
-    opened = functools.partial(_as_processes, readers.opened)
-    monkeypatch.setattr(loop.readers, "opened", opened)
+    opened = functools.partial(_as_processes, readers.open_readers)
+    monkeypatch.setattr(loop.readers, "open_readers", opened)
     assert runs.same_bits(trained(photos / "processes", photos, workers=1), wanted) == []
 
 

@@ -3,23 +3,19 @@
 import dataclasses
 import json
 import signal
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import runs
-from helpers import PATIENCE
-from megabatch.evaluation import results
-from megabatch.trainer import checkpoint
-from megabatch.trainer.checkpoint import CheckpointError, contents
-from megabatch.trainer.config import FIXED, FREE, TrainConfig
-from megabatch.trainer.fit import Fit
-from megabatch.trainer.observers import MetricsFile
-from megabatch.trainer.state import Files
-from megabatch.trainer.stopping import StoppedError
+from megabatch_train.commands.train import _before
+from megabatch_train.evaluation import results
+from megabatch_train.trainer.checkpoints import CheckpointError, contents
+from megabatch_train.trainer.chunk_size import Fit
+from megabatch_train.trainer.config import FIXED, FREE, TrainConfig
+from megabatch_train.trainer.health import StoppedError
+from megabatch_train.trainer.run import MetricsFile, began_in
 
 # Dropout, augmentation, an average: everything that has a state. Images are read in both passes.
 SETTINGS = {"ema": 0.9, "memory": {"graphs": 0.0, "inputs": 0.0}, "steps": 7}
@@ -40,6 +36,7 @@ def uninterrupted(folder, changes=SETTINGS, **how):
     return made
 
 
+@pytest.mark.thorough
 def test_killed_in_the_middle_of_a_step_and_continued_ends_with_the_same_bits(tmp_path):
     wanted = uninterrupted(tmp_path / "whole", dropout=0.2)
     ((_, status),) = runs.processes(tmp_path / "killed", SETTINGS, dropout=0.2, kill_at_read=174)
@@ -163,208 +160,6 @@ def test_a_checkpoint_that_was_being_written_is_not_there(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000006", "step_00000007"]
 
 
-def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, caplog, monkeypatch):
-    validation = runs.Numbers(samples=20)
-    made = runs.trainer(
-        tmp_path, {"steps": 7, "checkpoint": {"every": 2, "keep": 5}}, validation=validation, observers=[MetricsFile()]
-    )
-    write = Files.write
-
-    def full(files, folder):
-        write(files, folder)
-        if "step_00000002" not in folder.name:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Files, "write", full)
-    with pytest.raises(CheckpointError, match=r"a checkpoint could not be written in .*: the disk is full"):
-        made.fit()
-    assert made.step == 7
-    assert caplog.text.count("the disk is full; training goes on") == 1
-    # The weights take less room than a checkpoint. They are there, evaluated, and the message is true.
-    assert (tmp_path / "model.safetensors").exists()
-    assert "evaluation" in results.read(tmp_path / "metrics.jsonl")[-1]
-    assert made.saved() == (
-        f"the weights after step 7 are in {tmp_path}/model.safetensors, and --resume {tmp_path} continues after step 2"
-    )
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
-    assert contents(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
-
-
-def test_a_disk_that_is_full_from_the_start_promises_nothing(tmp_path, caplog, monkeypatch):
-    def full(files, folder):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Files, "write", full)
-    data = runs.Numbers()
-    data.signalled_at = 60  # Ctrl-C in mid-run: the weights are saved if the checkpoint does not fit
-    made = runs.trainer(tmp_path, {"steps": 7}, data=data)
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        made.fit()
-    assert made.step < 7
-    assert (
-        made.saved()
-        == f"the weights after step {made.step} are in {tmp_path}/model.safetensors, and there is no checkpoint to resume from"
-    )
-    assert (tmp_path / "model.safetensors").exists()
-
-
-def test_a_model_that_does_not_fit_is_told_on_all_ranks(tmp_path, monkeypatch):
-    def full(pair, folder, *, step):
-        raise OSError(28, "No space left on device")
-
-    made = runs.trainer(tmp_path)
-    monkeypatch.setattr("megabatch.towers.save", full)
-    with pytest.raises(CheckpointError, match=r"the model could not be written in .*: the disk is full"):
-        made.fit()
-    assert made.saved() == f"--resume {tmp_path} continues after step 6"
-
-
-def test_room_on_the_disk_is_checked_before_the_first_step(tmp_path, caplog, monkeypatch):
-    made = runs.trainer(tmp_path / "none")
-    monkeypatch.setattr("megabatch.trainer.room.free_bytes", lambda folder: 60_000)
-    with pytest.raises(ValueError, match=r"has 0\.1 MB free; the model takes .* Make room, or use another folder"):
-        made.fit()
-    assert not (tmp_path / "none").exists()
-    monkeypatch.setattr("megabatch.trainer.room.free_bytes", lambda folder: 150_000)
-    runs.trainer(tmp_path / "some").fit()
-    assert "2 of them, and the next, may not fit" in caplog.text
-
-
-def test_the_oldest_checkpoint_makes_room_for_the_next(tmp_path, caplog, monkeypatch):
-    runs.trainer(tmp_path / "one", {"steps": 1}).fit()
-    size = used(tmp_path / "one" / "checkpoints" / "step_00000001")
-    capacity = int(3.5 * size)
-    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=capacity - used(tmp_path / "run")))
-    write = Files.write
-
-    def bounded(files, folder):
-        write(files, folder)
-        if used(tmp_path / "run") > capacity:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Files, "write", bounded)
-    left = tmp_path / "run" / "checkpoints" / ".partial_step_00000009"  # of a run that was killed
-    left.mkdir(parents=True)
-    (left / "state.pt").write_bytes(bytes(size))
-    runs.trainer(tmp_path / "run", {"steps": 6, "checkpoint": {"every": 1, "keep": 5}}).fit()
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names[-1] == "step_00000006"
-    assert 1 < len(names) < 4
-    assert "could not be written" not in caplog.text
-    assert "the disk has no room for another checkpoint; the oldest, " in caplog.text
-
-
-def used(folder):
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def test_room_counts_the_best_model_and_old_checkpoints(tmp_path, monkeypatch):
-    runs.trainer(tmp_path, {"steps": 4}).fit()
-    made = runs.trainer(tmp_path, {"steps": 5})
-    assert made.resume()
-    model = sum(v.numel() * v.element_size() for tower in made.pair.towers for v in tower.module.state_dict().values())
-    monkeypatch.setattr("megabatch.trainer.room.free_bytes", lambda folder: 2 * model)
-    made.fit()  # the older of two checkpoints gives way
-    changes = {"steps": 7, "evaluate_every": 1, "checkpoint": {"keep": 1}}
-    monkeypatch.setattr("megabatch.trainer.room.free_bytes", lambda folder: int(1.5 * model))
-    made = runs.trainer(tmp_path, changes, validation=runs.Numbers(samples=20))
-    assert made.resume()
-    with pytest.raises(ValueError, match=r"checkpoint\.best.* use --resume .*checkpoints/step_… --output OTHER_FOLDER"):
-        made.fit()
-
-
-def test_checkpoints_that_cannot_be_written_are_named_once_until_they_can(tmp_path, caplog, monkeypatch):
-    made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 1, "keep": 9}})
-    write = Files.write
-
-    def full(files, folder):
-        write(files, folder)
-        if folder.name[-1] in "235":
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Files, "write", full)
-    made.fit()
-    saved = sorted(int(path.name[-1]) for path in (tmp_path / "checkpoints").iterdir())
-    assert saved == [1, 4, 6, 7]
-    told = [line.split(":")[0] for line in caplog.messages if "checkpoint" in line]
-    again = "checkpoints are written again"
-    failed = f"a checkpoint could not be written in {tmp_path / 'checkpoints'}"
-    assert told == [failed, again, failed, again]
-
-
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """An event that writing waits for."""
-    ready, write = threading.Event(), Files.write
-
-    def slow(files, folder):
-        assert ready.wait(PATIENCE)
-        write(files, folder)
-
-    monkeypatch.setattr(Files, "write", slow)
-    yield ready
-    ready.set()
-
-
-class Releasing(runs.Memory):
-    """Lets the disk work once a step has ended, and remembers which checkpoints there were after each step."""
-
-    def __init__(self, ready, step):
-        super().__init__()
-        self.ready, self.step_released, self.after = ready, step, {}
-
-    def step(self, record):
-        super().step(record)
-        self.after[record["step"]] = len(self.files)
-        if record["step"] == self.step_released:
-            self.ready.set()
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, slow_disk):
-    memory = Releasing(slow_disk, 5)
-    made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 3, "keep": 9}}, observers=[memory])
-    made.fit()
-    assert [memory.after[step] for step in (4, 5)] == [0, 0]  # the first was still being written
-    assert [path.name for path in memory.files] == ["step_00000003", "step_00000006", "model.safetensors", "step_00000007"]
-    # A checkpoint holds the state of its step, not the state of the step in which it was written.
-    again = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 3, "keep": 9}})
-    assert again.resume(tmp_path / "checkpoints" / "step_00000003")
-    again.fit()
-    assert runs.same_bits(runs.weights(again), runs.weights(made)) == []
-
-
-def test_the_next_checkpoint_waits_for_the_one_before(tmp_path, slow_disk):
-    timer = threading.Timer(0.5, slow_disk.set)
-    timer.start()
-    memory = runs.Memory()
-    runs.trainer(tmp_path, {"steps": 3, "checkpoint": {"every": 1, "keep": 9}}, observers=[memory]).fit()
-    timer.join()
-    names = [path.name for path in memory.files]
-    assert names == ["step_00000001", "step_00000002", "model.safetensors", "step_00000003"]
-    waited = [record["phases"].get("checkpoint", 0.0) for record in memory.records]
-    assert max(waited) > 0.2  # it is the training that waited
-
-
-def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(tmp_path, slow_disk):
-    threading.Timer(0.3, slow_disk.set).start()
-    made = runs.trainer(tmp_path, {"steps": 7, "checkpoint": {"every": 2}})
-    made.order = runs.Failing(made.order, 3)  # asked for while step 3 trains
-    with pytest.raises(FloatingPointError, match="meant to fail"):
-        made.fit()
-    assert contents(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
-
-
-def test_a_disk_that_cannot_be_read_back_gives_up_the_checkpoint_on_all_ranks(tmp_path, caplog, monkeypatch):
-    def broken(path):
-        raise OSError(5, "Input/output error")
-
-    made = runs.trainer(tmp_path)
-    monkeypatch.setattr(checkpoint, "_checksum", broken)
-    with pytest.raises(CheckpointError, match=r"a checkpoint could not be finished in .*Input/output error"):
-        made.fit()
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
 def test_the_last_few_are_kept(tmp_path):
     uninterrupted(tmp_path, {"steps": 9, "checkpoint": {"every": 2, "keep": 3}})
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -388,7 +183,7 @@ def test_metrics_have_every_step_once_after_a_run_has_continued(tmp_path):
     for name in ("epoch", "pairs", "loss", "scale", "learning_rate", "gradient_norm"):
         assert [line[name] for line in lines] == [line[name] for line in expected], name
     keys = ["step", "epoch", "pairs", "loss", "scale", "learning_rate", "gradient_norm", "pairs_per_second", "memory_bytes"]
-    assert list(lines[0]) == [*keys, "seconds", "phases"]
+    assert list(lines[0]) == [*keys, "seconds", "phases", "spread", "advantage"]
 
 
 def test_a_run_continues_only_with_what_it_began_with(tmp_path):
@@ -409,6 +204,22 @@ def test_a_run_continues_only_with_what_it_began_with(tmp_path):
     longer.fit()
     assert longer.step == 8
     assert not runs.trainer(tmp_path / "empty").resume()
+
+
+def test_paths_are_those_of_the_directory_that_the_run_began_in(tmp_path, monkeypatch):
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "pairs.csv").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    relative, absolute = {"data": "pairs.csv"}, {"data": str(tmp_path / "here" / "pairs.csv")}
+    runs.trainer(tmp_path / "run", {"steps": 2, **relative}).fit()
+    assert began_in(tmp_path / "run") == str(tmp_path / "here")
+    for place, changes in (("here", relative), ("here", absolute), ("there", absolute)):
+        monkeypatch.chdir(tmp_path / place)
+        assert runs.trainer(tmp_path / "run", {"steps": 2, **changes}).resume()
+    with pytest.raises(ValueError, match=r"data was '.*/here/pairs.csv' and is '.*/there/pairs.csv'"):
+        runs.trainer(tmp_path / "run", {"steps": 2, **relative}).resume()
+    assert _before(tmp_path / "run", None)["data"] == absolute["data"]
 
 
 def test_options_of_the_data_are_those_the_run_began_with(tmp_path):
@@ -478,25 +289,32 @@ def test_another_number_of_ranks_continues(pool, tmp_path, caplog):
 
 def test_checkpoints_by_time(tmp_path, monkeypatch):
     clock = iter(range(0, 10_000, 400))  # seconds
-    monkeypatch.setattr("megabatch.trainer.storage.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("megabatch_train.trainer.storage.time.monotonic", lambda: next(clock))
     memory = runs.Memory()
     runs.trainer(tmp_path, {"steps": 8, "checkpoint": {"every": 100, "minutes": 15, "keep": 9}}, observers=[memory]).fit()
     names = [path.name for path in memory.files if path.name.startswith("step")]
     assert names == ["step_00000003", "step_00000006", "step_00000008"]
 
 
-def test_the_best_weights_are_kept(tmp_path, monkeypatch):
+def test_the_best_weights_are_kept(tmp_path, monkeypatch, caplog):
     found = iter([0.2, 0.5, 0.4, 0.6, 0.1])
     saved = []
     made = runs.trainer(tmp_path, {"steps": 5, "evaluate_every": 1}, validation=runs.Numbers(samples=20))
-    monkeypatch.setattr("megabatch.trainer.loop.evaluate", lambda *a, **b: {"text_to_image_R@1": next(found), "mean_rank": 3.0})
+    monkeypatch.setattr(
+        "megabatch_train.trainer.loop.evaluate", lambda *a, **b: {"text_to_image_R@1": next(found), "mean_rank": 3.0}
+    )
     keep = made._storage.keep_best
-    made._storage.keep_best = lambda result: (
-        keep(result),
+    made._storage.keep_best = lambda result, loss: (
+        keep(result, loss),
         saved.append(json.loads((tmp_path / "best" / "best.json").read_text())["step"]),
     )
+    losses = iter([5.0, 4.0, 3.0, 2.0, 1.5, 1.4])
+    made._recent_loss = lambda: next(losses)
     made.fit()
     assert saved == [1, 2, 2, 4, 4]
+    assert "the model overfits: the training loss fell from 2 to 1.4, but the best evaluation was after step 4" in caplog.text
+    assert "with text_to_image_R@1 = 0.6; at the end it is 0.1" in caplog.text
+    assert f"{tmp_path / 'best'} holds the weights of step 4; eval, search and export take that folder" in caplog.text
     assert json.loads((tmp_path / "best" / "best.json").read_text())["value"] == 0.6
     assert (tmp_path / "best" / "model.safetensors").exists()
     # A run that goes back forgets what came later.
@@ -504,6 +322,21 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch):
     again.run.step = 2
     again._storage.keep_best({"text_to_image_R@1": 0.3})
     assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "told"),
+    [(0.5, 1.0, "INFO"), (0.4, 3.0, "INFO"), (0.4, 1.0, "WARNING"), (0.4, None, "INFO"), (0.6, 1.0, None)],
+)
+def test_the_end_of_a_run_names_the_best_evaluation(tmp_path, caplog, value, loss, told):
+    caplog.set_level("INFO")
+    made = runs.trainer(tmp_path, {"evaluate_every": 1}, validation=runs.Numbers(samples=20))
+    for made.run.step, result, before in ((1, 0.5, 2.0), (2, value, loss)):
+        made._storage.keep_best({"text_to_image_R@1": result}, before)
+    caplog.clear()
+    made._storage.name_best({"text_to_image_R@1": value}, loss)
+    assert [record.levelname for record in caplog.records] == [told] * (told is not None)
+    assert told is None or "the best evaluation was after step 1" in caplog.text
 
 
 def test_the_metric_of_the_best_weights_is_checked_at_the_start(tmp_path):

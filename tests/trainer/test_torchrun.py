@@ -11,7 +11,8 @@ import torch
 
 import runs
 from helpers import PATIENCE
-from megabatch import settings
+from megabatch_train import settings
+from megabatch_train.trainer.state import read_weights
 from ranks import free_port
 
 pytestmark = pytest.mark.thorough
@@ -46,7 +47,7 @@ def started(folder, launcher, *arguments):
 
 
 def learned(folder, step):
-    return torch.load(folder / "checkpoints" / f"step_{step:08d}" / "state.pt")["model"]
+    return read_weights(folder / "checkpoints" / f"step_{step:08d}")[0]
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss": {"name": "siglip"}, "batch_size": 13}])

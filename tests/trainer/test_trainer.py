@@ -7,14 +7,13 @@ import torch
 
 import runs
 from helpers import dense_clip, dense_siglip
-from megabatch.data.order import Order
-from megabatch.display.tensorboard import TensorBoardLog
-from megabatch.evaluation import results
-from megabatch.trainer import optim
-from megabatch.trainer.adafactor import AdaFactor
-from megabatch.trainer.objective import Objective
-from megabatch.trainer.observers import MetricsFile
 from megabatch.world import LostRankError, World
+from megabatch_train.data.order import Order
+from megabatch_train.display.observers import TensorBoardLog
+from megabatch_train.evaluation import results
+from megabatch_train.trainer import optim
+from megabatch_train.trainer.loss import Objective
+from megabatch_train.trainer.run import MetricsFile
 
 TOLERANCE = 1e-9  # float64, a few steps of an optimizer that divides by roots of squares
 
@@ -27,8 +26,10 @@ def written_out(config, pair, data, *, broken=()):
     named = {f"{part}.{name}": p for part, module in parts for name, p in module.named_parameters()}
     decaying, others = ([p for p in named.values() if (p.dim() > 1) == large] for large in (True, False))
     groups = [{"params": decaying, "weight_decay": config.optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    made = {"adamw": torch.optim.AdamW, "adafactor": AdaFactor}[config.optimizer.name]
-    optimizer = made(groups, **({"betas": (0.9, 0.98), "eps": 1e-6} if config.optimizer.name == "adamw" else {}))
+    if config.optimizer.name == "adamw":
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-6)
+    else:
+        optimizer = optim.build(config.optimizer, groups)
     order = Order(len(data), config.batch_size, config.seed)
     average = {name: p.detach().clone() for name, p in named.items()}
     for batch in order.batches(0, config.steps):
@@ -48,7 +49,7 @@ def written_out(config, pair, data, *, broken=()):
             group["lr"] = optim.learning_rate(config.schedule, config.optimizer.lr, batch.number, config.steps)
         optimizer.step()
         with torch.no_grad():
-            objective.log_scale.clamp_(max=math.log(config.loss.largest_scale))
+            objective.log_scale.clamp_(max=math.log(config.loss.max_scale))
             share = 1 - min(config.ema, (2 + batch.number) / (11 + batch.number))
             average = {name: old + share * (named[name] - old) for name, old in average.items()}
     return objective, average
@@ -80,7 +81,7 @@ CASES = {
     "siglip, adafactor, clipped": {
         "loss": {"name": "siglip"},
         "optimizer": {"name": "adafactor", "clip_norm": 0.5},
-        "schedule": {"name": "constant", "warm_up_steps": 3},
+        "schedule": {"name": "constant", "warmup_steps": 3},
     },
     "average": {"ema": 0.8, "loss": {"scale": 7.0}, "augment": False},
 }
@@ -139,7 +140,7 @@ def test_two_ranks_train_as_one(pool, tmp_path, changes, how):
 @pytest.mark.parametrize(("parallel", "keep"), [("ddp", True), ("fsdp", False)])
 def test_one_module_for_both_sides_with_parameters_that_nobody_uses(pool, tmp_path, parallel, keep):
     # Its dropout, which differs between ranks, is off while it is locked.
-    changes = {"lock": "second", "keep_locked": keep, "parallel": parallel}
+    changes = {"freeze": "second", "keep_frozen": keep, "parallel": parallel}
     made = runs.trainer(tmp_path / "one", changes, pair=runs.tiny(shared=True))
     locked = {name: value for name, value in runs.weights(made).items() if ".second." in name}
     made.fit()
@@ -164,6 +165,7 @@ def test_sharded_checkpoints_continue_on_two_ranks(pool, tmp_path, parallel):
 
 @pytest.mark.quick({"ranks": 3})
 @pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.thorough
 def test_sharded_checkpoints_continue_on_another_number_of_ranks(pool, tmp_path, ranks):
     changes = {"parallel": "fsdp", "optimizer": {"name": "adafactor"}, "ema": 0.9, "checkpoint": {"every": 3, "keep": 1}}
     wanted = runs.trainer(tmp_path / "whole", changes)
@@ -288,6 +290,7 @@ def evaluated(group, rank, folder):
     return runs.trainer(folder, {"parallel": "fsdp"}, world=world, validation=validation).fit()
 
 
+@pytest.mark.thorough
 def test_sharded_towers_evaluate_on_ranks_with_different_numbers_of_chunks(pool, tmp_path):
     wanted = runs.trainer(tmp_path / "one", validation=runs.Numbers(samples=513)).fit()
     same = pytest.approx(wanted, rel=1e-13)  # two processes add the loss in another order; a match one place off is 1e-5
@@ -336,6 +339,32 @@ def test_gradients_that_are_no_numbers_end_the_run_before_they_do_harm(tmp_path)
     with pytest.raises(FloatingPointError, match=r"the gradient norm of step 1 is (nan|inf); the weights are as they were"):
         made.fit()
     assert runs.same_bits(runs.weights(made), before) == []
+
+
+def spoil_gradients(made, after):
+    """Multiplies the gradients of the first tower by infinity after some steps."""
+    made.pair.first.module.head.weight.register_hook(lambda gradient: gradient * (math.inf if made.step >= after else 1.0))
+    return made
+
+
+def test_a_run_that_ends_at_a_loss_that_is_no_number_saves_its_last_good_step(tmp_path):
+    """It would lose all steps since the last checkpoint, and the message promises weights that nobody could have."""
+    made = spoil_gradients(runs.trainer(tmp_path, {"steps": 5, "checkpoint": {"every": 1000}}), after=2)
+    with pytest.raises(FloatingPointError, match=r"of step 3 is (nan|inf).*--resume .* continues after step 2"):
+        made.fit()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+    again = spoil_gradients(runs.trainer(tmp_path, {"steps": 5, "checkpoint": {"every": 1000}}), after=0)
+    assert again.resume()
+    assert runs.same_bits(runs.weights(again), runs.weights(made)) == []
+    with pytest.raises(FloatingPointError, match="continues after step 2"):  # the checkpoint that is there stays
+        again.fit()
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
+    made = spoil_gradients(runs.trainer(tmp_path, {"steps": 5, "checkpoint": {"every": 1000}}), after=2)
+    made.pair.first.module.register_buffer("statistics", torch.tensor(math.nan), persistent=False)
+    with pytest.raises(FloatingPointError, match="there is no checkpoint to resume from"):
+        made.fit()
 
 
 def test_the_model_is_there_when_its_evaluation_fails(tmp_path):
@@ -418,11 +447,14 @@ class Two(World):
 def test_a_lost_rank_is_a_sentence_with_the_step():
     world = Two(torch.device("cpu"))
     gloo = "[pair.cc:561] Connection closed by peer [127.0.0.1]:27525. This is typically caused by a remote worker crashing."
-    with pytest.raises(LostRankError) as error, world.named(lambda: "in step 3 of 7; there is no checkpoint to resume from"):
+    with (
+        pytest.raises(LostRankError) as error,
+        world.explain_errors(lambda: "in step 3 of 7; there is no checkpoint to resume from"),
+    ):
         raise RuntimeError(gloo)
     assert str(error.value) == (
         "rank 0 of 2 lost another rank in step 3 of 7; there is no checkpoint to resume from. Messages of that rank say why it "
         "ended. Here: Connection closed by peer [127.0.0.1]:27525"
     )
-    with pytest.raises(RuntimeError, match="another fault"), world.named(lambda: ""):
+    with pytest.raises(RuntimeError, match="another fault"), world.explain_errors(lambda: ""):
         raise RuntimeError("another fault")

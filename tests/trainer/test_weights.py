@@ -1,18 +1,21 @@
 """The model of a run that has not come to its end, from its checkpoints."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import runs
-from megabatch import towers
-from megabatch.trainer.stopping import StoppedError
-from megabatch.trainer.weights import load_checkpoint, load_newest
+from megabatch_train import towers
+from megabatch_train.towers import saved
+from megabatch_train.trainer.health import StoppedError
+from megabatch_train.trainer.storage import load_checkpoint, load_newest
 
 
 @pytest.fixture(autouse=True)
 def tiny_by_name(monkeypatch):
     load = towers.load
-    for module in (towers, towers.saved):
+    for module in (towers, saved):
         monkeypatch.setattr(
             module, "load", lambda spec, *more, **options: runs.tiny() if spec == "tiny" else load(spec, *more, **options)
         )
@@ -24,14 +27,24 @@ def test_a_checkpoint_has_the_model_that_the_run_saves(tmp_path, changes):
     made.fit()
     pair, step = load_checkpoint(tmp_path)
     assert step == 7
-    saved = towers.saved._read(tmp_path / "model.safetensors")
+    stored = saved._read(tmp_path / "model.safetensors")
     for side, tower in zip(("first", "second"), pair.towers, strict=True):
         assert not tower.module.training
         for name, value in tower.module.state_dict().items():
-            assert torch.equal(value, saved[1][f"{side}.{name}"]), name
-    assert pair.logit_scale == pytest.approx(saved[0]["logit_scale"], rel=1e-12)
-    assert pair.logit_bias == saved[0]["logit_bias"]
+            assert torch.equal(value, stored[1][f"{side}.{name}"]), name
+    assert pair.logit_scale == pytest.approx(stored[0]["logit_scale"], rel=1e-12)
+    assert pair.logit_bias == stored[0]["logit_bias"]
     assert load_checkpoint(tmp_path / "checkpoints" / "step_00000006")[1] == 6
+
+
+def test_a_checkpoint_keeps_the_options_of_texts(tmp_path, monkeypatch):
+    """They may come from files that change after the run began."""
+    seen = {}
+    monkeypatch.setattr(towers, "load", lambda spec, *more, **options: seen.update(options) or runs.tiny())
+    pair = dataclasses.replace(runs.tiny(), options={"document_prompt": "a ", "width": 3})
+    runs.trainer(tmp_path, {"steps": 1}, pair=pair).fit()
+    load_checkpoint(tmp_path)
+    assert {key: value for key, value in seen.items() if key != "lora"} == {"document_prompt": "a "}
 
 
 def test_a_checkpoint_in_parts_too(pool, tmp_path):

@@ -1,9 +1,9 @@
 """The cached step: gradients of a batch of any size with the activations of one chunk. See docs/cached.md."""
 
-from megabatch.cached.backward import Progress, cached_backward
-from megabatch.cached.budget import Budget
+from megabatch.cached.memory import Budget
 from megabatch.cached.replay import ReplayMismatchError, ReplaySource
 from megabatch.cached.sources import HostSource, Source
+from megabatch.cached.step import Progress, cached_backward
 from megabatch.cached.tower_io import Encoded
 
 __all__ = ["Budget", "Encoded", "HostSource", "Progress", "ReplayMismatchError", "ReplaySource", "Source", "cached_backward"]

@@ -41,7 +41,7 @@ def _tell(module: nn.Module, _: object) -> None:
 
 
 @contextmanager
-def watched(see: Callable[[nn.Module], None]) -> Iterator[None]:
+def watch_calls(see: Callable[[nn.Module], None]) -> Iterator[None]:
     """Calls `see` with each outermost module that this thread calls inside, and so finds the modules behind a function.
 
     Of compiled modules it sees the outermost one; of a compiled function it sees none.
@@ -92,7 +92,7 @@ def warn(found: list[tuple[str, _BatchNorm]], tower: str, chunk_size: int, rows:
 
 
 @contextmanager
-def running_statistics_kept(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
+def keep_running_statistics(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
     """For a second pass: the layers normalise as in the first pass and do not update their running statistics."""
     tracking = [layer for _, layer in found if layer.track_running_stats]
     for layer in tracking:
@@ -105,7 +105,7 @@ def running_statistics_kept(found: list[tuple[str, _BatchNorm]]) -> Iterator[Non
 
 
 @contextmanager
-def running_statistics_restored(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
+def restore_running_statistics(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
     """For the backward pass of a kept graph: a checkpointed layer runs in it as in the first pass, updates included."""
     before = [(buffer, buffer.clone()) for _, layer in found for buffer in layer.buffers(recurse=False)]
     try:

@@ -54,7 +54,7 @@ def restore(states: States) -> None:
 
 
 @contextmanager
-def untouched(devices: Iterable[torch.device]) -> Iterator[None]:
+def preserve_generators(devices: Iterable[torch.device]) -> Iterator[None]:
     """Restores all generators afterwards."""
     states = capture(devices)
     try:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megabatch.cached import randomness
 from megabatch.cached.sources import Source, Span
-from megabatch.cached.streaming import copied, produced
+from megabatch.cached.streaming import copy_to, produce_chunks
 
 PIECE = 64  # samples per task: enough to hide the overhead of a task, few enough to spread a chunk over workers
 NAMED = 5  # samples that an error lists
@@ -145,9 +145,11 @@ class ReplaySource(Source):
         """Reads the spans in order and ahead of the computation, and compares repeated samples with their checksum."""
         on_cuda = device is not None and device.type == "cuda"
         # Without workers the main thread reads, because it may seed the global random generators.
-        return produced(self._assembled(spans, on_cuda), device, self._finish or copied, ahead=on_cuda and self._workers != 0)
+        return produce_chunks(
+            self._assemble(spans, on_cuda), device, self._finish or copy_to, ahead=on_cuda and self._workers != 0
+        )
 
-    def _assembled(self, spans: Sequence[Span], pinned: bool) -> Iterator[Any]:
+    def _assemble(self, spans: Sequence[Span], pinned: bool) -> Iterator[Any]:
         """The chunks on the host; with `finish` the samples themselves."""
         with ExitStack() as cleanup:
             executor = self._workers
@@ -193,7 +195,7 @@ class ReplaySource(Source):
         found = []
         for piece in pieces_of(span):
             self._request(executor, [piece])  # it is here or coming, unless spans overlap
-            samples = self._held.get(piece) or self._passing.get(piece) or self._arrived(piece)
+            samples = self._held.get(piece) or self._passing.get(piece) or self._receive(piece)
             first = piece * PIECE
             found += samples[max(0, span[0] - first) : span[1] - first]
             if piece not in self._held and span[1] < first + len(samples):
@@ -202,7 +204,7 @@ class ReplaySource(Source):
                 self._passing.pop(piece, None)
         return found
 
-    def _arrived(self, piece: int) -> list[Any]:
+    def _receive(self, piece: int) -> list[Any]:
         """Waits for a piece, compares it with an earlier reading, and holds it if there is room."""
         read = self._coming[piece].result()
         first, different = piece * PIECE, []
@@ -214,7 +216,7 @@ class ReplaySource(Source):
         if different:
             raise ReplayMismatchError(
                 f"read must return the same tensors for the same reference and seed, but {len(different)} of samples {first} "
-                f"to {first + len(read) - 1} came out differently the second time: {self._named(different)}. Draw all "
+                f"to {first + len(read) - 1} came out differently the second time: {self._name_samples(different)}. Draw all "
                 "randomness from the generator that is passed to read, and read nothing that changes"
             )
         samples = [sample for sample, _, _ in read]
@@ -226,7 +228,7 @@ class ReplaySource(Source):
             self._coming.pop(piece, None)  # last, because readers request pieces that are nowhere
         return samples
 
-    def _named(self, positions: Sequence[int]) -> str:
+    def _name_samples(self, positions: Sequence[int]) -> str:
         names = ", ".join(f"sample {i} ({self._references[i]!r})" for i in positions[:NAMED])
         return f"{names} and {len(positions) - NAMED} more" if len(positions) > NAMED else names
 
@@ -303,7 +305,7 @@ def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any,
     in_thread = threading.current_thread() is not threading.main_thread()
     with ExitStack() as cleanup:
         if not in_thread:
-            cleanup.enter_context(randomness.untouched(()))
+            cleanup.enter_context(randomness.preserve_generators(()))
         results = []
         for position, reference, seed in work:
             if not in_thread:

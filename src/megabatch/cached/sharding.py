@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.cached.graphs import parameters_in
+from megabatch.cached.memory import parameters_in
 from megabatch.world import World
 
 
-def shared_between_ranks(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def find_distributed_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The DDP wrappers in these modules, and the outermost modules sharded by FSDP2."""
     found: list[nn.Module] = []
     for module in modules:
@@ -67,7 +67,7 @@ class Reductions:
                 self._final.setdefault(users[-1], []).append(module)
 
     @contextmanager
-    def held_back(self, role: int) -> Iterator[None]:
+    def hold_back(self, role: int) -> Iterator[None]:
         """Forward and backward passes inside accumulate gradients without a reduction."""
         with self._only(self._modules[role], ()):
             yield
@@ -83,7 +83,7 @@ class Reductions:
         """Records that a backward pass has reduced these modules."""
         self._pending = [module for module in self._pending if module not in modules]
 
-    def left_over(self, roles: Iterable[int]) -> Iterator[int]:
+    def find_unreduced(self, roles: Iterable[int]) -> Iterator[int]:
         """Roles that need one more pass for the reduction, because all their chunks had kept graphs."""
         for role in roles:
             own = [module for module in self._pending if module in self._modules[role]]
@@ -110,7 +110,7 @@ def _reduce_fully_sharded(module: Any, reduce: bool) -> None:
     module.set_is_last_backward(reduce)
 
 
-def not_reached(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> list[Tensor]:
+def find_unreached(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> list[Tensor]:
     """Parameters that already have a gradient, from the loss or another role, and that this backward pass does not reach.
 
     DDP reduces once all its parameters have got a gradient in *this* backward pass, so it would wait for these forever: a
@@ -131,14 +131,16 @@ def not_reached(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> list
     return [parameter for parameter in waiting if id(parameter) not in reached]
 
 
-class Ranks:
+class ShardRanks:
     """All ranks that share the towers, found from their wrappers: one process group, or one for each dimension of a mesh."""
 
     def __init__(self, worlds: Sequence[World]) -> None:
         self._worlds = worlds
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module], synchronised: Sequence[nn.Module], device: torch.device | None) -> "Ranks | None":
+    def of(
+        cls, modules: Sequence[nn.Module], synchronised: Sequence[nn.Module], device: torch.device | None
+    ) -> "ShardRanks | None":
         """The ranks of DDP and FSDP2 modules and of SyncBatchNorm layers; None for one process alone."""
         worlds = [World.of(group, device) for group in _groups(modules, synchronised)]
         return cls(worlds) if worlds else None

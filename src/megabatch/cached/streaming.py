@@ -1,11 +1,11 @@
 """Chunks on their way to the device, ahead of the computation.
 
-`streamed` copies tensors of the host through two buffers on the device, used in turn. A copy runs on its own stream and waits
-for the computation that used the buffer before; the computation waits for the copy. So the device holds two chunks, however far
-the host runs ahead.
+`stream_chunks` copies tensors of the host through two buffers on the device, used in turn. A copy runs on its own stream and
+waits for the computation that used the buffer before; the computation waits for the copy. So the device holds two chunks,
+however far the host runs ahead.
 
-`produced` has a thread with its own stream make the next chunk (collate, copy, decode, augment) while the main thread queues
-the kernels of this one. The thread begins chunk i when the device is done with chunk i − 2, so the device holds two.
+`produce_chunks` has a thread with its own stream make the next chunk (collate, copy, decode, augment) while the main thread
+queues the kernels of this one. The thread begins chunk i when the device is done with chunk i − 2, so the device holds two.
 """
 
 import threading
@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.cached.graphs import ALLOCATING
+from megabatch.cached.memory import ALLOCATING
 from megabatch.cached.tower_io import map_rows
 
 
-def streamed(chunks: Iterator[Any], device: torch.device | None) -> Iterator[Any]:
+def stream_chunks(chunks: Iterator[Any], device: torch.device | None) -> Iterator[Any]:
     """The chunks on `device`. On CUDA a chunk is overwritten by the chunk after the next; other devices get plain copies."""
-    with closed_at_the_end(chunks):
+    with close_at_the_end(chunks):
         if device is not None and device.type == "cuda":
-            yield from _double_buffered(chunks, device)
+            yield from _double_buffer(chunks, device)
             return
         for chunk in chunks:
             yield chunk if device is None else map_rows(lambda tensor: tensor.to(device), chunk)
 
 
-def _double_buffered(chunks: Iterator[Any], device: torch.device) -> Iterator[Any]:
+def _double_buffer(chunks: Iterator[Any], device: torch.device) -> Iterator[Any]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     buffers = _Buffer(device, stream), _Buffer(device, stream)
     ahead: _Buffer | None = None
@@ -114,7 +114,7 @@ class _Buffer:
         return fresh
 
 
-def produced(
+def produce_chunks(
     chunks: Iterator[Any], device: torch.device | None, make: Callable[[Any, torch.device | None], Any], *, ahead: bool
 ) -> Iterator[Any]:
     """`make(chunk, device)` of each chunk: its inputs on `device`.
@@ -128,7 +128,7 @@ def produced(
     if device is not None and ahead:
         yield from _ahead(chunks, device, make)  # the thread closes `chunks`
         return
-    with closed_at_the_end(chunks):
+    with close_at_the_end(chunks):
         for chunk in chunks:
             yield make(chunk, device)
 
@@ -141,7 +141,7 @@ def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, tor
 
     def produce() -> None:
         try:
-            with closed_at_the_end(chunks), torch.cuda.device(device), torch.cuda.stream(stream):
+            with close_at_the_end(chunks), torch.cuda.device(device), torch.cuda.stream(stream):
                 for i, chunk in enumerate(chunks):
                     if i >= 2 and not stop.is_set():
                         used.get().synchronize()  # the last kernel of chunk i − 2
@@ -191,7 +191,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def closed_at_the_end(iterator: Iterator[Any]) -> Iterator[None]:
+def close_at_the_end(iterator: Iterator[Any]) -> Iterator[None]:
     """Closes a generator, and with it its background work; other iterators need no closing."""
     try:
         yield
@@ -200,12 +200,12 @@ def closed_at_the_end(iterator: Iterator[Any]) -> Iterator[None]:
             iterator.close()
 
 
-def copied(chunk: Any, device: torch.device | None) -> Any:
+def copy_to(chunk: Any, device: torch.device | None) -> Any:
     """The tensors on `device`. Pinned ones are copied without waiting."""
     return chunk if device is None else map_rows(lambda tensor: tensor.to(device, non_blocking=True), chunk)
 
 
-def joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def join_rows(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Tensors of one shape as the rows of one tensor on `device`.
 
     To a GPU, pinned tensors are copied without waiting, and neighbours in memory together.

@@ -37,7 +37,7 @@ class Clock:
         self._begin(OTHER)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """`phase` reports to this clock inside."""
         token = _RUNNING.set(self)
         try:

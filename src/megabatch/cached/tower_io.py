@@ -86,7 +86,7 @@ class Encoded(NamedTuple):
     auxiliary_loss: Tensor | None = None
 
 
-def opened(answer: Any, name: str) -> Encoded:
+def as_encoded(answer: Any, name: str) -> Encoded:
     """A tower's output as `Encoded`, in either form; `name` is the tower's, for messages."""
     embeddings: Any
     embeddings, auxiliary = answer if isinstance(answer, Encoded) else (answer, None)

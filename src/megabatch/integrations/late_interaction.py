@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.integrations.learned_scale import differentiated
-from megabatch.late import Similarities
-from megabatch.primitives import Backend, Reduction
+from megabatch.dispatch import Backend, Reduction
+from megabatch.integrations.wrapping import differentiate
+from megabatch.late.interaction import Similarities
 from megabatch.world import default_group
 
 
@@ -40,7 +40,7 @@ def ranking_loss(
             backend=backend,
         )
 
-    return differentiated(loss, scale, None, with_backward=with_backward)
+    return differentiate(loss, scale, None, with_backward=with_backward)
 
 
 def candidate_scores(

@@ -4,28 +4,24 @@
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch import extras
+from megabatch import extras, file_io
 from megabatch.cached import HostSource
 from megabatch.cached import cached_backward as plain_cached_backward
-from megabatch.cached.dtensors import is_sharded
+from megabatch.cached.memory import is_sharded
 from megabatch.cached.sources import TensorSource
-from megabatch.data import cache
-from megabatch.integrations.wrapping import unwrapped, whole
+from megabatch.integrations.wrapping import full_tensor, unwrap
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
-from megabatch.towers.open_clip import CausalTexts
 
 __all__ = [
     "ClipLoss",
@@ -37,6 +33,58 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
 ]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The text side of open_clip's models.
+
+
+@dataclass(frozen=True)
+class CausalTexts:
+    """The text side of a model in which tokens after the end token have no influence, so that texts may be cut there.
+
+    Attention is causal and the embedding is the end token's. open_clip's own `encode_text` takes texts of full width only.
+    """
+
+    parts: Any  # the module that has the transformer
+    pool_type: str
+    end_id: Any
+
+    @classmethod
+    def of(cls, model: Any) -> "CausalTexts | None":
+        """None for models that pool another token, attend in both directions, or encode texts with a transformers model."""
+        parts = getattr(model, "text", model)  # CustomTextCLIP has a module for it
+        prefix = "text_" if parts is model else ""
+        pool_type = getattr(parts, f"{prefix}pool_type", None)
+        if pool_type not in ("argmax", "eos") or getattr(parts, "attn_mask", None) is None:
+            return None
+        if getattr(parts, "cls_emb", None) is not None or getattr(parts, "output_tokens", False):  # CoCa
+            return None
+        return cls(parts, pool_type, getattr(parts, f"{prefix}eos_id", None))
+
+    def ends(self, text: Tensor) -> Tensor:  # (n, L) -> (n,)
+        """The position of each end token: the largest id, or the first token with the id of the end token."""
+        return (text if self.pool_type == "argmax" else text.eq(self.end_id).int()).argmax(1)
+
+    def lengths(self, inputs: dict[str, Tensor]) -> Tensor:  # (n,)
+        """Tokens up to and including the end token."""
+        return self.ends(inputs["text"]) + 1
+
+    def encode(self, text: Tensor) -> Tensor:  # (n, L) -> (n, D)
+        """Equal to open_clip's `encode_text` of the texts at full width."""
+        parts, tokens = self.parts, text.shape[1]
+        dtype = parts.transformer.get_cast_dtype()
+        x = parts.token_embedding(text).to(dtype) + parts.positional_embedding[:tokens].to(dtype)
+        x = parts.transformer(x, attn_mask=parts.attn_mask[:tokens, :tokens])
+        x = parts.ln_final(x[torch.arange(len(x), device=x.device), self.ends(text)])
+        projection = parts.text_projection
+        if projection is not None:
+            x = projection(x) if isinstance(projection, nn.Linear) else x @ projection
+        found: Tensor = x
+        return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The losses, in place of open_clip's own.
 
 _LOSSES: tuple[type[nn.Module], ...] = (ClipLoss, SigLipLoss, DistillClipLoss)
 
@@ -83,9 +131,8 @@ def install() -> Installed:
     (`CLIPTask`, `SigLIPTask`, `CLAPTask`) take them from when they are built. `CoCaLoss` stays open_clip's. If open_clip's
     losses take arguments that ours do not have, an error is raised and nothing is replaced.
 
-    With `--accum-freq k` open_clip's loop computes the loss of the whole batch once for each of the k parts, and adds the
-    gradients of scale and bias k times. A loss built with such arguments, or called by a task's `compute_accum_loss`, divides
-    these gradients by k.
+    With `--accum-freq k` open_clip's loop adds the gradients of scale and bias k times. The losses that are built here raise an
+    error in that case. `cached_backward` replaces this option.
 
         print(install())
         open_clip_train.main.main(sys.argv[1:])
@@ -101,7 +148,7 @@ def install() -> Installed:
         if loss.__name__ in replaced:
             _same_arguments(replaced[loss.__name__], loss)
     modules = [factory]
-    if extras.installed("open_clip.task"):
+    if extras.is_installed("open_clip.task"):
         modules.append(extras.load("open_clip.loss", extra="open_clip", purpose="Installing losses in open_clip"))
     for module in modules:
         for name, build in _BUILDERS.items():
@@ -110,16 +157,12 @@ def install() -> Installed:
 
 
 def _builder(kind: type[nn.Module]) -> Callable[..., nn.Module]:
-    """The replacement of open_clip's class: builds our loss, for the accumulation that the caller asks for."""
+    """The replacement of open_clip's class: builds our loss, which refuses open_clip's gradient accumulation."""
 
     @wraps(kind, updated=())
     def build(*args: Any, **kwargs: Any) -> nn.Module:
-        loss, caller = kind(*args, **kwargs), sys._getframe(1)
-        parts = _accumulated_parts(caller)
-        if parts > 1:
-            loss.register_forward_pre_hook(partial(_shared_by_parts, parts), with_kwargs=True)
-        elif caller.f_globals.get("__name__", "").startswith("open_clip.task"):
-            loss.register_forward_pre_hook(_shared_by_the_parts_of_a_task, with_kwargs=True)
+        loss = kind(*args, **kwargs)
+        loss.register_forward_pre_hook(_refuse_accumulation, with_kwargs=True)
         return loss
 
     return build
@@ -128,51 +171,22 @@ def _builder(kind: type[nn.Module]) -> Callable[..., nn.Module]:
 _BUILDERS = {loss.__name__: _builder(loss) for loss in _LOSSES}
 
 
-def _accumulated_parts(caller: FrameType) -> int:
-    """`accum_freq` of the arguments that `create_loss` was called with, which it does not pass on; 1 for another caller."""
-    factory: Any = sys.modules["open_clip.factory"]
-    if caller.f_code is not factory.create_loss.__code__:
-        return 1
-    return int(getattr(caller.f_locals[caller.f_code.co_varnames[0]], "accum_freq", 1))
-
-
-def _shared_by_parts(
-    parts: int, loss: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a loss that is computed once for each part, with the gradients of scale and bias divided by `parts`.
-
-    Such a call is recognised by its features: a concatenation of all parts, of which one has a graph.
-    """
-    given = inspect.signature(loss.forward).bind(*args, **kwargs)
-    if any(_has_one_fresh_part(given.arguments[name], parts) for name in ("image_features", "text_features")):
-        for name in ("logit_scale", "logit_bias"):
-            value = given.arguments.get(name)
-            if isinstance(value, Tensor) and value.requires_grad:
-                alias = value.view_as(value)  # a hook on the tensor itself would stay on it
-                alias.register_hook(lambda gradient: gradient / parts)  # type: ignore[no-untyped-call]
-                given.arguments[name] = alias
-    return given.args, given.kwargs
-
-
-def _shared_by_the_parts_of_a_task(
-    loss: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The same for a loss that a task's `compute_accum_loss` calls; the concatenation tells the number of parts."""
+def _refuse_accumulation(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises if the features are what open_clip accumulates: all parts of a batch, of which one has a graph."""
     if torch.compiler.is_compiling():
-        return None
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None and caller.f_code.co_name != "compute_accum_loss":
-        caller = caller.f_back
-    node = next((value.grad_fn for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 2), None)
-    parts = 1 if caller is None or node is None else len(node.next_functions)
-    return _shared_by_parts(parts, loss, args, kwargs) if parts > 1 else None
-
-
-def _has_one_fresh_part(features: Tensor, parts: int) -> bool:
-    node = features.grad_fn
-    if node is None or node.name() != "CatBackward0":
-        return False
-    return [before is None for before, _ in node.next_functions].count(False) == 1 and len(node.next_functions) == parts
+        return
+    for value in (*args, *kwargs.values()):
+        node = value.grad_fn if isinstance(value, Tensor) and value.dim() == 2 else None
+        if node is None or node.name() != "CatBackward0":
+            continue
+        graphs = [before for before, _ in node.next_functions if before is not None]
+        parts = len(node.next_functions)
+        if len(graphs) == 1 and parts > 1:
+            raise ValueError(
+                f"open_clip's --accum-freq must be 1 with megabatch's losses, got features of {parts} parts, of which one "
+                f"has a graph: the loop would add the gradients of logit_scale and logit_bias {parts} times. Encode the batch "
+                f"in one step with megabatch.integrations.open_clip.cached_backward, or use `megabatch train`"
+            )
 
 
 def _same_arguments(theirs: Any, ours: type[nn.Module]) -> None:
@@ -190,6 +204,10 @@ def _same_arguments(theirs: Any, ours: type[nn.Module]) -> None:
                 f"open_clip's {ours.__name__}.{method} must take the arguments that megabatch's takes, "
                 f"got also {', '.join(unknown)} in open_clip {version}; nothing was replaced"
             )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cached step.
 
 
 def cached_backward(
@@ -230,7 +248,7 @@ def cached_backward(
     sizes = list(chunk_size) if isinstance(chunk_size, Sequence) else [chunk_size] * 2
     towers: list[Any] = []
     cuts = []
-    for encode, one in ((_features, model), (_taught, teacher)):
+    for encode, one in ((_features, model), (_encode_by_teacher, teacher)):
         if one is not None:
             cut = _Cut.of(one)
             cuts += [] if cut is None else [cut]
@@ -252,7 +270,7 @@ def cached_backward(
 
     with ExitStack() as stack:
         for cut in cuts:
-            stack.enter_context(cut.allowed())
+            stack.enter_context(cut.allow_any_width())
         whole_loss = plain_cached_backward(total, towers, chunk_size=sizes, **options)
     return {**losses, "loss": whole_loss}
 
@@ -267,7 +285,7 @@ class _Cut:
     @classmethod
     def of(cls, model: Any) -> "_Cut | None":
         """None for a model that cannot encode them, or that does not call its methods as they are."""
-        module = unwrapped(model)
+        module = unwrap(model)
         compiled = hasattr(model, "_orig_mod") or any(part._compiled_call_impl is not None for part in module.modules())
         if compiled or isinstance(module, torch.jit.ScriptModule) or any(map(is_sharded, module.parameters())):
             return None
@@ -275,7 +293,7 @@ class _Cut:
         return None if causal is None else cls(module, causal)
 
     @contextmanager
-    def allowed(self) -> Iterator[None]:
+    def allow_any_width(self) -> Iterator[None]:
         """Inside, the model's own `encode_text` takes texts of any width."""
         whole = self.model.encode_text
 
@@ -303,16 +321,16 @@ def _by_length(texts: Any, cut: _Cut | None) -> Any:
 
 def _numbers(model: Any) -> dict[str, Tensor]:
     """Scale and bias as the model's own forward pass returns them."""
-    module = unwrapped(model)
-    found = {"logit_scale": whole(module.logit_scale).exp()}
+    module = unwrap(model)
+    found = {"logit_scale": full_tensor(module.logit_scale).exp()}
     if getattr(module, "logit_bias", None) is not None:
-        found["logit_bias"] = whole(module.logit_bias)
+        found["logit_bias"] = full_tensor(module.logit_bias)
     return found
 
 
 def _first_side(model: Any) -> str:
     """What the model compares with texts: images, or audio."""
-    module = unwrapped(model)
+    module = unwrap(model)
     return "audio" if hasattr(module, "encode_audio") and not hasattr(module, "encode_image") else "image"
 
 
@@ -326,16 +344,19 @@ def _features(model: Callable[..., Any], side: str, /, *inputs: Any, **named: An
     if unknown:
         raise TypeError(
             f"model must be an open_clip CLIP, CustomTextCLIP or CLAP, whose loss depends on features alone, got "
-            f"{type(unwrapped(model)).__name__}, which also returns {', '.join(sorted(unknown))}"
+            f"{type(unwrap(model)).__name__}, which also returns {', '.join(sorted(unknown))}"
         )
     features: Tensor = output[f"{side}_features"]
     return features
 
 
 @torch.no_grad()
-def _taught(teacher: Callable[..., Any], side: str, /, *inputs: Any, **named: Any) -> Tensor:  # (n, E)
+def _encode_by_teacher(teacher: Callable[..., Any], side: str, /, *inputs: Any, **named: Any) -> Tensor:  # (n, E)
     return _features(teacher, side, *inputs, **named)
 
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints of `open_clip_train`.
 
 _PREFIX = "module."  # DDP's, which open_clip writes when it trains on several processes and accepts everywhere
 
@@ -355,9 +376,9 @@ def save_checkpoint(
         scaler: a `GradScaler`.
         name: of the run.
     """
-    state = unwrapped(model).state_dict()
+    state = unwrap(model).state_dict()
     if any(is_sharded(value) for value in state.values()):
-        raise ValueError("model must be in one piece, got one sharded by FSDP2; megabatch.towers.save writes its weights")
+        raise ValueError("model must be in one piece, got one sharded by FSDP2; megabatch_train.towers.save writes its weights")
     checkpoint = {
         "epoch": epoch,
         "name": name,
@@ -366,13 +387,13 @@ def save_checkpoint(
     }
     if scaler is not None:
         checkpoint["scaler"] = scaler.state_dict()
-    cache.write(Path(path), lambda file: torch.save(checkpoint, file))
+    file_io.write(Path(path), lambda file: torch.save(checkpoint, file))
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Any = None, *, scaler: Any = None) -> int:
     """Continues from a training checkpoint of `open_clip_train`, or of `save_checkpoint`: returns the completed epochs.
 
-    Weights alone are also read by name: `megabatch.towers.load("open_clip:ViT-B-32@logs/run/checkpoints/epoch_5.pt")`.
+    Weights alone are also read by name: `megabatch_train.towers.load("open_clip:ViT-B-32@logs/run/checkpoints/epoch_5.pt")`.
 
     Args:
         path: of the file.
@@ -384,7 +405,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Any = None, *
     if not isinstance(checkpoint, dict) or not {"epoch", "state_dict"} <= checkpoint.keys():
         found = sorted(checkpoint)[:4] if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise ValueError(f"{path} must be a training checkpoint, with epoch and state_dict, got {found}")
-    unwrapped(model).load_state_dict({key.removeprefix(_PREFIX): value for key, value in checkpoint["state_dict"].items()})
+    unwrap(model).load_state_dict({key.removeprefix(_PREFIX): value for key, value in checkpoint["state_dict"].items()})
     if optimizer is not None:
         optimizer.load_state_dict(checkpoint["optimizer"])
     if scaler is not None and "scaler" in checkpoint:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megabatch import extras
+from megabatch.dispatch import Backend
 from megabatch.integrations.late_interaction import candidate_scores, ranking_loss
-from megabatch.primitives import Backend
 
 extras.load("pylate", extra="pylate", purpose="megabatch.integrations.pylate")
 

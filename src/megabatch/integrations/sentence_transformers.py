@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,19 +23,28 @@ from torch import Tensor
 import megabatch as mb
 from megabatch import extras
 from megabatch.cached import batchnorm
-from megabatch.cached.lengths import from_mask, longest_first
-from megabatch.integrations.learned_scale import LearnedScale, differentiated
-from megabatch.losses.contrast import Contrast
-from megabatch.primitives import Backend
+from megabatch.cached.sources import from_mask, longest_first
+from megabatch.dispatch import Backend
+from megabatch.integrations.late_interaction import candidate_scores, ranking_loss
+from megabatch.integrations.wrapping import LearnedScale, differentiate
+from megabatch.losses.negatives import Contrast
 from megabatch.world import default_group
 
 extras.load("sentence_transformers", extra="sentence_transformers", purpose="megabatch.integrations.sentence_transformers")
 
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer  # noqa: E402
+from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses  # noqa: E402
+from sentence_transformers.multi_vector_encoder import scoring  # noqa: E402
 from sentence_transformers.sentence_transformer import losses as originals  # noqa: E402
-from sentence_transformers.util import cos_sim, dot_score  # noqa: E402
+from sentence_transformers.util import cat_padded_token_embeddings, cos_sim, dot_score  # noqa: E402
 
-__all__ = ["CachedGISTEmbedLoss", "CachedMultipleNegativesRankingLoss", "CachedMultipleNegativesSymmetricRankingLoss"]
+__all__ = [
+    "CachedGISTEmbedLoss",
+    "CachedMultiVectorMultipleNegativesRankingLoss",
+    "CachedMultipleNegativesRankingLoss",
+    "CachedMultipleNegativesSymmetricRankingLoss",
+    "MultiVectorDistillKLDivLoss",
+]
 
 QUERY_TO_DOC, DOC_TO_QUERY, DOC_TO_DOC = "query_to_doc", "doc_to_query", "doc_to_doc"
 _CONTRASTS: dict[str, Contrast] = {
@@ -64,7 +74,7 @@ class _LinearMemory:
         parent: Any = super()
         with self._order.of(sentence_features, self.model) as longest_first:
             loss: Tensor = parent.forward(longest_first, labels)
-        return loss if self.learned_scale is None or not torch.is_grad_enabled() else self.learned_scale.joined(loss)
+        return loss if self.learned_scale is None or not torch.is_grad_enabled() else self.learned_scale.attach(loss)
 
     def get_config_dict(self) -> dict[str, Any]:
         """The configuration for a model card."""
@@ -86,11 +96,12 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         **kwargs: likewise, by name.
         learn_temperature: whether `scale` is the initial value of a parameter, which the trainer's optimizer then trains. It
             is not part of the saved model.
-        largest_scale: upper bound of a learned scale.
+        max_scale: upper bound of a learned scale.
         labels_are_ids: whether the dataset's column "label" has an integer for each row, and rows with equal integers are not
             each other's negatives. A query with several positives becomes several rows with one label.
-        matryoshka_dims: widths that embeddings are to be cut to later; the loss is the sum over all of them. With
-            "query_to_doc", alone or "per_direction" with "doc_to_query", and without hard negatives.
+        matryoshka_dims: widths that embeddings are to be cut to later; the loss is the sum over all of them. Include the full
+            width, because columns beyond the largest width get no gradient. With "query_to_doc", alone or "per_direction" with
+            "doc_to_query", and without hard negatives.
         matryoshka_weights: one for each width (default: all 1).
         sort_by_length: whether texts of similar length are encoded together, which saves padding. Dropout then draws other
             numbers than in the original, as for another order of the batch.
@@ -102,7 +113,7 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         model: SentenceTransformer,
         *args: Any,
         learn_temperature: bool = False,
-        largest_scale: float = 100.0,
+        max_scale: float = 100.0,
         labels_are_ids: bool = False,
         matryoshka_dims: Sequence[int] | None = None,
         matryoshka_weights: Sequence[float] | None = None,
@@ -115,7 +126,7 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         if self.similarity_fct not in (cos_sim, dot_score):
             name = getattr(self.similarity_fct, "__name__", type(self.similarity_fct).__name__)
             raise ValueError(f"similarity_fct must be sentence_transformers.util.cos_sim or dot_score, got {name}")
-        self.learned_scale = LearnedScale(self.scale, largest_scale) if learn_temperature else None
+        self.learned_scale = LearnedScale(self.scale, max_scale) if learn_temperature else None
         self.labels_are_ids = labels_are_ids
         self._order = _Order(sort_by_length)
         self.matryoshka_dims, self.matryoshka_weights = matryoshka_dims, matryoshka_weights
@@ -129,11 +140,11 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         """The loss of embeddings that come in mini-batches, a list for each column of the dataset."""
         if self.labels_are_ids and labels is None:
             raise ValueError('labels must be given where labels_are_ids is True: the dataset needs a column "label"')
-        columns = self._order.restored(reps)
+        columns = self._order.restore(reps)
         if self.similarity_fct is cos_sim:
             columns = [F.normalize(column, dim=1) for column in columns]
         ids = labels if self.labels_are_ids else None
-        return differentiated(
+        return differentiate(
             lambda scale: self._loss(columns, ids, scale), self.scale, self.learned_scale, with_backward=with_backward
         )
 
@@ -284,7 +295,7 @@ class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
         **kwargs: likewise, by name.
         learn_temperature: whether 1 / `temperature` is the initial value of a parameter, which the trainer's optimizer then
             trains. It is not part of the saved model.
-        largest_scale: upper bound of a learned 1 / temperature.
+        max_scale: upper bound of a learned 1 / temperature.
         sort_by_length: whether texts of similar length are encoded together, which saves padding. Dropout then draws other
             numbers than in the original, as for another order of the batch.
     """
@@ -295,23 +306,23 @@ class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
         guide: SentenceTransformer,
         *args: Any,
         learn_temperature: bool = False,
-        largest_scale: float = 100.0,
+        max_scale: float = 100.0,
         sort_by_length: bool = True,
         **kwargs: Any,
     ) -> None:
         _one_vector("model", model)
         _one_vector("guide", guide)
         super().__init__(model, guide, *args, **kwargs)
-        self.learned_scale = LearnedScale(1 / self.temperature, largest_scale) if learn_temperature else None
+        self.learned_scale = LearnedScale(1 / self.temperature, max_scale) if learn_temperature else None
         self._order = _Order(sort_by_length)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], reps_guided: list[list[Tensor]], *, with_backward: bool = False
     ) -> Tensor:  # ()
         """The loss of embeddings and of the guide's, which come in mini-batches, a list for each column of the dataset."""
-        columns = [F.normalize(column, dim=1) for column in self._order.restored(reps)]
-        seen = [F.normalize(column, dim=1) for column in self._order.restored(reps_guided)]
-        return differentiated(
+        columns = [F.normalize(column, dim=1) for column in self._order.restore(reps)]
+        seen = [F.normalize(column, dim=1) for column in self._order.restore(reps_guided)]
+        return differentiate(
             lambda scale: self._loss(columns, seen, scale),
             1 / self.temperature,
             self.learned_scale,
@@ -359,7 +370,7 @@ class _Order:
         finally:
             self._orders = []
 
-    def restored(self, reps: list[list[Tensor]]) -> list[Tensor]:  # of (N, D)
+    def restore(self, reps: list[list[Tensor]]) -> list[Tensor]:  # of (N, D)
         """The embeddings of each column in the order of the batch, from those of its mini-batches."""
         orders = self._orders or [None] * len(reps)
         whole = [torch.cat(parts) for parts in reps]
@@ -382,8 +393,8 @@ def _one_vector(name: str, model: Any) -> None:
     """Refuses a late-interaction model: it returns one vector for each token."""
     if isinstance(model, MultiVectorEncoder):
         raise TypeError(
-            f"{name} must return one vector for each text, got {type(model).__name__}, which returns one for each token; its "
-            "losses are in megabatch.integrations.multi_vector"
+            f"{name} must return one vector for each text, got {type(model).__name__}, which returns one for each token; "
+            "use CachedMultiVectorMultipleNegativesRankingLoss or MultiVectorDistillKLDivLoss"
         )
 
 
@@ -397,3 +408,77 @@ def _own_ids(rows: Tensor) -> Tensor:  # (N,)
     """One integer per row, different on all ranks."""
     first = 0 if default_group() is None else dist.get_rank() << 40
     return torch.arange(first, first + len(rows), device=rows.device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The losses of `MultiVectorEncoder`: late interaction, without score matrices.
+
+_NORMALIZES = {scoring.colbert_scores: False, scoring.mean_colbert_scores: True}
+_NORMALIZES_CANDIDATES = {scoring.colbert_kd_scores: False, scoring.mean_colbert_kd_scores: True}
+
+
+class CachedMultiVectorMultipleNegativesRankingLoss(multi_vector_losses.CachedMultiVectorMultipleNegativesRankingLoss):
+    """sentence-transformers' loss of this name in memory that is linear in the tokens: same arguments, values and gradients.
+
+    With `gather_across_devices` the tokens of documents go round in a ring (docs/ring.md) instead of being gathered, and ranks
+    may have different numbers of pairs. Scores of float64 inputs are float64; the original rounds them to float32.
+    `score_mini_batch_size` has no effect. `similarity_fct` is `colbert_scores` or `mean_colbert_scores`. A positive all of
+    whose tokens are masked makes the loss infinite.
+
+    Args:
+        model: a MultiVectorEncoder.
+        *args: all other arguments of the original.
+        **kwargs: likewise, by name.
+        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+    """
+
+    def __init__(self, model: Any, *args: Any, backend: Backend = "auto", **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        self._normalize = _divides_scores(self.similarity_fct, _NORMALIZES, "colbert_scores or mean_colbert_scores")
+        self.backend = backend
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], masks_chunks: list[list[Tensor]], *, with_backward: bool = False
+    ) -> Tensor:  # ()
+        """The loss of token embeddings that come in mini-batches, a list for each column of the dataset."""
+        columns = [cat_padded_token_embeddings(parts, masks) for parts, masks in zip(reps, masks_chunks, strict=True)]
+        return ranking_loss(
+            [values for values, _ in columns],
+            [mask for _, mask in columns],
+            self.scale,
+            normalize=self._normalize,
+            gather=self.gather_across_devices,
+            backend=self.backend,
+            with_backward=with_backward,
+        )
+
+
+class MultiVectorDistillKLDivLoss(multi_vector_losses.MultiVectorDistillKLDivLoss):
+    """sentence-transformers' loss of this name; products exist for some queries at a time and are formed again in backward.
+
+    Same arguments, values and gradients. `similarity_fct` is `colbert_kd_scores` or `mean_colbert_kd_scores`.
+
+    Args:
+        model: a MultiVectorEncoder.
+        *args: all other arguments of the original.
+        **kwargs: likewise, by name.
+    """
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        normalize = _divides_scores(self.similarity_fct, _NORMALIZES_CANDIDATES, "colbert_kd_scores or mean_colbert_kd_scores")
+        self._normalize = normalize
+        self.similarity_fct = partial(candidate_scores, normalize=normalize)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The configuration for a model card."""
+        name = "mean_colbert_kd_scores" if self._normalize else "colbert_kd_scores"
+        return {**super().get_config_dict(), "similarity_fct": name}
+
+
+def _divides_scores(function: Any, known: dict[Any, bool], expected: str) -> bool:
+    """Whether the scores are divided by the number of query tokens."""
+    if function not in known:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(f"similarity_fct must be {expected} of sentence_transformers, got {name}")
+    return known[function]

@@ -1,9 +1,6 @@
-"""Towers that are parts of a model wrapped in DDP or FSDP2: calls go through the wrapper.
+"""Helpers of the integrations: towers inside models wrapped in DDP or FSDP2, and a scale that is learned."""
 
-DDP and FSDP2 gather parameters and prepare the reduction when the wrapper itself is called. A tower that is a part or
-a method of the model would bypass the wrapper, and its gradients would not be averaged.
-"""
-
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,15 +12,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.cached import Budget
-from megabatch.cached.dtensors import is_sharded
-from megabatch.cached.roles import modules_of
-from megabatch.cached.sharding import is_fully_sharded, shared_between_ranks
+from megabatch.cached.memory import is_sharded
+from megabatch.cached.sharding import find_distributed_modules, is_fully_sharded
 from megabatch.cached.sources import as_source
-from megabatch.cached.tower_io import call, opened
+from megabatch.cached.tower import modules_of
+from megabatch.cached.tower_io import as_encoded, call
 from megabatch.world import default_group
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Towers that are parts of a model wrapped in DDP or FSDP2: calls go through the wrapper.
+#
+# DDP and FSDP2 gather parameters and prepare the reduction when the wrapper itself is called. A tower that is a part or a
+# method of the model would bypass the wrapper, and its gradients would not be averaged.
+
 Towers = Sequence[tuple[Callable[..., Any], Any]]
-everyone = default_group  # the process group of all processes, for `group=` of a loss; None for one process
 
 
 class CachedOptions:
@@ -44,14 +46,14 @@ class CachedOptions:
         return {"chunk_size": self.chunk_size, "budget": self.budget, "budget_fraction": self.budget_fraction}
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap(model: Any) -> Any:
     """The module that DDP or `torch.compile` was given."""
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
     return model
 
 
-def whole(parameter: Tensor) -> Tensor:
+def full_tensor(parameter: Tensor) -> Tensor:
     """A parameter that the loss uses itself, gathered if FSDP2 shards it; its gradient is averaged over ranks."""
     if not is_sharded(parameter):
         return parameter
@@ -66,7 +68,7 @@ def whole(parameter: Tensor) -> Tensor:
     return found
 
 
-def routed(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
+def route_through_wrappers(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
     """The same pairs, with every tower that belongs to a wrapped model called through the wrapper.
 
     Args:
@@ -75,8 +77,8 @@ def routed(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
         model: the trainer's model: a module, DDP's wrapper, or a module sharded by FSDP2; None if towers belong to none.
     """
     if model is None:
-        return _checked(towers)
-    module = unwrapped(model)
+        return _check_towers(towers)
+    module = unwrap(model)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # if it was never imported, nothing is sharded
     first_version = fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel)
     if first_version or isinstance(model, nn.DataParallel) or not isinstance(module, nn.Module):
@@ -90,7 +92,7 @@ def routed(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
                 if inner is not tower:
                     tower = partial(_through, outer, _Part(inner, tower))
         found.append((tower, inputs))
-    return _checked(found)
+    return _check_towers(found)
 
 
 def _around(modules: Sequence[nn.Module], model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
@@ -139,13 +141,13 @@ def _through(model: Callable[..., Any], part: _Part, *args: Any, **kwargs: Any) 
         restore()
 
 
-def _checked(towers: Towers) -> list[tuple[Callable[..., Any], Any]]:
+def _check_towers(towers: Towers) -> list[tuple[Callable[..., Any], Any]]:
     """With several processes, refuses trained towers whose gradients no wrapper would average."""
-    if everyone() is not None:
+    if default_group() is not None:
         for i, (tower, _) in enumerate(towers):
             modules = modules_of(tower)
             learns = any(parameter.requires_grad for module in modules for parameter in module.parameters())
-            if learns and not shared_between_ranks(modules):
+            if learns and not find_distributed_modules(modules):
                 raise ValueError(
                     f"towers[{i}] must belong to the model, or be wrapped in DDP or FSDP2 itself, because there are "
                     f"{dist.get_world_size()} processes and its gradients would not be averaged; got {type(tower).__name__}"
@@ -154,7 +156,7 @@ def _checked(towers: Towers) -> list[tuple[Callable[..., Any], Any]]:
 
 
 @torch.no_grad()
-def encoded(towers: Towers, chunk_size: int | Sequence[int]) -> list[Tensor]:  # of (N, D)
+def encode_towers(towers: Towers, chunk_size: int | Sequence[int]) -> list[Tensor]:  # of (N, D)
     """The embeddings of each tower, encoded in chunks without gradients, for evaluation."""
     sizes = chunk_size if isinstance(chunk_size, Sequence) else [chunk_size] * len(towers)
     found = []
@@ -164,5 +166,66 @@ def encoded(towers: Towers, chunk_size: int | Sequence[int]) -> list[Tensor]:  #
         source = as_source(inputs, f"towers[{i}][1]", device)
         spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
         answers = (call(tower, chunk) for chunk in source.chunks(spans, device))
-        found.append(torch.cat([opened(answer, f"towers[{i}]").embeddings for answer in answers]))
+        found.append(torch.cat([as_encoded(answer, f"towers[{i}]").embeddings for answer in answers]))
     return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A learned temperature for a loss that runs its backward pass inside the trainer's forward pass.
+
+
+class LearnedScale(nn.Module):
+    """1 / temperature as a parameter, by its logarithm.
+
+    Its gradient is computed during the trainer's forward pass, before gradient accumulation and loss scaling apply their
+    factors. So the gradient is kept, and added to the graph of the loss that the trainer backpropagates.
+
+    Args:
+        initial: the first value.
+        largest: upper bound.
+    """
+
+    gradient: Tensor | None = None
+
+    def __init__(self, initial: float, largest: float) -> None:
+        super().__init__()
+        if not 0 < initial <= largest:
+            raise ValueError(f"max_scale must be at least the initial scale, {initial}, got {largest}")
+        self.bias = nn.Parameter(torch.tensor(math.log(initial)))  # so called because trainers decay no biases
+        self.largest = largest
+
+    def forward(self) -> Tensor:  # ()
+        """The logarithm, clamped, as a leaf apart from the parameter."""
+        with torch.no_grad():
+            self.bias.clamp_(max=math.log(self.largest))
+        return self.bias.detach().requires_grad_()
+
+    def keep(self, gradient: Tensor) -> None:
+        """Keeps the gradient from the loss, averaged over ranks, because no wrapper does that for this parameter."""
+        if default_group() is not None:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        self.gradient = gradient
+
+    def attach(self, loss: Tensor) -> Tensor:  # ()
+        """The same value, with a graph through which backward also reaches the parameter."""
+        assert self.gradient is not None, "the loss has been computed"
+        gradient, self.gradient = self.gradient, None
+        return loss + (self.bias - self.bias.detach()) * gradient
+
+
+def differentiate(
+    loss_of: Callable[[float | Tensor], Tensor], scale: float, learned: LearnedScale | None, *, with_backward: bool
+) -> Tensor:  # ()
+    """The loss. `with_backward` computes the gradients: of the embeddings in their `.grad`, of the scale in `learned`."""
+    logarithm = None if learned is None else learned()
+    loss = loss_of(scale if logarithm is None else logarithm.exp())
+    if not with_backward:
+        return loss
+    with torch.autocast(loss.device.type, enabled=False):  # backward takes its types from forward
+        loss.backward()  # type: ignore[no-untyped-call]
+    if learned is not None:
+        assert logarithm is not None
+        assert logarithm.grad is not None
+        learned.keep(logarithm.grad)
+    return loss.detach()

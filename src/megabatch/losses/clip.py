@@ -2,18 +2,17 @@
 
 from torch import Tensor
 
-from megabatch.losses.formulas import check_smoothing, cross_entropy, reduced
+from megabatch.dispatch import Backend, Group, Reduction
+from megabatch.losses.formulas import check_smoothing, cross_entropy, reduce_losses
 from megabatch.primitives import (
-    APART,
-    Backend,
-    Group,
-    Reduction,
-    is_small,
+    SEPARATE,
+    cross_entropy_loss,
+    describe_loss,
     logsumexp,
     mean_similarity,
     number,
     pairs,
-    small_cross_entropy,
+    widen_float16,
 )
 
 
@@ -22,7 +21,7 @@ def clip_loss(
     text: Tensor,  # (N, D)
     logit_scale: float | Tensor,
     *,
-    ids: Tensor | None = None,  # (N,)
+    ids: Tensor | None = None,  # (N,) or (N, 2)
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
     group: Group = None,
@@ -45,7 +44,9 @@ def clip_loss(
         image: (N, D) embeddings, usually of unit length.
         text: (N, D) embeddings; row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
-        ids: (N,) integers; pairs with equal ids (a caption that occurs twice) are not each other's negatives.
+        ids: (N,) integers; pairs with equal ids (a caption that occurs twice) are not each other's negatives. Or (N, 2), such
+            as the number of the image and the number of the text; pairs that agree in one of the two columns are then not each
+            other's negatives.
         label_smoothing: the part of the target that is spread evenly over the batch, as in `F.cross_entropy`. Not with ids.
         reduction: "mean", "sum", or "none" for one value per pair, (N,), the mean of its two directions.
         group: process group to share the batch over (default: this process only), or a `DeviceMesh` of one dimension. Each rank
@@ -55,13 +56,20 @@ def clip_loss(
         backend: "auto", "eager" (PyTorch operations) or "triton" (kernels). It changes the speed, never the result.
     """
     label_smoothing = check_smoothing(label_smoothing, ids=ids)
-    run = pairs(image, text, ("image", "text"), ids=ids, reduction=reduction, group=group, backend=backend)
+    loss = describe_loss(group, "clip_loss", label_smoothing=label_smoothing, reduction=reduction)
+    run = pairs(image, text, ("image", "text"), ids=ids, reduction=reduction, group=group, loss=loss, backend=backend)
+    standard = label_smoothing == 0
+    loss_at_once = cross_entropy_loss(
+        image, text, logit_scale, run, columns=True, name="logit_scale", ids=ids, reduction=reduction, standard=standard
+    )
+    if loss_at_once is not None:
+        return loss_at_once
     scale = number(logit_scale, "logit_scale", image)
-    if label_smoothing == 0 and is_small(image, run, reduction, tiled=True):
-        return small_cross_entropy(image, text, scale, run, ids=ids, columns=True, reduction=reduction)
-    row, col, match, share = logsumexp(image, text, scale, run, ids=(ids, ids), diagonal=APART, columns=True)
-    losses = [cross_entropy(row, match), cross_entropy(col, match)]
+    if label_smoothing > 0:
+        image, text = widen_float16(image), widen_float16(text)
+    row, col, match, mean_weight = logsumexp(image, text, scale, run, ids=(ids, ids), diagonal=SEPARATE, columns=True)
+    losses = [cross_entropy(row, match, image), cross_entropy(col, match, image)]
     if label_smoothing > 0:
         means = mean_similarity(image, [(text, None)], scale, run), mean_similarity(text, [(image, None)], scale, run)
         losses = [loss + label_smoothing * (match - mean) for loss, mean in zip(losses, means, strict=True)]
-    return reduced(losses, share, reduction)
+    return reduce_losses(losses, mean_weight, reduction, image)

@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from megabatch import checks
-from megabatch.losses.formulas import reduced
-from megabatch.primitives import Backend, Group, Reduction, execution, number, pairs, soft_cross_entropy
+from megabatch.dispatch import Backend, Group, Reduction
+from megabatch.losses.formulas import reduce_losses
+from megabatch.primitives import describe_loss, execution, number, pairs, soft_cross_entropy
 
 
 def soft_clip_loss(
@@ -46,7 +47,8 @@ def soft_clip_loss(
         group: see `clip_loss`.
         backend: see `clip_loss`.
     """
-    run = pairs(image, text, ("image", "text"), reduction=reduction, group=group, backend=backend)
+    loss = describe_loss(group, "soft_clip_loss", reduction=reduction)
+    run = pairs(image, text, ("image", "text"), reduction=reduction, group=group, loss=loss, backend=backend)
     names = ("teacher_image", "teacher_text")
     teacher_run = execution(teacher_image, teacher_text, names, same_rows=True, backend=backend)
     checks.same_rows(teacher_image, names[0], image, "image")
@@ -55,5 +57,5 @@ def soft_clip_loss(
     if isinstance(teacher_scale, Tensor):
         checks.without_gradient([teacher_scale], ["teacher_scale"])
     teacher = teacher_image, teacher_text, target_scale
-    row, col, share = soft_cross_entropy((image, text, scale), teacher, (run, teacher_run))
-    return reduced((row, col), share, reduction)
+    row, col, mean_weight = soft_cross_entropy((image, text, scale), teacher, (run, teacher_run))
+    return reduce_losses((row, col), mean_weight, reduction, image)

@@ -12,29 +12,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.primitives import Reduction, exact_softplus, finite_or_zero
+from megabatch.dispatch import Reduction
+from megabatch.primitives import accumulator_dtype, exact_softplus, finite_or_zero
 
 
-def cross_entropy(negatives: Tensor, match: Tensor) -> Tensor:
+def cross_entropy(negatives: Tensor, match: Tensor, like: Tensor) -> Tensor:  # (N,), (N,)
     """log(1 + exp(negatives − match)), −log of the match's probability; never negative.
+
+    Negatives and match are float64. Their difference is rounded to the type of losses of embeddings `like`: less is saved for
+    backward.
 
     NaN where the match is +inf, as in a dense cross-entropy. The difference alone would call such a pair certain, and a run
     whose products overflow would look perfect.
     """
     overflow = match.detach().clamp_min(0.0) * 0.0  # NaN where the match is +inf, elsewhere 0
-    return exact_softplus(negatives - match + overflow)
+    return exact_softplus((negatives - match + overflow).to(accumulator_dtype(like.dtype)))
 
 
-def reduced(directions: Sequence[Tensor], share: Tensor, reduction: Reduction) -> Tensor:  # (N,) each, () → () or (N,)
+def reduce_losses(
+    directions: Sequence[Tensor],  # (N,) each
+    mean_weight: Tensor,  # ()
+    reduction: Reduction,
+    like: Tensor,
+) -> Tensor:  # () or (N,)
     """The mean of the directions; over the rows, this rank's part of the mean, the sum, or nothing.
 
-    A number is added up in float64 and rounded once.
+    Added up in float64, and rounded once to the type of losses of embeddings `like`.
     """
-    losses = torch.stack(tuple(directions))
+    losses, dtype = torch.stack(tuple(directions)), accumulator_dtype(like.dtype)
     if reduction == "none":
-        return losses.mean(0)
+        return losses.mean(0).to(dtype)
     total = losses.sum(dtype=torch.float64) / len(losses)
-    return (total * share if reduction == "mean" else total).to(losses.dtype)
+    return (total * mean_weight if reduction == "mean" else total).to(dtype)
 
 
 def log_add(terms: Sequence[Tensor], like: Tensor) -> Tensor:  # (N,)

@@ -1,24 +1,29 @@
-"""InfoNCE: each query finds its key among many. Dense retrieval, two-tower recommenders, MoCo and GTE are forms of it."""
+"""InfoNCE and its two variants with other treatments of negatives: DCL (decoupled) and HCL (hard negatives)."""
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from megabatch.losses.contrast import QUERY_KEY, Batch, Contrast, Sums
-from megabatch.losses.formulas import check_smoothing, cross_entropy, reduced
-from megabatch.losses.negatives import Negatives
-from megabatch.primitives import Backend, Group, Reduction, is_small, mean_similarity, number, pairs, small_cross_entropy
+from megabatch.dispatch import Backend, Group, Reduction
+from megabatch.losses.formulas import check_smoothing, cross_entropy, number_in_range, reduce_losses
+from megabatch.losses.negatives import KEY_KEY, QUERY_KEY, Contrast, ContrastBatch, ContrastSums, Direction, Negatives
+from megabatch.primitives import cross_entropy_loss, mean_similarity, pairs, sum_over_ranks
+
+# ----------------------------------------------------------------------------------------------------------------------
+# InfoNCE: each query finds its key among many. Dense retrieval, two-tower recommenders, MoCo and GTE are forms of it.
 
 
 def info_nce_loss(
     query: Tensor,  # (N, D)
     key: Tensor,  # (N, D)
-    *,
     scale: float | Tensor,
+    *,
     negatives: Tensor | Negatives | Sequence[Tensor | Negatives] | None = None,
     contrast: Sequence[Contrast] = (QUERY_KEY,),
     symmetric: bool = False,
-    ids: Tensor | None = None,  # (N,)
+    ids: Tensor | None = None,  # (N,) or (N, 2)
     log_q: Tensor | None = None,  # (N,)
     margin: float | Tensor | None = None,  # or (N,)
     guide: tuple[Tensor, Tensor] | None = None,  # (N, E), (N, E)
@@ -51,7 +56,8 @@ def info_nce_loss(
             "query-query", the query with other queries; "key-query" and "key-key", its key with other queries, or with other
             keys and the hard negatives of other queries. All four are GTE's form; `()` leaves only `negatives`.
         symmetric: the mean of both directions; in the second, queries and keys swap roles, and `negatives` are not used.
-        ids: (N,) integers; queries and keys with equal ids (a document that occurs twice) are not each other's negatives.
+        ids: (N,) integers; queries and keys with equal ids (a document that occurs twice) are not each other's negatives. Or
+            (N, 2), such as the number of the query and the number of the key; see `clip_loss`.
         log_q: (N,) logarithm of how often each key is sampled; subtracted from all similarities of the key.
         margin: a negative whose product ⟨query, key⟩ exceeds that of the query's own key by more than the margin is left out,
             because it is probably an unlabelled match. A number, or one per query, (N,). It has no gradient.
@@ -67,10 +73,10 @@ def info_nce_loss(
     others_are_keys = negatives is None and contrast in ((QUERY_KEY,), [QUERY_KEY])
     if others_are_keys and log_q is None and margin is None and guide is None and label_smoothing == 0 and group is None:
         run = pairs(query, key, ("query", "key"), ids=ids, reduction=reduction, backend=backend)
-        if is_small(query, run, reduction, tiled=True, rows_only=not symmetric):
-            factor = number(scale, "scale", query)
-            return small_cross_entropy(query, key, factor, run, ids=ids, columns=symmetric, reduction=reduction)
-    batch = Batch.of(
+        loss_at_once = cross_entropy_loss(query, key, scale, run, columns=symmetric, name="scale", ids=ids, reduction=reduction)
+        if loss_at_once is not None:
+            return loss_at_once
+    batch = ContrastBatch.of(
         query,
         key,
         scale,
@@ -84,18 +90,20 @@ def info_nce_loss(
         reduction=reduction,
         group=group,
         backend=backend,
+        loss="info_nce_loss",
+        label_smoothing=label_smoothing,
     )
     if label_smoothing > 0:
         _check_smoothed(batch)
     sums = batch.sums()
-    losses = [cross_entropy(negatives, match) for negatives, match in sums.directions]
+    losses = [cross_entropy(negatives, match, query) for negatives, match in sums.directions]
     if label_smoothing > 0:
         above = _above_the_mean(batch, sums)
         losses = [loss + label_smoothing * more for loss, more in zip(losses, above, strict=True)]
-    return reduced(losses, sums.share, reduction)
+    return reduce_losses(losses, sums.mean_weight, reduction, query)
 
 
-def _above_the_mean(batch: Batch, sums: Sums) -> list[Tensor]:  # (N,) each
+def _above_the_mean(batch: ContrastBatch, sums: ContrastSums) -> list[Tensor]:  # (N,) each
     """s_ii less the mean of all similarities of query i, for each direction."""
     keys = [(batch.key, batch.log_q), *((further.keys, further.log_q) for further in batch.negatives)]
     queries: list[tuple[Tensor, Tensor | None]] = [(batch.query, None)]
@@ -106,8 +114,216 @@ def _above_the_mean(batch: Batch, sums: Sums) -> list[Tensor]:  # (N,) each
     ]
 
 
-def _check_smoothed(batch: Batch) -> None:
+def _check_smoothed(batch: ContrastBatch) -> None:
     if any(further.private for further in batch.negatives):
         raise ValueError("negatives must not be private with label smoothing, whose mean is taken over all keys of the batch")
     if tuple(batch.contrast) != (QUERY_KEY,):
         raise ValueError(f"contrast must be ({QUERY_KEY!r},) with label smoothing, got {batch.contrast!r}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Decoupled contrastive learning (Yeh et al. 2022): InfoNCE with a query's own key left out of the denominator.
+
+
+def dcl_loss(
+    query: Tensor,  # (N, D)
+    key: Tensor,  # (N, D)
+    scale: float | Tensor,
+    *,
+    negatives: Tensor | Negatives | Sequence[Tensor | Negatives] | None = None,
+    contrast: Sequence[Contrast] = (QUERY_KEY,),
+    symmetric: bool = False,
+    ids: Tensor | None = None,  # (N,) or (N, 2)
+    log_q: Tensor | None = None,  # (N,)
+    margin: float | Tensor | None = None,  # or (N,)
+    guide: tuple[Tensor, Tensor] | None = None,  # (N, E), (N, E)
+    reduction: Reduction = "mean",
+    group: Group = None,
+    backend: Backend = "auto",
+) -> Tensor:  # () or (N,)
+    """The mean of log Σ_{j≠i} exp s_ij − s_ii. The gradient of a pair stays large even if the pair is almost certain.
+
+    Same value and gradients as
+
+        logits = scale * query @ key.T
+        own = torch.eye(len(logits), dtype=torch.bool)
+        return (logits.masked_fill(own, -torch.inf).logsumexp(1) - logits.diagonal()).mean()
+
+    It may be negative. The loss of a query without negatives is 0. The paper's form for two views is
+    `contrast=("query-key", "query-query"), symmetric=True`.
+
+    Example:
+        loss = mb.dcl_loss(query, key, scale=10.0)
+
+    Args:
+        query: (N, D) embeddings, usually of unit length.
+        key: (N, D) embeddings; row i belongs to row i of `query`.
+        scale: the inverse temperature: a float, or a tensor of one element.
+        negatives: see `info_nce_loss`.
+        contrast: see `info_nce_loss`.
+        symmetric: see `info_nce_loss`.
+        ids: see `info_nce_loss`.
+        log_q: see `info_nce_loss`.
+        margin: see `info_nce_loss`.
+        guide: see `info_nce_loss`.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        group: see `clip_loss`.
+        backend: see `clip_loss`.
+    """
+    batch = ContrastBatch.of(
+        query,
+        key,
+        scale,
+        negatives,
+        contrast,
+        symmetric=symmetric,
+        ids=ids,
+        log_q=log_q,
+        margin=margin,
+        guide=guide,
+        reduction=reduction,
+        group=group,
+        backend=backend,
+        loss="dcl_loss",
+    )
+    sums = batch.sums()
+    losses = [torch.where(negatives == -torch.inf, 0.0, negatives - match) for negatives, match in sums.directions]
+    return reduce_losses(losses, sums.mean_weight, reduction, query)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hard-negative reweighting (Robinson et al. 2021), and with β = 0 the debiased loss (Chuang et al. 2020).
+#
+# A negative is weighted by exp(β·s), normalised. A part τ⁺ of the negatives is expected to match by chance; its share of
+# the sum is subtracted. Both need two sums of exponentials, of (1 + β)·s and of β·s, from one pass each.
+
+
+def hcl_loss(
+    query: Tensor,  # (N, D)
+    key: Tensor,  # (N, D)
+    scale: float | Tensor,
+    *,
+    beta: float = 1.0,
+    tau_plus: float = 0.1,
+    negatives: Tensor | Negatives | Sequence[Tensor | Negatives] | None = None,
+    contrast: Sequence[Contrast] = (QUERY_KEY,),
+    symmetric: bool = False,
+    ids: Tensor | None = None,  # (N,) or (N, 2)
+    margin: float | Tensor | None = None,  # or (N,)
+    guide: tuple[Tensor, Tensor] | None = None,  # (N, E), (N, E)
+    reduction: Reduction = "mean",
+    group: Group = None,
+    backend: Backend = "auto",
+) -> Tensor:  # () or (N,)
+    """InfoNCE with its n negatives weighted by exp(β·s), and the expected share of chance matches subtracted.
+
+    Same value and gradients as, with s the similarities of a query to its n negatives and p the similarity to its own key:
+
+        weighted = n * ((1 + beta) * s).exp().sum(1) / (beta * s).exp().sum(1)
+        negatives = ((weighted - tau_plus * n * p.exp()) / (1 - tau_plus)).clamp_min(n * math.exp(-scale))
+        return -(p.exp() / (p.exp() + negatives)).log().mean()
+
+    Embeddings must have unit length: the clamp is the least sum of n such similarities. The paper's form for two views is
+    `contrast=("query-key", "query-query"), symmetric=True`. There is no `log_q`: the loss depends on the number of negatives,
+    and a correction for their sampling would change it.
+
+    Example:
+        loss = mb.hcl_loss(query, key, scale=2.0, beta=1.0, tau_plus=0.1, negatives=[hard, bank])
+
+    Args:
+        query: (N, D) embeddings of unit length.
+        key: (N, D) embeddings of unit length; row i belongs to row i of `query`.
+        scale: the inverse temperature: a float, or a tensor of one element.
+        beta: concentration of the weights on similar negatives; 0 weights all alike.
+        tau_plus: the probability that a random key is a match; below 1.
+        negatives: see `info_nce_loss`; they count in n.
+        contrast: see `info_nce_loss`.
+        symmetric: see `info_nce_loss`.
+        ids: see `info_nce_loss`; n counts only what is not left out.
+        margin: see `info_nce_loss`; n counts only what is not left out.
+        guide: see `info_nce_loss`.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        group: see `clip_loss`.
+        backend: see `clip_loss`.
+    """
+    beta = number_in_range("beta", beta, "of at least 0")
+    tau_plus = number_in_range("tau_plus", tau_plus, "from 0 to below 1", below=1)
+    batch = ContrastBatch.of(
+        query,
+        key,
+        scale,
+        negatives,
+        contrast,
+        symmetric=symmetric,
+        ids=ids,
+        log_q=None,
+        margin=margin,
+        guide=guide,
+        reduction=reduction,
+        group=group,
+        backend=backend,
+        loss="hcl_loss",
+        beta=beta,
+        tau_plus=tau_plus,
+    )
+    if any(further.log_q is not None for further in batch.negatives):
+        raise ValueError(
+            "negatives.log_q must be None: hcl_loss counts its negatives, and has no correction for their sampling"
+        )
+    counts = _log_counts(batch)
+    upper, mean_weight = batch.sums(batch.scale * (1 + beta))
+    nothing = torch.zeros_like(upper[0].match)
+    lower = batch.sums(batch.scale * beta).directions if beta > 0 else [Direction(count, nothing) for count in counts]
+    losses = []
+    for (total, match_above), (weight, match_below), count in zip(upper, lower, counts, strict=True):
+        match = match_above / (1 + beta)
+        # (1 + β)·s and β·s are rounded apart. What that adds to their difference is known from the match, whose is s.
+        rounding = (match - (match_above - match_below)).detach()
+        weighted = total - _finite(weight) + _finite(count) + torch.where(rounding.isfinite(), rounding, 0.0)
+        debiased = _debias(weighted, count, match, batch.scale, tau_plus)
+        losses.append(cross_entropy(debiased, match, query))
+    return reduce_losses(losses, mean_weight, reduction, query)
+
+
+def _debias(
+    weighted: Tensor,  # (N,) log Σ over the negatives, reweighted; −inf without any
+    count: Tensor,  # (N,) log n
+    match: Tensor,  # (N,)
+    scale: Tensor,  # ()
+    tau_plus: float,
+) -> Tensor:  # (N,)
+    """log((exp weighted − τ⁺·n·exp match) / (1 − τ⁺)), and at least log(n·exp(−scale))."""
+    nothing = weighted == -torch.inf
+    weighted, count = _finite(weighted), _finite(count)
+    floor = count - scale
+    if tau_plus == 0:
+        debiased = weighted
+    else:
+        chance = math.log(tau_plus) + count + match - weighted  # log of the part that is subtracted
+        too_much = chance >= 0
+        kept = (-torch.expm1(torch.where(too_much, -1.0, chance))).log()
+        debiased = torch.where(too_much, floor, weighted + kept - math.log1p(-tau_plus))
+    return torch.where(nothing, -torch.inf, torch.maximum(debiased, floor))
+
+
+def _log_counts(batch: ContrastBatch) -> list[Tensor]:  # (N,) each
+    """The logarithm of the number of negatives of each query, and of each key."""
+    owned = any(further.owner is not None for further in batch.negatives)
+    if batch.ids is not None or batch.limit is not None or (owned and KEY_KEY in batch.contrast):
+        with torch.no_grad():  # the numbers differ from query to query: sums of exp(0)
+            return [counted.negatives for counted in batch.sums(torch.zeros_like(batch.scale)).directions]
+    N = len(batch.query)
+    shared = sum(len(further.keys) for further in batch.negatives if not further.private)
+    whole = sum_over_ranks(torch.stack([torch.full_like(batch.scale, size) for size in (N, shared)]), batch.run)
+    of_keys = ((whole[0] - 1) * len(batch.contrast)).expand(N)
+    of_queries = of_keys + whole[1]
+    for further in batch.negatives:
+        if further.private and further.owner is not None:
+            of_queries = of_queries.index_add(0, further.owner, torch.ones_like(further.owner, dtype=of_queries.dtype))
+    counts = [of_queries, of_keys] if batch.symmetric else [of_queries]
+    return [count.log() for count in counts]
+
+
+def _finite(logarithm: Tensor) -> Tensor:
+    """0 in place of −inf, where there are no negatives."""
+    return torch.where(logarithm == -torch.inf, 0.0, logarithm)

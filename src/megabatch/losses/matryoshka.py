@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import checks
+from megabatch.dispatch import Backend, Group, Reduction
 from megabatch.losses.clip import clip_loss
 from megabatch.losses.info_nce import info_nce_loss
-from megabatch.primitives import Backend, Group, Reduction, autocast_device, number
+from megabatch.primitives import autocast_device, describe_loss, execution, number, sum_over_ranks
 
 
 def matryoshka_clip_loss(
@@ -23,7 +24,7 @@ def matryoshka_clip_loss(
     widths: Sequence[int],
     weights: Sequence[float] | None = None,
     symmetric: bool = True,
-    ids: Tensor | None = None,  # (N,)
+    ids: Tensor | None = None,  # (N,) or (N, 2)
     reduction: Reduction = "mean",
     group: Group = None,
     backend: Backend = "auto",
@@ -43,14 +44,17 @@ def matryoshka_clip_loss(
     Prefixes are normalised in float32. With half-precision inputs, or under autocast, each normalised prefix is rounded once
     before it is multiplied, and gradients are float32 until the gradients of all widths are added.
 
+    Columns beyond the largest width get no gradient. So include D, the full width, unless embeddings are always cut.
+
     Example:
-        loss = mb.matryoshka_clip_loss(image, text, logit_scale, widths=[64, 128, 256], weights=[0.25, 0.5, 1.0])
+        widths = [64, 128, image.shape[1]]
+        loss = mb.matryoshka_clip_loss(image, text, logit_scale, widths=widths, weights=[0.25, 0.5, 1.0])
 
     Args:
         image: (N, D) embeddings; they need no unit length, because every prefix is normalised.
         text: (N, D) embeddings; row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
-        widths: widths of the prefixes; all different, none more than D.
+        widths: widths of the prefixes; all different, none more than D, which should be one of them.
         weights: one number for each width (default: all 1).
         symmetric: the mean of both directions, as in `clip_loss`; False for image to text alone, as in `info_nce_loss`.
         ids: see `clip_loss`.
@@ -65,13 +69,23 @@ def matryoshka_clip_loss(
     scale = number(logit_scale, "logit_scale", image, shared=True)
     # Converted once, so that the gradients of all widths are added in float32.
     images, texts = (side.to(torch.promote_types(side.dtype, torch.float32)) for side in (image, text))
+    nothing = _agree_on_weights(list(weighted.values()), image, text, group)
     losses = []
     with _products_in(image):
         for width, weight in weighted.items():
             x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
             loss = clip_loss(x, y, scale, **options) if symmetric else info_nce_loss(x, y, scale=scale, **options)
             losses.append(weight * loss.double())
-    return torch.stack(losses).sum(0).to(loss.dtype)
+    return (torch.stack(losses).sum(0) + nothing).to(loss.dtype)
+
+
+def _agree_on_weights(weights: list[float], image: Tensor, text: Tensor, group: Group) -> Tensor:  # ()
+    """0, once all ranks have the same weights. The losses of the widths compare everything else."""
+    nothing = torch.zeros((), dtype=torch.float64, device=image.device)
+    if group is None:
+        return nothing
+    loss = describe_loss(group, "matryoshka_clip_loss", weights=weights)
+    return sum_over_ranks(nothing.reshape(1), execution(image, text, group=group, loss=loss))[0]
 
 
 def _products_in(image: Tensor) -> Any:

@@ -1,12 +1,30 @@
-"""Negatives from outside the batch: hard negatives, or keys of earlier steps; and their checks."""
+"""Negatives from outside the batch, and the sums over all negatives of a query that InfoNCE, DCL and HCL share."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megabatch import checks, primitives
+from megabatch.dispatch import Backend, Group, Reduction
+from megabatch.losses.formulas import log_add, segment_logsumexp
+from megabatch.primitives import (
+    SEPARATE,
+    SKIPPED,
+    Ceiling,
+    Execution,
+    LogSums,
+    ceiling_above,
+    execution,
+    logits_of,
+    logsumexp,
+    matching_products,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Negatives from outside the batch: hard negatives, or keys of earlier steps; and their checks.
 
 
 class Negatives(NamedTuple):
@@ -16,7 +34,8 @@ class Negatives(NamedTuple):
 
     Attributes:
         keys: (M, D), or (N, K, D) for K of each query.
-        ids: (M,) or (N, K); not a negative of queries with the same id.
+        ids: (M,) or (N, K); not a negative of queries with the same id. If the ids of the batch have two columns, (M, 2) or
+            (N, K, 2).
         log_q: (M,) or (N, K); subtracted from their similarities.
         owner: (M,) the query that each was found for, by its row on this rank; known for (N, K, D).
         private: whether they are negatives of their owner alone.
@@ -46,7 +65,9 @@ class Negatives(NamedTuple):
         return Negatives(keys, ids, log_q, owner, self.private, guide)
 
 
-def checked(value: Any, query: Tensor, ids: Tensor | None, *, against_keys: bool, guided: bool) -> tuple[Negatives, ...]:
+def check_negatives(
+    value: Any, query: Tensor, ids: Tensor | None, *, against_keys: bool, guided: bool
+) -> tuple[Negatives, ...]:
     """The argument `negatives` of a loss, checked: flat, and in the types that operators take.
 
     Args:
@@ -62,10 +83,10 @@ def checked(value: Any, query: Tensor, ids: Tensor | None, *, against_keys: bool
     if several and not isinstance(value, Sequence):
         raise TypeError(f"negatives must be a tensor, Negatives, a sequence of these or None, got {type(value).__name__}")
     named = [(f"negatives[{i}]", part) for i, part in enumerate(value)] if several else [("negatives", value)]
-    return tuple(_checked(part, name, query, ids, against_keys=against_keys, guided=guided) for name, part in named)
+    return tuple(_check_part(part, name, query, ids, against_keys=against_keys, guided=guided) for name, part in named)
 
 
-def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, *, against_keys: bool, guided: bool) -> Negatives:
+def _check_part(value: Any, name: str, query: Tensor, ids: Tensor | None, *, against_keys: bool, guided: bool) -> Negatives:
     if isinstance(value, Tensor):
         value = Negatives(value)
     if not isinstance(value, Negatives):
@@ -74,7 +95,7 @@ def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, *, agains
     flat = value.flat()
     keys = flat.keys
     checks.embeddings(query, keys, ("query", name))
-    checks.ids(flat.ids, f"{name}.ids", keys, name)
+    checks.ids(flat.ids, f"{name}.ids", keys, name, two_columns=True)
     checks.offsets(flat.log_q, f"{name}.log_q", keys, name)
     checks.ids(flat.owner, f"{name}.owner", keys, name)
     if flat.owner is not None and _can_look_at(flat.owner) and ((flat.owner < 0) | (flat.owner >= len(query))).any():
@@ -83,6 +104,11 @@ def _checked(value: Any, name: str, query: Tensor, ids: Tensor | None, *, agains
         raise ValueError(f"{name} must have shape (N, K, D) or owners to be private, got shape {tuple(keys.shape)}")
     if flat.ids is not None and ids is None:
         raise ValueError(f"ids must be given where {name}.ids are, because the two are compared, got None")
+    if flat.ids is not None and ids is not None and flat.ids.dim() != ids.dim():
+        raise ValueError(
+            f"{name}.ids must have as many columns as ids, because the two are compared, got shapes {tuple(flat.ids.shape)} "
+            f"and {tuple(ids.shape)}"
+        )
     if flat.ids is not None and flat.owner is not None and not flat.private and against_keys:
         raise ValueError(
             f'{name}.ids must be None with the contrast "key-key": there the negatives of a query are left out by their owner, '
@@ -121,3 +147,244 @@ def _check_shapes(value: Negatives, name: str, query: Tensor) -> None:
 def _can_look_at(values: Tensor) -> bool:
     """Whether the host can read values without waiting for a GPU. On the meta device and in a traced graph there are none."""
     return not values.is_cuda and not values.is_meta and not torch.compiler.is_compiling()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The sums of the losses over queries and keys: over the batch, hard negatives and keys of earlier steps.
+#
+# Every loss of this family is a function of two numbers for each query i: log Σ exp(s) over its negatives, and s_ii, its
+# similarity to its own key. Each kind of negative takes one pass, and their sums are put together by adding exponentials.
+
+
+# Rows and columns of a pass; row i belongs to query i, column j is a negative of it.
+QUERY_KEY: Final = "query-key"
+KEY_QUERY: Final = "key-query"
+QUERY_QUERY: Final = "query-query"
+KEY_KEY: Final = "key-key"
+Contrast = Literal["query-key", "key-query", "query-query", "key-key"]
+CONTRASTS: tuple[Contrast, ...] = (QUERY_KEY, KEY_QUERY, QUERY_QUERY, KEY_KEY)
+_SWAPPED: dict[Contrast, Contrast] = {QUERY_KEY: KEY_QUERY, KEY_QUERY: QUERY_KEY, QUERY_QUERY: KEY_KEY, KEY_KEY: QUERY_QUERY}
+
+
+class Direction(NamedTuple):
+    """The numbers that a loss is made of: of queries that look for their keys, or of keys that look for their queries."""
+
+    negatives: Tensor  # (N,) float64, log Σ exp(s) over the negatives of query i; −inf without any
+    match: Tensor  # (N,) float64, s_ii
+
+
+class ContrastSums(NamedTuple):
+    """One direction or both. A sum over local queries times `mean_weight` is this rank's part of a mean over the batch."""
+
+    directions: tuple[Direction, ...]
+    mean_weight: Tensor  # ()
+
+
+@dataclass(frozen=True)
+class ContrastBatch:
+    """Queries, their keys, and what is known of them; row i of `key` belongs to row i of `query`."""
+
+    query: Tensor  # (N, D)
+    key: Tensor  # (N, D)
+    scale: Tensor  # () float64
+    contrast: Sequence[Contrast]
+    symmetric: bool
+    run: Execution
+    ids: Tensor | None  # (N,) or (N, 2)
+    log_q: Tensor | None  # (N,)
+    negatives: tuple[Negatives, ...]  # flat
+    limit: Tensor | None  # (N,) keys with a larger product are left out
+    guide: tuple[Tensor, Tensor] | None  # (N, E), (N, E): whose products are compared with the limit
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        scale: float | Tensor,
+        negatives: Tensor | Negatives | Sequence[Tensor | Negatives] | None,
+        contrast: Sequence[Contrast],
+        *,
+        symmetric: bool,
+        ids: Tensor | None,
+        log_q: Tensor | None,
+        margin: float | Tensor | None,
+        guide: tuple[Tensor, Tensor] | None,
+        reduction: Reduction,
+        group: Group,
+        backend: Backend,
+        loss: str,
+        **settings: Any,
+    ) -> "ContrastBatch":
+        """The arguments of a loss, checked; over a group, ranks compare its name and further settings, too."""
+        _check_contrast(contrast)
+        alike = None if margin is None else "tensor" if isinstance(margin, Tensor) else margin
+        loss = primitives.describe_loss(group, loss, **settings, margin=alike, reduction=reduction)
+        purpose = _purpose(contrast, symmetric=symmetric)
+        run = primitives.pairs(
+            *(query, key, ("query", "key")),
+            ids=ids,
+            reduction=reduction,
+            group=group,
+            purpose=purpose,
+            loss=loss,
+            backend=backend,
+        )
+        checks.offsets(log_q, "log_q", key, "key")
+        further = check_negatives(negatives, query, ids, against_keys=KEY_KEY in contrast, guided=guide is not None)
+        limit = _limit(query, key, margin, guide, backend)
+        number, correction = primitives.number(scale, "scale", query, shared=True), primitives.offsets(log_q, query)
+        query, key = primitives.widen_float16(query), primitives.widen_float16(key)
+        further = tuple(part._replace(keys=primitives.widen_float16(part.keys)) for part in further)
+        return cls(query, key, number, contrast, symmetric, run, ids, correction, further, limit, guide)
+
+    def sums(self, scale: Tensor | None = None) -> ContrastSums:
+        """The sums over the negatives named by `contrast`, and over further negatives; if `symmetric`, also the sums of keys.
+
+        Args:
+            scale: () in place of the batch's own.
+        """
+        scale = self.scale if scale is None else scale
+        swapped = [_SWAPPED[name] for name in self.contrast] if self.symmetric else []
+        terms, match, mean_weight = self._terms(scale, {*self.contrast, *swapped})
+        of_query = [terms[name] for name in self.contrast] + [self._further(scale, n) for n in self.negatives]
+        if KEY_KEY in self.contrast:
+            owned = [n for n in self.negatives if n.owner is not None and not n.private]
+            of_query += [self._further_of_keys(scale, n) for n in owned]
+        queries = Direction(log_add(of_query, match), match if self.log_q is None else match - self.log_q)
+        if not self.symmetric:
+            return ContrastSums((queries,), mean_weight)
+        return ContrastSums((queries, Direction(log_add([terms[name] for name in swapped], match), match)), mean_weight)
+
+    def _terms(self, scale: Tensor, names: Collection[Contrast]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """One (N,) for each name, the matching similarities and the `mean_weight`."""
+        terms: dict[str, Tensor] = {}
+        match = mean_weight = None
+        if QUERY_KEY in names and KEY_QUERY in names and self.limit is None:
+            terms[QUERY_KEY], terms[KEY_QUERY], match, mean_weight = self._in_batch(scale, QUERY_KEY, columns=True)
+        for name in (name for name in CONTRASTS if name in names and name not in terms):
+            sums = self._in_batch(scale, name)
+            terms[name] = sums.row
+            if name in (QUERY_KEY, KEY_QUERY):
+                match, mean_weight = sums.match, sums.mean_weight
+        if match is None or mean_weight is None:
+            products, _, mean_weight = matching_products(self.query, self.key, self.run)
+            match = logits_of(products, scale, self.run)
+        return terms, match, mean_weight
+
+    def _in_batch(self, scale: Tensor, name: str, *, columns: bool = False) -> LogSums:
+        """log Σ_{j≠i} exp s_ij, with `columns` both directions from one pass, and s_ii where rows and columns match."""
+        side = {"query": self.query, "key": self.key}
+        seen = {} if self.guide is None else dict(zip(side, self.guide, strict=True))
+        of_rows, of_columns = name.split("-")
+        log_q = None if of_columns == "query" else self.log_q
+        row, col, match, mean_weight = logsumexp(
+            side[of_rows],
+            side[of_columns],
+            scale,
+            self.run,
+            col_bias=None if log_q is None else -log_q,
+            ids=(self.ids, self.ids),
+            diagonal=SKIPPED if of_rows == of_columns else SEPARATE,
+            columns=columns,
+            ceiling=self._ceiling(seen.get(of_rows), seen.get(of_columns)),
+        )
+        if log_q is not None and of_rows != of_columns:
+            col, match = col + log_q if columns else col, match + log_q
+        return LogSums(row, col, match, mean_weight)
+
+    def _further(self, scale: Tensor, negatives: Negatives) -> Tensor:  # (N,)
+        """Queries against keys that are not of the batch."""
+        if negatives.private:
+            return self._private(scale, negatives)
+        ids = (None, None) if self.ids is None or negatives.ids is None else (self.ids, negatives.ids)
+        return self._against(scale, self.query, negatives, ids, None if self.guide is None else self.guide[0])
+
+    def _further_of_keys(self, scale: Tensor, negatives: Negatives) -> Tensor:  # (N,)
+        """Keys against the hard negatives of other queries."""
+        assert negatives.owner is not None
+        # Rows of different ranks have to differ.
+        first = self.run.rank << 40
+        own = torch.arange(first, first + len(self.key), device=self.key.device)
+        ids = own, negatives.owner + first
+        return self._against(scale, self.key, negatives, ids, None if self.guide is None else self.guide[1])
+
+    def _against(
+        self,
+        scale: Tensor,
+        rows: Tensor,  # (N, D)
+        negatives: Negatives,
+        ids: tuple[Tensor | None, Tensor | None],
+        seen: Tensor | None,  # (N, E)
+    ) -> Tensor:  # (N,)
+        return logsumexp(
+            rows,
+            negatives.keys,
+            scale,
+            self.run,
+            col_bias=None if negatives.log_q is None else -negatives.log_q,
+            ids=ids,
+            ceiling=self._ceiling(seen, negatives.guide),
+        ).row
+
+    def _private(self, scale: Tensor, negatives: Negatives) -> Tensor:  # (N,)
+        """Each query against its own hard negatives alone: O(M·D), no pass over pairs."""
+        owner = negatives.owner
+        assert owner is not None
+        products, *_ = matching_products(self.query[owner], negatives.keys, self.run._replace(group=""))
+        s = logits_of(products, scale, self.run)
+        if negatives.log_q is not None:
+            s = s - negatives.log_q
+        if self.ids is not None and negatives.ids is not None:
+            same = self.ids[owner] == negatives.ids
+            s = s.masked_fill(same if same.dim() == 1 else same.any(1), -torch.inf)
+        if self.limit is not None:
+            compared = products.detach()
+            if self.guide is not None and negatives.guide is not None:
+                seen = self.guide[0][owner]
+                compared, *_ = matching_products(seen, negatives.guide, execution(seen, negatives.guide))
+            s = s.masked_fill(compared > self.limit[owner], -torch.inf)
+        return segment_logsumexp(s, owner, len(self.query))
+
+    def _ceiling(self, rows: Tensor | None, columns: Tensor | None) -> Ceiling | None:
+        return None if self.limit is None else Ceiling(self.limit, rows, columns)
+
+
+def _purpose(contrast: Sequence[Contrast], *, symmetric: bool) -> str:
+    """The contrasts in words, which ranks compare: different contrasts run the same operators, so nothing else would differ."""
+    names: list[str] = [name for name in CONTRASTS if name in contrast] or ["nothing"]
+    return " ".join(["contrast", *names, *(["symmetric"] if symmetric else [])])
+
+
+def _check_contrast(value: Any) -> None:
+    wrong = isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value)
+    if wrong or len(set(value)) < len(value) or not set(value) <= set(CONTRASTS):
+        raise ValueError(f"contrast must be a sequence of different names of {', '.join(map(repr, CONTRASTS))}, got {value!r}")
+
+
+def _limit(
+    query: Tensor, key: Tensor, margin: float | Tensor | None, guide: tuple[Tensor, Tensor] | None, backend: Backend
+) -> Tensor | None:  # (N,)
+    if margin is None and guide is None:
+        return None
+    margin = 0.0 if margin is None else margin
+    if isinstance(margin, Tensor) and margin.numel() != 1:
+        checks.offsets(margin, "margin", query, "query")
+    else:
+        checks.number(margin, "margin", query)
+    if isinstance(margin, Tensor):
+        checks.without_gradient([margin], ["margin"])
+    if guide is None:
+        return ceiling_above(query.detach(), key.detach(), margin, backend)
+    _check_guide(guide, query)
+    return ceiling_above(guide[0], guide[1], margin)
+
+
+def _check_guide(guide: Any, query: Tensor) -> None:
+    if not isinstance(guide, Sequence) or len(guide) != 2:
+        came = f"{len(guide)} values" if isinstance(guide, Sequence) else type(guide).__name__
+        raise TypeError(f"guide must be a pair of embeddings, of query and of key, got {came}")
+    names = ("guide[0]", "guide[1]")
+    checks.embeddings(guide[0], guide[1], names, same_rows=True)
+    checks.same_rows(guide[0], names[0], query, "query")
+    checks.without_gradient(guide, names)

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from megabatch.primitives import Backend, Group, Reduction, number, pairs, sigmoid_loss
+from megabatch.dispatch import Backend, Group, Reduction
+from megabatch.primitives import number, pairs, sigmoid_loss
 
 
 def siglip_loss(
@@ -11,7 +12,7 @@ def siglip_loss(
     logit_scale: float | Tensor,
     logit_bias: float | Tensor,
     *,
-    ids: Tensor | None = None,  # (N,)
+    ids: Tensor | None = None,  # (N,) or (N, 2)
     ids_are_positives: bool = False,
     reduction: Reduction = "mean",
     group: Group = None,
@@ -37,7 +38,9 @@ def siglip_loss(
         text: (N, D) embeddings; row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
         logit_bias: a float, or a tensor of one element.
-        ids: (N,) integers; pairs with equal ids (a caption that occurs twice) are not each other's negatives.
+        ids: (N,) integers; pairs with equal ids (a caption that occurs twice) are not each other's negatives. Or (N, 2), such
+            as the number of the image and the number of the text; pairs that agree in one of the two columns are then not each
+            other's negatives.
         ids_are_positives: pairs with equal ids are positives of each other, with the sign +1 in the lines above, instead of
             being left out.
         reduction: "mean", "sum", or "none" for the row sums of the lines above, (N,). See `clip_loss`.

@@ -6,26 +6,31 @@ added here in full precision, before anything is rounded to the type of the inpu
 """
 
 from collections.abc import Callable, Iterable
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from megabatch.tiles.backends import RowWork
-from megabatch.tiles.block import Block, ColumnGradients, Needs, RowGradients
-from megabatch.tiles.precision import FLOAT16, accumulator_dtype
+from megabatch.tiles.block import FLOAT16, Block, ColumnGradients, Needs, RowGradients, accumulator_dtype
 from megabatch.tiles.tokens import LateBlock
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, drow_bias, dcol_bias; empty where not needed
 
 
-def share_of_mean(x: Tensor, share: float) -> Tensor:  # ()
+def fill_mean_weight(x: Tensor, mean_weight: float) -> Tensor:  # ()
     """The factor from a sum over local pairs to this rank's part of a mean; float64, because every loss contains it."""
-    return torch.full((), share, dtype=torch.float64, device=x.device)
+    return torch.full((), mean_weight, dtype=torch.float64, device=x.device)
 
 
 def statistic(x: Tensor, *shape: int) -> Tensor:
     """An uninitialised tensor of the type that sums over x are kept in."""
     return x.new_empty(shape, dtype=accumulator_dtype(x.dtype))
+
+
+def logit(x: Tensor, *shape: int) -> Tensor:
+    """An uninitialised float64 tensor, for logits and logsumexps, of which losses take differences (`LogSum.value`)."""
+    return x.new_empty(shape, dtype=torch.float64)
 
 
 def empty_gradients(x: Tensor, y: Tensor, scale: Tensor, needs: Needs, dtype: torch.dtype | None = None) -> Gradients:
@@ -47,7 +52,7 @@ def column_sums(block: Block, needs: Needs) -> ColumnGradients:
     )
 
 
-def gradient_unit(
+def choose_grad_scale(
     block: Block | LateBlock, *weights: Tensor | None, largest: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:  # ()
     """The factor that gradients are divided by inside tiles: a power of two that makes the largest weight about 1.
@@ -58,18 +63,27 @@ def gradient_unit(
     """
     sizes = [w.abs().amax() for w in weights if w is not None and w.numel()]
     size = torch.stack(sizes).amax() if len(sizes) > 1 else sizes[0] if sizes else torch.zeros_like(block.scale)
+    size = size.to(block.dtype)  # one type on all ranks: gradients of logsumexps are float64, and a rank may have none
     if largest is not None:
         size = largest(size)
-    unit = size.log2().ceil().exp2()
-    unit = torch.where((size > 0) & unit.isfinite(), unit, 1.0)
+    grad_scale = size.log2().ceil().exp2()
+    grad_scale = torch.where((size > 0) & grad_scale.isfinite(), grad_scale, 1.0)
     if block.precision == FLOAT16:
-        unit = unit / 2**14
-    return unit.clamp_min(torch.finfo(unit.dtype).tiny)  # nothing can be divided by less
+        grad_scale = grad_scale / 2**14
+    return grad_scale.clamp_min(torch.finfo(grad_scale.dtype).tiny)  # nothing can be divided by less
 
 
-def in_units(gradient: Tensor | None, unit: Tensor) -> Tensor | None:
-    """`gradient` as the tiles see it."""
-    return None if gradient is None else gradient / unit
+@overload
+def divide_gradient(gradient: Tensor, grad_scale: Tensor) -> Tensor: ...
+
+
+@overload
+def divide_gradient(gradient: Tensor | None, grad_scale: Tensor) -> Tensor | None: ...
+
+
+def divide_gradient(gradient: Tensor | None, grad_scale: Tensor) -> Tensor | None:
+    """`gradient` as the tiles see it, in the type of the unit."""
+    return None if gradient is None else (gradient / grad_scale).to(grad_scale.dtype)
 
 
 def finish(
@@ -80,13 +94,13 @@ def finish(
     needs: Needs,
     *,
     scale: Tensor,  # () as the operator was given it
-    unit: Tensor,  # ()
+    grad_scale: Tensor,  # ()
     dmatch: Tensor | None = None,  # (N,) gradient of s_ii where the diagonal is kept apart, in units
     dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Runs the pass and turns its sums into gradients: adds the diagonal, multiplies by scale and unit, rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, scale, needs._replace(dy=False), dtype)
-    factor = block.scale * unit
+    factor = block.scale * grad_scale
     products: Tensor | None = None  # of the matching pairs, if needed
     of_rows = torch.zeros_like(dscale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
     for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
@@ -108,7 +122,7 @@ def finish(
             of_rows += dscale_rows.sum(dtype=torch.float64)
         if drow_bias_rows is not None:
             drow_bias[rows] = drow_bias_rows
-    dscale.copy_(of_rows * unit)
+    dscale.copy_(of_rows * grad_scale)
     if sums.dy is not None:
         final = dtype or block.y.dtype
         dy = sums.dy if sums.dy.dtype == final else torch.empty_like(sums.dy, dtype=final)
@@ -119,5 +133,5 @@ def finish(
         if dbias.numel():
             if dmatch is not None:
                 dbias += dmatch
-            dbias *= unit
+            dbias *= grad_scale
     return dx, dy, dscale, drow_bias, dcol_bias

@@ -1,35 +1,40 @@
-"""Logsumexps of the rows of the similarities, and of their columns if wanted, from one pass; backward is one pass again."""
+"""Logsumexps of the logits, forward and backward: x against y, and one tensor against itself."""
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from megabatch.operators.definition import define, derivative
+from megabatch.operators.autograd import define, derivative
 from megabatch.operators.gradients import (
     Gradients,
+    choose_grad_scale,
     column_sums,
+    divide_gradient,
     empty_gradients,
+    fill_mean_weight,
     finish,
-    gradient_unit,
-    in_units,
-    share_of_mean,
-    statistic,
+    logit,
 )
-from megabatch.operators.team import assemble
-from megabatch.tiles.backends import sums_dtype
-from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.logsum import LogSum
-from megabatch.tiles.matching import matching_similarities
-from megabatch.tiles.precision import accumulator_dtype
+from megabatch.operators.team import BlockPasses, passes_for
+from megabatch.ring.passes import RingTriangle
+from megabatch.tiles.backends import EAGER, TRITON, sums_dtype
+from megabatch.tiles.block import Block, Needs, accumulator_dtype
+from megabatch.tiles.eager import match_logits
+from megabatch.tiles.sums import LogSum
+from megabatch.tiles.symmetric import SameLabel, Triangle, TriangleSide
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logsumexps of the rows of the similarities, and of their columns if wanted, from one pass; backward is one pass again.
 
 # What becomes of the main diagonal.
 KEPT = "kept"  # part of the sums
 SKIPPED = "skipped"  # left out
-APART = "apart"  # left out of the sums and returned as a vector of its own
+SEPARATE = "apart"  # excluded from the sums and returned as a separate vector
 
 
-class Inputs(NamedTuple):
-    """Pairs with equal ids are left out, and pairs whose product ⟨x_i, y_j⟩, or the guide's, is above the limit of row i."""
+class LogsumexpInputs(NamedTuple):
+    """Pairs with equal ids are excluded, and pairs whose product ⟨x_i, y_j⟩, or the guide's, is above the limit of row i."""
 
     x: Tensor  # (N, D)
     y: Tensor  # (M, D)
@@ -64,7 +69,7 @@ class Inputs(NamedTuple):
             col_ids=self.col_ids,
             skip_diagonal=self.diagonal != KEPT,
             limit=self.limit,
-            companion=guide,
+            second_model=guide,
         )
 
     def terms(self) -> dict[str, Any]:
@@ -72,42 +77,44 @@ class Inputs(NamedTuple):
         return {"what is summed": "rows and columns" if self.columns else "rows"}
 
 
-def _shapes(given: Inputs) -> tuple[Tensor, ...]:
+def _logsumexp_shapes(given: LogsumexpInputs) -> tuple[Tensor, ...]:
     N, M = given.x.shape[0], given.y.shape[0] if given.columns else 0
     dtype = sums_dtype(given.backend, accumulator_dtype(given.x.dtype))
     row, col = (given.x.new_empty(2, size, dtype=dtype) for size in (N, M))
-    match = statistic(given.x, N if given.diagonal == APART else 0)
-    return statistic(given.x, N), statistic(given.x, M), match, share_of_mean(given.x, 1.0), row, col
+    match = logit(given.x, N if given.diagonal == SEPARATE else 0)
+    return logit(given.x, N), logit(given.x, M), match, fill_mean_weight(given.x, 1.0), row, col
 
 
-@define(Inputs, results=6, fake=_shapes)
-def logsumexp(given: Inputs) -> tuple[Tensor, ...]:
-    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, share, and for backward the two sums themselves, packed).
+@define(LogsumexpInputs, results=6, fake=_logsumexp_shapes)
+def logsumexp(given: LogsumexpInputs) -> tuple[Tensor, ...]:
+    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, mean_weight, and for backward the two sums themselves, packed).
 
-    Without `columns` the second and the last have no entries. s_ii is empty unless the diagonal is kept apart. `share` turns
-    a sum over local pairs into this rank's part of a mean.
+    Without `columns` the second and the last have no entries. s_ii is empty unless the diagonal is kept apart. The first three
+    are float64. `mean_weight` turns a sum over local pairs into this rank's part of a mean.
     """
-    block, apart = given.block(), given.diagonal == APART
-    team = assemble(given.group, given.backend, block, "logsumexp", mean=apart, terms=given.terms())
-    row, col = team.passes.logsumexp_statistics(block, columns=given.columns)
-    match = matching_similarities(block, team.local.matching_products(block)) if apart else block.zeros(0)
-    values = row.value().to(block.dtype), col.value().to(block.dtype)
+    block, apart = given.block(), given.diagonal == SEPARATE
+    passes = passes_for(given.group, given.backend, block, "logsumexp", mean=apart, terms=given.terms())
+    row, col = passes.tiles.logsumexp_statistics(block, columns=given.columns)
+    match = logit(given.x, 0)
+    if apart:
+        match = match_logits(block, passes.local.matching_products(block), by_kernels=given.backend == TRITON)
     packed = sums_dtype(given.backend, block.dtype)
-    return *values, match, share_of_mean(given.x, team.share), row.pack().to(packed), col.pack().to(packed)
+    mean_weight = fill_mean_weight(given.x, passes.mean_weight)
+    return row.value(), col.value(), match, mean_weight, row.pack().to(packed), col.pack().to(packed)
 
 
-def _gradient_shapes(given: Inputs, *arguments: Any) -> Gradients:
+def _logsumexp_gradient_shapes(given: LogsumexpInputs, *arguments: Any) -> Gradients:
     return empty_gradients(given.x, given.y, given.scale, Needs(*arguments[-1]))
 
 
 @define(
-    Inputs,
+    LogsumexpInputs,
     "Tensor row, Tensor col, Tensor? drow, Tensor? dcol, Tensor? dmatch, bool[] needs",
     results=5,
-    fake=_gradient_shapes,
+    fake=_logsumexp_gradient_shapes,
 )
 def logsumexp_backward(
-    given: Inputs,
+    given: LogsumexpInputs,
     row: Tensor,  # (2, N)
     col: Tensor,  # (2, M), or (2, 0) without columns
     drow: Tensor | None,  # (N,)
@@ -117,22 +124,134 @@ def logsumexp_backward(
 ) -> Gradients:
     """(dx, dy, dscale, drow_bias, dcol_bias). The choice of the pairs that a limit leaves out has no gradient."""
     block, wanted = given.block(), Needs(*needs)
-    dcol, dmatch = dcol if given.columns else None, dmatch if given.diagonal == APART else None
+    dcol, dmatch = dcol if given.columns else None, dmatch if given.diagonal == SEPARATE else None
     used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "nothing"
     terms = {**given.terms(), "what has a gradient": used}
-    team = assemble(given.group, given.backend, block, "logsumexp backward", needs=wanted, terms=terms)
-    unit = gradient_unit(block, drow, dcol, largest=team.largest)
+    passes = passes_for(given.group, given.backend, block, "logsumexp backward", needs=wanted, terms=terms)
+    grad_scale = choose_grad_scale(block, drow, dcol, largest=passes.largest)
     sums = column_sums(block, wanted)
-    strips = team.passes.logsumexp_gradients(
+    strips = passes.tiles.logsumexp_gradients(
         block,
         LogSum.unpack(row),
         LogSum.unpack(col) if given.columns else None,
-        in_units(drow, unit),
-        in_units(dcol, unit),
+        divide_gradient(drow, grad_scale),
+        divide_gradient(dcol, grad_scale),
         sums,
         wanted,
     )
-    return finish(team.local, block, strips, sums, wanted, scale=given.scale, unit=unit, dmatch=in_units(dmatch, unit))
+    return finish(
+        passes.local,
+        block,
+        strips,
+        sums,
+        wanted,
+        scale=given.scale,
+        grad_scale=grad_scale,
+        dmatch=divide_gradient(dmatch, grad_scale),
+    )
 
 
-derivative(logsumexp, logsumexp_backward, Inputs, learned=5, results=3, saved=2, whole=False)
+derivative(logsumexp, logsumexp_backward, LogsumexpInputs, learned=5, results=3, saved=2, whole=False)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Row logsumexps of the similarities of rows with one another: half the products of `logsumexp`, which knows of no symmetry.
+
+
+# Which pairs are summed.
+ALL = "all, less equal ids"  # where there are ids
+OTHERS = "all but the row itself"
+EQUAL_IDS = "equal ids, but not the row itself"
+
+
+class SymmetricInputs(NamedTuple):
+    """Rows, and which of their pairs are summed."""
+
+    z: Tensor  # (N, D)
+    scale: Tensor  # ()
+    ids: Tensor | None  # (N,)
+    pairs: str
+    precision: str
+    backend: str
+    group: str
+
+    def block(self) -> tuple[Block, Tensor | None]:  # the order of its rows
+        """The similarities. Where only pairs with equal ids are summed, rows are sorted by their ids."""
+        z, ids, order = self.z, self.ids, None
+        if self.pairs == EQUAL_IDS:
+            assert ids is not None
+            ids, order = torch.sort(ids.long(), stable=True)
+            z = z[order]
+        block = Block.of(
+            z,
+            z,
+            self.scale,
+            self.precision,
+            row_ids=ids,
+            col_ids=ids,
+            skip_diagonal=self.pairs != ALL,
+            only_equal_ids=order is not None,
+            positives_within=ids is not None and order is None,  # with ids given, rows with equal ids are positives
+        )
+        return block, order
+
+    def passes(self, block: Block, operation: str, needs: Needs | None = None) -> BlockPasses:
+        """The processes that work on the block."""
+        terms = {"which pairs are summed": self.pairs}
+        return passes_for(self.group, self.backend, block, operation, needs=needs, terms=terms)
+
+    def triangle(self, passes: BlockPasses) -> Triangle | RingTriangle:
+        """The passes over half of the block."""
+        if self.pairs == EQUAL_IDS:
+            return passes.symmetric(SameLabel())
+        if self.backend == EAGER:
+            return passes.symmetric(Triangle(EAGER))
+        from megabatch.kernels.backend import KernelTriangle
+
+        return passes.symmetric(KernelTriangle())
+
+
+def _symmetric_shapes(given: SymmetricInputs) -> tuple[Tensor, Tensor]:
+    N, dtype = given.z.shape[0], sums_dtype(given.backend, accumulator_dtype(given.z.dtype))
+    return logit(given.z, N), given.z.new_empty(2, N, dtype=dtype)
+
+
+@define(SymmetricInputs, results=2, fake=_symmetric_shapes)
+def symmetric_logsumexp(given: SymmetricInputs) -> tuple[Tensor, Tensor]:
+    """(log Σ_j exp s_ij, float64, and for backward the sums themselves, packed)."""
+    block, order = given.block()
+    row = given.triangle(given.passes(block, "symmetric logsumexp")).statistics(block)
+    return _in_order(row.value(), order), row.pack()
+
+
+def _symmetric_gradient_shapes(given: SymmetricInputs, row: Tensor, drow: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor]:
+    return given.z.new_empty(given.z.shape), torch.empty_like(given.scale)
+
+
+@define(SymmetricInputs, "Tensor row, Tensor drow, bool[] needs", results=2, fake=_symmetric_gradient_shapes)
+def symmetric_logsumexp_backward(
+    given: SymmetricInputs,
+    row: Tensor,  # (2, N)
+    drow: Tensor,  # (N,)
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """(dz, dscale)."""
+    block, order = given.block()
+    passes = given.passes(block, "symmetric logsumexp backward", Needs(dx=True, dy=True, dscale=needs[1]))
+    drow = drow if order is None else drow[order]
+    grad_scale = choose_grad_scale(block, drow, largest=passes.largest)
+    side = TriangleSide(LogSum.unpack(row), divide_gradient(drow, grad_scale), block.zeros(block.N, block.D))
+    dscale = torch.zeros_like(given.scale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
+    given.triangle(passes).gradients(block, side, dscale if needs[1] else None)
+    dz = block.x.new_empty(block.x.shape)  # contiguous, as kernels write it; `empty_like` would have the strides of z
+    passes.local.finish_rows(
+        side.dz, dz, block.scale * grad_scale, own=None, partners=dz, dmatch=None, precision=block.precision
+    )
+    return _in_order(dz, order), (dscale * grad_scale).to(given.scale.dtype)
+
+
+def _in_order(values: Tensor, order: Tensor | None) -> Tensor:
+    return values if order is None else torch.empty_like(values).index_copy_(0, order, values)
+
+
+derivative(symmetric_logsumexp, symmetric_logsumexp_backward, SymmetricInputs, learned=2, results=1, saved=1)

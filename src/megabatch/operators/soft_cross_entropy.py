@@ -4,14 +4,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megabatch.operators.definition import define, derivative
-from megabatch.operators.gradients import column_sums, empty_gradients, finish, gradient_unit, share_of_mean, statistic
-from megabatch.operators.team import assemble
+from megabatch.operators.autograd import define, derivative
+from megabatch.operators.gradients import choose_grad_scale, column_sums, empty_gradients, fill_mean_weight, finish, statistic
+from megabatch.operators.team import passes_for
 from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.softsum import SoftSum
+from megabatch.tiles.sums import SoftSum
 
 
-class Inputs(NamedTuple):
+class SoftCrossEntropyInputs(NamedTuple):
     """The student's and the teacher's embeddings."""
 
     x: Tensor  # (N, D)
@@ -26,35 +26,37 @@ class Inputs(NamedTuple):
     group: str
 
     def block(self) -> Block:
-        """The student's similarities, with the teacher's as companion."""
+        """The student's similarities, with the teacher's as second model."""
         teacher = Block.of(self.teacher_x, self.teacher_y, self.teacher_scale, self.teacher_precision)
-        return Block.of(self.x, self.y, self.scale, self.precision, companion=teacher)
+        return Block.of(self.x, self.y, self.scale, self.precision, second_model=teacher)
 
 
-def _shapes(given: Inputs) -> tuple[Tensor, ...]:
+def _shapes(given: SoftCrossEntropyInputs) -> tuple[Tensor, ...]:
     x, N, M = given.x, given.x.shape[0], given.y.shape[0]
-    return statistic(x, N), statistic(x, M), share_of_mean(x, 1.0), statistic(x, N, 5), statistic(x, M, 5)
+    return statistic(x, N), statistic(x, M), fill_mean_weight(x, 1.0), statistic(x, N, 5), statistic(x, M, 5)
 
 
-@define(Inputs, results=5, fake=_shapes)
-def soft_cross_entropy(given: Inputs) -> tuple[Tensor, ...]:
-    """(−Σ_j p_ij log softmax_j(s)_ij, −Σ_i q_ij log softmax_i(s)_ij, share, and for backward the sums, packed).
+@define(SoftCrossEntropyInputs, results=5, fake=_shapes)
+def soft_cross_entropy(given: SoftCrossEntropyInputs) -> tuple[Tensor, ...]:
+    """(−Σ_j p_ij log softmax_j(s)_ij, −Σ_i q_ij log softmax_i(s)_ij, mean_weight, and for backward the sums, packed).
 
     p and q are the teacher's softmaxes over columns and over rows.
     """
     block = given.block()
-    team = assemble(given.group, given.backend, block, "soft cross-entropy", mean=True)
-    row, col = team.passes.soft_statistics(block)
-    return row.value(), col.value(), share_of_mean(given.x, team.share), row.pack(), col.pack()
+    passes = passes_for(given.group, given.backend, block, "soft cross-entropy", mean=True)
+    row, col = passes.tiles.soft_statistics(block)
+    return row.value(), col.value(), fill_mean_weight(given.x, passes.mean_weight), row.pack(), col.pack()
 
 
-def _gradient_shapes(given: Inputs, *arguments: Any) -> tuple[Tensor, ...]:
+def _gradient_shapes(given: SoftCrossEntropyInputs, *arguments: Any) -> tuple[Tensor, ...]:
     return empty_gradients(given.x, given.y, given.scale, Needs(*arguments[-1]))[:3]
 
 
-@define(Inputs, "Tensor row, Tensor col, Tensor drow, Tensor dcol, bool[] needs", results=3, fake=_gradient_shapes)
+@define(
+    SoftCrossEntropyInputs, "Tensor row, Tensor col, Tensor drow, Tensor dcol, bool[] needs", results=3, fake=_gradient_shapes
+)
 def soft_cross_entropy_backward(
-    given: Inputs,
+    given: SoftCrossEntropyInputs,
     row: Tensor,  # (N, 5)
     col: Tensor,  # (M, 5)
     drow: Tensor,  # (N,)
@@ -63,11 +65,13 @@ def soft_cross_entropy_backward(
 ) -> tuple[Tensor, ...]:
     """(dx, dy, dscale)."""
     block, wanted = given.block(), Needs(*needs)
-    team = assemble(given.group, given.backend, block, "soft cross-entropy backward", needs=wanted)
-    unit = gradient_unit(block, drow, dcol, largest=team.largest)
+    passes = passes_for(given.group, given.backend, block, "soft cross-entropy backward", needs=wanted)
+    grad_scale = choose_grad_scale(block, drow, dcol, largest=passes.largest)
     sums = column_sums(block, wanted)
-    strips = team.passes.soft_gradients(block, SoftSum.unpack(row), SoftSum.unpack(col), drow / unit, dcol / unit, sums, wanted)
-    return finish(team.local, block, strips, sums, wanted, scale=given.scale, unit=unit)[:3]
+    strips = passes.tiles.soft_gradients(
+        block, SoftSum.unpack(row), SoftSum.unpack(col), drow / grad_scale, dcol / grad_scale, sums, wanted
+    )
+    return finish(passes.local, block, strips, sums, wanted, scale=given.scale, grad_scale=grad_scale)[:3]
 
 
-derivative(soft_cross_entropy, soft_cross_entropy_backward, Inputs, learned=3, results=2, saved=2)
+derivative(soft_cross_entropy, soft_cross_entropy_backward, SoftCrossEntropyInputs, learned=3, results=2, saved=2)

@@ -9,53 +9,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.ring.agreement import agree, settle
 from megabatch.ring.lap import Tensors
-from megabatch.ring.passes import RingPasses
-from megabatch.ring.ranks import Ranks
-from megabatch.ring.symmetric import RingHalf
+from megabatch.ring.passes import RingPasses, RingTriangle
+from megabatch.ring.ranks import Ranks, agree, settle
 from megabatch.tiles.backends import Passes, RowWork, backend_for, sums_dtype
 from megabatch.tiles.block import Block, Needs
-from megabatch.tiles.symmetric import Half
+from megabatch.tiles.symmetric import Triangle
 
-Look = Callable[[Tensors, bool], None]  # tensors of some blocks, and whether they are this rank's own
+Visitor = Callable[[Tensors, bool], None]  # tensors of some blocks, and whether they are this rank's own
 
 
 @dataclass(frozen=True)
-class Team:
+class BlockPasses:
     """The passes over a block, of one process or of all ranks, and what a mean over all pairs of the batch takes."""
 
-    passes: Passes | RingPasses
+    tiles: Passes | RingPasses
     local: RowWork  # work on rows, by this rank alone
-    share: float  # Σ over local pairs · share, averaged over the ranks, is the mean over all pairs of the batch
+    mean_weight: float  # Σ over local pairs · mean_weight, averaged over the ranks, is the mean over all pairs of the batch
     rank: int = 0
     size: int = 1
 
-    def visit(self, own: list[Tensor], look: Look) -> None:
-        """`look` at the tensors of the own block, then at those of all other ranks."""
-        if isinstance(self.passes, RingPasses):
-            self.passes.visit(own, look)
+    def visit(self, own: list[Tensor], visit_block: Visitor) -> None:
+        """`visit_block` at the tensors of the own block, then at those of all other ranks."""
+        if isinstance(self.tiles, RingPasses):
+            self.tiles.visit(own, visit_block)
         else:
-            look(own, True)
+            visit_block(own, True)
 
     def largest(self, number: Tensor) -> Tensor:  # ()
         """The largest of all ranks' numbers; it keeps a NaN, and all ranks see the same."""
         return (
-            torch.cat(self.passes.ranks.all_gather(number.reshape(1))).amax() if isinstance(self.passes, RingPasses) else number
+            torch.cat(self.tiles.ranks.all_gather(number.reshape(1))).amax() if isinstance(self.tiles, RingPasses) else number
         )
 
     def total(self, number: Tensor) -> Tensor:  # ()
         """The sum of all ranks' numbers."""
-        return (
-            torch.cat(self.passes.ranks.all_gather(number.reshape(1))).sum() if isinstance(self.passes, RingPasses) else number
-        )
+        return torch.cat(self.tiles.ranks.all_gather(number.reshape(1))).sum() if isinstance(self.tiles, RingPasses) else number
 
-    def symmetric(self, half: Half) -> Half | RingHalf:
+    def symmetric(self, triangle: Triangle) -> Triangle | RingTriangle:
         """The passes over the upper half of a symmetric block."""
-        return RingHalf(half, self.passes) if isinstance(self.passes, RingPasses) else half
+        return RingTriangle(triangle, self.tiles) if isinstance(self.tiles, RingPasses) else triangle
 
 
-def assemble(
+def passes_for(
     group: str,
     backend: str,
     block: Block,
@@ -64,11 +60,11 @@ def assemble(
     needs: Needs | None = None,
     mean: bool = False,
     terms: Mapping[str, Any] = MappingProxyType({}),
-) -> Team:
-    """The team for one pass over `block`. With a group, all ranks have to call this with the same terms.
+) -> BlockPasses:
+    """The passes over `block`. With a group, all ranks have to call this with the same terms.
 
     Args:
-        group: an address (`ring.topology`); empty for one process.
+        group: an address (`ring.ranks`); empty for one process.
         backend: of this rank's part.
         block: local rows and columns.
         operation: what is done, for messages.
@@ -78,7 +74,7 @@ def assemble(
     """
     if not group:
         own = backend_for(backend, block)
-        return Team(own, own, 1 / max(block.N, 1))
+        return BlockPasses(own, own, 1 / max(block.N, 1))
     ranks = Ranks.at(group, operation, block.x.device)
     ranks = agree(ranks, {**_terms(ranks, backend, block, needs), **terms}, block.N, block.M)
     if mean and sum(ranks.rows) == 0:
@@ -88,7 +84,7 @@ def assemble(
     around = RingPasses(
         ranks, settle(ranks, column_bytes), partial(backend_for, backend), local, sums_dtype(backend, block.dtype)
     )
-    return Team(around, local, ranks.size / max(sum(ranks.rows), 1), ranks.rank, ranks.size)
+    return BlockPasses(around, local, ranks.size / max(sum(ranks.rows), 1), ranks.rank, ranks.size)
 
 
 def _terms(ranks: Ranks, backend: str, block: Block, needs: Needs | None) -> dict[str, Any]:
@@ -100,27 +96,29 @@ def _terms(ranks: Ranks, backend: str, block: Block, needs: Needs | None) -> dic
         "the backend": backend,
         "the kind of device": block.x.device.type,
         "the route": ranks.route,
-        "what is excluded": _excluded(block),
+        "what is excluded": _describe_exclusions(block),
         "what ids mean": "positives" if block.ids_are_positives else "no negatives",
-        "what a second model sees": _seen(block),
+        "what a second model sees": _describe_second_model(block),
         "what is added": "a column bias" if block.col_bias is not None else "nothing for columns",
-        "what needs a gradient": _wanted(needs),
+        "what needs a gradient": _describe_needs(needs),
         "what has a gradient": "nothing yet",
     }
 
 
-def _excluded(block: Block) -> str:
-    chosen = {"ids": block.row_ids is not None, "diagonal": block.skip_diagonal, "above a limit": block.limit is not None}
+def _describe_exclusions(block: Block) -> str:
+    two = block.row_ids is not None and block.row_ids.dim() == 2
+    ids = "ids in two columns" if two else "ids"
+    chosen = {ids: block.row_ids is not None, "diagonal": block.skip_diagonal, "above a limit": block.limit is not None}
     return " and ".join(name for name, is_so in chosen.items() if is_so) or "nothing"
 
 
-def _seen(block: Block) -> str:
-    if block.companion is None:
+def _describe_second_model(block: Block) -> str:
+    if block.second_model is None:
         return "nothing"
-    return f"a width of {block.companion.D} in {str(block.companion.y.dtype).removeprefix('torch.')}"
+    return f"a width of {block.second_model.D} in {str(block.second_model.y.dtype).removeprefix('torch.')}"
 
 
-def _wanted(needs: Needs | None) -> str:
+def _describe_needs(needs: Needs | None) -> str:
     if needs is None:
         return "nothing yet"
     return " ".join(name[1:] for name, wanted in zip(Needs._fields, needs, strict=True) if wanted) or "nothing"

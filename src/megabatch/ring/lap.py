@@ -19,7 +19,7 @@ OVERLAP = True
 
 
 @dataclass
-class _Room:
+class _RingBuffers:
     """Where the blocks of one step arrive."""
 
     whole: list[Tensor]
@@ -34,7 +34,7 @@ class Lap:
         self.route, self.ranks, self.columns = route, ranks, ranks.columns
         self.rank = ranks.rank
         self._block_hops, self._sum_hops = route.hops_of(self.rank)
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, _RingBuffers] = {}
         self._sums_coming: dict[int, list[tuple[Hop, Tensors, Pending]]] = defaultdict(list)
         self._going: list[Pending] = []
 
@@ -45,7 +45,7 @@ class Lap:
         blocks_here, sums_here = _Stock(self._block_hops, self.rank), _Stock(self._sum_hops, self.rank)
         for step in range(self.route.steps):
             blocks = self.route.work(step, self.rank)
-            here = self._arrived(step) if step else own
+            here = self._receive(step) if step else own
             blocks_here.put(zip(blocks, self._split(here, blocks), strict=True))
             self._post_blocks(step, blocks_here, here)
             sums = work(blocks, here)
@@ -85,7 +85,7 @@ class Lap:
             pending.wait()
         return pending
 
-    def _arrived(self, step: int) -> list[Tensor]:
+    def _receive(self, step: int) -> list[Tensor]:
         room = self._rooms.pop(step)
         for pending in room.pending:
             pending.wait()
@@ -96,11 +96,11 @@ class Lap:
             pending.wait()
             merge(self._part(home if hop.block == self.rank else stock[hop.block], hop), tensors)
 
-    def _room(self, step: int, like: Tensors) -> _Room:
+    def _room(self, step: int, like: Tensors) -> _RingBuffers:
         if step not in self._rooms:
             blocks = self.route.work(step, self.rank)
             whole = _empty(like, sum(self.columns[block] for block in blocks))
-            self._rooms[step] = _Room(whole, dict(zip(blocks, self._split(whole, blocks), strict=True)))
+            self._rooms[step] = _RingBuffers(whole, dict(zip(blocks, self._split(whole, blocks), strict=True)))
         return self._rooms[step]
 
     def _split(self, tensors: Tensors, blocks: Sequence[int]) -> list[Tensors]:

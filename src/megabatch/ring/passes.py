@@ -1,9 +1,4 @@
-"""The passes over all ranks: the same functions as a backend's, where x and y are this rank's share of the batch.
-
-Each wraps the pass of a backend. Rows stay on their rank, and the columns of all ranks visit it. One visit serves both
-directions: row sums stay, column sums travel on with the columns. The results equal those of one process on the whole batch:
-sums of local rows over all columns, and of local columns over all rows.
-"""
+"""The passes over all ranks: the same functions as those of an engine, where x and y are shards of this rank."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,12 +11,18 @@ from megabatch.ring.ranks import Ranks
 from megabatch.ring.routes import Route
 from megabatch.tiles import plan
 from megabatch.tiles.backends import Passes, RowWork
-from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients, windows
-from megabatch.tiles.logsum import LogSum
-from megabatch.tiles.matching import matching_similarities
-from megabatch.tiles.precision import HALF_DTYPE
-from megabatch.tiles.softsum import SoftSum
+from megabatch.tiles.block import HALF_DTYPE, Block, ColumnGradients, Needs, RankTargets, RowGradients, windows
+from megabatch.tiles.eager import matching_similarities
+from megabatch.tiles.sums import LogSum, SoftSum
+from megabatch.tiles.symmetric import Rectangle, Triangle, TriangleSide, part_of
 from megabatch.tiles.topk import Best
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The passes over all ranks: the same functions as a backend's, where x and y are this rank's share of the batch.
+#
+# Each wraps the pass of a backend. Rows stay on their rank, and the columns of all ranks visit it. One visit serves both
+# directions: row sums stay, column sums travel on with the columns. The results equal those of one process on the whole
+# batch: sums of local rows over all columns, and of local columns over all rows.
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,20 @@ class RingPasses:
 
     def logsumexp_statistics(self, block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:
         """Row sums (N,) and column sums (M,) of exp(s) over the whole batch; without `columns` these are empty, (0,)."""
-        block = self._prepared(block)
+        block = self._prepare(block)
         row = LogSum.empty(block.N, dtype=self.sums_dtype, device=block.x.device)
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            visited = self._visited(block, blocks, here)
+            visited = self._visit_block(block, blocks, here)
             sums = self.inner(visited).logsumexp_statistics(visited, columns=columns)
-            by_row, by_column = (self._kept(part) for part in sums)
+            by_row, by_column = (self._cast(part) for part in sums)
             row.add_(by_row)
             return by_column if columns else ()
 
         home = self._lap(self._columns(block), work, LogSum.merge if columns else add)
         return row, LogSum(*home) if columns else LogSum.empty(0, dtype=self.sums_dtype, device=block.x.device)
 
-    def _kept(self, sums: LogSum) -> LogSum:
+    def _cast(self, sums: LogSum) -> LogSum:
         return LogSum(*(part.to(self.sums_dtype) for part in sums))
 
     def logsumexp_gradients(
@@ -73,11 +74,11 @@ class RingPasses:
 
     def soft_statistics(self, block: Block) -> tuple[SoftSum, SoftSum]:
         """Sums for the cross-entropies of local rows and columns over the whole batch."""
-        block = self._prepared(block)
+        block = self._prepare(block)
         row = SoftSum.empty(block.N, dtype=block.dtype, device=block.x.device)
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            visited = self._visited(block, blocks, here)
+            visited = self._visit_block(block, blocks, here)
             by_row, by_column = self.inner(visited).soft_statistics(visited)
             row.add_(by_row)
             return [by_column.pack()]
@@ -106,11 +107,11 @@ class RingPasses:
 
     def softplus_sums(self, block: Block) -> Tensor:
         """Row sums of softplus(s) over the whole batch."""
-        block = self._prepared(block)
+        block = self._prepare(block)
         total = block.zeros(block.N)
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            visited = self._visited(block, blocks, here)
+            visited = self._visit_block(block, blocks, here)
             total.add_(self.inner(visited).softplus_sums(visited))
             return ()
 
@@ -127,48 +128,58 @@ class RingPasses:
 
         return self._gradients(block, [], gradients, sums, needs)
 
-    def rank_counts(self, block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:
-        """How many entries of its row, and of its column, come before each local pair in the whole batch."""
-        assert pairs is None, "the pairs of a rank are on its own diagonal"
-        match = matching_similarities(block, self.local.matching_products(block))
-        block = self._prepared(block)
-        first = sum(self.ranks.rows[: self.ranks.rank])
-        index = torch.arange(first, first + block.N, device=block.x.device)
-        row_rank = torch.zeros_like(index)
+    def rank_counts(self, block: Block, targets: RankTargets | None = None) -> tuple[Tensor, Tensor]:
+        """How many entries of the whole batch come before the target of each local row, and of each local column.
+
+        Without targets, they are the local pairs.
+        """
+        row_index, col_index = (
+            torch.arange(sum(counts[: self.ranks.rank]), sum(counts[: self.ranks.rank + 1]), device=block.x.device)
+            for counts in (self.ranks.rows, self.ranks.columns)
+        )
+        if targets is None:
+            match = matching_similarities(block, self.local.matching_products(block))
+            targets = RankTargets(match, match, col_index, row_index, row_index, col_index)
+        else:
+            targets = targets._replace(row_index=row_index, col_index=col_index)
+        block = self._prepare(block)
+        row_rank = torch.zeros_like(row_index)
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            columns, (col_match, col_index) = here[:-2], here[-2:]
-            visited = self._visited(block, blocks, columns)
-            by_row, by_column = self.inner(visited).rank_counts(visited, Pairs(match, col_match, index, col_index))
+            columns, (col_match, col_target, col_index) = here[:-3], here[-3:]
+            visited = self._visit_block(block, blocks, columns)
+            theirs = targets._replace(col_match=col_match, col_target=col_target, col_index=col_index)
+            by_row, by_column = self.inner(visited).rank_counts(visited, theirs)
             row_rank.add_(by_row)
             return (by_column,)
 
-        (col_rank,) = self._lap([*self._columns(block), match, index], work, add)
+        travelling = [*self._columns(block), targets.col_match, targets.col_target, targets.col_index]
+        (col_rank,) = self._lap(travelling, work, add)
         return row_rank, col_rank
 
     def topk(self, block: Block, k: int) -> Best:  # (N, k)
         """The k largest similarities of each local row; columns are numbered through all ranks."""
-        block = self._prepared(block)
+        block = self._prepare(block)
         found = Best.none(block.N, k, block.zeros(0))
         first = sum(self.ranks.columns[: self.ranks.rank])
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             nonlocal found
-            visited, index = self._visited(block, blocks, here[:-1]), here[-1]
+            visited, index = self._visit_block(block, blocks, here[:-1]), here[-1]
             if not visited.is_empty:
                 values, columns = self.inner(visited).topk(visited, k)
                 numbered = torch.where(columns < 0, columns, index[columns.clamp_min(0)])
-                found = found.merged(Best(values, numbered))
+                found = found.merge(Best(values, numbered))
             return ()
 
         self._lap([*self._columns(block), torch.arange(first, first + block.M, device=block.x.device)], work, add)
         return found
 
-    def visit(self, own: list[Tensor], look: Callable[[Tensors, bool], None]) -> None:
-        """`look` at the tensors of the own block, then at those of all other ranks; no sums go home."""
+    def visit(self, own: list[Tensor], visit_block: Callable[[Tensors, bool], None]) -> None:
+        """`visit_block` at the tensors of the own block, then at those of all other ranks; no sums go home."""
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            look(here, blocks == (self.ranks.rank,))
+            visit_block(here, blocks == (self.ranks.rank,))
             return ()
 
         self._lap(own, work, add)
@@ -181,11 +192,11 @@ class RingPasses:
         sums: ColumnGradients,
         needs: Needs,
     ) -> Iterator[RowGradients]:
-        block = self._prepared(block)
+        block = self._prepare(block)
         rows, columns = _RowSums(block, needs), self._columns(block)
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            visited = self._visited(block, blocks, here[: len(columns)])
+            visited = self._visit_block(block, blocks, here[: len(columns)])
             own = blocks == (self.ranks.rank,)
             partial = sums if own else sums.zeros(visited.M)
             if not visited.is_empty:
@@ -199,12 +210,12 @@ class RingPasses:
     def _lap(self, own: list[Tensor], work: Work, merge: Merge) -> Tensors:
         return Lap(self.route, self.ranks).run(own, work, merge)
 
-    def _prepared(self, block: Block) -> Block:
+    def _prepare(self, block: Block) -> Block:
         """`block` as it goes round. The main diagonal is that of the whole batch.
 
         It lies in the own blocks if every rank has as many rows as columns, and is expressed by ids if not.
         """
-        block = prepared_for_travel(block)
+        block = prepare_for_travel(block)
         if block.skip_diagonal and self.ranks.rows != self.ranks.columns:
             assert block.row_ids is None, "ids and a diagonal at once come from losses, whose rows and columns are pairs"
             rank, device = self.ranks.rank, block.x.device
@@ -217,10 +228,10 @@ class RingPasses:
 
     def _columns(self, block: Block) -> list[Tensor]:
         """What every visit needs to know of the columns."""
-        seen_by_companion = None if block.companion is None else block.companion.y
-        return [tensor for tensor in (block.y, block.col_bias, block.col_ids, seen_by_companion) if tensor is not None]
+        seen_by_second_model = None if block.second_model is None else block.second_model.y
+        return [tensor for tensor in (block.y, block.col_bias, block.col_ids, seen_by_second_model) if tensor is not None]
 
-    def _visited(self, block: Block, blocks: tuple[int, ...], columns: Tensors) -> Block:
+    def _visit_block(self, block: Block, blocks: tuple[int, ...], columns: Tensors) -> Block:
         """The local rows against the columns that are here."""
         y, *rest = columns
         given = iter(rest)
@@ -229,19 +240,19 @@ class RingPasses:
             y=y,
             col_bias=None if block.col_bias is None else next(given),
             col_ids=None if block.col_ids is None else next(given),
-            companion=None if block.companion is None else replace(block.companion, y=next(given)),
+            second_model=None if block.second_model is None else replace(block.second_model, y=next(given)),
             skip_diagonal=block.skip_diagonal and blocks == (self.ranks.rank,),
         )
 
 
-def prepared_for_travel(block: Block) -> Block:
+def prepare_for_travel(block: Block) -> Block:
     """Rounded to half precision once where products see no more; ids as wide as those of other ranks."""
     half = HALF_DTYPE.get(block.precision)
     if half is not None:
         x = block.x.to(half)
         block = replace(block, x=x, y=x if block.y is block.x else block.y.to(half))
-    if block.companion is not None:
-        block = replace(block, companion=prepared_for_travel(block.companion))
+    if block.second_model is not None:
+        block = replace(block, second_model=prepare_for_travel(block.second_model))
     if block.row_ids is not None and block.col_ids is not None:
         block = replace(block, row_ids=block.row_ids.long(), col_ids=block.col_ids.long())
     return block
@@ -277,3 +288,89 @@ def add(sums: Tensors, others: Tensors) -> None:
     """Merges gradients, or counts."""
     for part, other in zip(sums, others, strict=True):
         part.add_(other)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows of all ranks against themselves: every two ranks share the work on the similarities between their blocks.
+#
+# In a lap, rank r meets block b, and rank b meets block r: the same similarities, transposed. The lower rank computes the
+# first half of its own rows against all rows of the other; the higher rank computes all of its own rows against the second
+# half of the other's. So every product is computed once, all ranks have equal work on every route, and one visit serves
+# both sides. The blocks still make the whole lap: half the products of `RingPasses`, and all of its messages.
+
+
+_Visit = Callable[[Block, list[Rectangle], Tensors], Tensors]
+
+
+@dataclass(frozen=True)
+class RingTriangle:
+    """`Triangle`, taken round the ring: blocks are this rank's rows, sums are over those of all ranks."""
+
+    triangle: Triangle
+    ring: RingPasses
+
+    def statistics(self, block: Block) -> LogSum:
+        """Sums of exp(s) over each local row, (N,)."""
+        block = prepare_for_travel(block)
+        row = LogSum.empty(block.N, dtype=self.ring.sums_dtype, device=block.x.device)
+
+        def own() -> Tensors:
+            row.add_(self.triangle.statistics(block))
+            return row
+
+        def visit(visited: Block, shares: list[Rectangle], extra: Tensors) -> Tensors:
+            col = LogSum.empty(visited.M, dtype=row.shift.dtype, device=visited.x.device)
+            for rows, columns in shares:
+                part = part_of(visited, rows, columns)
+                self.triangle.add_statistics(part, row.part(rows), col.part(columns))
+            return col
+
+        self._lap(block, [], own, visit, LogSum.merge)
+        return row
+
+    def gradients(self, block: Block, side: TriangleSide, dscale: Tensor | None) -> None:
+        """Adds the gradients of all ranks' ⟨dsums, log sums⟩ with respect to the local rows."""
+        block = prepare_for_travel(block)
+
+        def own() -> Tensors:
+            self.triangle.gradients(block, side, dscale)
+            return [side.dz]
+
+        def visit(visited: Block, shares: list[Rectangle], extra: Tensors) -> Tensors:
+            shift, total, dsums = extra
+            others = TriangleSide(LogSum(shift, total), dsums, visited.zeros(visited.M, visited.D))
+            for rows, columns in shares:
+                part = part_of(visited, rows, columns)
+                self.triangle.add_gradients(part, side.part(rows), others.part(columns), dscale)
+            return [others.dz]
+
+        self._lap(block, [*side.sums, side.dsums], own, visit, add)
+
+    def _lap(self, block: Block, extra: list[Tensor], own: Callable[[], Tensors], visit: _Visit, merge: Merge) -> None:
+        """`own` works on the own block while the first blocks are in transit; sums that come home are added to its result.
+
+        `visit` works on the rectangles of a visiting block that are this rank's share.
+        """
+        travels = [tensor for tensor in (block.y, block.col_ids) if tensor is not None]
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            if blocks == (self.ring.ranks.rank,):
+                return own()
+            y, *rest = here
+            col_ids = None if block.col_ids is None else rest.pop(0)
+            visited = replace(block, y=y, col_ids=col_ids, skip_diagonal=False)
+            return visit(visited, list(self._shares(visited, blocks)), rest)
+
+        Lap(self.ring.route, self.ring.ranks).run([*travels, *extra], work, merge)
+
+    def _shares(self, visited: Block, blocks: tuple[int, ...]) -> Iterator[Rectangle]:
+        """Which rows and columns of the blocks that are here, one after another, are this rank's to do."""
+        start = 0
+        for other in blocks:
+            size = self.ring.ranks.columns[other]
+            lower = self.ring.ranks.rank < other
+            rows = slice(0, visited.N // 2 if lower else visited.N)
+            columns = slice(start if lower else start + size // 2, start + size)
+            if rows.stop and columns.start < columns.stop:
+                yield from self.triangle.bands(visited, rows, columns)
+            start += size

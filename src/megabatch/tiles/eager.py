@@ -1,32 +1,33 @@
-"""The passes in PyTorch operations: every device, every dtype, no kernels of our own.
+"""The PyTorch engine: every pass over the tiles of a block, for any device and dtype."""
 
-Their tiles are formed by `in_memory`. Nothing there or here reads a value back to the host, so on CUDA a pass can be captured
-in a graph.
-
-The passes, over the same tiles:
-- `logsumexp_statistics`  row sums of exp(s), and column sums from the same pass if they are wanted
-- `softplus_sums`         row sums of softplus(s)
-- `soft_statistics`       cross-entropies of rows and columns under a companion's softmax
-- `*_gradients`           strips of dx as they are finished, dy added to as we go
-- `rank_counts`           how many entries of a row or column come before the matching one
-- `topk`                  the k largest entries of each row
-
-What is done row by row, `matching_products` and `finish_rows`, is in `matching`.
-"""
-
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.tiles import plan
-from megabatch.tiles.block import Block, ColumnGradients, Needs, Pairs, RowGradients
-from megabatch.tiles.in_memory import Tiles, gradient_tiles, tile_gradients
-from megabatch.tiles.logsum import LogSum, weighted_softmax
-from megabatch.tiles.matching import finish_rows, matching_products, pairs_on_the_diagonal, rank_noise
-from megabatch.tiles.precision import SOFTPLUS_IS_IDENTITY
-from megabatch.tiles.softsum import SoftSum
+from megabatch.tiles.block import (
+    BFLOAT16,
+    FLOAT16,
+    HALF_DTYPE,
+    SOFTPLUS_IS_IDENTITY,
+    TF32,
+    Block,
+    ColumnGradients,
+    Needs,
+    RankTargets,
+    RowGradients,
+    add_product,
+    equal_ids,
+    multiply_into,
+    product_dtype,
+    round_to_precision,
+    round_to_tf32_,
+    windows,
+)
+from megabatch.tiles.sums import LogSum, SoftSum, weighted_softmax
 from megabatch.tiles.topk import Best, best_columns
 
 __all__ = [
@@ -41,6 +42,327 @@ __all__ = [
     "softplus_sums",
     "topk",
 ]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# O(N·D) work on a block: products of the matching pairs (i, i), the last step of a gradient, and bounds on rounding errors.
+#
+# In PyTorch operations; `kernels.operands` has the first two as kernels.
+
+
+def matching_products(block: Block) -> Tensor:  # (N,)
+    """⟨x_i, y_i⟩, from the same rounded inputs as the tiles."""
+    out = block.zeros(block.N)
+    for rows in windows(block.N, plan.rows_at_once(block.x.device, block.D)):
+        x = round_to_precision(block.x[rows], block.precision).to(block.dtype)
+        y = round_to_precision(block.y[rows], block.precision).to(block.dtype)
+        torch.sum(x * y, dim=1, out=out[rows])
+    return out
+
+
+def matching_similarities(block: Block, products: Tensor) -> Tensor:  # (N,)
+    """s_ii, from the products ⟨x_i, y_i⟩."""
+    out = products * block.scale
+    if block.row_bias is not None:
+        out.add_(block.row_bias)
+    if block.col_bias is not None:
+        out.add_(block.col_bias)
+    return out
+
+
+def match_logits(block: Block, products: Tensor, *, by_kernels: bool) -> Tensor:  # (N,)
+    """s_ii in float64, from the products ⟨x_i, y_i⟩, rounded as a backend rounds the logits of its tiles.
+
+    So equal products have equal logits, and their difference is 0 at every scale.
+    """
+    if not by_kernels or block.second_model is not None:  # with a second model, kernels read tiles that are rounded like these
+        return matching_similarities(block, products).double()
+    out = round_logits(products, block.scale, block.precision, by_kernels=True)
+    for bias in (block.row_bias, block.col_bias):
+        if bias is not None:
+            out.add_(bias)
+    return out
+
+
+def round_logits(products: Tensor, scale: Tensor, precision: str, *, by_kernels: bool) -> Tensor:  # (K,), ()
+    """scale·products in float64, rounded as a backend rounds the logits of its tiles.
+
+    PyTorch operations round to the type of sums. Kernels keep all digits of the logits, but round scale·log2 e to float32 for
+    products of half precision (`kernels.operands.kernel_options`). A logit beyond the range of the type is infinite.
+    """
+    factor = scale.to(products.dtype)
+    rounded_logits = (products * factor).double()
+    if not by_kernels:
+        return rounded_logits
+    factor = factor.double()
+    if precision in HALF_DTYPE:
+        factor = (factor / math.log(2)).float().double() * math.log(2)
+    return torch.where(rounded_logits.isfinite(), products.double() * factor, rounded_logits)
+
+
+def targets_on_the_diagonal(block: Block, products: Tensor) -> RankTargets:
+    """The matching pairs (i, i), from the products ⟨x_i, y_i⟩."""
+    match, index = matching_similarities(block, products), torch.arange(block.N, device=block.x.device)
+    return RankTargets(match, match, index, index, index, index)
+
+
+def finish_rows(
+    sums: Tensor,  # (n, D), overwritten
+    out: Tensor | None,  # (n, D)
+    factor: Tensor,  # ()
+    *,
+    own: Tensor | None,  # (n, D)
+    partners: Tensor,  # (n, D)
+    dmatch: Tensor | None,  # (n,)
+    precision: str,
+) -> Tensor | None:  # (n,)
+    """out = (sums + dmatch·partners)·factor. Returns ⟨sums_i + dmatch_i·partners_i, own_i⟩ if `own` is given."""
+    row_products = None if own is None else sums.new_empty(len(sums))
+    for rows in windows(len(sums), plan.rows_at_once(sums.device, sums.shape[1])):
+        values = sums[rows]
+        if dmatch is not None:
+            values.addcmul_(dmatch[rows, None], round_to_precision(partners[rows], precision).to(sums.dtype))
+        if own is not None and row_products is not None:
+            torch.sum(values * round_to_precision(own[rows], precision).to(sums.dtype), dim=1, out=row_products[rows])
+        if out is not None:
+            torch.mul(values, factor, out=values)
+            out[rows] = values
+    return row_products
+
+
+def rank_noise(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
+    """Two vectors whose outer product bounds the rounding error of s: 4·√D roundings of scale·‖x_i‖·‖y_j‖."""
+    row, col = (_norms(side, block.dtype) for side in (block.x, block.y))
+    return row.mul_(4 * block.D**0.5 * torch.finfo(block.dtype).eps * block.scale.abs()), col
+
+
+def _norms(side: Tensor, dtype: torch.dtype) -> Tensor:  # (K,)
+    """Row norms. Rows are divided by their largest entry first, because the square of 10²⁰ is beyond float32."""
+    out = torch.empty(len(side), dtype=dtype, device=side.device)
+    for rows in windows(len(side), plan.rows_at_once(side.device, side.shape[1])):
+        values = side[rows].to(dtype)
+        largest = values.abs().amax(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+        torch.mul(torch.linalg.vector_norm(values / largest, dim=1), largest.squeeze(1), out=out[rows])
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tiles of logits that matmuls of PyTorch form in memory, and the matmuls of gradient tiles with x and y.
+#
+# The eager engine turns such tiles into sums or gradients with PyTorch operations. So do the kernels that need two matmuls of
+# each pair, because the tiles of both would not fit in registers (`kernels.two_models`). A tile is formed in a reused buffer
+# and modified in place; the next tile overwrites it.
+
+
+class Tiles:
+    """The tiles of one block, formed one after another in the same buffers."""
+
+    def __init__(self, block: Block, *, keep_products: bool = False, size: plan.TileSize | None = None) -> None:
+        size = size or plan.eager_tile(block.x.device, block.dtype)
+        if block.second_model is not None or block.ids_are_positives:
+            size = plan.TileSize(max(1, size.rows // 2), size.columns)  # the workspace has to hold one more tile
+        size = size.fit_to(block.N, block.M)
+        self.block = block
+        self.rows = list(windows(block.N, size.rows))
+        self.columns = list(windows(block.M, size.columns))
+        self._elements = size.rows * size.columns
+        self.room = self.buffer()  # the buffer of the similarities
+        self.products = self.buffer() if keep_products else self.room
+        # Products alone, as of top-k, are similarities already. On a CPU the scale can be read without waiting.
+        self._unscaled = not keep_products and block.scale.is_cpu and block.scale.item() == 1.0
+        self._above: Callable[[int, int], Tensor] | None = None  # allocated on first use: kernels never use it
+        self._signs = self.buffer() if block.ids_are_positives else None
+        self.second_model = None if block.second_model is None else _SecondModel(block.second_model, self)
+
+    def buffer(self, dtype: torch.dtype | None = None) -> Callable[[int, int], Tensor]:
+        """A function (n, m) → uninitialised tensor (n, m), always in the same memory."""
+        room = torch.empty(self._elements, dtype=dtype or self.block.dtype, device=self.block.x.device)
+        return lambda n, m: room[: n * m].view(n, m)
+
+    def x(self, rows: slice) -> Tensor:  # (n, D)
+        """Rows of x, rounded to the block's precision."""
+        return round_to_precision(self.block.x[rows], self.block.precision)
+
+    def y(self, columns: slice) -> Tensor:  # (m, D)
+        """Rows of y, rounded to the block's precision."""
+        return round_to_precision(self.block.y[columns], self.block.precision)
+
+    def form_products(self, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
+        """⟨x_i, y_j⟩ of rounded rows x and y. Overwrites the previous tile."""
+        products = self.products(len(x), len(y))
+        multiply_into(products, x, y.T)
+        return products
+
+    def similarities(self, rows: slice, columns: slice, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
+        """The tile of similarities at (rows, columns); −inf for excluded pairs. Overwrites the previous tile."""
+        block = self.block
+        products, s = self.form_products(x, y), self.room(len(x), len(y))
+        above = self._above_limit(products, rows, columns)
+        if not self._unscaled:
+            torch.mul(products, block.scale, out=s)
+        if block.row_bias is not None:
+            s.add_(block.row_bias[rows, None])
+        if block.col_bias is not None:
+            s.add_(block.col_bias[columns])
+        signs = self.signs(rows, columns)
+        if signs is not None:
+            s.mul_(signs)
+        elif block.row_ids is not None and block.col_ids is not None:
+            same = equal_ids(block.row_ids[rows], block.col_ids[columns])
+            s.masked_fill_(~same if block.only_equal_ids else same, -torch.inf)
+        if block.skip_diagonal:
+            diagonal_of(s, rows, columns).fill_(-torch.inf)
+        return s if above is None else s.masked_fill_(above, -torch.inf)
+
+    def signs(self, rows: slice, columns: slice) -> Tensor | None:  # (n, m)
+        """−1 for pairs of equal ids, 1 elsewhere; None unless the block's ids are positives."""
+        row_ids, col_ids = self.block.row_ids, self.block.col_ids
+        if self._signs is None or row_ids is None or col_ids is None:
+            return None
+        same = equal_ids(row_ids[rows], col_ids[columns])
+        return self._signs(*same.shape).fill_(1.0).masked_fill_(same, -1.0)
+
+    def teacher(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
+        """The second model's tile at (rows, columns), in the block's dtype."""
+        assert self.second_model is not None
+        return self.second_model.similarities(rows, columns).to(self.block.dtype)
+
+    def _above_limit(self, products: Tensor, rows: slice, columns: slice) -> Tensor | None:  # (n, m) bool
+        """Mask of the pairs that the limit excludes."""
+        limit = self.block.limit
+        if limit is None:
+            return None
+        self._above = self._above or self.buffer(torch.bool)
+        compared = products if self.second_model is None else self.second_model.similarities(rows, columns)
+        return torch.gt(compared, limit[rows, None], out=self._above(*products.shape))
+
+
+class _SecondModel:
+    """The tiles of a block's second model, at the same rows and columns as the block's."""
+
+    def __init__(self, block: Block, tiles: Tiles) -> None:
+        self.block = block
+        self._buffer = tiles.buffer(block.dtype)
+
+    def products(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
+        """The products at (rows, columns), in the second model's dtype. Overwrites the previous tile."""
+        block = self.block
+        x, y = round_to_precision(block.x[rows], block.precision), round_to_precision(block.y[columns], block.precision)
+        out = self._buffer(len(x), len(y))
+        multiply_into(out, x, y.T)
+        return out
+
+    def similarities(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
+        """The products times the second model's scale."""
+        return self.products(rows, columns).mul_(self.block.scale)
+
+
+def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
+    """A view of the entries of `tile` on the block's main diagonal; empty if it does not cross the tile."""
+    offset = rows.start - columns.start
+    if -tile.shape[0] < offset < tile.shape[1]:
+        return tile.diagonal(offset)
+    return tile.new_empty(0)
+
+
+def gradient_tiles(block: Block) -> Tiles:
+    """The tiles that `tile_gradients` takes."""
+    return Tiles(block, keep_products=rounds_gradients(block))
+
+
+def rounds_gradients(block: Block) -> bool:
+    """Whether gradient tiles are rounded to the precision of the inputs before the products with them."""
+    return block.x.device.type == "cuda" and block.precision in (TF32, BFLOAT16, FLOAT16)
+
+
+def tile_gradients(
+    tiles: Tiles,
+    weigh: Callable[[Tensor, slice, slice], Tensor],  # turns a tile of s into a tile of g, in place
+    sums: ColumnGradients,
+    needs: Needs,
+) -> Iterator[RowGradients]:
+    """Turns each tile of similarities into a gradient tile and multiplies it with x and y."""
+    as_factor = product_factor(tiles)
+
+    def gradient_tile(
+        rows: slice, columns: slice, x: Tensor, y: Tensor, dscale: Tensor | None, drow_bias: Tensor | None
+    ) -> Tensor:
+        g = weigh(tiles.similarities(rows, columns, x, y), rows, columns)
+        if drow_bias is not None:
+            drow_bias += g.sum(1)
+        if sums.dcol_bias is not None:
+            sums.dcol_bias[columns] += g.sum(0)
+        if dscale is not None:
+            dscale += tiles.products(*g.shape).mul_(g).sum(1)
+        return as_factor(g)
+
+    # dscale is small against its terms, which nearly cancel. Σ_i ⟨x_i, dx_i⟩ is accurate as long as g is not rounded. Rounding
+    # errors of g would not cancel, so dscale is then Σ_ij g_ij·⟨x_i, y_j⟩ with unrounded g.
+    return multiply_tiles(tiles, gradient_tile, sums, needs, scale_from_dx=not rounds_gradients(tiles.block))
+
+
+def multiply_tiles(
+    tiles: Tiles,
+    gradient_tile: Callable[[slice, slice, Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
+    sums: ColumnGradients,
+    needs: Needs,
+    *,
+    scale_from_dx: bool = False,
+) -> Iterator[RowGradients]:
+    """Multiplies gradient tiles with x and y.
+
+    Args:
+        tiles: the tiles to loop over.
+        gradient_tile: (rows, columns, x, y, dscale, drow_bias) → tile of g in the type in which it is multiplied. It adds the
+            row sums of g·product to `dscale` and of g to `drow_bias` unless they are None, and column sums to dcol_bias.
+        sums: column gradients, added to.
+        needs: the gradients to compute.
+        scale_from_dx: compute dscale as Σ_i ⟨x_i, dx_i⟩; `gradient_tile` then gets None for it.
+    """
+    block = tiles.block
+    for rows in tiles.rows:
+        x = tiles.x(rows)
+        dx = block.zeros(len(x), block.D) if needs.dx or (needs.dscale and scale_from_dx) else None
+        dscale = block.zeros(len(x)) if needs.dscale and not scale_from_dx else None
+        drow_bias = block.zeros(len(x)) if needs.drow_bias else None
+        for columns in tiles.columns:
+            y = tiles.y(columns)
+            g = gradient_tile(rows, columns, x, y, dscale, drow_bias)
+            if dx is not None:
+                add_product(dx, g, y)
+            if sums.dy is not None:
+                add_product(sums.dy[columns], g.T, x)
+        if needs.dscale and scale_from_dx and dx is not None:
+            dscale = (dx * x).sum(1)
+        yield RowGradients(rows, dx, dscale, drow_bias)
+
+
+def product_factor(tiles: Tiles) -> Callable[[Tensor], Tensor]:
+    """A function that prepares a gradient tile for its products: rounds it to the inputs' precision if that is needed."""
+    block = tiles.block
+    if not rounds_gradients(block):
+        return lambda g: g
+    if block.precision == TF32:
+        return lambda g: round_to_tf32_(g, tiles.products(*g.shape))
+    half = half_buffer(tiles)
+    return lambda g: half(*g.shape).copy_(g)
+
+
+def half_buffer(tiles: Tiles) -> Callable[[int, int], Tensor]:
+    """A buffer for a gradient tile in the inputs' dtype."""
+    return tiles.buffer(product_dtype(tiles.block.precision, tiles.block.x.device.type))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The passes in PyTorch operations: every device, every dtype, no kernels of our own.
+#
+# Nothing here reads a value back to the host, so on CUDA a pass can be captured in a graph. The passes, over the same tiles:
+#
+# - `logsumexp_statistics`  row sums of exp(s), and column sums from the same pass if they are wanted
+# - `softplus_sums`         row sums of softplus(s)
+# - `soft_statistics`       cross-entropies of rows and columns under the softmax of a second model
+# - `*_gradients`           strips of dx as they are finished; dy is accumulated
+# - `rank_counts`           how many entries of a row or column come before the matching one
+# - `topk`                  the k largest entries of each row
 
 
 def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:
@@ -63,7 +385,7 @@ def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum,
 
 
 def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:
-    """Sums for the cross-entropies of rows (N,) and columns (M,) under the companion's softmax, from one pass."""
+    """Sums for the cross-entropies of rows (N,) and columns (M,) under the second model's softmax, from one pass."""
     tiles = Tiles(block)
     buffers = tiles.buffer(), tiles.buffer()
     row, col = (SoftSum.empty(size, dtype=block.dtype, device=block.x.device) for size in (block.N, block.M))
@@ -172,16 +494,15 @@ def softplus_gradients(
     return tile_gradients(tiles, weigh, sums, needs)
 
 
-def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tensor]:  # (N,), (M,) int64
-    """How many entries of row i, and of column i, come before s_ii; or before the pairs given, which may be elsewhere.
+def rank_counts(block: Block, targets: RankTargets | None = None) -> tuple[Tensor, Tensor]:  # (N,), (M,) int64
+    """How many entries of row i, and of column i, come before s_ii, or before the entries in `targets`.
 
-    Larger comes first. Entries that rounding cannot tell from s_ii count as equal to it, and of equal ones the smaller index
-    comes first: the same product, formed in two places, need not have the same last bit. What NaN touches ranks last.
+    Larger comes first. Entries that rounding cannot tell from the target count as equal to it, and of equal ones the smaller
+    index comes first: the same product, formed in two places, need not have the same last bit. What NaN touches ranks last.
     """
     tiles = Tiles(block)
-    row_match, col_match, row_index, col_index = (
-        pairs_on_the_diagonal(block, matching_products(block)) if pairs is None else pairs
-    )
+    if targets is None:
+        targets = targets_on_the_diagonal(block, matching_products(block))
     row_noise, col_noise = rank_noise(block)
     row_rank = torch.zeros(block.N, dtype=torch.int64, device=block.x.device)
     col_rank = torch.zeros(block.M, dtype=torch.int64, device=block.x.device)
@@ -189,13 +510,12 @@ def rank_counts(block: Block, pairs: Pairs | None = None) -> tuple[Tensor, Tenso
         x = tiles.x(rows)
         for columns in tiles.columns:
             s = tiles.similarities(rows, columns, x, tiles.y(columns))
-            i, j = row_index[rows, None], col_index[columns]
             near = row_noise[rows, None] * col_noise[columns]
-            for rank, own, later, dim in (
-                (row_rank[rows], row_match[rows, None], j > i, 1),
-                (col_rank[columns], col_match[columns], i > j, 0),
+            for rank, match, target, index, dim in (
+                (row_rank[rows], targets.row_match[rows, None], targets.row_target[rows, None], targets.col_index[columns], 1),
+                (col_rank[columns], targets.col_match[columns], targets.col_target[columns], targets.row_index[rows, None], 0),
             ):
-                before = ~((s < own - near) | ((s <= own + near) & later)) & (i != j)
+                before = ~((s < match - near) | ((s <= match + near) & (index > target))) & (index != target)
                 rank += before.sum(dim)
     return row_rank, col_rank
 

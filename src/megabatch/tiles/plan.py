@@ -1,6 +1,6 @@
-"""Sizes as data, each with the measurement that chose it: tiles of PyTorch operations, strips, limits of small batches.
+"""Sizes as data, each with the measurement that chose it: tiles of PyTorch operations, and strips.
 
-`kernel_plan` has the tiles of the kernels.
+`kernels.plan` has the tiles of the kernels.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class TileSize:
     rows: int
     columns: int
 
-    def fitted(self, N: int, M: int) -> "TileSize":
+    def fit_to(self, N: int, M: int) -> "TileSize":
         """This tile cut to N×M. If one side is shorter, the other grows to keep the number of elements."""
         elements = self.rows * self.columns
         rows = max(1, min(N, self.rows))
@@ -61,7 +61,7 @@ def topk_tile(device: torch.device, dtype: torch.dtype, k: int) -> TileSize:
 # Rows T of the squares on the diagonal of a symmetric block. Squares are computed whole: T/N more products than the upper half
 # needs, 12 % at 64k rows. T is a multiple of 256, which every kernel's tile divides. Smaller squares need more launches, and
 # the host makes few in a millisecond: H200, 64k × 768, squares of 4096, operands prepared for each: 159 ms, where the whole
-# matrix takes 40. Squares of 8192, operands prepared once (`triton_symmetric`): 23 ms.
+# matrix takes 40. Squares of 8192, operands prepared once (`kernels.backend`): 23 ms.
 SYMMETRIC_SQUARE = 8192
 
 
@@ -97,18 +97,18 @@ def strip_size(N: int, M: int, D: int, element_size: int) -> TileSize:
     return TileSize(rows, _even(M, _STRIP_BYTES // element_size // rows))
 
 
-# Bytes of a strip of `pair_loss`: the whole limit of a workspace. The gradients are allocated after the strip is freed, so that
-# the float32 sums of dx may take their place (`PAIR_ELEMENTS`). 16,384 pairs in half precision are one strip: every
-# strip costs the host two launches and two products, and such a batch waits for the host. 65,536 pairs in strips of
-# 16384×16384 instead of 8192×16384, with two thirds of the traffic of both sums (H200, bf16, D = 512 / 768 / 1024, ms):
-# `clip_loss` 27.2 / 40.8 / 54.5 instead of 27.6 / 41.3 / 55.1, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.2 /
-# 33.0 / 42.2.
+# Bytes of a strip on the fused path (`operators.fused`): the whole limit of a workspace. The gradients are allocated after the
+# strip is freed, so that the float32 sums of dx may take their place (`dispatch.Limits.fused_elements`). 16,384 pairs in half
+# precision are one strip, because every strip costs the host two launches and two matmuls, and such a batch is launch-bound.
+# 65,536 pairs in strips of 16384×16384 instead of 8192×16384, with two thirds of the traffic of both sums (H200, bf16, D = 512
+# / 768 / 1024, ms): `clip_loss` 27.2 / 40.8 / 54.5 instead of 27.6 / 41.3 / 55.1, `siglip_loss` 23.0 / 32.1 / 41.5 instead of
+# 23.2 / 33.0 / 42.2.
 _PAIR_STRIP_BYTES = 512 * 2**20
 _PAIR_STRIP_ROWS = 16384
 
 
 def pair_strip(N: int, element_size: int) -> TileSize:
-    """Rows and columns of one strip of gradients of `pair_loss`."""
+    """Rows and columns of one strip of gradients on the fused path."""
     rows = _even(N, _PAIR_STRIP_ROWS)
     return TileSize(rows, _even(N, _PAIR_STRIP_BYTES // element_size // rows))
 
@@ -124,48 +124,21 @@ def tiles(length: int, size: int) -> int:
     return -(-length // size)
 
 
-# Pairs whose similarities PyTorch operations on a CPU hold in memory at once (`operators.small`): two matrices of 16 MiB in
-# float32. Two cores, fp32, D = 256, 2,048 pairs, ms in memory and in tiles: `clip_loss` 50 to 57 and 81 to 89, `info_nce_loss`
-# 44 to 45 and 58 to 66, `sup_con_loss` 69 to 77 and 68 to 72.
-SMALL_PAIRS_CPU = 2048**2
-# Of a loss of rows alone, one matrix of 64 MiB: its dense form has three products, and a pass over tiles four. As above, 4,096
-# pairs, `info_nce_loss` 199 to 325 and 340 to 395, dense 256 to 350. Losses of both directions are not faster there in memory.
-SMALL_PAIRS_CPU_ROWS = 4096**2
-
-# Rows of the squares in which such a matrix is added to its transpose. One / two threads, ms for 1,024 and 2,048 rows: all at
-# once 8.1 / 4.6 and 45 / 25, in squares of 256 4.3 / 2.4 and 17.5 / 10.7, of 512 4.9 / 2.4 and 18.9 / 9.9.
+# Rows of the squares in which a dense matrix on a CPU is added to its transpose. One / two threads, ms for 1,024 and 2,048
+# rows: all at once 8.1 / 4.6 and 45 / 25, in squares of 256 4.3 / 2.4 and 17.5 / 10.7, of 512 4.9 / 2.4 and 18.9 / 9.9.
 TRANSPOSED_CPU = 512
-# Rows of such a matrix whose sigmoids are computed at a time: four matrices of this height stay in the cache, and none of them
-# needs fresh memory. One / two threads, ms of `siglip_loss` up to its weights for 1,024 and 2,048 rows: all at once 27 / 16 and
-# 96 / 67, 128 rows 18.5 / 10.1 and 63 / 40, 256 rows 18.5 / 10.4 and 59 / 35, 512 rows 21 / 12.6 and 64 / 38.
+# Rows of a dense matrix on a CPU whose sigmoids are computed at a time: four matrices of this height stay in the cache, and
+# none of them needs fresh memory. One / two threads, ms of `siglip_loss` up to its weights for 1,024 and 2,048 rows: all at
+# once 27 / 16 and 96 / 67, 128 rows 18.5 / 10.1 and 63 / 40, 256 rows 18.5 / 10.4 and 59 / 35, 512 rows 21 / 12.6 and 64 / 38.
 SIGMOID_CPU = 256
 
-# Pairs whose similarities kernels hold in memory at once (`triton_small`): 256 MiB in float32, and half as much for weights in
-# half precision, within the 512 MiB limit of a workspace. H200, bf16, D = 512: 8,192 pairs take 0.6 to 0.8 ms in memory and 1.4
-# to 1.8 over tiles, where the host needs that long; 16,384 pairs take 2.2, and 1.5 GiB, in memory and 1.6 over tiles.
-SMALL_PAIRS = 8192**2
-# Rows up to which its kernels form products of half precision themselves: launching a library product takes the host 50 µs.
-# H200, bf16, D = 512, µs of the device with products by kernels / by the library: 24 / 29 at 256 rows, 217 / 200 at 4,096,
-# 808 / 686 at 8,192; 341 / 277 at 4,096 rows with D = 1024, where the host needs more.
+# Rows up to which the kernels of the dense path compute matmuls of half precision themselves: the launch of a cuBLAS matmul
+# takes the host 50 µs. H200, bf16, D = 512, µs of the device with matmuls by kernels / by cuBLAS: 24 / 29 at 256 rows, 217 /
+# 200 at 4,096, 808 / 686 at 8,192; 341 / 277 at 4,096 rows with D = 1024, where the host needs more.
 SMALL_PRODUCT_ROWS = 4096
-_SMALL_PRODUCT_TERMS = 4096**2 * 1024  # of one product
-
-# Rows up to which a loss of pairs over tiles computes its gradients with the loss in few launches (`operators.pair_loss`). That
-# saves the host several milliseconds up to 32,768 rows. With 65,536 the GPU is busy for longer than the host, but the sums of
-# dy need not be zeroed, and strips are larger: as above, `clip_loss` takes 27.2 / 40.8 / 54.5 ms instead of 27.7 / 41.7 / 55.4
-# by the passes of larger batches, `siglip_loss` 23.0 / 32.1 / 41.5 instead of 23.9 / 33.4 / 43.0. The price is 0.3 GiB.
-_PAIR_ROWS = 65536
-# The same for the views of `nt_xent_loss`, which forms half the products with more rows (`tiles.symmetric`).
-_VIEW_ROWS = 32768
-# Elements of x up to which the float32 sums of dx, and later the gradients beside those sums, fit the limits of a workspace.
-_PAIR_ELEMENTS = 2**27
-
-
-def pairs_with_gradients(rows: int, D: int, *, views: bool = False) -> bool:
-    """Whether a loss of so many matching rows, or of views, computes its gradients with the loss (`operators.pair_loss`)."""
-    return rows <= (_VIEW_ROWS if views else _PAIR_ROWS) and rows * D <= _PAIR_ELEMENTS
+_SMALL_PRODUCT_TERMS = 4096**2 * 1024  # of one matmul
 
 
 def small_products(N: int, D: int) -> bool:
-    """Whether the kernels of a small batch form its products."""
+    """Whether the kernels of the dense path compute its matmuls."""
     return N <= SMALL_PRODUCT_ROWS and N * N * D <= _SMALL_PRODUCT_TERMS

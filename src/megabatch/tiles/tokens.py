@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.tiles.precision import accumulator_dtype, by_matmul_setting
+from megabatch.tiles.block import accumulator_dtype, by_matmul_setting
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenRows:
     """Items of up to `width` vectors each, one item after another."""
 
     values: Tensor  # (T, D)
@@ -57,14 +57,14 @@ class Tokens:
             0, self.owners(), self.valid.long()
         )
 
-    def part(self, items: slice) -> tuple["Tokens", slice]:
+    def part(self, items: slice) -> tuple["TokenRows", slice]:
         """Some items, and the place of their vectors. Of packed items, a GPU tells the host where they begin."""
         if self.lengths is None:
             window = slice(items.start * self.width, items.stop * self.width)
         else:
             window = slice(*(int(self.lengths[:edge].sum()) for edge in (items.start, items.stop)))
         lengths = None if self.lengths is None else self.lengths[items]
-        return Tokens(self.values[window], self.width, lengths, None if self.valid is None else self.valid[window]), window
+        return TokenRows(self.values[window], self.width, lengths, None if self.valid is None else self.valid[window]), window
 
     def places(self, items: slice) -> tuple[Tensor, Tensor] | None:  # (n, width) int64, (n, width) bool
         """Where the vectors of some items are, and which of these places they have; None if that is a plain view."""
@@ -74,7 +74,7 @@ class Tokens:
         present = step < self.lengths[items, None]
         return (self.starts()[items, None] + step).masked_fill(~present, 0), present
 
-    def padded(self, items: slice) -> tuple[Tensor, Tensor | None]:  # (n, width, D), (n, width) bool
+    def pad(self, items: slice) -> tuple[Tensor, Tensor | None]:  # (n, width, D), (n, width) bool
         """Some items, zeros in place of invalid vectors, and which of their vectors are valid; None if all are."""
         places = self.places(items)
         if places is None:
@@ -88,7 +88,7 @@ class Tokens:
         return values if valid is None else values.masked_fill(~valid[..., None], 0.0), valid
 
     def add_(self, sums: Tensor, items: slice, values: Tensor) -> None:  # (T, D), (n, width, D)
-        """Adds to the accumulator of all vectors the values of some items, as `padded` arranges them."""
+        """Adds to the accumulator of all vectors the values of some items, as `pad` arranges them."""
         places = self.places(items)
         if places is None:
             sums[items.start * self.width : items.stop * self.width] += values.reshape(-1, self.D)
@@ -113,8 +113,8 @@ class LateBlock:
     `document` without a valid vector.
     """
 
-    query: Tokens  # N items
-    document: Tokens  # M items
+    query: TokenRows  # N items
+    document: TokenRows  # M items
     scale: Tensor  # ()
     precision: str
     weight: Tensor | None = None  # (N,)
@@ -124,7 +124,7 @@ class LateBlock:
     first_column: int = 0  # of the main diagonal's matrix, of which this may be some columns
 
     @classmethod
-    def of(cls, query: Tokens, document: Tokens, scale: Tensor, precision: str, **known: Any) -> "LateBlock":
+    def of(cls, query: TokenRows, document: TokenRows, scale: Tensor, precision: str, **known: Any) -> "LateBlock":
         """The block of an operator: the scale in the type of similarities, the precision settled for the device."""
         device = query.values.device.type
         dtype = accumulator_dtype(query.values.dtype)

@@ -25,7 +25,7 @@ class Best(NamedTuple):
         values = like.new_full((rows, k), -torch.inf)
         return cls(values, torch.full_like(values, -1, dtype=torch.int64))
 
-    def merged(self, other: "Best") -> "Best":
+    def merge(self, other: "Best") -> "Best":
         """The k best of both, k being as many as this one has."""
         pairs = zip(self, other, strict=True)
         values, indices = (torch.cat(parts, 1) for parts in pairs)
@@ -36,7 +36,7 @@ def best(values: Tensor, indices: Tensor, k: int) -> Best:  # (n, m), (n, m) or 
     """The k best candidates of each row; all of them, in order, if there are no more than k."""
     indices, few = indices.expand(values.shape), max(0, k - values.shape[1])
     if values.dtype == torch.float64:
-        found = _sorted(values.nan_to_num(-torch.inf, torch.inf, -torch.inf), indices, k)
+        found = _sort(values.nan_to_num(-torch.inf, torch.inf, -torch.inf), indices, k)
     else:
         keys = _keys(values, indices)
         found = _from_keys(keys.topk(min(k, keys.shape[1]), dim=1).values)
@@ -64,7 +64,7 @@ def best_columns(values: Tensor, first: int, k: int, before: Best | None = None)
     size, columns = _group_size(m, k), torch.arange(m, device=values.device)
     if size < 2:
         found = best(values, first + columns, k)
-        return found if before is None else before.merged(found)
+        return found if before is None else before.merge(found)
     maxima = _maxima(values, size)
     wanted = k
     if before is not None and values.is_cpu:  # on another device the host would have to wait for the number
@@ -106,7 +106,7 @@ def _group_size(m: int, k: int) -> int:
     return 32 if size == 16 else size
 
 
-def _sorted(values: Tensor, indices: Tensor, k: int) -> Best:
+def _sort(values: Tensor, indices: Tensor, k: int) -> Best:
     indices, order = indices.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     return Best(values[:, :k], indices.gather(1, order[:, :k]))

@@ -1,0 +1,303 @@
+"""What `cached_backward` does for one tower: both passes over its chunks, and a check that both gave the same embeddings."""
+
+import inspect
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.cached import batchnorm
+from megabatch.cached.memory import compute_device, is_sharded, list_tensors, measure_graph
+from megabatch.cached.randomness import States
+from megabatch.cached.sharding import find_distributed_modules
+from megabatch.cached.sources import Source, Span, TensorSource, as_source, longest_first, spans
+from megabatch.cached.streaming import close_at_the_end
+from megabatch.cached.timing import DATA, phase
+from megabatch.cached.tower_io import Encoded, as_encoded, call, map_rows, tensors
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparison of both passes: a tower that gives other embeddings in the second pass has wrong gradients.
+
+
+class Comparison:
+    """Compares the last embedding of each chunk of one tower. The numbers stay on the device until `warn`."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, Tensor] = {}  # (D,) by the number of the pass
+        self._difference: Tensor | None = None  # (), the largest relative difference so far
+
+    def remember(self, i: int, embeddings: Tensor) -> None:  # (n, D)
+        """Keeps the last embedding of a chunk in the first pass."""
+        self._first[i] = embeddings.detach()[-1].clone()
+
+    def compare(self, i: int, embeddings: Tensor) -> None:  # (n, D)
+        """Compares a chunk in the second pass; a dummy pass has nothing to compare with."""
+        if i not in self._first:
+            return
+        dtype = torch.float64 if embeddings.dtype == torch.float64 else torch.float32
+        before, now = self._first.pop(i).to(dtype), embeddings.detach()[-1].to(dtype)
+        found = (now - before).norm() / before.norm().clamp_min(torch.finfo(dtype).tiny)
+        self._difference = found if self._difference is None else torch.maximum(self._difference, found)
+
+    def warn(self, name: str, parameters: Iterable[Tensor]) -> None:
+        """Warns of a difference beyond rounding, in the name of the tower that has these parameters."""
+        if self._difference is None:
+            return
+        dtypes = {p.dtype for p in parameters if p.dtype.is_floating_point}
+        dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+        if torch.get_float32_matmul_precision() != "highest":
+            dtypes.add(torch.bfloat16)
+        bound = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps) ** 0.5
+        value = self._difference.item()
+        if value > bound:
+            warn(
+                f"{name} must give the same embeddings in both passes, got a relative difference of {value:.1e}, so its "
+                "gradients are wrong. Does the tower change a state between calls, or use a random generator of its own?",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A role: one (tower, inputs) pair of a step, with its chunks, and the state of each chunk between the passes.
+
+
+DEVICE, HOST = "device", "host"
+
+
+class Role:
+    """One (tower, inputs) of a step."""
+
+    def __init__(self, index: int, tower: Callable[..., Any], inputs: Any, chunk_size: int) -> None:
+        self.index, self.name, self.tower = index, f"towers[{index}]", tower
+        self.modules = modules_of(tower)
+        self.parameters = [p for module in self.modules for p in module.parameters()]
+        self.device = compute_device(self.parameters[0]) if self.parameters else None
+        self.source: Source = as_source(inputs, f"{self.name}[1]", self.device)
+        inputs_train = isinstance(self.source, TensorSource) and self.source.requires_grad
+        self.shared = find_distributed_modules(self.modules)
+        self.batch_norms = batchnorm.layers([*self.modules, *_find_named_modules(tower)])  # `find_batch_norms` adds to it
+        self.chunk_size = chunk_size
+        self.order: Tensor | None = None  # (N,) the samples from long to short, if they are encoded in that order
+        self.spans = self._spans()
+        self.passes = len(self.spans)  # more if another rank has more chunks; the rest are dummy passes
+        # A function whose modules are unknown counts as trained until a pass shows otherwise.
+        self.trains = not self.modules or inputs_train or any(p.requires_grad for p in self.parameters)
+        self.devices = {compute_device(p) for p in self.parameters}  # whose random generators are replayed
+        self.states: dict[int, States] = {}
+        self.kept: dict[int, Encoded] = {}
+        self.graph_bytes: dict[tuple[Any, ...], int] = {}  # measured, by the shapes of a chunk's inputs
+        self.comparison = Comparison()  # of both passes
+        self.auxiliary: Tensor | None = None  # (), Σ n · auxiliary loss over chunks
+        self.embeddings: Tensor | None = None  # (N, D)
+        self.gradient: Tensor | None = None  # (N, D)
+
+    def _spans(self) -> list[Span]:
+        """The chunks. Sorts a source that knows lengths; not for batch-norm, whose statistics would depend on the order."""
+        source, lengths = self.source, self.source.lengths
+        if lengths is not None and not self.batch_norms:
+            self.order = longest_first(lengths, source.width)
+        if lengths is None or self.order is None:
+            return [(i, min(i + self.chunk_size, len(source))) for i in range(0, len(source), self.chunk_size)]
+        self.source = source.reorder(self.order)
+        return spans(lengths[self.order].tolist(), source.width, self.chunk_size)
+
+    @contextmanager
+    def keep_called_wrappers(self) -> Iterator[None]:
+        """Keeps in `shared` only the wrappers that the pass inside calls: a method may use one of two wrapped parts."""
+        if len(self.shared) < 2:
+            yield
+            return
+        called: list[nn.Module] = []
+        hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in self.shared]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if called:  # empty if a wrapper is reached without its forward hooks
+            self.shared[:] = [module for module in self.shared if module in called]
+
+    @contextmanager
+    def find_batch_norms(self, *, in_step: bool) -> Iterator[None]:
+        """Around the first pass: adds the batch-norm layers that a function calls, which are unknown before it runs.
+
+        Args:
+            in_step: whether all ranks are known to encode equally often, which SyncBatchNorm needs.
+        """
+
+        def see(module: nn.Module) -> None:
+            known = {id(layer) for _, layer in self.batch_norms}
+            new = [(name, layer) for name, layer in batchnorm.layers([module]) if id(layer) not in known]
+            for name, layer in new:
+                if not in_step and batchnorm.waits_for_ranks(layer):
+                    raise ValueError(
+                        f"{self.name}[0] must be a module if it has SyncBatchNorm, because all ranks must encode equally "
+                        f"often, which has to be known before a function runs; got {type(self.tower).__name__} that calls "
+                        f"{type(module).__name__} with SyncBatchNorm {name!r}"
+                    )
+            self.batch_norms += new
+
+        if isinstance(self.tower, nn.Module):
+            yield
+        else:
+            with batchnorm.watch_calls(see):
+                yield
+
+    def rows(self, i: int) -> int:
+        """Samples in pass i; 0 in a dummy pass."""
+        return self.spans[i][1] - self.spans[i][0] if i < len(self.spans) else 0
+
+    def chunks(self, passes: Sequence[int]) -> Generator[tuple[int, Any], None, None]:
+        """(pass, inputs) of these passes, in order."""
+        iterator = self.source.chunks([self.spans[i] for i in passes if i < len(self.spans)], self.device)
+        with close_at_the_end(iterator):
+            for i in passes:
+                if i < len(self.spans):
+                    try:
+                        with phase(DATA):
+                            chunk = next(iterator)
+                    except StopIteration:
+                        raise ValueError(
+                            f"{self.name}[1] must give a chunk for each span it is asked for, got none for {self._samples(i)}"
+                        ) from None
+                else:
+                    chunk = self.source.placeholder(self.device)
+                yield i, chunk
+                del chunk
+
+    def encode(self, inputs: Any, rows: int) -> Encoded:
+        """Calls the tower and checks its output; the auxiliary loss is averaged. `rows` is 0 for a dummy sample of any size."""
+        answer, auxiliary = as_encoded(call(self.tower, inputs), self.name)
+        if is_sharded(answer):
+            answer = answer.full_tensor()  # type: ignore[attr-defined]
+        if answer.dim() != 2 or (rows and len(answer) != rows) or not answer.dtype.is_floating_point:
+            dtype = str(answer.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{self.name} must return embeddings of shape ({rows or 'n'}, D) for a chunk of {rows or 'n'} samples, "
+                f"got shape {tuple(answer.shape)} of {dtype}"
+            )
+        if torch.is_grad_enabled() and answer.is_inference():
+            raise ValueError(
+                f"{self.name} must not run in inference mode, because it is trained; got an inference tensor from it "
+                "(for a frozen tower use torch.no_grad())"
+            )
+        return Encoded(answer, None if auxiliary is None else self._mean(auxiliary, rows))
+
+    def encode_with_graph(self, inputs: Any, rows: int) -> tuple[Encoded, int]:
+        """`encode`, and the bytes of the graph with the inputs that it holds; on CUDA measured once for inputs of one shape."""
+        if self.source.reuses_memory:
+            inputs = map_rows(torch.clone, inputs)
+        held = [tensor for _, tensor in tensors(inputs, self.name)]
+        shapes = tuple(tuple(tensor.shape) for tensor in held)
+        on_cuda = self.device is not None and self.device.type == "cuda"
+        if on_cuda and shapes in self.graph_bytes:
+            return self.encode(inputs, rows), self.graph_bytes[shapes]
+        held_anyway = isinstance(self.source, TensorSource)
+        with measure_graph(self.device, [*list_tensors(self.modules), *(held if held_anyway else ())]) as graph:
+            encoded = self.encode(inputs, rows)
+        if on_cuda and not held_anyway:
+            graph.bytes += sum(tensor.nbytes for tensor in held)
+        self.graph_bytes[shapes] = graph.bytes
+        return encoded, graph.bytes
+
+    def _mean(self, auxiliary: Any, rows: int) -> Tensor:
+        if not isinstance(auxiliary, Tensor) or (rows and auxiliary.shape not in ((), (1,), (rows,))):
+            shape = f"shape {tuple(auxiliary.shape)}" if isinstance(auxiliary, Tensor) else type(auxiliary).__name__
+            raise ValueError(
+                f"{self.name} must return an auxiliary loss that is a scalar (the mean over the chunk) or has one number for "
+                f"each of the {rows} samples, got {shape}"
+            )
+        return auxiliary.mean()
+
+    def store(self, i: int, embeddings: Tensor, where: str) -> None:
+        """Copies a chunk's embeddings into the (N, D) buffer; the first chunk allocates it."""
+        if self.embeddings is None:
+            shape = len(self.source), embeddings.shape[1]
+            self.embedding_device = embeddings.device
+            if where == HOST:
+                pinned = embeddings.device.type == "cuda"
+                self.embeddings = torch.empty(shape, dtype=embeddings.dtype, pin_memory=pinned)
+            else:
+                self.embeddings = torch.empty(shape, dtype=embeddings.dtype, device=embeddings.device)
+        if not self.rows(i):
+            return
+        start, stop = self.spans[i]
+        place = self.embeddings[start:stop]
+        if place.shape != embeddings.shape or place.dtype != embeddings.dtype:
+            raise ValueError(
+                f"{self.name} must return embeddings of one width and dtype, got ({place.shape[1]}, {place.dtype}) first and "
+                f"({embeddings.shape[1]}, {embeddings.dtype}) for {self._samples(i)}"
+            )
+        place.copy_(embeddings.detach(), non_blocking=True)
+        if self.trains:
+            self.comparison.remember(i, embeddings)
+
+    def _samples(self, i: int) -> str:
+        """The samples of pass i, for messages."""
+        start, stop = self.spans[i]
+        if self.order is None:
+            return f"samples {start} to {stop - 1}"
+        return f"{stop - start} samples such as {int(self.order[start])}"
+
+    def leaf(self) -> Tensor:  # (N, D)
+        """The embeddings as a leaf for the loss: in order, on the device, with requires_grad if the tower is trained."""
+        assert self.embeddings is not None, "all chunks have been encoded"
+        leaf = self.embeddings.to(self.embedding_device, non_blocking=True).detach()
+        if self.order is not None:
+            leaf = leaf.index_select(0, _copy_to(self.order.argsort(), leaf.device))
+            if self.embeddings.device == leaf.device:
+                self.embeddings = None  # the leaf is a copy
+        return leaf.requires_grad_(self.trains)
+
+    def take_gradient(self, leaf: Tensor) -> None:
+        """Keeps the gradient of the embeddings, in the buffer of the embeddings if that is on the host."""
+        held, self.embeddings, gradient = self.embeddings, None, leaf.grad
+        if gradient is not None and self.order is not None:
+            gradient = gradient.index_select(0, _copy_to(self.order, gradient.device))
+            leaf.grad = None
+        if gradient is not None and held is not None and held.device != gradient.device:
+            gradient = held.copy_(gradient, non_blocking=True)
+        self.gradient = gradient
+
+    def gradient_of(self, i: int, encoded: Encoded) -> Tensor:  # (n, D)
+        """The gradient of the embeddings of pass i; zero in a dummy pass, or if the loss does not use the tower."""
+        if self.gradient is None or not self.rows(i):
+            return torch.zeros_like(encoded.embeddings)
+        start, stop = self.spans[i]
+        return self.gradient[start:stop].to(encoded.embeddings.device, non_blocking=True)
+
+
+def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`. From pinned memory, because from other memory the host waits for everything that is queued."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def modules_of(tower: Any) -> list[nn.Module]:
+    """The modules of a tower: a module itself, the owner of a method, the modules in a partial; none for other functions."""
+    if isinstance(tower, nn.Module):
+        return [tower]
+    if isinstance(tower, partial):
+        parts = [tower.func, *tower.args, *tower.keywords.values()]
+        return [module for part in parts for module in modules_of(part)]
+    owner = getattr(tower, "__self__", None)
+    return [owner] if isinstance(owner, nn.Module) else []
+
+
+def _find_named_modules(tower: Any) -> list[nn.Module]:
+    """Modules among the globals and closure variables that a function's code names: known before it runs, compiled or not."""
+    while isinstance(tower, partial):
+        tower = tower.func
+    function = inspect.unwrap(tower)
+    if not isinstance(function, FunctionType):
+        return []
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not assigned yet
+            named.append(cell.cell_contents)
+    return [value for value in named if isinstance(value, nn.Module)]

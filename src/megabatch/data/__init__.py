@@ -1,5 +1,0 @@
-"""Datasets of pairs, whose samples can be read again by index: see dataset.py."""
-
-from megabatch.data.dataset import IMAGE, TEXT, Dataset, Preparation, UnreadableSampleError
-
-__all__ = ["IMAGE", "TEXT", "Dataset", "Preparation", "UnreadableSampleError"]

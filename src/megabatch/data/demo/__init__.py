@@ -1,1 +1,0 @@
-"""Data for demonstrations and tests, from packages on PyPI: emoji with their names, words with their definitions."""

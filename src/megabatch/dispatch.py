@@ -1,0 +1,233 @@
+"""Decides how a call runs: which engine computes it, and on which path. No other module decides either.
+
+An engine computes the tiles: PyTorch operations on every device, or Triton kernels on NVIDIA GPUs. A path is the order of the
+work, from the whole matrix of logits at once to two passes over its tiles. `RULES` contains the decision as data: the first
+rule that applies to a call decides. `Limits` contains the sizes in the rules. `megabatch info` prints the rules.
+"""
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megabatch import tracing
+from megabatch.tiles.backends import EAGER, TRITON
+from megabatch.tiles.block import FLOAT64
+
+Backend = Literal["auto", "eager", "triton"]
+Group = ProcessGroup | DeviceMesh | None
+Reduction = Literal["mean", "sum", "none"]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Engines
+
+
+def _find_triton() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ImportError:
+        return False
+
+
+HAS_TRITON = _find_triton()  # once at import, because the compiler cannot trace the search
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly, for tests
+_OLDEST = (8, 0)  # compute capability of Ampere, the first generation with bfloat16 and TF32
+
+
+def why_not_triton(precision: str, device: torch.device) -> str | None:
+    """Returns the reason why the kernels cannot serve inputs of this precision on this device, or None if they can."""
+    if not HAS_TRITON:
+        return "the package triton is not installed; pip install triton"
+    if precision == FLOAT64:
+        return "its kernels compute in float32 at most, and the inputs are float64"
+    if INTERPRETED:
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels run on NVIDIA GPUs, and the inputs are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST:
+        return "its kernels need compute capability {}.{} or newer, and {} has {}.{}".format(*_OLDEST, device, *capability)
+    return None
+
+
+@tracing.constant
+def default_engine(precision: str, device: torch.device) -> str:
+    """Returns the engine of `backend="auto"`: the kernels on GPUs that they support, PyTorch operations elsewhere."""
+    return TRITON if device.type == "cuda" and _kernels_serve(precision, device) else EAGER
+
+
+@cache  # the host needs as long for the capability of a device as for an allocation
+def _kernels_serve(precision: str, device: torch.device) -> bool:
+    return why_not_triton(precision, device) is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Paths
+
+DENSE: Final = "dense"  # the whole matrix of logits in memory; the gradients are computed with the loss
+FUSED: Final = "fused"  # strips of the matrix; the gradients are computed with the loss
+TWO_PASS: Final = "two-pass"  # sums over the tiles in the forward pass, and each tile again in the backward pass
+
+# Kinds of losses.
+BOTH: Final = "softmax, both directions"  # clip_loss, info_nce_loss(symmetric=True)
+ROWS: Final = "softmax, one direction"  # info_nce_loss
+VIEWS: Final = "two views"  # nt_xent_loss: the rows are both views of every sample
+LABELS: Final = "labels"  # sup_con_loss(form="out")
+SIGMOID: Final = "sigmoid"  # siglip_loss
+KINDS: Final = (BOTH, ROWS, VIEWS, LABELS, SIGMOID)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest sizes of a path. `rows` of the logits are pairs, or the views of all samples."""
+
+    # Two matrices of 16 MiB in float32. Two cores, fp32, D = 256, 2,048 pairs, ms on the dense path and over tiles: `clip_loss`
+    # 50 to 57 and 81 to 89, `info_nce_loss` 44 to 45 and 58 to 66, `sup_con_loss` 69 to 77 and 68 to 72.
+    dense_cpu: int = 2048
+    # One matrix of 64 MiB, because a loss of one direction has three matmuls, and a pass over tiles has four. As above, 4,096
+    # pairs, `info_nce_loss` 199 to 325 and 340 to 395. Losses of both directions are not faster there in memory.
+    dense_cpu_one_direction: int = 4096
+    # 256 MiB of logits in float32, and half as much for weights in half precision, within the 512 MiB limit of a workspace.
+    # H200, bf16, D = 512: 8,192 pairs take 0.6 to 0.8 ms on the dense path and 1.4 to 1.8 over tiles, where the launches need
+    # that long; 16,384 pairs take 2.2 ms and 1.5 GiB on the dense path and 1.6 ms over tiles.
+    dense_triton: int = 8192
+    # The fused path has few launches, which saves the host several milliseconds up to 32,768 rows. With 65,536 rows the GPU is
+    # busy for longer than the host, but the sums of dy need not be zeroed, and strips are larger. H200, bf16, D = 512 / 768 /
+    # 1024, ms: `clip_loss` 27.2 / 40.8 / 54.5 instead of 27.7 / 41.7 / 55.4 on the two-pass path, `siglip_loss` 23.0 / 32.1 /
+    # 41.5 instead of 23.9 / 33.4 / 43.0. The fused path needs 0.3 GiB more memory.
+    fused: int = 65536
+    # With more views, the two-pass path computes half of the matmuls (`tiles.symmetric`).
+    fused_views: int = 32768
+    # Rows × D up to which the float32 sums of dx, and later the gradients beside these sums, fit the limits of a workspace.
+    fused_elements: int = 2**27
+
+
+class Rule(NamedTuple):
+    """A path, and the calls that take it unless an earlier rule applies."""
+
+    path: str
+    module: str  # of `megabatch.operators`, with the gradients computed in the forward pass; empty for two passes
+    kinds: tuple[str, ...]
+    engine: str = ""  # empty for both
+    rows: str = ""  # the field of `Limits` with the largest number of rows; empty for any number
+    cpu_only: bool = False
+    plain: bool = False  # only one process, at least two rows, and neither torch.compile nor torch.func nor fake tensors
+
+
+RULES: Final = (
+    Rule(DENSE, "dense", (BOTH, VIEWS, LABELS, SIGMOID), EAGER, "dense_cpu", cpu_only=True, plain=True),
+    Rule(DENSE, "dense", (ROWS,), EAGER, "dense_cpu_one_direction", cpu_only=True, plain=True),
+    Rule(DENSE, "dense_kernels", KINDS, TRITON, "dense_triton", plain=True),
+    Rule(FUSED, "fused", (BOTH, ROWS, SIGMOID), TRITON, "fused", plain=True),
+    Rule(FUSED, "fused", (VIEWS,), TRITON, "fused_views", plain=True),
+    Rule(FUSED, "softplus", (SIGMOID,)),
+    Rule(TWO_PASS, "", KINDS),
+)
+
+_limits = Limits()
+
+
+def limits() -> Limits:
+    """Returns the limits that apply now."""
+    return _limits
+
+
+@contextmanager
+def override(**changes: int) -> Iterator[Limits]:
+    """Changes fields of `Limits` inside a `with` block, such as `override(dense_triton=0)`. For tests and benchmarks."""
+    global _limits
+    before = _limits
+    _limits = dataclasses.replace(before, **changes)
+    _first_rule.cache_clear()
+    try:
+        yield _limits
+    finally:
+        _limits = before
+        _first_rule.cache_clear()
+
+
+def choose_module(
+    kind: str,
+    x: Tensor,  # (N, D)
+    engine: str,
+    group: str,
+    reduction: Reduction,
+    *,
+    standard: bool = True,
+) -> str:
+    """Returns the module of `megabatch.operators` that computes a loss with its gradients; empty if the call takes two passes.
+
+    Args:
+        kind: one of `KINDS`.
+        x: the embeddings of one side, or of one view.
+        engine: "eager" or "triton".
+        group: the name of the process group; empty for one process.
+        reduction: of the loss; "none" always takes two passes, because every row then has a gradient of its own.
+        standard: False if the loss has label smoothing, biases, further negatives or a guide, which always take two passes.
+    """
+    if reduction == "none" or not standard:
+        return ""
+    if group or torch.compiler.is_compiling() or tracing.transforms_are_active() or isinstance(x, FakeTensor):
+        return _module_anywhere(kind, engine)
+    return find_rule(kind, x.shape[0] * (2 if kind == VIEWS else 1), x.shape[1], engine, on_cpu=x.is_cpu).module
+
+
+def find_rule(kind: str, rows: int, D: int, engine: str, *, on_cpu: bool = False) -> Rule:
+    """Returns the rule of a standard loss with so many rows in one process, outside of torch.compile and torch.func."""
+    return _first_rule(kind, engine, rows, D, on_cpu)
+
+
+@tracing.constant
+def _module_anywhere(kind: str, engine: str) -> str:
+    return next(rule.module for rule in RULES if _serves(rule, kind, engine) and not rule.plain)
+
+
+@cache  # a small step on a CPU takes 300 µs, and a search through the rules 5
+def _first_rule(kind: str, engine: str, rows: int, D: int, on_cpu: bool) -> Rule:
+    return next(rule for rule in RULES if _serves(rule, kind, engine) and _admits(rule, rows, D, on_cpu))
+
+
+def _serves(rule: Rule, kind: str, engine: str) -> bool:
+    return kind in rule.kinds and rule.engine in ("", engine)
+
+
+def _admits(rule: Rule, rows: int, D: int, on_cpu: bool) -> bool:
+    if (rule.cpu_only and not on_cpu) or (rule.plain and rows < 2):
+        return False
+    if rule.rows and rows > getattr(_limits, rule.rows):
+        return False
+    return rule.path != FUSED or not rule.plain or rows * D <= _limits.fused_elements
+
+
+RULE_COLUMNS: Final = ("path", "losses", "engine", "size", "where")
+
+
+def describe_rules() -> list[tuple[str, str, str, str, str]]:
+    """Returns the rules as rows of a table with the columns `RULE_COLUMNS`."""
+    return [
+        (
+            rule.path,
+            "all" if rule.kinds == KINDS else "; ".join(rule.kinds),
+            {EAGER: "PyTorch", TRITON: "Triton"}.get(rule.engine, "both") + (", CPU" if rule.cpu_only else ""),
+            _describe_size(rule),
+            "one process" if rule.plain else "anywhere",
+        )
+        for rule in RULES
+    ]
+
+
+def _describe_size(rule: Rule) -> str:
+    if not rule.rows:
+        return "any"
+    size = f"{getattr(_limits, rule.rows):,} rows"
+    return f"{size}, rows × D up to {_limits.fused_elements / 1e6:.0f}M" if rule.path == FUSED else size

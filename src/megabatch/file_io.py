@@ -1,0 +1,72 @@
+"""Writes files atomically, and holds locks on files."""
+
+import fcntl
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+_TEMPORARY = re.compile(r"\.(.+)-[0-9a-f]{32}")  # the names that `write` uses
+
+
+def write(path: Path, save: Callable[[Any], Any], *, durable: bool = True, private: bool = False) -> None:
+    """Writes a temporary file and renames it, so that readers see the old file or the new one, never a part.
+
+    If the machine stops, a file that is not `durable` may be left empty or cut off; a durable one is flushed to the disk first.
+    Only the user can read a `private` file (mode 600).
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        with temporary.open("xb") as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells `remove_leftovers` that the writer is alive
+            if private:
+                os.fchmod(file.fileno(), 0o600)
+            save(file)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> None:
+    """Removes the temporary files of writers that were killed.
+
+    Args:
+        folder: only files directly in it are removed.
+        is_ours: whether `write` may have been called for a file of this name.
+    """
+    for path in folder.glob(".*-*"):
+        found = _TEMPORARY.fullmatch(path.name)
+        if found and is_ours(found[1]) and path.is_file() and not path.is_symlink() and not _is_being_written(path):
+            path.unlink(missing_ok=True)
+
+
+def _is_being_written(path: Path) -> bool:
+    """Whether a process holds the lock of `write`. Also true if that cannot be found out."""
+    try:
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+@contextmanager
+def hold_lock(path: Path) -> Iterator[int]:
+    """Holds a lock and yields its file descriptor. Threads exclude one another too: `flock` belongs to the opened file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with suppress(OSError):  # a file system without locks: work may be done twice
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield number
+    finally:
+        os.close(number)

@@ -1,0 +1,1 @@
+"""The Triton engine: kernels for NVIDIA GPUs and the code that launches them."""

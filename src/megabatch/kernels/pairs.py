@@ -1,0 +1,353 @@
+"""Kernels that compute the loss of N pairs together with its gradients, for `operators.fused`."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megabatch.kernels import plan as kernel_plan
+from megabatch.kernels.device import cross_entropy, finish_tile, load_embeddings, softplus_and_sigmoid, sum_all_parts
+from megabatch.kernels.gradient import Weights, WholeGradients
+from megabatch.kernels.launch import launch
+from megabatch.kernels.logsumexp import OnlineSums
+from megabatch.kernels.operands import Operands
+from megabatch.tiles import plan
+from megabatch.tiles.block import FLOAT16, FLOAT32, TF32, Block, Needs
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The last step of a loss of pairs, in one launch: dx and dy from their sums, the loss, d scale in parts, and d bias.
+#
+# `kernels.operands` has the last step of other losses: one launch for some rows of one side.
+
+HALF_UNIT = 2.0**14  # of weights in float16: a softmax over a million columns stays within its range
+
+_BLOCK_N, _BLOCK_D = 16, 256
+_BLOCK = 1024  # partial sums that are added at once
+
+
+@triton.jit
+def _finish_pairs_kernel(
+    x,  # (N, D)
+    y,  # (N, D)
+    dx_sums,  # (N, D) or None
+    dy_sums,  # (N, D) or None
+    dx,  # (N, D) or None; may be `dx_sums`
+    dy,  # (N, D) or None; may be `dy_sums`
+    row_dscale,  # (N,) without the matching pairs, or None if d scale is taken from dx
+    products,  # (N,) of the matching pairs
+    dmatch,  # (N,)
+    losses,  # (losses_count,)
+    row_dbias,  # (N,) with the matching pairs, or None
+    scale,  # ()
+    loss,  # ()
+    numbers,  # (tiles of N + 1,) float64: d scale in parts, d bias; None if neither is needed
+    N,
+    D,
+    x_stride,
+    y_stride,
+    row_tiles,  # programs of dx and d scale; those of dy come after them
+    losses_count,
+    divisor,
+    unit,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    factor = (tl.load(scale).to(tl.float64) / divisor / unit).to(tl.float32)
+    if program < row_tiles:
+        terms = tl.zeros((BLOCK_N,), tl.float64)
+        if dx_sums is not None:
+            terms = finish_tile(
+                program, dx_sums, dx, x, y, dmatch, factor, N, D, x_stride, 1, y_stride, 1, 0, BLOCK_N, BLOCK_D
+            ).to(tl.float64)
+        if row_dscale is not None:
+            offs_n = program * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask_n = offs_n < N
+            of_match = tl.load(dmatch + offs_n, mask_n, 0.0).to(tl.float64) * tl.load(products + offs_n, mask_n, 0.0)
+            terms = tl.load(row_dscale + offs_n, mask_n, 0.0) + of_match
+        if numbers is not None:
+            tl.store(numbers + program, tl.sum(terms, 0) / divisor / unit)
+    elif dy_sums is not None:
+        finish_tile(program - row_tiles, dy_sums, dy, None, x, dmatch, factor, N, D, 0, 0, x_stride, 1, 0, BLOCK_N, BLOCK_D)
+    if program == 0:
+        tl.store(loss, (sum_all_parts(losses, losses_count, BLOCK) / divisor).to(tl.float32))
+        if row_dbias is not None:
+            tl.store(numbers + tl.cdiv(N, BLOCK_N), sum_all_parts(row_dbias, N, BLOCK) / divisor / unit)
+
+
+class MatchGradients(NamedTuple):
+    """What is known of the matching pairs."""
+
+    products: Tensor  # (N,) or longer: ⟨x_i, y_i⟩
+    dmatch: Tensor  # (N,) or longer: the gradient of s_ii, in units
+    unit: float
+
+
+def finish_pairs(
+    operands: Operands,
+    block: Block,
+    sums: WholeGradients,
+    needs: Needs,
+    matches: MatchGradients,
+    losses: Tensor,  # (any number,) whose sum is the loss
+    divisor: int,
+    *,
+    row_dbias: Tensor | None = None,  # (N,) in units
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # (), (N, D), (N, D), (parts + 1,) float64
+    """(loss, dx, dy, d scale in parts and d bias), divided by `divisor`; None where not needed. May overwrite `sums`.
+
+    Gradients are in the type of the inputs. Those of float16 are in float32: backward multiplies them, and before that they may
+    be out of its range.
+    """
+    (N, D), device = operands.x.shape, operands.x.device
+    given = block.x.dtype, block.y.dtype
+    dtypes = (torch.float32, torch.float32) if torch.float16 in given else given
+    dx, dy = (
+        None if total is None or not need else total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+        for total, need, dtype in zip(sums[:2], needs[:2], dtypes, strict=True)
+    )
+    loss = torch.empty((), dtype=torch.float32, device=device)
+    tiles = plan.tiles(N, _BLOCK_N)
+    has_numbers = needs.dscale or row_dbias is not None
+    numbers = torch.empty(tiles + 1, dtype=torch.float64, device=device) if has_numbers else None
+    row_tiles = 0 if sums.dx is None and sums.dscale is None else tiles
+    launch(
+        _finish_pairs_kernel,
+        (max(1, row_tiles + (0 if sums.dy is None else tiles)),),
+        (
+            operands.x,
+            operands.y,
+            *sums[:2],
+            dx,
+            dy,
+            sums.dscale,
+            matches.products,
+            matches.dmatch,
+            losses,
+            row_dbias,
+            block.scale,
+            loss,
+            numbers,
+        ),
+        (N, D, operands.x.stride(0), operands.y.stride(0), row_tiles, len(losses), float(divisor), matches.unit),
+        BLOCK_N=_BLOCK_N,
+        BLOCK_D=_BLOCK_D,
+        BLOCK=_BLOCK,
+    )
+    return loss, dx, dy, numbers
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From sums of 2^t to the cross-entropies of matching pairs, and to the weights of their gradients in a strip: one launch.
+#
+# PyTorch operations over vectors would take the host longer than all products take the GPU, up to 32k pairs on an H200. Row
+# i and column i share their match, so one program serves both. Sums have the shift C, or one of their own
+# (`kernels.logsumexp`).
+
+
+# Planes of `PairVectors`. The first four are of rows, and each is followed by the same plane of columns.
+WEIGHT, CAP, SHIFT, OWN_SHIFT, DMATCH, PRODUCT = (tl.constexpr(number) for number in (0, 2, 4, 6, 8, 9))
+
+
+@triton.jit
+def _side(common, match, offs, N, unit, weights, stride, TILE: tl.constexpr):
+    """(losses, their derivatives by the logarithms of the sums) of a program's rows or columns; stores weights and flags."""
+    mask = offs < N
+    total = tl.load(weights + CAP * stride + offs, mask, 0.0)
+    own = tl.load(weights + SHIFT * stride + offs, mask, -float("inf"))
+    has_own = own != -float("inf")
+    shift = tl.where(has_own, own.to(tl.float64), common)
+    shift = shift * 0.693147182464599609375 - shift * 1.9046542999577e-9  # log 2, in two floats
+    loss, weight = cross_entropy(shift, total.to(tl.float64), match)
+    per_unit = tl.where(total == 0.0, 0.0, unit * weight / tl.where(total == 0.0, 1.0, total).to(tl.float64))
+    tl.store(weights + WEIGHT * stride + offs, per_unit.to(tl.float32), mask)
+    TILES: tl.constexpr = offs.shape[0] // TILE
+    found = tl.max(tl.reshape(has_own.to(tl.int32), (TILES, TILE)), 1)
+    offs_tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    tl.store(weights + OWN_SHIFT * stride + offs_tile, found.to(tl.float32), offs_tile * TILE < N)
+    return tl.where(mask, loss, 0.0), weight
+
+
+@triton.jit
+def _match(product, factor, EXACT: tl.constexpr):
+    """s_ii in float64, from the products of pairs, with the digits of the scale that exponents use (`kernel_options`).
+
+    So a pair is as similar as its equals in the sums, at any scale. A logit beyond the range of float32 is infinite.
+    """
+    scale = factor.to(tl.float64)
+    if not EXACT:
+        k = scale * 1.44269502162933349609375 + scale * 1.925963033500011e-8  # as in `kernels.operands`
+        k = k.to(tl.float32).to(tl.float64)
+        scale = k * 0.693147182464599609375 - k * 1.9046542999577e-9  # log 2, in two floats
+    rounded = product * factor
+    return tl.where(tl.abs(rounded) < float("inf"), product.to(tl.float64) * scale, rounded.to(tl.float64))
+
+
+@triton.jit
+def _pair_statistics_kernel(
+    scale,  # ()
+    common,  # () C, float64
+    vectors,  # (10, stride), `PairVectors`: reads caps, shifts and products, writes the others
+    losses,  # (programs,) float64
+    N,
+    stride,
+    unit,
+    COLUMNS: tl.constexpr,
+    EXACT: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < N
+    product, factor = tl.load(vectors + PRODUCT * stride + offs, mask, 0.0), tl.load(scale).to(tl.float32)
+    match = _match(product, factor, EXACT)
+    C = tl.load(common)
+    loss, weight = _side(C, match, offs, N, unit, vectors, stride, TILE_N)
+    of_columns = vectors + stride
+    if COLUMNS:
+        col_loss, col_weight = _side(C, match, offs, N, unit, of_columns, stride, TILE_M)
+        loss += col_loss
+        weight += col_weight
+    else:
+        zero = tl.zeros((BLOCK,), tl.float32)
+        tl.store(of_columns + WEIGHT * stride + offs, zero, mask)
+        tl.store(of_columns + CAP * stride + offs, zero + float("inf"), mask)
+        tl.store(of_columns + SHIFT * stride + offs, zero - float("inf"), mask)
+        tl.store(of_columns + OWN_SHIFT * stride + offs, zero, mask)  # tiles are fewer than columns
+    tl.store(vectors + DMATCH * stride + offs, (-unit * weight).to(tl.float32), mask)
+    tl.store(losses + tl.program_id(0), tl.sum(loss, 0))
+
+
+class PairVectors(NamedTuple):
+    """All vectors of the pairs, in one allocation: products and sums are written first, then the weights made of them."""
+
+    vectors: Tensor  # (10, stride): the eight `Weights`, then dmatch and products
+    row: OnlineSums  # which are the caps and shifts of `weights`
+    col: OnlineSums
+    weights: Weights  # in units
+    matches: MatchGradients
+
+    @classmethod
+    def empty(cls, block: Block) -> "PairVectors":
+        """Uninitialised vectors."""
+        stride = plan.tiles(block.N + kernel_plan.HOPPER_BLOCK, 64) * 64  # to the end of a tile, and each vector aligned
+        vectors = torch.empty((10, stride), dtype=torch.float32, device=block.x.device)
+        *weights, dmatch, products = vectors.unbind(0)
+        _, _, row_cap, col_cap, row_shift, col_shift, *_ = weights
+        row, col = OnlineSums(row_cap, row_shift), OnlineSums(col_cap, col_shift)
+        unit = HALF_UNIT if block.precision == FLOAT16 else 1.0
+        return cls(vectors, row, col, Weights(*weights), MatchGradients(products, dmatch, unit))
+
+
+def pair_statistics(
+    operands: Operands,
+    block: Block,
+    tile: kernel_plan.KernelTile,
+    pairs: PairVectors,
+    *,
+    columns: bool,
+) -> Tensor:  # (programs,) float64
+    """Partial sums of the cross-entropies of pairs (i, i) in row i, and with `columns` in column i; writes their weights.
+
+    `tile` is the kernel's that forms strips.
+    """
+    size = max(tile.rows, tile.columns)
+    losses = torch.empty(plan.tiles(block.N, size), dtype=torch.float64, device=block.x.device)
+    launch(
+        _pair_statistics_kernel,
+        (len(losses),),
+        (block.scale, operands.shift, pairs.vectors, losses),
+        (block.N, pairs.vectors.shape[1], pairs.matches.unit),
+        COLUMNS=columns,
+        EXACT=block.precision in (FLOAT32, TF32),
+        TILE_N=tile.rows,
+        TILE_M=tile.columns,
+        BLOCK=size,
+    )
+    return losses
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The matching pairs of a sigmoid loss, in one launch: their losses and weights. Strips then add all other pairs.
+#
+# PyTorch operations over vectors would take the host longer than all products take the GPU, up to 32k pairs on an H200.
+
+
+# Planes of `SigmoidVectors`.
+BIAS, UNIT, LOSS, DBIAS, DMATCH_OF_SIGMOID, PRODUCT_OF_SIGMOID, CONSTANTS = (tl.constexpr(number) for number in range(7))
+
+
+@triton.jit
+def _sigmoid_matches_kernel(
+    x,  # (N, D)
+    y,  # (N, D)
+    scale,  # ()
+    bias,  # ()
+    vectors,  # (7, stride), `SigmoidVectors`
+    N,
+    D,
+    x_stride,
+    y_stride,
+    stride,
+    unit,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    product = tl.zeros((BLOCK_N,), tl.float32)
+    for d in range(0, D, BLOCK_D):
+        offs_d = d + tl.arange(0, BLOCK_D)
+        mask = mask_n[:, None] & (offs_d < D)[None, :]
+        a = load_embeddings(x, offs_n, offs_d, x_stride, 1, mask, 0)
+        b = load_embeddings(y, offs_n, offs_d, y_stride, 1, mask, 0)
+        product += tl.sum(a * b, 1)
+    k, offset = tl.load(scale).to(tl.float32), tl.load(bias).to(tl.float32)
+    loss, weight = softplus_and_sigmoid(-(product * k + offset))
+    to, ones = vectors + offs_n, tl.full((BLOCK_N,), 1.0, tl.float32)
+    tl.store(to + BIAS * stride, ones * offset, mask_n)
+    tl.store(to + UNIT * stride, ones * unit, mask_n)
+    tl.store(to + LOSS * stride, loss, mask_n)
+    tl.store(to + DBIAS * stride, -unit * weight, mask_n)
+    tl.store(to + DMATCH_OF_SIGMOID * stride, -unit * weight, mask_n)
+    tl.store(to + PRODUCT_OF_SIGMOID * stride, product, mask_n)
+    if tl.program_id(0) == 0:
+        offs = tl.arange(0, 4)
+        tl.store(vectors + CONSTANTS * stride + offs, tl.where(offs == 0, k, 0.0))
+
+
+class SigmoidVectors(NamedTuple):
+    """All vectors of the pairs, in one allocation; weights and gradients are in units."""
+
+    room: Tensor  # (7, stride): the vectors below
+    offset: Tensor  # (N,) the bias
+    weight: Tensor  # (N,) the weight of a loss: the unit
+    losses: Tensor  # (N,) softplus(−s_ii); strips add the softplus of the row's other pairs
+    dbias: Tensor  # (N,) the gradient of the offset from s_ii; strips add the rest
+    constants: Tensor  # (stride,) of which the first four are `Operands.exponent_scale`
+    matches: MatchGradients
+
+    @classmethod
+    def empty(cls, x: Tensor, precision: str) -> "SigmoidVectors":
+        """Uninitialised vectors for the rows of x."""
+        N = len(x)
+        room = torch.empty((7, plan.tiles(N, 64) * 64), dtype=torch.float32, device=x.device)  # so each vector is aligned
+        offset, weight, losses, dbias, dmatch, products = room[:6, :N].unbind(0)
+        matches = MatchGradients(products, dmatch, HALF_UNIT if precision == FLOAT16 else 1.0)
+        return cls(room, offset, weight, losses, dbias, room[6], matches)
+
+
+def write_matches(operands: Operands, block: Block, bias: Tensor, vectors: SigmoidVectors) -> None:
+    """Writes all vectors."""
+    launch(
+        _sigmoid_matches_kernel,
+        (plan.tiles(block.N, _BLOCK_N),),
+        (operands.x, operands.y, block.scale, bias, vectors.room),
+        (block.N, block.D, operands.x.stride(0), operands.y.stride(0), vectors.room.shape[1], vectors.matches.unit),
+        BLOCK_N=_BLOCK_N,
+        BLOCK_D=_BLOCK_D,
+    )

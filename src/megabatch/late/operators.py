@@ -1,0 +1,393 @@
+"""The operators of late interaction, on one process and around the ring of ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megabatch.kernels import plan as kernel_plan
+from megabatch.late import tiles
+from megabatch.late.maxsim import Kept
+from megabatch.operators.autograd import define, derivative
+from megabatch.operators.gradients import choose_grad_scale, divide_gradient, fill_mean_weight, logit, statistic
+from megabatch.operators.logsumexp import KEPT, SEPARATE
+from megabatch.ring.lap import Lap, Merge, Tensors, Work
+from megabatch.ring.passes import add
+from megabatch.ring.ranks import Ranks, agree, settle
+from megabatch.ring.routes import Route
+from megabatch.tiles.block import HALF_DTYPE, accumulator_dtype, windows
+from megabatch.tiles.sums import LogSum
+from megabatch.tiles.tokens import LateBlock, TokenRows
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Late interaction over all ranks: queries stay, and the vectors of all ranks' documents visit them.
+#
+# The columns of a lap are vectors, not documents. Numbers of a document, such as its id, travel in the place of its first
+# vector. How many documents a rank has, and their lengths, is told to all ranks before the lap.
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of one rank, without their vectors."""
+
+    count: int
+    width: int
+    lengths: Tensor | None  # (M,)
+
+    @classmethod
+    def of_all_ranks(cls, own: TokenRows, ranks: Ranks) -> list["Documents"]:
+        """By rank."""
+        device = own.values.device
+        sizes = torch.tensor([own.count, own.width, own.lengths is not None], device=device)
+        known = [tuple(part.tolist()) for part in ranks.all_gather(sizes)]
+        if not any(packed for _, _, packed in known):
+            return [cls(count, width, None) for count, width, _ in known]
+        room = torch.zeros(max(count for count, _, _ in known), dtype=torch.int64, device=device)
+        room[: own.count] = own.all_lengths()
+        lengths = ranks.all_gather(room)
+        return [cls(count, width, part[:count]) for (count, width, _), part in zip(known, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class RingLate:
+    """The passes of `late.tiles`, taken round the ring."""
+
+    ranks: Ranks  # their columns are vectors
+    route: Route
+    backend: str
+    documents: list[Documents]  # of each rank
+
+    def statistics(self, block: LateBlock, *, columns: bool) -> tuple[LogSum, LogSum]:
+        """Row sums (N,) and column sums (M,) of exp(s) over the whole batch; without `columns` these are empty, (0,)."""
+        block = self._prepare(block)
+        row = LogSum.empty(block.N, dtype=block.dtype, device=block.device)
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            visited, _ = self._visit_block(block, blocks, here)
+            by_row, by_column = tiles.statistics(visited, self.backend, columns=columns)
+            row.add_(by_row)
+            return (
+                [_spread(part, visited.document, fill) for part, fill in zip(by_column, _EMPTY, strict=False)]
+                if columns
+                else ()
+            )
+
+        home = self._lap(self._columns(block), work, LogSum.merge if columns else add)
+        if not columns:
+            return row, LogSum.empty(0, dtype=block.dtype, device=block.device)
+        starts = block.document.starts()
+        return row, LogSum(*(part[starts] for part in home))
+
+    def gradients(
+        self,
+        block: LateBlock,
+        row: LogSum,
+        col: LogSum | None,
+        drow: Tensor | None,
+        dcol: Tensor | None,
+        dquery: Tensor,
+        ddocument: Tensor,
+        dscale: Tensor | None,
+    ) -> None:
+        """As `late.gradients`; `ddocument` receives what all ranks add."""
+        block = self._prepare(block)
+        weights: list[Tensor] = []
+        if col is not None and dcol is not None:
+            weights = [_spread(part, block.document, fill) for part, fill in zip((*col, dcol), (*_EMPTY, 0.0), strict=True)]
+
+        def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
+            visited, rest = self._visit_block(block, blocks, here)
+            starts = visited.document.starts()
+            shift, total, dcol_here = (part[starts] for part in rest) if rest else (None, None, None)
+            whole = None if shift is None or total is None else LogSum(shift, total)
+            partial = ddocument if blocks == (self.ranks.rank,) else block.zeros(len(visited.document.values), block.query.D)
+            tiles.gradients(visited, self.backend, row, whole, drow, dcol_here, dquery, partial, dscale)
+            return [partial]
+
+        self._lap([*self._columns(block), *weights], work, add)
+
+    def _lap(self, own: list[Tensor], work: Work, merge: Merge) -> Tensors:
+        return Lap(self.route, self.ranks).run(own, work, merge)
+
+    def _prepare(self, block: LateBlock) -> LateBlock:
+        """`block` as it goes round: rounded once, and the main diagonal that of the whole batch."""
+        half = HALF_DTYPE.get(block.precision)
+        if half is not None:
+            query, document = (replace(side, values=side.values.to(half)) for side in (block.query, block.document))
+            block = replace(block, query=query, document=document)
+        counts = tuple(part.count for part in self.documents)
+        if block.skip_diagonal and self.ranks.rows != counts:
+            assert block.row_ids is None, "ids and a diagonal at once come from losses, whose queries and documents are pairs"
+            rank = self.ranks.rank
+            firsts = sum(self.ranks.rows[:rank]), sum(counts[:rank])
+            row_ids, col_ids = (
+                torch.arange(first, first + size, device=block.device)
+                for first, size in zip(firsts, (block.N, block.M), strict=True)
+            )
+            block = replace(block, row_ids=row_ids, col_ids=col_ids, skip_diagonal=False)
+        return block
+
+    def _columns(self, block: LateBlock) -> list[Tensor]:
+        tokens = block.document
+        ids = None if block.col_ids is None else _spread(block.col_ids.long(), tokens, 0)
+        return [part for part in (tokens.values, tokens.valid, ids) if part is not None]
+
+    def _visit_block(self, block: LateBlock, blocks: tuple[int, ...], here: Tensors) -> tuple[LateBlock, Tensors]:
+        """The local queries against the documents that are here, and what else travelled with them."""
+        values, *rest = here
+        valid = None if block.document.valid is None else rest.pop(0)
+        present = [self.documents[rank] for rank in blocks if self.documents[rank].count]
+        width = max((part.width for part in present), default=1)
+        lengths = None
+        if any(part.lengths is not None or part.width != width for part in present):
+            each = (
+                torch.full((part.count,), part.width, device=values.device) if part.lengths is None else part.lengths
+                for part in present
+            )
+            lengths = torch.cat(list(each))
+        tokens = TokenRows(values, width, lengths, valid)
+        ids = None if block.col_ids is None else rest.pop(0)[tokens.starts()]
+        diagonal = block.skip_diagonal and blocks == (self.ranks.rank,)
+        return replace(block, document=tokens, col_ids=ids, skip_diagonal=diagonal), rest
+
+
+_EMPTY = (-torch.inf, 0.0)  # shift and total of an empty sum
+
+
+def _spread(values: Tensor, tokens: TokenRows, fill: float) -> Tensor:  # (M,) → (T,)
+    """The number of each document in the place of its first vector."""
+    spread = values.new_full((len(tokens.values),), fill)
+    spread[tokens.starts()] = values
+    return spread
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logsumexps of late interaction, and the scores of queries with documents of their own.
+#
+# Backward finds the winners again, unless forward could keep all of them in a workspace.
+
+
+class MaxsimInputs(NamedTuple):
+    """Two sets of items, and the similarity of late interaction between them."""
+
+    query: Tensor  # (Tq, D)
+    document: Tensor  # (Td, D)
+    scale: Tensor  # ()
+    query_lengths: Tensor | None  # (N,)
+    document_lengths: Tensor | None  # (M,)
+    query_valid: Tensor | None  # (Tq,)
+    document_valid: Tensor | None  # (Td,)
+    row_ids: Tensor | None  # (N,)
+    col_ids: Tensor | None  # (M,)
+    normalize: bool
+    columns: bool
+    keep: bool
+    query_width: int
+    document_width: int
+    diagonal: str
+    precision: str
+    backend: str
+    group: str
+
+    def block(self) -> LateBlock:
+        """The similarities."""
+        query = TokenRows(self.query, self.query_width, self.query_lengths, self.query_valid)
+        return LateBlock.of(
+            query,
+            TokenRows(self.document, self.document_width, self.document_lengths, self.document_valid),
+            self.scale,
+            self.precision,
+            weight=1 / query.counts().clamp_min(1).to(accumulator_dtype(self.query.dtype)) if self.normalize else None,
+            row_ids=self.row_ids,
+            col_ids=self.col_ids,
+            skip_diagonal=self.diagonal != KEPT,
+        )
+
+    def sizes(self) -> tuple[int, int]:
+        """N and M."""
+        block = (self.query, self.query_width, self.query_lengths), (self.document, self.document_width, self.document_lengths)
+        N, M = (TokenRows(*side).count for side in block)
+        return N, M
+
+    def terms(self) -> dict[str, Any]:
+        """What ranks have to agree on."""
+        excluded = "ids" if self.row_ids is not None else self.diagonal
+        dtypes = " and ".join(str(side.dtype).removeprefix("torch.") for side in (self.query, self.document))
+        return {
+            "the width of the embeddings": self.query.shape[1],
+            "the dtype of the embeddings": dtypes,
+            "the precision": self.precision,
+            "the backend": self.backend,
+            "the kind of device": self.query.device.type,
+            "what is excluded": excluded,
+            "document_mask": "given" if self.document_valid is not None else "None",
+            "normalize": self.normalize,
+            "what is summed": "rows and columns" if self.columns else "rows",
+        }
+
+
+@dataclass(frozen=True)
+class _LatePasses:
+    """The passes of one process or of all ranks."""
+
+    statistics: Callable[..., tuple[LogSum, LogSum]]
+    gradients: Callable[..., None]
+    mean_weight: float
+    largest: Callable[[Tensor], Tensor] | None = None
+
+
+def _passes_for(given: MaxsimInputs, block: LateBlock, operation: str, *, mean: bool = False, **terms: str) -> _LatePasses:
+    if not given.group:
+        alone = partial(tiles.statistics, backend=given.backend), partial(tiles.gradients, backend=given.backend)
+        return _LatePasses(*alone, 1 / max(block.N, 1))
+    ranks = Ranks.at(given.group, operation, block.device)
+    ranks = agree(ranks, {**given.terms(), "the route": ranks.route, **terms}, block.N, len(block.document.values))
+    if mean:
+        _check_rows(ranks)
+    column_bytes = block.document.D * (block.document.values.element_size() + block.dtype.itemsize)
+    documents = Documents.of_all_ranks(block.document, ranks)
+    ring = RingLate(ranks, settle(ranks, column_bytes), given.backend, documents)
+
+    def largest(number: Tensor) -> Tensor:
+        return torch.cat(ranks.all_gather(number.reshape(1))).amax()
+
+    return _LatePasses(ring.statistics, ring.gradients, ranks.size / max(sum(ranks.rows), 1), largest)
+
+
+def _check_rows(ranks: Ranks) -> None:
+    if sum(ranks.rows) == 0:
+        raise ValueError("the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank")
+
+
+def _shapes(given: MaxsimInputs) -> tuple[Tensor, ...]:
+    N, M = given.sizes()
+    M = M if given.columns else 0
+    match = logit(given.query, N if given.diagonal == SEPARATE else 0)
+    sums = (statistic(given.query, 2, size) for size in (N, M))
+    kept = _room_to_keep(given, given.block()) or _keep_nothing(given)
+    return logit(given.query, N), logit(given.query, M), match, fill_mean_weight(given.query, 1.0), *sums, *kept
+
+
+def _room_to_keep(given: MaxsimInputs, block: LateBlock) -> Kept | None:
+    return tiles.backend_for(given.backend, block).room_to_keep(block) if given.keep and not given.group else None
+
+
+def _keep_nothing(given: MaxsimInputs) -> Kept:
+    return Kept(*(given.query.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.int16)))
+
+
+@define(MaxsimInputs, results=8, fake=_shapes)
+def maxsim_logsumexp(given: MaxsimInputs) -> tuple[Tensor, ...]:
+    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, mean_weight, and for backward the two sums, packed, scores and winners).
+
+    Without `columns` the second and the sixth have no entries; s_ii has none unless the diagonal is kept apart. The first three
+    are float64. Scores and winners have entries if there is a gradient to come (`keep`), one process, and a workspace holds all
+    of them.
+    """
+    block, apart = given.block(), given.diagonal == SEPARATE
+    passes = _passes_for(given, block, "late interaction", mean=apart)
+    kept = _room_to_keep(given, block)
+    row, col = passes.statistics(block, columns=given.columns, **({} if kept is None else {"kept": kept}))
+    match = tiles.pair_scores(block, kept)[:, 0].to(torch.float64, copy=True) if apart and block.N else logit(given.query, 0)
+    of_columns = (col.value(), col.pack()) if given.columns else (logit(given.query, 0), block.zeros(2, 0))
+    mean_weight = fill_mean_weight(given.query, passes.mean_weight)
+    return row.value(), of_columns[0], match, mean_weight, row.pack(), of_columns[1], *(kept or _keep_nothing(given))
+
+
+def _gradient_shapes(given: MaxsimInputs, *arguments: Any) -> tuple[Tensor, ...]:
+    query, document = (side.new_empty(side.shape) for side in (given.query, given.document))
+    return query, document, torch.empty_like(given.scale)
+
+
+@define(
+    MaxsimInputs,
+    "Tensor row, Tensor col, Tensor scores, Tensor winners, Tensor? drow, Tensor? dcol, Tensor? dmatch, bool[] needs",
+    results=3,
+    fake=_gradient_shapes,
+)
+def maxsim_logsumexp_backward(
+    given: MaxsimInputs,
+    row: Tensor,  # (2, N)
+    col: Tensor,  # (2, M) or (2, 0)
+    scores: Tensor,  # (M, N) or (0,)
+    winners: Tensor,
+    drow: Tensor | None,  # (N,)
+    dcol: Tensor | None,  # (M,)
+    dmatch: Tensor | None,  # (N,)
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    """(dquery, ddocument, dscale)."""
+    block = given.block()
+    dcol, dmatch = dcol if given.columns else None, dmatch if given.diagonal == SEPARATE else None
+    used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "nothing"
+    passes = _passes_for(given, block, "late interaction backward", used=used)
+    grad_scale = choose_grad_scale(block, drow, dcol, largest=passes.largest)
+    factor = block.scale * grad_scale
+    dquery, ddocument = block.zeros(*given.query.shape), given.document.new_empty(given.document.shape)
+    dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
+    kept = Kept(scores, winners) if scores.numel() else None
+    # One process rounds the gradients of some documents after the other. Those of a ring's columns travel as a whole.
+    at_once = kernel_plan.documents_at_once(block.document.width, block.document.D)
+    for items in [slice(0, block.M)] if given.group else windows(block.M, at_once):
+        part, place = block.of_documents(items)
+        sums = block.zeros(len(part.document.values), block.document.D)
+        passes.gradients(
+            part,
+            row=LogSum.unpack(row),
+            col=LogSum.unpack(col).part(items) if given.columns else None,
+            drow=divide_gradient(drow, grad_scale),
+            dcol=divide_gradient(None if dcol is None else dcol[items], grad_scale),
+            dquery=dquery,
+            ddocument=sums,
+            dscale=dscale,
+            **({} if kept is None else {"kept": kept.of_documents(items)}),
+        )
+        if dmatch is not None and block.N:
+            pairs, own = block.pairs(items)
+            tiles.pair_gradients(pairs, divide_gradient(dmatch[items, None], grad_scale), dquery[own], sums, dscale)
+        ddocument[place] = sums.mul_(factor)
+    return dquery.mul_(factor).to(given.query.dtype), ddocument, _of_scale(dscale, grad_scale, given)
+
+
+def _of_scale(dscale: Tensor | None, grad_scale: Tensor, given: MaxsimInputs) -> Tensor:
+    return torch.zeros_like(given.scale) if dscale is None else (dscale * grad_scale).to(given.scale.dtype)
+
+
+derivative(maxsim_logsumexp, maxsim_logsumexp_backward, MaxsimInputs, learned=3, results=3, saved=4, whole=False)
+
+
+def _pair_shapes(given: MaxsimInputs) -> tuple[Tensor, Tensor]:
+    N, M = given.sizes()
+    return statistic(given.query, N, M // max(N, 1)), fill_mean_weight(given.query, 1.0)
+
+
+@define(MaxsimInputs, results=2, fake=_pair_shapes)
+def maxsim_pairs(given: MaxsimInputs) -> tuple[Tensor, Tensor]:
+    """(s of each query with its own documents, (N, M / N), mean_weight). The documents of one query come after another's."""
+    block = given.block()
+    mean_weight = 1 / max(block.N, 1)
+    if given.group:
+        ranks = Ranks.at(given.group, "late interaction of pairs", block.device)
+        ranks = agree(ranks, given.terms(), block.N, 0)
+        _check_rows(ranks)
+        mean_weight = ranks.size / sum(ranks.rows)
+    return tiles.pair_scores(block), fill_mean_weight(given.query, mean_weight)
+
+
+@define(MaxsimInputs, "Tensor dscores, bool[] needs", results=3, fake=_gradient_shapes)
+def maxsim_pairs_backward(given: MaxsimInputs, dscores: Tensor, needs: list[bool]) -> tuple[Tensor, ...]:
+    """(dquery, ddocument, dscale)."""
+    block = given.block()
+    grad_scale = choose_grad_scale(block, dscores)
+    dquery, ddocument = (block.zeros(*side.shape) for side in (given.query, given.document))
+    dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
+    tiles.pair_gradients(block, dscores / grad_scale, dquery, ddocument, dscale)
+    factor = block.scale * grad_scale
+    sums = (total.mul_(factor).to(side.dtype) for total, side in ((dquery, given.query), (ddocument, given.document)))
+    return *sums, _of_scale(dscale, grad_scale, given)
+
+
+derivative(maxsim_pairs, maxsim_pairs_backward, MaxsimInputs, learned=3, results=1)

@@ -1,0 +1,177 @@
+"""The fused path with Triton kernels: strips of the logits, and the gradients computed in the forward pass.
+
+The gradient is known up to one factor before backward is called. Computed at once, it needs no sums in a form that other
+operations can differentiate, and a step makes a third of the calls into PyTorch. With all of these calls, the host takes longer
+than an H200 up to 32k pairs. The matmuls of a cross-entropy are the matmuls of `logsumexp` and its backward, and those of a
+sigmoid loss are the matmuls of `softplus.sigmoid_loss`. Until backward multiplies them by the factor, gradients are kept in the
+dtype of the inputs, or in float32 for float16.
+
+For one process, without offsets, limits or further negatives. `dense` and `dense_kernels` have the same functions.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.operators.dense_kernels import scale_gradients, use_device_of
+from megabatch.tiles.block import Block, Needs
+
+
+def cross_entropy_loss(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (N, D)
+    scale: Tensor,  # ()
+    ids: Tensor | None,  # (N,) or (N, 2)
+    precision: str,
+    *,
+    columns: bool,
+    divisor: int,
+) -> Tensor:  # ()
+    """Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too, ÷ `divisor`; equal ids are excluded."""
+    return _compute_cross_entropy(x, y, scale, (ids, ids), precision, columns=columns, divisor=divisor)
+
+
+def nt_xent_loss(
+    z1: Tensor,  # (N, D)
+    z2: Tensor,  # (N, D)
+    scale: Tensor,  # ()
+    precision: str,
+    *,
+    divisor: int,
+) -> Tensor:  # ()
+    """Σ_i of −log softmax(s)_ij over all views i of all samples, where j is the other view of the same sample, ÷ `divisor`."""
+    own = torch.arange(2 * len(z1), device=z1.device)  # a view is not compared with itself
+    ids = own, own.roll(len(z1))
+    return _compute_cross_entropy(
+        torch.cat((z1, z2)), torch.cat((z2, z1)), scale, ids, precision, columns=False, divisor=divisor
+    )
+
+
+def sigmoid_loss(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (N, D)
+    scale: Tensor,  # ()
+    bias: Tensor,  # ()
+    ids: Tensor | None,  # (N,) or (N, 2)
+    precision: str,
+    *,
+    ids_are_positives: bool,
+    divisor: int,
+) -> Tensor:  # ()
+    """Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] ÷ `divisor`; see `primitives.sigmoid_loss` for ids."""
+    positives = ids_are_positives and ids is not None
+    with use_device_of(x):
+        loss: Tensor = _Sigmoid.apply(x, y, scale, bias, ids, precision, positives, divisor, torch.is_grad_enabled())
+    return loss
+
+
+def _compute_cross_entropy(
+    x: Tensor,  # (N, D)
+    y: Tensor,  # (N, D)
+    scale: Tensor,  # ()
+    ids: tuple[Tensor | None, Tensor | None],  # of rows and of columns
+    precision: str,
+    *,
+    columns: bool,
+    divisor: int,
+) -> Tensor:  # ()
+    with use_device_of(x):
+        loss: Tensor = _CrossEntropy.apply(x, y, scale, *ids, precision, columns, divisor, torch.is_grad_enabled())
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        row_ids: Tensor | None,
+        col_ids: Tensor | None,
+        precision: str,
+        columns: bool,
+        divisor: int,
+        learns: bool,
+    ) -> Tensor:
+        from megabatch.kernels.gradient import SOFTMAX_KINDS, StripTask, WholeGradients, strip_tile, whole_gradients
+        from megabatch.kernels.logsumexp import write_sums
+        from megabatch.kernels.operands import exponent_operands
+        from megabatch.kernels.pairs import PairVectors, finish_pairs, pair_statistics
+
+        block = Block.of(x, y, scale, precision, row_ids=row_ids, col_ids=col_ids, skip_diagonal=True)
+        needs = Needs(*ctx.needs_input_grad[:3]) if learns else _NOTHING
+        pairs = PairVectors.empty(block)
+        operands = exponent_operands(block, pairs.matches.products)
+        tile = strip_tile(block)
+        write_sums(operands, block, pairs.row, pairs.col if columns else None)
+        losses = pair_statistics(operands, block, tile, pairs, columns=columns)
+        sums = WholeGradients(None, None, None)
+        if any(needs):
+            sums = whole_gradients(StripTask(operands, block, tile, SOFTMAX_KINDS, pairs.weights), needs)
+        loss, *gradients = finish_pairs(operands, block, sums, needs, pairs.matches, losses, divisor)
+        if any(needs):
+            ctx.save_for_backward(x, y, scale, *gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
+        *inputs, dx, dy, numbers = ctx.saved_tensors
+        return *_scale_gradients(inputs, ctx.needs_input_grad, dloss, dx, dy, numbers), *(None,) * 6
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        ids: Tensor | None,
+        precision: str,
+        ids_are_positives: bool,
+        divisor: int,
+        learns: bool,
+    ) -> Tensor:
+        from megabatch.kernels.gradient import SIGMOID, RowSums, StripTask, Weights, strip_tile, whole_gradients
+        from megabatch.kernels.operands import similarity_operands
+        from megabatch.kernels.pairs import SigmoidVectors, finish_pairs, write_matches
+
+        vectors = SigmoidVectors.empty(x, precision)
+        known = {"row_ids": ids, "col_ids": ids, "ids_are_positives": ids_are_positives}
+        block = Block.of(x, y, scale, precision, row_bias=vectors.offset, skip_diagonal=True, **known)
+        needs = Needs(*ctx.needs_input_grad[:4]) if learns else _NOTHING
+        operands = similarity_operands(block, vectors.constants)
+        write_matches(operands, block, bias, vectors)
+        weights = Weights(None if vectors.matches.unit == 1.0 else vectors.weight)
+        task = StripTask(operands, block, strip_tile(block), (SIGMOID,), weights)
+        row_dbias = vectors.dbias if needs.drow_bias else None
+        sums = whole_gradients(task, needs, RowSums(vectors.losses, row_dbias))
+        loss, *gradients = finish_pairs(
+            operands, block, sums, needs, vectors.matches, vectors.losses, divisor, row_dbias=row_dbias
+        )
+        if any(needs):
+            ctx.save_for_backward(x, y, scale, bias, *gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
+        *inputs, dx, dy, numbers = ctx.saved_tensors
+        return *_scale_gradients(inputs, ctx.needs_input_grad, dloss, dx, dy, numbers), *(None,) * 5
+
+
+_NOTHING = Needs(False, False, False)
+
+
+def _scale_gradients(
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
+    dloss: Tensor,  # ()
+    dx: Tensor | None,  # (N, D)
+    dy: Tensor | None,  # (N, D)
+    numbers: Tensor | None,  # (parts + 1,) d scale in parts, d bias
+) -> list[Tensor | None]:
+    return scale_gradients(inputs, needs, dloss, dx, dy, numbers, 0 if numbers is None else len(numbers) - 1)

@@ -1,0 +1,1 @@
+"""The `megabatch` command: trainer, data, towers, evaluation, search, mining, planning, export and reports."""

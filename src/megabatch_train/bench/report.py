@@ -1,0 +1,316 @@
+"""The record of `megabatch bench` as tables, sentences and figures."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megabatch_train import machine
+from megabatch_train.bench.levels import ABOUT as LEVELS
+from megabatch_train.bench.levels import BLOCKS, LOCAL, TILES, VANILLA
+from megabatch_train.bench.losses import ABOUT, MEGABATCH, NAMES
+from megabatch_train.bench.measure import FAILED, LATE, MEMORY, MISSING, OK, WRONG
+from megabatch_train.bench.record import Row
+from megabatch_train.bench.steps import CACHED, PLAIN
+from megabatch_train.display import plots
+from megabatch_train.display import tables as display
+from megabatch_train.display.tables import TextTable, cell, ratio
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The record of `megabatch bench` as tables and as a few sentences, for the terminal and for the page.
+
+MIB = 2**20
+OURS = (MEGABATCH, TILES, *CACHED)
+BUSY = 0.1  # share of the cores that other programs may use before the page says that times are unreliable
+SHORT = {MEMORY: "no memory", LATE: "no time"}
+
+
+def tables(record: dict[str, Any]) -> dict[str, TextTable]:
+    """{part: table} of the parts that were run: "losses", "levels", "steps"."""
+    made = {"losses": losses_table, "levels": _levels, "steps": _steps}
+    return {part: make(record) for part, make in made.items() if record[part]}
+
+
+def verdict(record: dict[str, Any]) -> list[str]:
+    """A sentence for each part that was run, and a warning if other programs used the machine."""
+    about = {"losses": _of_losses, "levels": _of_levels, "steps": _of_steps}
+    said = [sentence(record) for part, sentence in about.items() if record[part]]
+    others = record["others"] or 0.0
+    if record["device"] == "cpu" and others > BUSY:
+        said.append(f"Other programs used {others:.0%} of the cores: memory and errors are valid, times are not.")
+    return said
+
+
+def _marks(rows: list[dict[str, Any]]) -> dict[int, str]:
+    wrong = {i: display.WRONG for i, r in enumerate(rows) if r["status"] == WRONG}
+    return {i: display.OURS for i, r in enumerate(rows) if r["system"] in OURS} | wrong
+
+
+def _of_losses(record: dict[str, Any]) -> str:
+    """megabatch beside the fastest and the leanest peer, at the largest batch with a right peer."""
+    right = [r for r in record["losses"] if r["status"] == OK]
+    ours = {r["batch"]: r for r in right if r["system"] == MEGABATCH}
+    if not ours:
+        return f"No loss of megabatch to compare: {_why(record['losses'], MEGABATCH)}."
+    others = [r for r in right if r["system"] != MEGABATCH and r["batch"] in ours]
+    batch = max(r["batch"] for r in others) if others else max(ours)
+    own = ours[batch]
+    took = f"Loss: at {batch:,} pairs megabatch takes {_seconds(own):.3g} s and {own['peak'] / MIB:.0f} MiB"
+    if not others:
+        return f"{took}; no peer gave a right result."
+    rows = [r for r in others if r["batch"] == batch]
+    fastest, leanest = min(rows, key=_seconds), min(rows, key=lambda r: r["peak"])
+    return (
+        f"{took}; the fastest peer, {fastest['system']}, takes {_seconds(fastest) / _seconds(own):.2f} times the time, "
+        f"the leanest, {leanest['system']}, {leanest['peak'] / max(1, own['peak']):.1f} times the memory."
+    )
+
+
+def _of_levels(record: dict[str, Any]) -> str:
+    """Memory of a rank with all levels of tiling, and with fewer."""
+    peaks = {r["system"]: r["peak"] for r in record["levels"] if r["status"] == OK}
+    if TILES not in peaks:
+        return f"No ring of megabatch to compare: {_why(record['levels'], TILES)}."
+    about = record["levels_of"]
+    took = f"Levels: at {about['batch']:,} pairs on {about['world']} ranks megabatch takes {peaks[TILES] / MIB:.0f} MiB a rank"
+    without = [
+        f"{phrase} {peaks[name] / max(1, peaks[TILES]):.1f} times that"
+        for name, phrase in ((BLOCKS, "without tiles"), (LOCAL, "without the ring"), (VANILLA, "with all logits"))
+        if name in peaks
+    ]
+    return ", ".join([took, *without]) + "."
+
+
+def _of_steps(record: dict[str, Any]) -> str:
+    """The cached step beside the plain step, at the largest batch that both could run."""
+    right = {(r["system"], r["batch"]): r for r in record["steps"] if r["status"] == OK}
+    batches = [batch for system, batch in right if system == CACHED[0]]
+    if not batches:
+        return f"No cached step to compare: {_why(record['steps'], CACHED[0])}."
+    both = [batch for batch in batches if (PLAIN, batch) in right]
+    batch = max(both or batches)
+    own, plain = right[CACHED[0], batch], right.get((PLAIN, batch))
+    took = f"Step: at {batch:,} pairs a cached step takes {own['peak'] / MIB:.0f} MiB and {own['seconds']:.3g} s"
+    if plain is None:
+        return f"{took}; the plain step could not be measured."
+    return f"{took}, the plain step {plain['peak'] / MIB:.0f} MiB and {plain['seconds']:.3g} s."
+
+
+def _why(rows: list[dict[str, Any]], system: str) -> str:
+    return ", ".join(dict.fromkeys(_first_line(r["status"]) for r in rows if r["system"] == system)) or "it was not run"
+
+
+def _first_line(status: str) -> str:
+    return status.split(":")[0]
+
+
+def _seconds(r: Row) -> float:
+    return float(r["forward"] + r["backward"])
+
+
+def _three_digits(value: float) -> str:
+    """0.287, 2.87, 28.7, 287, 2,870."""
+    digits = sum(value < bound for bound in (1, 10, 100))
+    return f"{value:,.{digits}f}"
+
+
+def losses_table(record: dict[str, Any]) -> TextTable:
+    """Time, memory and errors of each loss at each batch; without measured products, no column for them."""
+    bare = {p["batch"]: p["seconds"] for p in record["products"]}
+    ours = {r["batch"]: r for r in record["losses"] if r["system"] == MEGABATCH and r["status"] == OK}
+    run = [r for r in record["losses"] if r["status"] != MISSING]
+    rows = []
+    for r in run:
+        cells = [f"{r['batch']:,}", r["system"]]
+        if r["status"] == OK:
+            base, seconds = ours.get(r["batch"]), _seconds(r)
+            cells += [_three_digits(1000 * time) for time in (r["forward"], r["backward"], seconds)]
+            cells += [ratio(bare.get(r["batch"]), seconds), ratio(seconds, base and _seconds(base))]
+            cells.append(_three_digits(r["peak"] / MIB))
+            cells.append(ratio(r["peak"], base and base["peak"], ".1f"))
+        else:
+            cells += [SHORT.get(r["status"], _first_line(r["status"])), "", "", "", "", "", ""]
+        rows.append([*cells, cell(r["loss_error"], ".0e"), cell(r["gradient_error"], ".0e")])
+    missing = ", ".join(dict.fromkeys(r["system"] for r in record["losses"] if r["status"] == MISSING))
+    headings = ["batch", "system", "forward ms", "backward ms", "total ms", "bare ÷ total"]
+    headings += ["× time", "peak MiB", "× memory", "loss error", "grad. error"]
+    if not bare:
+        for cells in (headings, *rows):
+            del cells[5]
+    which = "; ".join(f"{name}: {ABOUT[name]}" for name in dict.fromkeys(r["system"] for r in run))
+    products = "Bare ÷ total: time of the four matrix products that every exact loss needs ÷ time of the loss. " if bare else ""
+    notes = (
+        f"{which}. {products}× time, × memory: multiples of megabatch's. Peak: memory beyond the inputs, gradients included. "
+        "Errors: relative to float64, for gradients on sampled rows. WRONG: the error is larger than the precision explains; "
+        "the loss is not timed." + (f" Not installed, or not for this device: {missing}." if missing else "")
+    )
+    failed = {r["system"]: r["status"] for r in record["losses"] if r["status"].startswith(FAILED)}
+    notes += "".join(f" {name} {status}." for name, status in failed.items())
+    title = f"CLIP loss, forward and backward, {record['dtype']}, D = {record['width']}"
+    return TextTable(headings, rows, title, notes, names=(1,), marks=_marks(run))
+
+
+def _levels(record: dict[str, Any]) -> TextTable:
+    rows = []
+    for r in record["levels"]:
+        speed = [f"{r['peak'] / MIB:.0f}", f"{r['seconds']:.3f}"] if r["status"] == OK else [_first_line(r["status"]), ""]
+        rows.append([r["system"], *speed, cell(r["loss_error"], ".0e"), cell(r["gradient_error"], ".0e")])
+    about = record["levels_of"]
+    title = f"Levels of tiling: {about['batch']:,} pairs on {about['world']} ranks, float32, D = {about['width']}"
+    headings = ["system", "peak MiB of a rank", "seconds", "loss error", "grad. error"]
+    which = "; ".join(f"{name}: {LEVELS[name]}" for name in (r["system"] for r in record["levels"]))
+    notes = f"{which}. The ranks are processes that share this CPU's cores: compare memory, not time."
+    failed = dict.fromkeys(r["status"].splitlines()[-1] for r in record["levels"] if r["status"].startswith(FAILED))
+    notes += "".join(f" Failed, because: {reason}" for reason in failed)
+    return TextTable(headings, rows, title, notes, marks=_marks(record["levels"]))
+
+
+def _steps(record: dict[str, Any]) -> TextTable:
+    about = record["steps_of"]
+    rows = []
+    for r in record["steps"]:
+        pace = ratio(r["batch"], r["seconds"], ",.0f") if r["status"] == OK else SHORT.get(r["status"], r["status"])
+        peak = "" if r["seconds"] is None else f"{r['peak'] / MIB:.0f}"
+        rows.append([f"{r['batch']:,}", r["system"], pace, peak, cell(r["error"], ".0e"), cell(r["scale_ratio"], ".4f")])
+    headings = ["batch", "system", "pairs/s", "peak MiB", "grad. error", "scale's grad. ÷ right"]
+    notes = (
+        "Plain step: one graph over the whole batch. Cached: megabatch.cached_backward, keeping no graphs (budget 0) or as "
+        "many as fit (auto). accum-freq: open_clip's gradient accumulation, which adds the gradient of the learned scale once "
+        "for every chunk. GradCache: its scheme, with a dense loss. Towers alone: both forward passes and the backward pass, "
+        "without a loss. Peak: memory beyond weights and gradients. Gradients, the scale's included, are compared with the "
+        f"plain step's in float32 on a small batch. {WRONG}: the gradients differ; the step is not timed."
+    )
+    title = f"A training step: {about['model']} towers, chunks of {about['chunk']}, {about['precision']}"
+    return TextTable(headings, rows, title, notes, names=(1,), marks=_marks(record["steps"]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The record of `megabatch bench` as plots, one for each question, and as one HTML page: sentences, plots, tables, machine.
+
+
+COLOURS = dict(zip(NAMES, (plots.GREEN, plots.GREY, plots.ORANGE, plots.BLUE, plots.OCHRE, plots.VIOLET), strict=True))
+MARKERS = dict(zip(NAMES, "oDsv^<", strict=True))
+STEP_COLOURS = {
+    "plain step": plots.INK,
+    "cached, budget 0": plots.GREEN,
+    "cached, auto": plots.MINT,
+    "accum-freq": plots.ORANGE,
+    "GradCache": plots.VIOLET,
+    "towers alone": plots.GREY,
+}
+BESIDE = {  # the plots above each part's table
+    "losses": ("loss_memory", "loss_time", "split", "products"),
+    "levels": ("levels",),
+    "steps": ("step_memory", "step_speed"),
+}
+
+
+def figures(record: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    """{file name: (title, figure)} of the parts that were run and have a right result."""
+    drawn: dict[str, tuple[str, Callable[[str], Any]]] = {}
+    if any(r["forward"] for r in record["losses"]):
+        drawn["loss_memory"] = "Memory of the loss", partial(_losses, record, memory=True)
+        drawn["loss_time"] = "Time of the loss, forward and backward", partial(_losses, record, memory=False)
+        drawn["split"] = "Forward and backward at the largest batch", partial(_split, record)
+        drawn["products"] = "Time of the bare products ÷ time of the loss", partial(_products, record)
+    if any(r["peak"] for r in record["levels"]):
+        drawn["levels"] = "Levels of tiling: memory of a rank", partial(_figures_levels, record)
+    if any(r["seconds"] for r in record["steps"]):
+        drawn["step_memory"] = "Memory of a training step", partial(_figures_steps, record, memory=True)
+        drawn["step_speed"] = "Speed of a training step", partial(_figures_steps, record, memory=False)
+    return {name: (title, draw(title)) for name, (title, draw) in drawn.items()}
+
+
+def page(record: dict[str, Any], drawn: dict[str, tuple[str, Any]]) -> str:
+    """The HTML file of a record and its `figures`."""
+    sections = [plots.paragraph(sentence) for sentence in verdict(record)]
+    for part, table in tables(record).items():
+        above = plots.figures(drawn[name] for name in BESIDE[part] if name in drawn)
+        sections.append(plots.section(table.title, above, plots.table(table)))
+    about = plots.faint(f"{machine.summary(record['machine'])}.")
+    sections.append(plots.section("Machine and command", about, plots.code(record["command"])))
+    return plots.page("megabatch bench", sections)
+
+
+def _loss_of(record: dict[str, Any]) -> str:
+    return f"CLIP, {record['dtype']}, D = {record['width']}"
+
+
+def _losses(record: dict[str, Any], title: str, memory: bool) -> Any:
+    figure, (axes,) = plots.panels(title, 1, height=3.6, about=_loss_of(record))
+    draw_losses(axes, record, memory=memory)
+    return figure
+
+
+def draw_losses(axes: Any, record: dict[str, Any], *, memory: bool) -> None:
+    """Peak memory of each loss against the batch, or its time."""
+    for system in NAMES:
+        rows = [r for r in record["losses"] if r["system"] == system]
+        stopped = next((r["batch"] for r in rows if r["status"] == MEMORY), None)
+        name = f"{system} (no memory at {stopped:,})" if stopped else system
+        width = 2.4 if system == MEGABATCH else 1.4
+        points = [(r["batch"], r["peak"] / MIB if memory else _seconds(r)) for r in rows if r["peak"] and r["forward"]]
+        plots.line(axes, points, name, COLOURS[system], marker=MARKERS[system], markersize=6, linewidth=width)
+    if not memory:
+        bare = [(p["batch"], p["seconds"]) for p in record["products"]]
+        plots.line(axes, bare, "bare products", plots.INK, marker=None, linestyle="--", linewidth=1)
+    axes.set_ylabel("peak beyond the inputs, MiB" if memory else "seconds")
+    plots.batch_axis(axes, [r["batch"] for r in record["losses"]])
+    plots.log_axis(axes)
+    plots.label_lines(axes)
+
+
+def _split(record: dict[str, Any], title: str) -> Any:
+    batch = max(r["batch"] for r in record["losses"] if r["forward"])
+    rows = [r for r in record["losses"] if r["batch"] == batch and r["forward"]]
+    figure, ((axes,),) = plots.figure(title, about=f"{batch:,} pairs; {_loss_of(record)}")
+    names, forward = [r["system"] for r in rows], [r["forward"] for r in rows]
+    axes.barh(names, forward, color=plots.MINT, label="forward")
+    axes.barh(names, [r["backward"] for r in rows], left=forward, color=plots.BLUE, label="backward")
+    axes.set(xlabel="seconds")
+    axes.invert_yaxis()
+    plots.legend(axes)
+    return figure
+
+
+def _products(record: dict[str, Any], title: str) -> Any:
+    bare = {p["batch"]: p["seconds"] for p in record["products"]}
+    about = f"1 is the speed of the four products that every exact loss needs; {_loss_of(record)}"
+    figure, (axes,) = plots.panels(title, 1, height=3.6, about=about)
+    for system in NAMES:
+        rows = [r for r in record["losses"] if r["system"] == system and r["forward"]]
+        points = [(r["batch"], bare[r["batch"]] / _seconds(r)) for r in rows]
+        plots.line(axes, points, system, COLOURS[system], marker=MARKERS[system], markersize=6)
+    axes.axhline(1, color=plots.INK, linewidth=1)
+    axes.set(ylabel="bare products ÷ loss", ylim=(0, None))
+    plots.batch_axis(axes, list(bare))
+    plots.label_lines(axes)
+    return figure
+
+
+def _figures_levels(record: dict[str, Any], title: str) -> Any:
+    about = record["levels_of"]
+    shown = f"{about['batch']:,} pairs on {about['world']} ranks, float32, D = {about['width']}"
+    figure, ((axes,),) = plots.figure(title, about=shown)
+    plots.bars(axes, [(r["system"], r["peak"] / MIB) for r in record["levels"] if r["peak"]])
+    axes.set(xlabel="peak beyond the inputs, MiB")
+    return figure
+
+
+def _figures_steps(record: dict[str, Any], title: str, memory: bool) -> Any:
+    about = record["steps_of"]
+    shown = f"{about['model']} towers, chunks of {about['chunk']}, {about['precision']}"
+    figure, (axes,) = plots.panels(title, 1, height=3.6, about=shown)
+    for name, colour in STEP_COLOURS.items():
+        rows = [r for r in record["steps"] if r["system"] == name and r["seconds"]]
+        if not (memory and name == "towers alone"):
+            points = [(r["batch"], r["peak"] / MIB if memory else r["batch"] / r["seconds"]) for r in rows]
+            plots.line(axes, points, name, colour)
+    plots.batch_axis(axes, [r["batch"] for r in record["steps"]])
+    if memory:
+        axes.set_ylabel("peak beyond weights and gradients, MiB")
+        plots.log_axis(axes)
+    else:
+        axes.set(ylabel="pairs a second", ylim=(0, None))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    plots.label_lines(axes)
+    return figure

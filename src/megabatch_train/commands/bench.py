@@ -1,0 +1,146 @@
+"""`megabatch bench`: losses, levels of tiling and training steps on this machine, beside the installed peers."""
+
+import argparse
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megabatch_train.commands import whole
+
+if TYPE_CHECKING:
+    from megabatch_train.bench.parts import Sizes
+    from megabatch_train.bench.record import Record
+
+LINE_SECONDS = 5.0  # between progress lines if the output is not a terminal
+PARTS = ("losses", "levels", "steps")
+DESCRIPTION = """
+Measures memory and time of losses, of the loss over ranks with fewer levels of tiling, and of
+training steps, beside the installed peers (open_clip, Inf-CL, Liger, cut-cross-entropy). Losses
+are compared with float64 first, steps with a plain step; a wrong result is not timed. The exit
+status is 1 if a result of megabatch is wrong.
+
+  megabatch bench --quick                       small sizes: under a minute on a CPU, two on a GPU
+  megabatch bench --parts losses --batches 4096 16384 --width 512
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megabatch bench`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small sizes: under a minute on a CPU, two on a GPU")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
+    add("--batches", nargs="+", type=whole, metavar="B", help="batch sizes of the losses, in pairs")
+    add("--width", type=whole, metavar="D", help="embedding width of losses and levels")
+    add("--cpu", action="store_true", help="use the CPU even if there is a CUDA device")
+    files = "folder for bench.html, bench.json and the plots (default: %(default)s)"
+    add("--output", type=Path, default=Path("megabatch-bench"), metavar="FOLDER", help=files)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints and writes. Returns 1 if a result of megabatch is wrong, 2 if a package is missing."""
+    import importlib.util
+
+    missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f'megabatch bench: {" and ".join(missing)} missing; pip install "megabatch[bench]" installs them', file=sys.stderr
+        )
+        return 2
+    import torch
+
+    from megabatch_train.bench.parts import SIZES
+
+    device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
+    sizes = SIZES[device, args.quick]
+    sizes = replace(sizes, batches=args.batches or sizes.batches, width=args.width or sizes.width)
+    begun = time.perf_counter()
+    try:
+        record = _measure(args, sizes, device)
+    except KeyboardInterrupt:
+        print("Stopped; nothing was written.", file=sys.stderr)
+        return 130
+    _show(record.contents)
+    names = _write(record)
+    print(f"{time.perf_counter() - begun:.0f} s. Written to {args.output}: {', '.join(names)}")
+    return 0 if _ours_is_right(record.contents) else 1
+
+
+def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> "Record":
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from megabatch_train import machine
+    from megabatch_train.bench import parts
+    from megabatch_train.bench.record import Record
+
+    record = Record(args.output / "bench.json", _quote_command(args))
+    record.contents |= {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32", "width": sizes.width}
+    record.contents |= {"losses": [], "products": [], "levels": [], "steps": []}
+    work: dict[str, Callable[..., dict[str, Any]]] = {"losses": parts.losses, "levels": parts.levels, "steps": parts.steps}
+    others = machine.Others()
+    shown = (TextColumn("{task.description}"), BarColumn(bar_width=None), TimeElapsedColumn())
+    begun = last_line = time.perf_counter()
+    with Progress(*shown, disable=not sys.stdout.isatty()) as progress:
+        task = progress.add_task("", total=len(args.parts))
+        for name in args.parts:
+
+            def say(text: str, share: float, name: str = name) -> None:
+                nonlocal last_line
+                progress.update(task, description=f"{name}: {text}", completed=args.parts.index(name) + share)
+                now = time.perf_counter()
+                if progress.disable and (share == 0.0 or now - last_line >= LINE_SECONDS):
+                    last_line = now
+                    print(f"{now - begun:4.0f} s  {name}: {text}", flush=True)
+
+            say("starting", 0.0)
+            record.contents |= work[name](sizes, device, say)
+        progress.update(task, description="done", completed=len(args.parts))
+    record.contents["others"] = others.share()
+    return record
+
+
+def _quote_command(args: argparse.Namespace) -> str:
+    """The command line that repeats the measurement."""
+    words = ["--quick"] * args.quick + ["--cpu"] * args.cpu
+    if tuple(args.parts) != PARTS:
+        words += ["--parts", *args.parts]
+    if args.batches:
+        words += ["--batches", *map(str, args.batches)]
+    if args.width:
+        words += ["--width", str(args.width)]
+    return " ".join(["megabatch bench", *words])
+
+
+def _show(record: dict[str, Any]) -> None:
+    from megabatch_train.bench.report import tables, verdict
+
+    for table in tables(record).values():
+        print()
+        table.print()
+    print()
+    for sentence in verdict(record):
+        print(textwrap.fill(sentence, 80))
+
+
+def _write(record: "Record") -> list[str]:
+    from megabatch_train.bench.report import figures, page
+    from megabatch_train.display import plots
+
+    record.save()
+    folder, made = record.path.parent, figures(record.contents)
+    for name, (_, figure) in made.items():
+        plots.save(figure, folder / f"{name}.png", folder / f"{name}.svg")
+    (folder / "bench.html").write_text(page(record.contents, made), "utf-8")
+    return ["bench.html", "bench.json", f"{len(made)} plots as PNG and SVG"]
+
+
+def _ours_is_right(record: dict[str, Any]) -> bool:
+    from megabatch_train.bench.measure import LATE, MEMORY, OK
+    from megabatch_train.bench.report import OURS
+
+    ours = [r for part in PARTS for r in record[part] if r["system"] in OURS]
+    return all(r["status"] in (OK, MEMORY, LATE) for r in ours)

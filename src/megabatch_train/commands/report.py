@@ -1,0 +1,49 @@
+"""`megabatch report`: writes a run's report.html."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megabatch_train.commands import model
+from megabatch_train.commands.model import add_trust
+from megabatch_train.names import tell
+
+if TYPE_CHECKING:
+    from megabatch_train.towers import Pair
+
+
+DESCRIPTION = """
+Writes report.html into a run's folder: curves, the last evaluation, search results for a few
+queries, the command and the configuration. The page is one file; it has a light and a dark style,
+prints, and fits a phone. It can be written while the run goes on.
+
+  megabatch report runs/emoji --query "smiling cat" --query "red heart"
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megabatch report`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("folder", help="the run's folder")
+    parser.add_argument(
+        "--query", action="append", default=[], metavar="TEXT", help="text to search for in the test data; may be repeated"
+    )
+    add_trust(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the page and prints its path."""
+    import torch
+
+    from megabatch_train.display.report import write_report
+
+    if not all(text.strip() for text in args.query):
+        raise ValueError("--query must be a text, got an empty one")
+
+    def load(folder: Path) -> Pair:
+        return model.load_pair(str(folder), torch.device("cpu"), trust=args.trust_remote_code)
+
+    tell(f"wrote {write_report(args.folder, args.query, load=load)}")
+    return 0

@@ -1,0 +1,404 @@
+"""The base class of datasets, ids of samples that are not negatives of each other, and progress while files are read."""
+
+import hashlib
+import itertools
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megabatch.cached.replay import Checked, ReplaySource, checksum, sample_seed
+from megabatch.cached.sources import Source
+from megabatch_train.data.order import Mixture
+
+LOG = logging.getLogger("megabatch")
+
+if TYPE_CHECKING:
+    from megabatch_train.data.images import TrainingImages
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Lines in the log while samples or files are worked through one by one.
+
+SECONDS = 5.0  # between two lines of progress
+
+
+class ReadingProgress:
+    """Logs every few seconds how much is done, and the time left.
+
+    Args:
+        told: what is done, such as "images embedded".
+        total: number of images, or of whatever it is.
+    """
+
+    def __init__(self, told: str, total: int) -> None:
+        self._told, self._total = told, total
+        self._began = self._last = time.monotonic()
+
+    def tell(self, done: int) -> None:
+        """So many are done."""
+        now = time.monotonic()
+        if done < self._total and now - self._last >= SECONDS:
+            self._last, left = now, (now - self._began) / done * (self._total - done)
+            LOG.info("%s of %s %s, %s left", f"{done:,}", f"{self._total:,}", self._told, timedelta(seconds=round(left)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ids of samples: one or two integers per sample, equal where samples belong together.
+
+
+def number_values(values: Sequence[Hashable]) -> Tensor:  # (n,) int64
+    """Equal numbers for equal values, from 0 on in the order of first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in values], dtype=torch.int64)
+
+
+def find_components(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) int64
+    """Connected components: equal ids for rows that share a number in `first` or in `second`, directly or through others."""
+    parent = list(range(len(first)))
+
+    def root(row: int) -> int:
+        while parent[row] != row:
+            parent[row] = parent[parent[row]]
+            row = parent[row]
+        return row
+
+    for side in (first, second):
+        seen: dict[int, int] = {}
+        for row, value in enumerate(side.tolist()):
+            a, b = root(row), root(seen.setdefault(value, row))
+            parent[max(a, b)] = min(a, b)
+    return torch.tensor([root(row) for row in range(len(first))], dtype=torch.int64)
+
+
+def relate(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) or (n, 2) int64
+    """Ids that are equal for rows that share a number in `first` or in `second`, and not through other rows.
+
+    One id per row is enough if all rows of a connected component share a number. Otherwise each row has both numbers, and rows
+    belong together if they agree in one of the two columns.
+    """
+    groups = find_components(first, second)
+    chained = _differ_within(groups, first) & _differ_within(groups, second)
+    return torch.stack([first, second], dim=1) if bool(chained.any()) else groups
+
+
+def _differ_within(groups: Tensor, numbers: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) bool
+    """For each group, by its id from 0 to n − 1, whether its rows have different numbers."""
+    least = torch.full_like(numbers, torch.iinfo(torch.int64).max).scatter_reduce(0, groups, numbers, "amin")
+    largest = torch.full_like(numbers, -1).scatter_reduce(0, groups, numbers, "amax")
+    return least < largest
+
+
+def components(ids: Tensor) -> Tensor:  # (n,) or (n, 2) int64 -> (n,) int64
+    """One id per row: rows that belong together directly or through other rows have equal ids."""
+    return ids if ids.dim() == 1 else find_components(ids[:, 0], ids[:, 1])
+
+
+def count_others(ids: Tensor) -> Tensor:  # (n,) or (n, 2) int64 -> (n,) int64
+    """The number of rows that do not belong together with each row."""
+    if ids.dim() == 1:
+        return len(ids) - _count_equal(ids)
+    first, second = (torch.unique(column, return_inverse=True)[1] for column in ids.unbind(1))
+    both = first * len(ids) + second
+    return len(ids) - _count_equal(first) - _count_equal(second) + _count_equal(both)
+
+
+def _count_equal(values: Tensor) -> Tensor:  # (n,) -> (n,) int64
+    """The number of rows that are equal to each row, itself included."""
+    _, place, count = torch.unique(values, return_inverse=True, return_counts=True)
+    found: Tensor = count[place]
+    return found
+
+
+def text_id(text: str) -> int:
+    """63-bit hash of a text; two texts collide with probability 10⁻¹⁹."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Datasets: pairs whose two sides can be read by index, any number of times.
+#
+# A batch is a list of sample indices. `source` turns it into the inputs of one tower for `cached_backward`. Readers read
+# samples ahead of their chunk. A sample waits in host memory for the second pass, or is read again if memory is short. Its
+# randomness depends only on (seed, epoch, sample, side), not on its position in a batch or on the reader, so a run can be
+# repeated with any number of ranks and readers.
+#
+# An unreadable sample does not end a run. A blank takes its place, `failures` records its index and the reason, and
+# `usable` tells the loss which pairs to skip.
+
+
+IMAGE, TEXT = "image", "text"
+BLANK_SIZE = 8  # pixels of the grey image in place of an unreadable one; towers resize it
+
+
+class UnreadableSampleError(Exception):
+    """A sample is missing or damaged; it is then skipped."""
+
+
+class Preparation(Protocol):
+    """Preprocessing of a tower."""
+
+    @property
+    def prepare(self) -> Callable[[Any, torch.Generator | None], Any]:
+        """Preprocesses one sample, augmented if there is a generator. An image is (3, H, W) uint8, a text a str."""
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """Collates results of `prepare` into the inputs of a chunk."""
+
+    @property
+    def training_images(self) -> "TrainingImages | None":
+        """Faster preprocessing of training images, used instead of `prepare` and `collate`; None if there is none."""
+
+
+class Dataset(ABC):
+    """Pairs that are read by index. Subclasses define `__len__`, `read` and `name`."""
+
+    sides: tuple[str, str] = (IMAGE, TEXT)  # the kinds of the two sides
+    credits: tuple[str, ...] = ()  # attribution for images of the data
+    problems: Sequence[str] = ()  # descriptions of missing parts, such as shards and rows without a caption
+    groups: tuple[int, ...] | Mixture | None = None  # sizes of groups of samples that are read together; None without groups
+    negative_columns: tuple[str, ...] = ()  # names of a table's columns of hard negatives
+    label_column: str | None = None  # name of a table's column of labels
+
+    def __init__(self) -> None:
+        self.failures: dict[int, str] = {}  # index → why the sample could not be read
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of samples."""
+
+    @abstractmethod
+    def read(self, index: int, side: int) -> Any:
+        """Side 0 or 1 of a sample: an image as (3, H, W) uint8, a text as str. The same every time.
+
+        Raises:
+            UnreadableSampleError: it is missing or damaged, with the file's name and the reason.
+        """
+
+    def read_stored(self, index: int, side: int) -> Any:
+        """The sample as it is stored: an image that is still encoded (`images.EncodedImage`), or the same as `read`."""
+        return self.read(index, side)
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """The name of a sample, for messages and contact sheets."""
+
+    def place(self, index: int) -> str | None:
+        """The path or address of the image of a sample; None if it has no file of its own."""
+        return None
+
+    def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) or (n, 2) int64
+        """An id per sample; samples with equal ids are not each other's negatives. None if all differ.
+
+        With two ids per sample, samples that agree in one of the two columns are not each other's negatives.
+        """
+        return None
+
+    def items(self) -> Tensor | None:  # (samples,) int64
+        """For evaluation, an id per sample; samples with equal ids have the same first side. None if all differ."""
+        return None
+
+    def documents(self) -> Tensor | None:  # (samples,) int64
+        """For evaluation, an id per sample; samples with equal ids have the same second side. None if all differ."""
+        return None
+
+    def scores(self) -> Tensor | None:  # (samples,) float64
+        """For evaluation, the similarity of the two texts of each sample, NaN where it is not known. None without scores."""
+        return None
+
+    def part(self, indices: Sequence[int]) -> "Dataset":
+        """Some of the samples, by indices in ascending order. Ids stay the same."""
+        return Part(self, indices)
+
+    def source(
+        self,
+        indices: Sequence[int],
+        side: int,
+        preparation: Preparation,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        augment: bool = True,
+        workers: int | Executor = 0,
+        hold: int = 0,
+    ) -> Source:
+        """One side of some samples as a source of a tower's inputs, identical each time they are read.
+
+        Args:
+            indices: of the samples.
+            side: 0 or 1.
+            preparation: preprocessing of the tower; a `towers.Tower` is one.
+            seed: of the run.
+            epoch: each epoch augments differently.
+            augment: False for evaluation.
+            workers: as for `ReplaySource`.
+            hold: as for `ReplaySource`.
+        """
+        if side not in (0, 1):
+            raise ValueError(f"side must be 0 or 1, got {side!r}")
+        own = sample_seed(sample_seed(seed, epoch), side)
+        fast = getattr(preparation, "training_images", None) if augment else None  # a user's own preparation may have none
+        if fast is None:
+            read = _Read(self, side, preparation.prepare, own if augment else None)
+            return ReplaySource(indices, read, workers=workers, collate=_Collate(self, preparation.collate), hold=hold)
+        read_image, finish = _ReadImage(self, side, fast, own), _FinishImages(self, fast)
+        return ReplaySource(indices, read_image, workers=workers, finish=finish, hold=hold)
+
+    def usable(self, indices: Sequence[int]) -> Tensor:  # (n,) bool
+        """Mask of the samples without a failure so far; final once both sides have been read."""
+        return torch.tensor([index not in self.failures for index in indices], dtype=torch.bool)
+
+    def check(self, index: int) -> int:
+        """Returns the index, or raises an IndexError with the valid range."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"index must be from 0 to {len(self) - 1}, got {index}")
+        return index
+
+
+class Part(Dataset):
+    """Some samples of a dataset.
+
+    Args:
+        dataset: the whole.
+        indices: of the samples, in ascending order.
+    """
+
+    def __init__(self, dataset: Dataset, indices: Sequence[int]) -> None:
+        super().__init__()
+        self.whole, self.indices = dataset, torch.as_tensor(indices, dtype=torch.int64)
+        self.sides, self.credits = dataset.sides, dataset.credits
+        self.problems, sizes = dataset.problems, dataset.groups
+        if sizes is not None and len(self) == len(dataset):
+            self.groups = sizes
+        elif sizes is not None:  # shards, whose samples are read together
+            assert not isinstance(sizes, Mixture), "a mixture is made of parts"
+            ends = torch.tensor(list(itertools.accumulate(sizes)))
+            counts = torch.bincount(torch.bucketize(self.indices, ends, right=True), minlength=len(sizes))
+            self.groups = tuple(count for count in counts.tolist() if count)
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.indices)
+
+    def read(self, index: int, side: int) -> Any:
+        """As in the whole."""
+        return self.whole.read(int(self.indices[self.check(index)]), side)
+
+    def read_stored(self, index: int, side: int) -> Any:
+        """As in the whole."""
+        return self.whole.read_stored(int(self.indices[self.check(index)]), side)
+
+    def name(self, index: int) -> str:
+        """As in the whole."""
+        return self.whole.name(int(self.indices[self.check(index)]))
+
+    def place(self, index: int) -> str | None:
+        """As in the whole."""
+        return self.whole.place(int(self.indices[self.check(index)]))
+
+    def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) or (n, 2) int64
+        """As in the whole."""
+        return self.whole.ids(self.indices[torch.as_tensor(indices, dtype=torch.int64)].tolist())
+
+    def items(self) -> Tensor | None:  # (samples,) int64
+        """As in the whole."""
+        found = self.whole.items()
+        return None if found is None else found[self.indices]
+
+    def documents(self) -> Tensor | None:  # (samples,) int64
+        """As in the whole."""
+        found = self.whole.documents()
+        return None if found is None else found[self.indices]
+
+
+class _Failure(str):
+    """Why a sample could not be read. Its repr is constant, because replay compares the repr of both readings."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "failure"
+
+
+@dataclass
+class _Read:
+    """Reads and preprocesses one side of a sample; picklable for workers."""
+
+    dataset: Dataset
+    side: int
+    prepare: Callable[[Any, torch.Generator | None], Any]
+    seed: int | None
+
+    def __call__(self, index: int, generator: torch.Generator) -> tuple[int, Any, _Failure | None]:
+        failure = None
+        try:
+            sample = self.dataset.read(int(index), self.side)
+        except UnreadableSampleError as error:
+            sample, failure = blank(self.dataset.sides[self.side]), _Failure(error)
+        if self.seed is None:
+            return index, self.prepare(sample, None), failure
+        # Seeded by the sample's index instead of its position in the batch.
+        generator.manual_seed(sample_seed(self.seed, int(index)))
+        return index, self.prepare(sample, generator), failure
+
+
+@dataclass
+class _ReadImage:
+    """The same for images in training. The checksum is of the stored image, not of the crop."""
+
+    dataset: Dataset
+    side: int
+    images: "TrainingImages"
+    seed: int
+
+    def __call__(self, index: int, generator: torch.Generator) -> Checked:
+        own = sample_seed(self.seed, int(index))
+        try:
+            stored, failure = self.dataset.read_stored(int(index), self.side), None
+            crop = self.images.read(stored, generator.manual_seed(own))
+        except UnreadableSampleError as error:
+            stored, failure = blank(self.dataset.sides[self.side]), _Failure(error)
+            crop = self.images.read(stored, generator.manual_seed(own))
+        return Checked((index, crop, failure), checksum(stored))
+
+
+@dataclass
+class _Collate:
+    """Collates a chunk and records failures, in the main process, since workers may be other processes."""
+
+    dataset: Dataset
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, samples: list[tuple[int, Any, _Failure | None]]) -> Any:
+        _note_failures(self.dataset, samples)
+        return self.collate([inputs for _, inputs, _ in samples])
+
+
+@dataclass
+class _FinishImages:
+    """The same for images in training, on the tower's device."""
+
+    dataset: Dataset
+    images: "TrainingImages"
+
+    def __call__(self, samples: list[tuple[int, Any, _Failure | None]], device: torch.device | None) -> Any:
+        _note_failures(self.dataset, samples)
+        return self.images.inputs([crop for _, crop, _ in samples], device)
+
+
+def _note_failures(dataset: Dataset, samples: list[tuple[int, Any, _Failure | None]]) -> None:
+    for index, _, failure in samples:
+        if failure is not None:
+            dataset.failures.setdefault(int(index), str(failure))
+
+
+def blank(kind: str) -> Any:
+    """The replacement for an unreadable sample: a grey image, or an empty text."""
+    return torch.full((3, BLANK_SIZE, BLANK_SIZE), 127, dtype=torch.uint8) if kind == IMAGE else ""

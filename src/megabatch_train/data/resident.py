@@ -1,0 +1,291 @@
+"""A dataset that is held on the training device, with random crops made there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch.cached.replay import sample_seed
+from megabatch.cached.sources import Source, Span, TensorSource
+from megabatch.cached.streaming import close_at_the_end
+from megabatch.cached.tower_io import map_rows, tensors
+from megabatch_train.data.dataset import IMAGE, Dataset, Part, Preparation
+from megabatch_train.data.images import CROP_NUMBERS, TrainingImages
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Random numbers of many samples at once, on their device: the bits of `sample_seed`, which computes one at a time.
+
+
+def uniform(seed: int, indices: Tensor, count: int) -> Tensor:  # (n,) int64 -> (n, count) float32
+    """`count` numbers in [0, 1) for each sample: the upper bits of `sample_seed(sample_seed(seed, index), number)`."""
+    seeds = _sample_seeds(torch.full_like(indices, _to_signed(seed)), indices)  # (n,)
+    bits = _sample_seeds(seeds[:, None], torch.arange(count, device=indices.device))  # (n, count)
+    return (bits >> 39).float() / 2**24  # 24 of 63 bits, all of which float32 can hold
+
+
+def _sample_seeds(seed: Tensor, position: Tensor) -> Tensor:
+    """`sample_seed` line by line. int64 wraps around like the 64 bits there."""
+    state = seed * _to_signed(0xD1342543DE82EF95) + (position + 1) * _to_signed(0x9E3779B97F4A7C15)
+    state = (state ^ _shift_right(state, 30)) * _to_signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shift_right(state, 27)) * _to_signed(0x94D049BB133111EB)
+    return _shift_right(state ^ _shift_right(state, 31), 1)
+
+
+def _shift_right(state: Tensor, count: int) -> Tensor:
+    """An unsigned shift to the right: bits that the sign fills are cleared."""
+    return (state >> count) & ((1 << (64 - count)) - 1)
+
+
+def _to_signed(number: int) -> int:
+    """The int64 with the same 64 bits."""
+    number %= 1 << 64
+    return number - (1 << 64) if number >> 63 else number
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A dataset in the memory of a device: images are decoded once, texts are tokenized once, and random crops are made there.
+#
+# Readers decode and crop every image again in every epoch, and a small model waits for them. A dataset that fits into the
+# memory of the device needs no reader after the first pass.
+#
+# An image is stored in a size a little larger than the tower's input. A crop is sampled bilinearly from a random part of
+# it; readers resize this part of the original image instead. The random numbers of a crop follow from (seed, epoch, sample,
+# side), so they are the same on any rank and in both passes of a step.
+
+
+MARGIN = 1.125  # side of a stored image over that of a crop: parts of 80 % of it are then not enlarged much
+CHUNK = 1024  # images read, and cropped, at once
+
+
+class Resident(Part):
+    """All samples of a dataset, kept on a device for training.
+
+    Args:
+        dataset: is read once.
+        preparations: of both sides; a `towers.Tower` is one.
+        device: where the samples are kept.
+        sides: that are kept; the others are read as usual.
+        augment: whether images are cropped at random. Their preparation must then have `training_images`.
+        workers: of the first reading, as for `ReplaySource`.
+        limit: bytes that the samples may take (default: no limit).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        preparations: Sequence[Preparation],
+        device: torch.device,
+        *,
+        sides: Sequence[int] = (0, 1),
+        augment: bool = True,
+        workers: int | Executor = 0,
+        limit: float = float("inf"),
+    ) -> None:
+        super().__init__(dataset, range(len(dataset)))
+        self.failures = dataset.failures
+        self._kept: dict[int, _ResidentImages | _Fixed] = {}
+        room = _DeviceBuffers(limit)
+        for side in sides:
+            preparation, images = preparations[side], dataset.sides[side] == IMAGE
+            training: Any = getattr(preparation, "training_images", None)
+            if images and augment and training is None:
+                raise ValueError(
+                    "memory.resident must be 0 for a model whose readers augment images, or augment be false; models of "
+                    "open_clip and transformers are cropped on the device"
+                )
+            first, rows = self._distinct(side)
+            prepared = partial(dataset.source, first, side, augment=False, workers=workers)
+            if images and augment:
+                self._kept[side] = _ResidentImages.read(prepared, rows, training, device, room)
+            else:
+                chunk = CHUNK if images else len(first)  # all texts at once: they are padded to one width
+                self._kept[side] = _Fixed.read(prepared(preparation), rows, preparation, device, room, chunk)
+            self._spread_failures(first, rows)
+
+    def _distinct(self, side: int) -> tuple[list[int], Tensor]:
+        """The first sample of each item, and the item of each sample. Captions of one image share its pixels."""
+        items = self.whole.items() if side == 0 else None
+        if items is None:
+            return list(range(len(self.whole))), torch.arange(len(self.whole))
+        _, rows = torch.unique(items, return_inverse=True)
+        first = torch.full((int(rows.max()) + 1,), len(rows)).scatter_reduce(0, rows, torch.arange(len(rows)), "amin")
+        return first.tolist(), rows
+
+    def _spread_failures(self, first: list[int], rows: Tensor) -> None:
+        """Every sample of an unreadable image fails for the same reason."""
+        if len(first) < len(rows):
+            broken = {row: self.failures[index] for row, index in enumerate(first) if index in self.failures}
+            for row, reason in broken.items():
+                for index in (rows == row).nonzero().flatten().tolist():
+                    self.failures.setdefault(index, reason)
+
+    def source(
+        self,
+        indices: Sequence[int],
+        side: int,
+        preparation: Preparation,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        augment: bool = True,
+        **options: Any,
+    ) -> Source:
+        """The kept samples; for evaluation, and for a side that is not kept, the dataset's own source with `options`."""
+        kept = self._kept.get(side)
+        if kept is None or (isinstance(kept, _ResidentImages) and not augment):
+            return self.whole.source(indices, side, preparation, seed=seed, epoch=epoch, augment=augment, **options)
+        return kept.source(torch.as_tensor(indices), sample_seed(sample_seed(seed, epoch), side))
+
+
+class _DeviceBuffers:
+    """Memory for all sides together."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._used = limit, 0
+
+    def take(self, size: int) -> None:
+        self._used += size
+        if self._used > self._limit:
+            raise ValueError(
+                f"memory.resident must allow {self._used / 2**30:.2f} GiB for the samples of the whole dataset, got "
+                f"{self._limit / 2**30:.2f} GiB; 0 reads the samples in every epoch instead"
+            )
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """Inputs that are the same in every epoch: tokens, and images that are not augmented."""
+
+    inputs: Any  # one row for each distinct sample, on the device
+    rows: Tensor  # (samples,) int64 on the host
+    lengths: Tensor | None  # (distinct samples,) on the host
+
+    @classmethod
+    def read(
+        cls,
+        source: Source,
+        rows: Tensor,
+        preparation: Any,
+        device: torch.device,
+        room: _DeviceBuffers,
+        chunk: int,
+    ) -> "_Fixed":
+        parts = []
+        for inputs in _chunks(source, chunk):
+            room.take(sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(inputs, "inputs")))
+            counted = getattr(preparation, "lengths", None)
+            known = None if counted is None else counted(inputs)
+            parts.append((map_rows(lambda tensor: tensor.to(device), inputs), known))
+        lengths = None if parts[0][1] is None else torch.cat([known for _, known in parts if known is not None])
+        return cls(_join([inputs for inputs, _ in parts]), rows, lengths)
+
+    def source(self, indices: Tensor, seed: int) -> Source:
+        """The inputs of some samples."""
+        chosen = self.rows[indices]
+        places: dict[torch.device, Tensor] = {}
+
+        def pick(tensor: Tensor) -> Tensor:
+            if tensor.device not in places:
+                places[tensor.device] = chosen.to(tensor.device)
+            return tensor[places[tensor.device]]
+
+        lengths = None if self.lengths is None else self.lengths[chosen]
+        return TensorSource(map_rows(pick, self.inputs), lengths=lengths)
+
+
+@dataclass(frozen=True)
+class _ResidentImages:
+    """Images, cropped anew in each epoch."""
+
+    pixels: Tensor  # (images, 3, H, W) uint8 on the device, each image stretched to this size
+    shapes: Tensor  # (images,) float32 on the device, aspect ratios before that
+    rows: Tensor  # (samples,) int64 on the device
+    training: TrainingImages
+
+    @classmethod
+    def read(
+        cls,
+        prepared: Callable[[Preparation], Source],
+        rows: Tensor,
+        training: TrainingImages,
+        device: torch.device,
+        room: _DeviceBuffers,
+    ) -> "_ResidentImages":
+        height, width = (round(MARGIN * length) for length in training.crop.size)
+        source, begin = prepared(_Stretched((height, width))), 0
+        room.take(len(source) * 3 * height * width)
+        pixels = torch.empty(len(source), 3, height, width, dtype=torch.uint8, device=device)
+        shapes = torch.empty(len(source), device=device)
+        for stretched, ratios in _chunks(source, CHUNK):
+            pixels[begin : begin + len(stretched)] = stretched.to(device)
+            shapes[begin : begin + len(stretched)] = ratios.to(device)
+            begin += len(stretched)
+        return cls(pixels, shapes, rows.to(device), training)
+
+    def source(self, indices: Tensor, seed: int) -> "_Crops":
+        """Crops of some samples."""
+        return _Crops(self, indices.to(self.pixels.device), seed)
+
+    def crops(self, indices: Tensor, seed: int) -> dict[str, Tensor]:  # (n, 3, *size) float32
+        """The inputs of the tower."""
+        rows = self.rows[indices]
+        numbers = uniform(seed, indices, CROP_NUMBERS)
+        crop = self.training.crop
+        parts = crop.parts(numbers, self.shapes[rows])
+        pieces = zip(torch.split(rows, CHUNK), torch.split(parts, CHUNK), strict=True)
+        made = [crop.many(self.pixels[some].float(), part) for some, part in pieces]
+        return self.training.normalize(torch.cat(made) if len(made) > 1 else made[0])
+
+
+class _Crops(Source):
+    """Crops of a batch, made when their chunk is due."""
+
+    def __init__(self, images: _ResidentImages, indices: Tensor, seed: int) -> None:
+        self._images, self._indices, self._seed = images, indices, seed
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
+        for start, stop in spans:
+            yield self._images.crops(self._indices[start:stop], self._seed)
+
+
+@dataclass(frozen=True)
+class _Stretched:
+    """Preprocessing of stored images: the whole image stretched to `size`, and its aspect ratio."""
+
+    size: tuple[int, int]
+    training_images: None = None
+
+    def prepare(self, image: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        _, height, width = image.shape
+        stretched = F.interpolate(image[None], self.size, mode="bicubic", antialias=True)[0]
+        return stretched, torch.tensor(width / height)
+
+    def collate(self, samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        stretched, shapes = zip(*samples, strict=True)
+        return torch.stack(stretched), torch.stack(shapes)
+
+
+def _chunks(source: Source, size: int) -> Iterator[Any]:
+    spans = [(begin, min(begin + size, len(source))) for begin in range(0, len(source), size)]
+    made = source.chunks(spans, None)
+    with close_at_the_end(made):
+        yield from made
+
+
+def _join(parts: list[Any]) -> Any:
+    """Inputs of several chunks as one."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    if isinstance(parts[0], dict):
+        return {key: _join([part[key] for part in parts]) for key in parts[0]}
+    return tuple(_join(list(entries)) for entries in zip(*parts, strict=True))

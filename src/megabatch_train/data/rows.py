@@ -1,0 +1,388 @@
+"""Rows of tables that are read by index, and images that are stored in a table."""
+
+import codecs
+import csv
+import hashlib
+import itertools
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megabatch import extras, file_io
+from megabatch_train.data import paths
+from megabatch_train.data.files import CAPTIONS, class_folders, is_image
+from megabatch_train.data.paths import Place, RemoteError, identity, read_file
+
+LOG = logging.getLogger("megabatch")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Images that are stored in a table, copied once into a file in which each of them can be read by itself.
+#
+# Parquet holds many images in one compressed column, which is read as a whole. The copy has the bytes of all images one
+# after another, each distinct image once; a table beside it has the place of each row's image. Both are in the cache
+# folder, and are made again if the table changes.
+
+_FORMAT = 1  # version of the copies
+
+
+class Embedded(NamedTuple):
+    """An image that was stored in a row."""
+
+    digest: str  # of its bytes
+    name: str  # the path that is stored with it, or the digest
+    file: Path  # the copy
+    offset: int
+    size: int
+
+
+def copy_images(key: str, column: str, table: str, values: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    """The images of a column, in order. A row without bytes gives its path, or None if it has no path either.
+
+    Args:
+        key: name of the table and its version.
+        column: name of the column.
+        table: name of the table, for messages.
+        values: gives the values of the column: encoded images as bytes, or `{"bytes": …, "path": …}`.
+    """
+    folder = paths.folder() / "images"
+    key = hashlib.blake2b(f"{key} {column} {_FORMAT}".encode(), digest_size=16).hexdigest()
+    index, file = folder / f"{key}.pt", folder / f"{key}.bin"
+    with file_io.hold_lock(folder / f"{key}.lock"):  # ranks wait for the one that copies
+        if not file.exists():
+            index.unlink(missing_ok=True)
+        found = paths.load_or_make(index, lambda: _copy(values(), file, f"{table}, column {column}"))
+    places, digests = found["places"].tolist(), found["digests"]
+    names, ends = bytes(found["names"].tolist()), found["ends"].tolist()
+    for row, (offset, size) in enumerate(places):
+        name = names[ends[row] : ends[row + 1]].decode("utf-8", "surrogatepass")
+        if offset < 0:
+            yield name or None
+            continue
+        digest = bytes(digests[row].tolist()).hex()
+        yield Embedded(digest, name or digest, file, offset, size)
+
+
+def _copy(values: Iterable[Any], file: Path, what: str) -> dict[str, Any]:
+    """Writes the copy. Returns for each row the place of its image (offset −1 if there is none), its digest and its path."""
+    LOG.info("the images of %s are copied once to %s, so that each can be read by itself", what, file)
+    places: list[tuple[int, int]] = []
+    digests: list[bytes] = []
+    names: list[bytes] = []
+    known: dict[bytes, tuple[int, int]] = {}
+
+    def save(opened: Any) -> None:
+        for value in values:
+            data, name = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
+            place, digest = (-1, 0), bytes(16)
+            if isinstance(data, bytes) and data:
+                digest = hashlib.blake2b(data, digest_size=16).digest()
+                if digest not in known:
+                    known[digest] = opened.tell(), len(data)
+                    opened.write(data)
+                place = known[digest]
+            places.append(place)
+            digests.append(digest)
+            names.append(name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b"")
+
+    file_io.write(file, save)
+    return {
+        "places": torch.tensor(places, dtype=torch.int64).view(-1, 2),
+        "digests": torch.frombuffer(bytearray(b"".join(digests) or bytes(16)), dtype=torch.uint8).view(-1, 16),
+        "names": torch.tensor(list(b"".join(names)), dtype=torch.uint8),
+        "ends": torch.tensor([0, *itertools.accumulate(map(len, names))], dtype=torch.int64),  # of name i: i and i + 1
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows of pairs, whatever they are stored in: CSV, TSV, JSON lines, Parquet, captions beside images.
+#
+# A source of rows knows the names of its columns, and gives the rows with some of them. Damaged rows come with a problem in
+# place of values. An image is a path or address, or, if it is stored in the row, an `Embedded`.
+
+CAPTION_KEYS = ("caption", "text")  # in JSON
+ROWS_AT_ONCE = 1024
+
+
+class Row(NamedTuple):
+    """A row of a table."""
+
+    number: int  # from 1
+    values: dict[str, Any] | None
+    problem: str = ""  # if there are no values
+
+
+class RowSource(Protocol):
+    """A table, or anything else with rows."""
+
+    name: str  # for messages
+    folder: Place  # that paths of images are relative to
+
+    def columns(self) -> list[str]:
+        """The names of the columns; none if there is no intact row."""
+
+    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+        """The rows, with these columns at least; the column `image` may hold images instead of paths."""
+
+
+class TextRows:
+    """CSV, TSV or JSON lines.
+
+    Args:
+        path: of the file.
+        encoding: of its text.
+    """
+
+    def __init__(self, path: Place, encoding: str) -> None:
+        self.name, self.folder, self._path = path.name, path.parent, path
+        try:
+            codecs.lookup(encoding)
+        except LookupError as error:
+            raise ValueError(f"encoding must be one that Python knows, such as utf-8 or latin-1, got {encoding!r}") from error
+        self._quoted: bool | None = None  # whether quotes have the meaning of CSV; found when needed
+        self._encoding = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+
+    def columns(self) -> list[str]:
+        """The names of the header; for JSON lines the keys of all rows, because each row has its own."""
+        found = (row.values for row in self.rows() if row.values is not None)
+        if self._path.suffix != ".jsonl":
+            return list(next(found, {}))
+        return list(dict.fromkeys(name for values in found for name in values))
+
+    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+        """All columns. Values of CSV and TSV are texts."""
+        try:
+            if self._path.suffix == ".jsonl":
+                yield from _json_rows(self._path, self._encoding)
+                return
+            if self._quoted is None:
+                self._quoted = self._path.suffix != ".tsv" or _is_well_quoted(self._path, self._encoding)
+            yield from _csv_rows(self._path, self._encoding, self._quoted)
+        except UnicodeDecodeError as error:
+            raise ValueError(_describe_encoding_error(self._path, self._encoding)) from error
+
+
+class ParquetRows:
+    """Parquet. Images that are stored in it are copied once, because it cannot be read row by row.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Place) -> None:
+        self.name, self.folder, self._path = path.name, path.parent, path
+
+    def columns(self) -> list[str]:
+        """The columns of the schema."""
+        with self._open() as file:
+            return list(file.schema_arrow.names) if file.metadata.num_rows else []
+
+    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+        """Reads the named columns alone."""
+        with self._open() as file:
+            schema = file.schema_arrow
+        wanted = [name for name in schema.names if columns is None or name in columns]
+        if image not in schema.names or re.match(r"(dictionary<values=)?(large_)?string", str(schema.field(image).type)):
+            image = None  # paths
+        return number_rows(self._read, wanted, image, "-".join(map(str, identity(self._path))), self.name)
+
+    def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
+        with self._open() as file:
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns):
+                yield from batch.to_pylist()
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+        try:
+            with self._path.open("rb") as opened, parquet.ParquetFile(opened) as file:
+                yield file
+        except RemoteError:
+            raise
+        except (ValueError, OSError) as error:  # pyarrow's errors do not name the file
+            raise ValueError(f"{self._path} must be Parquet and cannot be read: {error}") from error
+
+
+def number_rows(
+    read: Callable[[list[str]], Iterator[dict[str, Any]]], columns: list[str], image: str | None, key: str, table: str
+) -> Iterator[Row]:
+    """Numbers the rows that `read` yields for some columns. Images of the column `image` are copied once (`Embedded`)."""
+    if image is None:
+        yield from (Row(number, values) for number, values in enumerate(read(columns), 1))
+        return
+    images = copy_images(key, image, table, lambda: (values[image] for values in read([image])))
+    others = read([name for name in columns if name != image])
+    for number, (values, found) in enumerate(zip(others, images, strict=True), 1):
+        yield Row(number, {**values, image: found})
+
+
+class CaptionedImages:
+    """Images of a folder and its subfolders, each with a caption in a file of the same name, `.txt` or `.json`.
+
+    Args:
+        folder: of the images.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self._folder = folder.name, folder
+        self.folder: Place = folder
+
+    def columns(self) -> list[str]:
+        """The path of the image, and the caption."""
+        return ["image", "caption"]
+
+    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+        """Images in the order of their paths."""
+        found = (path for path in sorted(self._folder.rglob("*")) if is_image(path))
+        for number, path in enumerate(found, 1):
+            name = str(path.relative_to(self._folder))
+            endings = (form for ending in CAPTIONS for form in (ending, ending.upper()))
+            caption = next((file for ending in endings if (file := path.with_suffix(ending)).exists()), None)
+            if caption is None:
+                yield Row(number, None, f"{name} has no caption beside it ({' or '.join(CAPTIONS)})")
+                continue
+            try:
+                text = read_file(caption).decode("utf-8-sig")
+                values = parse_json(text) if caption.suffix.lower() == ".json" else {CAPTION_KEYS[0]: text}
+            except (OSError, ValueError) as error:
+                yield Row(number, None, f"{caption.name} has no caption that can be read: {error}")
+                continue
+            key = next((key for key in CAPTION_KEYS if isinstance(values, dict) and key in values), None)
+            if key is None:
+                yield Row(number, None, f"{caption.name} must be a JSON object with the key {' or '.join(CAPTION_KEYS)}")
+            else:
+                yield Row(number, {"image": name, "caption": values[key]})
+
+
+def has_captions(folder: Path) -> bool:
+    """Whether images of a folder have captions beside them. If it could be a folder of classes, at least half must have one."""
+    files = list(folder.rglob("*"))
+    stems = [path.with_suffix("") for path in files if is_image(path)]
+    captions = {path.with_suffix("") for path in files if path.suffix.lower() in CAPTIONS}
+    count = sum(stem in captions for stem in stems)
+    if 0 < 2 * count < len(stems) and class_folders(folder):
+        LOG.warning(
+            "%s: the folders' names are the captions; %s files beside %d of %d images are not read, because captions beside "
+            "images must be there for at least half of them",
+            *(folder, " and ".join(CAPTIONS), count, len(stems)),
+        )
+        return False
+    return count > 0
+
+
+def _describe_encoding_error(path: Place, encoding: str) -> str:
+    data = path.read_bytes()
+    try:
+        data.decode(encoding)
+    except UnicodeDecodeError as error:
+        where = f"the byte 0x{data[error.start]:02x} in line {data.count(bytes([10]), 0, error.start) + 1} is not"
+        return (
+            f"{path} must be {encoding.removesuffix('-sig')}, and {where}. If the file is Latin-1, convert it (iconv -f latin1 "
+            "-t utf-8), or train with --set data_options.encoding=latin-1"
+        )
+    return f"{path} has changed while it was read"
+
+
+def _csv_rows(path: Place, encoding: str, quoted: bool) -> Iterator[Row]:
+    separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
+    with path.open(encoding=encoding, newline="") as file:
+        taken: list[str] = []  # lines of a row
+        lines = _keep_lines(file, taken)
+        reader = csv.DictReader(lines, delimiter=separator, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
+        try:
+            counts = Counter(reader.fieldnames or ())
+        except csv.Error as error:
+            raise ValueError(f"{path} must have a line of column names, which cannot be read: {error}") from error
+        expected = len(reader.fieldnames or ())
+        if quoted and (problem := _find_misquote(taken, separator, expected)):
+            raise ValueError(f"{path} must begin with a line of column names: {problem}")
+        twice = next((name for name, count in counts.items() if name and count > 1), None)
+        if twice is not None:
+            raise ValueError(f"{path} must name each column once, got {twice} more than once")
+        for number in itertools.count(1):
+            taken.clear()
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Row(number, None, f"cannot be read: {error}, {_lines(reader, taken)}")
+                continue
+            if quoted and (problem := _find_misquote(taken, separator, expected)):
+                yield Row(number, None, f"{_lines(reader, taken)}: {problem}")
+            elif None in values:  # more fields than the header: an unquoted comma would cut a caption
+                came = len(values) - 1 + len(values[None])
+                told = f"must have {expected} fields, got {came}; a {called} in a text needs quotes around the text"
+                yield Row(number, None, told)
+            else:
+                yield Row(number, dict(values))
+
+
+def _lines(reader: "csv.DictReader[str]", taken: list[str]) -> str:
+    last = reader.reader.line_num  # DictReader's own number does not count lines that cannot be read
+    return f"line {last}" if len(taken) == 1 else f"lines {last - len(taken) + 1} to {last}"
+
+
+def _keep_lines(file: Iterable[str], taken: list[str]) -> Iterator[str]:
+    """The lines of a file; each is also appended to `taken`."""
+    for line in file:
+        taken.append(line.replace("\0", ""))
+        yield taken[-1]
+
+
+def _find_misquote(lines: list[str], separator: str, fields: int) -> str:
+    """The problem with the quotes of a row, given its lines; empty if there is none."""
+    if len(lines) < 2 and not sum(line.count('"') for line in lines) % 2:
+        return ""
+    how = 'a text with quotation marks needs quotes around it, and each mark of its own twice ("")'
+    try:
+        list(csv.reader(lines, delimiter=separator, strict=True))
+    except csv.Error as error:
+        return f"a quoted field does not end where it should ({error}); {how}"
+    rows = list(itertools.dropwhile(lambda line: not line.strip(), lines))  # with the row come empty lines before it
+    if len(rows) > 1 and all(line.count(separator) == fields - 1 for line in rows):
+        return f"a quoted field has whole rows in it; {how}"
+    return ""
+
+
+def _is_well_quoted(path: Place, encoding: str) -> bool:
+    """Whether the quotes of a TSV file have the meaning of CSV. Otherwise they are part of the texts."""
+    with path.open(encoding=encoding, newline="") as file:
+        taken: list[str] = []
+        reader, fields = csv.reader(_keep_lines(file, taken), delimiter="\t", strict=True), 0
+        try:
+            for row in reader:
+                fields = fields or len(row)
+                if len(taken) > 1 and _find_misquote(taken, "\t", fields):
+                    return False
+                taken.clear()
+        except csv.Error:
+            return False
+    return True
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; a ValueError if it is no JSON, or nested more deeply than Python's stack allows."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _json_rows(path: Place, encoding: str) -> Iterator[Row]:
+    with path.open(encoding=encoding) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                values = parse_json(line)
+            except ValueError as error:
+                yield Row(number, None, f"must be a JSON object: {error}")
+                continue
+            yield Row(number, values) if isinstance(values, dict) else Row(number, None, "must be a JSON object")

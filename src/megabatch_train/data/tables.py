@@ -1,0 +1,539 @@
+"""Pairs in tables: CSV, TSV, JSON lines, Parquet, and datasets of the Hugging Face library `datasets`."""
+
+import bisect
+import copy
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megabatch import extras
+from megabatch_train.data import images
+from megabatch_train.data.dataset import IMAGE, TEXT, Dataset, UnreadableSampleError, number_values, relate
+from megabatch_train.data.paths import OpenFiles, Place, RemoteError, Url, expand_pattern, is_url, place, read_file
+from megabatch_train.data.rows import (
+    CaptionedImages,
+    Embedded,
+    ParquetRows,
+    Row,
+    RowSource,
+    TextRows,
+    has_captions,
+    number_rows,
+)
+from megabatch_train.names import TABLES, sanitize
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The roles of a table's columns: image or query, text or document, hard negatives, label, score.
+#
+# A column is found by its usual name, or named for its role: `columns={"image": "file", "text": "description"}`. Several
+# columns of negatives are a list, and an empty name stands for no column: `{…, "negative": ["worse", "worst"], "label":
+# ""}`.
+
+IMAGE_COLUMNS = ("image", "image_path", "filepath", "file_name", "filename", "path")
+TEXT_COLUMNS = ("caption", "text", "title", "sentence", "raw_caption")
+LABEL_COLUMNS = ("label", "class", "category")
+PAIR_COLUMNS = (
+    ("anchor", "positive"),
+    ("query", "document"),
+    ("query", "positive"),
+    ("question", "answer"),
+    ("text1", "text2"),
+    ("sentence1", "sentence2"),
+)
+
+FIRST_ROLES, SECOND_ROLES = ("image", "query"), ("text", "document")
+NEGATIVE, LABEL, SCORE = "negative", "label", "score"
+SCORE_COLUMNS = ("score", "similarity_score", "similarity")
+Named = Mapping[str, str | Sequence[str]]  # columns by role
+_NEGATIVES = re.compile(r"(hard_)?negatives?(_?\d+)?")  # usual names
+
+
+class Columns(NamedTuple):
+    """The names of columns by role."""
+
+    pair: tuple[str, str]
+    texts: bool  # whether both are texts
+    negatives: tuple[str, ...]
+    label: str | None
+    score: str | None
+
+    @property
+    def all(self) -> list[str]:
+        """All names, each once."""
+        further = (name for name in (self.label, self.score) if name is not None)
+        return list(dict.fromkeys((*self.pair, *self.negatives, *further)))
+
+
+def choose(columns: Named | Sequence[str] | None, names: list[str], table: str) -> Columns:
+    """The columns of the table with these names. Negatives, label and score that are not named are found by usual names."""
+    if columns is None:
+        pair, texts = _usual_columns(names, table)
+        return _complete(pair, texts, {}, names)
+    by_role = _by_role(columns)
+    unknown = [role for role in by_role if role not in (*FIRST_ROLES, *SECOND_ROLES, NEGATIVE, LABEL, SCORE)]
+    sides = [[role for role in roles if role in by_role] for roles in (FIRST_ROLES, SECOND_ROLES)]
+    several = [role for role, given in by_role.items() if role != NEGATIVE and len(given) > 1]
+    if unknown or several or any(len(found) != 1 or not by_role[found[0]] for found in sides):
+        raise ValueError(f"columns must be image=NAME text=NAME or query=NAME document=NAME, got {_describe_columns(by_role)}")
+    missing = [name for given in by_role.values() for name in given if name not in names]
+    if missing:
+        raise ValueError(f"{table} has no column {' and no column '.join(missing)}; it has {', '.join(names) or 'none'}")
+    pair = by_role[sides[0][0]][0], by_role[sides[1][0]][0]
+    if pair[0] == pair[1]:
+        raise ValueError(f"columns must name two columns of pairs, got {pair[0]} twice: {_describe_columns(by_role)}")
+    return _complete(pair, sides[0][0] == "query", by_role, [name for name in names if name not in pair])
+
+
+def _complete(pair: tuple[str, str], texts: bool, by_role: Mapping[str, tuple[str, ...]], names: list[str]) -> Columns:
+    """The columns of the pair, with negatives, label and score as they are named, or else by their usual names."""
+    negatives = tuple(name for name in names if _NEGATIVES.fullmatch(name.lower()))
+    label, score = (
+        next(iter(by_role.get(role, [name for name in usual if name in names])), None)
+        for role, usual in ((LABEL, LABEL_COLUMNS), (SCORE, SCORE_COLUMNS))
+    )
+    return Columns(pair, texts, by_role.get(NEGATIVE, negatives), label, score)
+
+
+def _by_role(columns: Named | Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The names by role; none if the name is empty. Two names without roles are those of an image and a text."""
+    given = columns if isinstance(columns, Mapping) else {}
+    if isinstance(columns, list | tuple) and len(columns) == 2:
+        given = {"image": columns[0], "text": columns[1]}
+    found = {role: tuple(value) if isinstance(value, list | tuple) else (value,) for role, value in given.items()}
+    if not found or not all(isinstance(name, str) for value in found.values() for name in value):
+        raise ValueError(
+            f'columns must be two names, or names by role as in {{"image": "file", "text": "title"}}, got {columns!r}'
+        )
+    return {role: tuple(name for name in value if name) for role, value in found.items()}
+
+
+def _describe_columns(by_role: Mapping[str, tuple[str, ...]]) -> str:
+    return " ".join(f"{role}={name}" for role, given in by_role.items() for name in given or ("",))
+
+
+def _usual_columns(names: list[str], table: str) -> tuple[tuple[str, str], bool]:
+    """The two columns, and whether both are texts."""
+    for pair in PAIR_COLUMNS:
+        if set(pair) <= set(names):
+            return pair, True
+    image = next((name for name in IMAGE_COLUMNS if name in names), None)
+    text = next((name for name in TEXT_COLUMNS if name in names), None)
+    if image is None or text is None:
+        first, second = [*names, "NAME", "NAME"][:2]
+        raise ValueError(
+            f"{table} has the columns {', '.join(names) or '(none)'}. Say which ones to use: --columns image={first} "
+            f"text={second} for images and texts, --columns query={first} document={second} for texts"
+        )
+    return (image, text), False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A table of pairs: image paths and captions, or texts and texts, in CSV, TSV, JSON lines or Parquet.
+#
+# The table is in memory, images are read when they are needed. Their paths are relative to the table's folder, or
+# addresses. Damaged and empty rows are skipped and listed in `problems`. Unreadable images are found when they are read,
+# and listed in `failures`.
+#
+# Rows that share an image or a caption are not each other's negatives. `Columns` has their roles; rows.py reads the rows.
+
+
+LONGEST_TOLD = 60  # characters of a value in a message
+
+
+class Table(Dataset):
+    """Pairs from one or more files.
+
+    Args:
+        path: of the table; of a folder with one table, or with images that have captions beside them; a pattern of tables; or
+            sources of rows.
+        columns: names of the two columns; or by role, as in {"image": "file", "text": "description"} or {"query": "question",
+            "document": "answer", "negative": ["worse", "worst"]} (default: found by common names, like every role that is not
+            named; an empty name stands for no column).
+        texts: whether the first column holds texts too (default: found by its name or role).
+        root: folder that image paths are relative to (default: the table's).
+        encoding: of CSV, TSV and JSON lines.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Sequence[RowSource],
+        *,
+        columns: Named | tuple[str, str] | None = None,
+        texts: bool | None = None,
+        root: str | Path | None = None,
+        encoding: str = "utf-8",
+    ) -> None:
+        super().__init__()
+        sources = _sources(path, encoding) if isinstance(path, str | Path) else path
+        self.path = sanitize(str(path)) if isinstance(path, str | Path) else sources[0].name
+        self.root = _root(sources) if root is None else place(root)
+        self.problems: list[str] = []
+        names = list(dict.fromkeys(name for source in sources for name in source.columns()))
+        if not names:
+            raise self._without_pairs(
+                [_describe_problem(source, row, row.problem) for source in sources for row in source.rows()]
+            )
+        chosen = choose(columns, names, sources[0].name)
+        self.columns = chosen
+        self.negative_columns, self.label_column, self.score_column = chosen.negatives, chosen.label, chosen.score
+        self.sides = (TEXT if (chosen.texts if texts is None else texts) else IMAGE, TEXT)
+        self._first: list[str] = []  # texts, paths, or digests of images that are stored in the table
+        self._second: list[str] = []
+        self._embedded: dict[str, Embedded] = {}  # by digest
+        self._files = OpenFiles()
+        self._negatives: list[str] = []  # of all rows, in order
+        self._negative_ends: list[int] = []  # of each row
+        self._labels: list[str] = []
+        self._unlabelled: list[int] = []  # rows without a label
+        self._score_list: list[float] = []
+        for source in sources:
+            for row in source.rows(chosen.all, chosen.pair[0] if self.sides[0] == IMAGE else None):
+                self._add(source, row, chosen.pair)
+        if not self._first:
+            raise self._without_pairs(self.problems)
+        self._items, self._documents = number_values(self._first), number_values(self._second)
+        self._label_numbers = number_values(self._labels)
+        self._rows_of: dict[str, list[int]] | None = None  # by the text of the second side; made when it is needed
+        self._scores = torch.tensor(self._score_list, dtype=torch.float64)
+        self._ids = relate(self._items, self._documents)
+
+    def __len__(self) -> int:
+        """The number of pairs."""
+        return len(self._first)
+
+    def read(self, index: int, side: int) -> Any:
+        """The image, or the text."""
+        found = self.read_stored(index, side)
+        return images.decode(found) if isinstance(found, images.EncodedImage) else found
+
+    def read_stored(self, index: int, side: int) -> Any:
+        """The file of the image, or the text."""
+        if index >= len(self) and side == 1:
+            return self._negatives[index - len(self)]
+        value = (self._first, self._second)[side][self.check(index)]
+        if self.sides[side] == TEXT:
+            return value
+        file = self._file(value)
+        try:
+            if (inside := self._embedded.get(value)) is not None:
+                return images.EncodedImage(self._files.read(inside.file, inside.offset, inside.size), inside.name)
+            return images.EncodedImage(read_file(file), str(file))
+        except RemoteError:
+            raise
+        except OSError as error:
+            raise UnreadableSampleError(f"{file} cannot be read: {error.strerror}") from error
+        except ValueError as error:  # no path at all, such as one with a zero byte
+            raise UnreadableSampleError(f"{str(file)!r} cannot be read: {error}") from error
+
+    def name(self, index: int) -> str:
+        """The image's path, or the first text."""
+        value = self._first[self.check(index)]
+        return value if value not in self._embedded else self._embedded[value].name
+
+    def place(self, index: int) -> str | None:
+        """The image's address, or its path with the folder it is relative to; None for texts and images inside the table."""
+        value = self._first[self.check(index)]
+        if self.sides[0] == TEXT or value in self._embedded:
+            return None
+        found = self._file(value)
+        return found.address if isinstance(found, Url) else str(found)
+
+    def _file(self, name: str) -> Place:
+        return place(name) if is_url(name) else self.root / name
+
+    def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) or (n, 2) int64
+        """Ids of rows that share an image or a text; two ids per row, of the image and the text, if one is not enough."""
+        return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
+
+    def part(self, indices: Sequence[int]) -> "Table":
+        """A table with some of the rows, in this order. Ids stay the same."""
+        made, chosen = copy.copy(self), torch.as_tensor(indices, dtype=torch.int64)
+        made.failures, made.problems = {}, list(self.problems)
+        rows = chosen.tolist()
+        made._first, made._second = [self._first[row] for row in rows], [self._second[row] for row in rows]
+        made._items, made._documents, made._ids = self._items[chosen], self._documents[chosen], self._ids[chosen]
+        for name in ("_label_numbers", "_scores"):
+            values = getattr(self, name)
+            setattr(made, name, values[chosen] if len(values) else values)
+        texts = [self._negatives[end - self.negative_count(row) : end] for row in rows for end in [self._negative_ends[row]]]
+        made._negatives, made._rows_of = [text for found in texts for text in found], None
+        made._negative_ends = list(itertools.accumulate(map(len, texts)))
+        return made
+
+    def scores(self) -> Tensor | None:  # (samples,) float64
+        """The similarity of the two texts by the column of scores, NaN where it has no number; None without this column."""
+        return None if self.score_column is None or self.sides[0] == IMAGE else self._scores
+
+    def negative_count(self, index: int) -> int:
+        """The number of hard negatives of a sample."""
+        return self._negative_ends[index] - (self._negative_ends[index - 1] if index else 0)
+
+    def negatives_of(self, indices: Sequence[int]) -> Tensor:  # (m,) int64
+        """The hard negatives of samples, as indices beyond the samples, which `read` takes for the second side."""
+        ends = [(self._negative_ends[index], self.negative_count(index)) for index in indices]
+        return torch.tensor([len(self) + end - count + i for end, count in ends for i in range(count)], dtype=torch.int64)
+
+    def negative_ids(self, negatives: Tensor) -> Tensor:  # (m,) int64 -> (m,) or (m, 2) int64
+        """The ids of the samples with the same second text as a negative; else a negative number of its own.
+
+        Of two ids the first belongs to one sample. If several samples have this text, a sample with the first side of the
+        negative's owner is preferred.
+        """
+        if self._rows_of is None:
+            self._rows_of = {}
+            for row, text in enumerate(self._second):
+                self._rows_of.setdefault(text, []).append(row)
+        found = []
+        for position, number in enumerate((negatives - len(self)).tolist()):
+            rows = self._rows_of.get(self._negatives[number], [])
+            if rows:
+                owner = bisect.bisect_right(self._negative_ends, number)
+                row = next((row for row in rows if self._first[row] == self._first[owner]), rows[-1])
+                found.append(self._ids[row].view(-1).tolist())
+            else:
+                found.append([-1 - position] * self._ids.dim())
+        return torch.tensor(found, dtype=torch.int64).view(len(found), *self._ids.shape[1:])
+
+    def labels(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
+        """The class of each sample, by the column of labels.
+
+        Raises:
+            ValueError: rows have no label; as one class they would be each other's positives.
+        """
+        if self._unlabelled:
+            raise ValueError(
+                f"{self.path} must have a label ({self.label_column}) in every row, got none in {len(self._unlabelled):,} "
+                f"rows, the first of them row {self._unlabelled[0]}; label these rows or leave them out"
+            )
+        return self._label_numbers[torch.as_tensor(indices, dtype=torch.int64)]
+
+    def items(self) -> Tensor:  # (samples,) int64
+        """Rows with the same image, or the same first text, are one item with several captions."""
+        return self._items
+
+    def documents(self) -> Tensor:  # (samples,) int64
+        """Rows with the same second text are one document with several images or queries."""
+        return self._documents
+
+    def _without_pairs(self, problems: list[str]) -> ValueError:
+        told = "; ".join(problems[:5]) or "it has no rows"
+        return ValueError(f"{self.path} must have at least one pair, got none: {told}")
+
+    def _add(self, source: RowSource, row: Row, columns: tuple[str, str]) -> None:
+        """Adds the pair of a row, or its problem."""
+        values, problem = row.values or {}, row.problem
+        pair = []
+        for column, kind in zip(columns, self.sides, strict=True):
+            value: Any = values.get(column)
+            if kind == IMAGE and isinstance(value, Embedded):
+                self._embedded.setdefault(value.digest, value)
+                value = value.digest
+            problem = problem or _problem_with(value, column, kind)
+            pair.append(value)
+        if problem:
+            self.problems.append(_describe_problem(source, row, problem))
+            return
+        self._first.append(pair[0].strip())
+        self._second.append(pair[1].strip())
+        self._negatives += [entry for column in self.negative_columns for entry in _texts(source, row, column)]
+        self._negative_ends.append(len(self._negatives))
+        if self.label_column is not None:
+            label = values.get(self.label_column)
+            if label is None or label != label or not str(label).strip():  # nothing, NaN, an empty cell
+                self._unlabelled.append(row.number)
+            self._labels.append(str(label))
+        if self.score_column is not None:
+            try:
+                self._score_list.append(float(values.get(self.score_column, "")))
+            except (TypeError, ValueError):
+                self._score_list.append(math.nan)
+
+
+def _problem_with(value: Any, column: str, kind: str) -> str:
+    """The reason why a value cannot be one side of a pair; empty if it can."""
+    if not isinstance(value, str) or not value.strip():
+        came = "nothing" if value is None or value == "" else _short(value)
+        hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
+        return f"{column} must be a {'text' if kind == TEXT else 'path'}, got {came}{hint}"
+    if kind == TEXT and _SURROGATE.search(value):
+        return f"{column} must be Unicode text, and half of a surrogate pair is no character"
+    return ""
+
+
+def _texts(source: RowSource, row: Row, column: str) -> list[str]:
+    """The text of a cell, or its list of texts, without empty ones."""
+    value = (row.values or {}).get(column)
+    found = value if isinstance(value, list | tuple) else [value]
+    wrong = next((entry for entry in found if entry is not None and not isinstance(entry, str)), None)
+    if wrong is not None:
+        told = _describe_problem(source, row, f"{column} must be a text or a list of texts, got {_short(wrong)}")
+        raise ValueError(f"{told}; --columns … {NEGATIVE}= (without a name) reads the pairs alone")
+    return [entry.strip() for entry in found if entry is not None and entry.strip()]
+
+
+def _describe_problem(source: RowSource, row: Row, problem: str) -> str:
+    return f"{source.name}, row {row.number}: {problem}"
+
+
+def _short(value: Any) -> str:
+    """A value as messages show it; bytes, which may be an image, by their number."""
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    try:
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{key!r}: {_short(entry)}' for key, entry in value.items())}}}"
+        told = repr(value)
+    except RecursionError:
+        return "a deeply nested value"
+    return told if len(told) <= LONGEST_TOLD else f"{told[:LONGEST_TOLD]}…"
+
+
+_SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON may escape one alone; no encoding and no tokenizer takes it
+
+
+def _sources(spec: str | Path, encoding: str) -> list[RowSource]:
+    """The tables of a path, folder, address or pattern."""
+    path = place(spec)
+    if isinstance(path, Path) and path.is_dir():
+        tables = sorted(entry for entry in path.iterdir() if entry.suffix in TABLES)
+        if not tables and has_captions(path):
+            return [CaptionedImages(path)]
+        if len(tables) != 1:
+            names = ", ".join(entry.name for entry in tables) or "none"
+            raise ValueError(
+                f"the folder {path} must have one table ({', '.join(TABLES)}), got {names}; name the file instead, or several "
+                f'as a pattern ("{path}/*.parquet")'
+            )
+        return [_source(tables[0], encoding)]
+    if isinstance(path, Path) and path.exists():
+        return [_source(path, encoding)]
+    return [_source(found, encoding) for found in expand_pattern(str(spec))]
+
+
+def _source(path: Place, encoding: str) -> RowSource:
+    if not path.exists():
+        raise FileNotFoundError(f"No such file: {path}")
+    if path.suffix not in TABLES:
+        raise ValueError(f"a table must end in {', '.join(TABLES)}, got {path}")
+    return ParquetRows(path) if path.suffix == ".parquet" else TextRows(path, encoding)
+
+
+def _root(sources: Sequence[RowSource]) -> Place:
+    folders = list(dict.fromkeys(str(source.folder) for source in sources))
+    if len(folders) > 1:
+        raise ValueError(
+            f"tables of one pattern must be in one folder, got {folders[0]} and {folders[1]}; root names the folder of images"
+        )
+    return sources[0].folder
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Datasets of the Hugging Face library `datasets`: a folder that `save_to_disk` wrote, or a dataset by path or name.
+#
+# A saved dataset is recognised as a folder. `datasets:PATH` loads a folder or a name with `datasets.load_dataset`, and
+# `datasets:PATH@SPLIT` another split than "train".
+
+
+PREFIX = "datasets:"
+ROWS_AT_ONCE = 256
+TEXTS = ("string", "large_string")  # features
+MISSING = -1  # the class of a sample without one, in test splits
+SAVED = ("dataset_dict.json", "state.json")  # in the folder of save_to_disk, with and without splits
+
+
+class HubDataset(Table):
+    """Pairs of a dataset.
+
+    Args:
+        spec: a folder of `save_to_disk`, or what `load_dataset` takes; both with "@SPLIT" for another split than "train".
+        columns: as of `Table`.
+        texts: as of `Table`.
+        root: as of `Table`.
+        config: the configuration of a dataset that has several.
+        streaming: must be False.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        columns: Named | tuple[str, str] | None = None,
+        texts: bool | None = None,
+        root: str | Path | None = None,
+        config: str | None = None,
+        streaming: bool = False,
+    ) -> None:
+        if streaming:
+            raise ValueError(
+                "streaming must be false, got true: a stream gives only the next sample, and a run reads samples by number, in "
+                "an order that follows from its seed, and again for a second pass or after --resume. Without streaming the "
+                'dataset is on the disk; shards ("hf://datasets/NAME/*.tar") are read from the hub by byte ranges'
+            )
+        super().__init__([HubRows(spec, config)], columns=columns, texts=texts, root=root)
+
+
+class HubRows:
+    """The rows of a dataset.
+
+    Args:
+        spec: see `HubDataset`.
+        config: see `HubDataset`.
+    """
+
+    def __init__(self, spec: str, config: str | None) -> None:
+        self._library = extras.load("datasets", extra="datasets", purpose="Reading a Hugging Face dataset")
+        self.name, _, split = spec.partition("@")
+        self.folder: Place = Path(self.name)
+        self._data = self._load(split, config)
+
+    def _load(self, split: str, config: str | None) -> Any:
+        try:
+            if is_saved(self.name):
+                found = self._library.load_from_disk(self.name)
+            else:
+                found = self._library.load_dataset(self.name, config)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the library datasets cannot load {self.name}: {error}") from error
+        if not isinstance(found, Mapping):
+            if split:
+                raise ValueError(f"{self.name} must have splits for @{split}, got a dataset without")
+            return found
+        chosen = split or ("train" if "train" in found else next(iter(found)) if len(found) == 1 else "")
+        if chosen not in found:
+            raise ValueError(f"{self.name} has no split {chosen or 'train'}; name one as {self.name}@SPLIT: {', '.join(found)}")
+        return found[chosen]
+
+    def columns(self) -> list[str]:
+        """The names of the features."""
+        return list(self._data.column_names) if len(self._data) else []
+
+    def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
+        """Classes are given by their names."""
+        if image is not None and getattr(self._data.features[image], "dtype", None) in TEXTS:
+            image = None  # paths
+        return number_rows(self._read, list(columns or self._data.column_names), image, self._data._fingerprint, self.name)
+
+    def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
+        data = self._data.select_columns(columns).with_format(None)
+        for name, feature in data.features.items():
+            if isinstance(feature, self._library.Image):
+                data = data.cast_column(name, self._library.Image(decode=False))
+        named = {name: found.int2str for name, found in data.features.items() if isinstance(found, self._library.ClassLabel)}
+        for batch in data.iter(ROWS_AT_ONCE):
+            for entries in zip(*batch.values(), strict=True):
+                values = dict(zip(batch, entries, strict=True))
+                yield values | {
+                    name: None if values[name] in (None, MISSING) else told(values[name]) for name, told in named.items()
+                }
+
+
+def is_saved(folder: str) -> bool:
+    """Whether `save_to_disk` wrote the folder."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in SAVED)

@@ -1,0 +1,305 @@
+"""Observers that show the progress of a run: the terminal, TensorBoard, Weights & Biases."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from megabatch import extras
+from megabatch_train.display import tables
+from megabatch_train.names import redact, sanitize, tell
+
+LOG = logging.getLogger("megabatch")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Progress of a run: a bar in a terminal, a line every few seconds elsewhere.
+
+LINE_SECONDS = 10.0  # between lines if the output is not a terminal
+
+
+class ProgressDisplay:
+    """An observer that shows step, loss, pairs a second, memory, time left and the last recall.
+
+    Args:
+        stream: output (default: standard output).
+        line_seconds: seconds between lines if the stream is not a terminal.
+        clock: returns seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        line_seconds: float = LINE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream, self._line_seconds, self._clock = stream, line_seconds, clock
+        self._bar: Any = None  # rich's, in a terminal
+        self._total = self._first = self._done = self._batch_size = 0
+        self._began = self._last_line = 0.0
+        self._recall = ""
+        self._record: Mapping[str, Any] = {}  # of the last step
+
+    def start(self, run: Any) -> None:
+        """The run begins, or continues."""
+        self._total, self._first, self._batch_size = run.total_steps, run.first_step, run.batch_size
+        self._done = self._first
+        self._began = self._clock()
+        self._last_line = self._began - self._line_seconds  # the first step is shown at once
+        self._recall = ""
+        where = f" from step {self._first:,}" if self._first else ""
+        self._print(f"{self._total:,} steps of {self._batch_size:,} pairs{where}, in {run.folder}")
+        if self._output.isatty() and extras.is_installed("rich"):
+            self._start_bar()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A step has ended."""
+        done = self._done = int(record["step"])
+        self._record = record
+        if self._bar is not None:
+            self._update_bar()
+            return
+        now = self._clock()
+        if now - self._last_line >= self._line_seconds or done >= self._total:
+            self._last_line = now
+            width = len(f"{self._total:,}")
+            self._print("  ".join([f"step {done:>{width},}/{self._total:,}", *self._describe_progress()]))
+
+    def on_evaluation(self, record: Mapping[str, Any]) -> None:
+        """There is a new evaluation."""
+        found = tables.headline(record["evaluation"])
+        if found is None:
+            return
+        self._recall = f"R@1 {tables.percent(found[1])}" if found[0].endswith("R@1") else f"top {tables.percent(found[1])}"
+        for name, evaluation in tables.by_dataset(record["evaluation"]).items():
+            self._print(f"step {record['step']:,}: {f'{name}: ' if name else ''}{tables.line(evaluation)}")
+        if self._bar is not None and self._record:
+            self._update_bar()  # with the new recall: after the last step there is no other update
+
+    def on_save(self, path: Path) -> None:
+        """A checkpoint is written."""
+        if self._bar is None:
+            self._print(f"saved {path}")
+
+    def finish(self, run: Any) -> None:
+        """The run has ended or was stopped."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if self._done == self._first < self._total:
+            return  # failed before its first step: nothing was written
+        took = tables.duration(self._clock() - self._began)
+        self._print(f"{self._done - self._first:,} steps in {took}; written to {run.folder}")
+
+    @property
+    def _output(self) -> TextIO:
+        return self._stream or sys.stdout
+
+    def _start_bar(self) -> None:
+        progress, console = (
+            extras.load(f"rich.{name}", extra="train", purpose="A progress bar") for name in ("progress", "console")
+        )
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.completed:,}/{task.total:,}", style="bold"),
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("{task.fields[shown]}", markup=False),
+            console=console.Console(file=self._output, highlight=False),
+        )
+        self._bar.add_task("steps", total=self._total, completed=self._first, shown="")
+        self._bar.start()
+
+    def _update_bar(self) -> None:
+        self._bar.update(self._bar.task_ids[0], completed=self._done, shown=" · ".join(self._describe_progress()))
+
+    def _describe_progress(self) -> list[str]:
+        """Loss, speed, share of waiting for data, model FLOPs utilisation, memory, recall and time left, as far as known."""
+        record, steps = self._record, self._done - self._first
+        left = (self._clock() - self._began) / steps * (self._total - self._done) if steps > 0 else float("inf")
+        speed, memory, mfu = (record.get(name) for name in ("pairs_per_second", "memory_bytes", "mfu"))
+        phases = record.get("phases") or {}
+        seconds = sum(phases.values())
+        return [
+            f"loss {tables.short(record.get('loss'))}",
+            *([] if speed is None else [f"{tables.count(speed)} pairs/s"]),
+            *([f"data {tables.percent(phases.get('data', 0.0) / seconds)}"] if seconds else []),
+            *([] if mfu is None else [f"MFU {tables.percent(mfu)}"]),
+            *([tables.size(memory)] if memory else []),
+            *([self._recall] if self._recall else []),
+            f"{tables.duration(left)} left",
+        ]
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(sanitize(line), markup=False, highlight=False)
+        else:
+            tell(line, self._output)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run's numbers for TensorBoard, in the folder `tensorboard` of the run: `tensorboard --logdir RUNS`.
+
+
+FOLDER = "tensorboard"
+ADDRESS = "http://localhost:6006"  # TensorBoard's own default
+_NOT_DRAWN = ("step", "epoch", "pairs", "seconds")  # counters
+
+
+class TensorBoardLog:
+    """An observer that writes every training number and every evaluation. Needs the package tensorboard.
+
+    TensorBoard's writer cannot be used again after a full disk. Once a checkpoint can be written, there is room again: a new
+    writer starts with the values that the first may not have written.
+    """
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+        self._folder = Path()
+        self._numbers: list[tuple[str, float, int]] = []  # (name, value, step) since the last flush
+        if not self.available():
+            extras.load("tensorboard", extra="tensorboard", purpose="A log for TensorBoard")
+
+    @staticmethod
+    def available() -> bool:
+        """Whether it is installed."""
+        return extras.is_installed("tensorboard")
+
+    def start(self, run: Any) -> None:
+        """The run begins or continues. Values of steps that are repeated are replaced."""
+        self._folder, self._numbers = run.folder / FOLDER, []
+        self._open(purge_step=run.first_step + 1 if run.first_step else None)
+        config = run.folder / "config.toml"
+        if config.is_file():
+            self._writer.add_text(
+                "config", "".join(f"    {line}\n" for line in sanitize(config.read_text("utf-8")).splitlines())
+            )
+        LOG.info("curves: tensorboard --logdir %s, then %s in a browser", shlex.quote(str(self._folder)), ADDRESS)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A step has ended."""
+        self._add("training", {name: value for name, value in record.items() if name not in _NOT_DRAWN}, record["step"])
+        self._add("phases", record.get("phases", {}), record["step"])
+
+    def on_evaluation(self, record: Mapping[str, Any]) -> None:
+        """There is a new evaluation."""
+        self._add("evaluation", record["evaluation"], record["step"])
+        self._flush()
+
+    def on_save(self, path: Path) -> None:
+        """A checkpoint is written; the log is flushed."""
+        self._flush()
+
+    def finish(self, run: Any) -> None:
+        """The run has ended or was stopped."""
+        self._flush()
+        self._writer.close()
+
+    def _open(self, purge_step: int | None = None) -> None:
+        tensorboard = extras.load("torch.utils.tensorboard", extra="tensorboard", purpose="A log for TensorBoard")
+        self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=purge_step)
+
+    def _add(self, group: str, values: Mapping[str, Any], step: int) -> None:
+        found = [(f"{group}/{name}", value, step) for name, value in values.items() if isinstance(value, int | float)]
+        self._numbers += found
+        self._write(found)
+
+    def _write(self, numbers: Sequence[tuple[str, float, int]]) -> None:
+        if self._writer is None:
+            raise OSError("the log waits for the next checkpoint")
+        try:
+            for name, value, step in numbers:
+                self._writer.add_scalar(name, value, step)
+        except OSError:
+            self._give_up()
+            raise
+
+    def _flush(self) -> None:
+        if self._writer is None:
+            self._open(purge_step=self._numbers[0][-1] if self._numbers else None)
+            self._write(self._numbers)
+        try:
+            self._writer.flush()
+        except OSError:
+            self._give_up()
+            raise
+        self._numbers = []
+
+    def _give_up(self) -> None:
+        """Ends the writer and its thread. `SummaryWriter.close` does not: it flushes first, and that raises again."""
+        writer, self._writer = self._writer, None
+        with contextlib.suppress(OSError):  # the disk is still full
+            writer.file_writer.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run's metrics for Weights & Biases (opt-in).
+
+
+ID_FILE = "wandb_id.txt"  # in the run's folder, so that a continued run keeps its id
+WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # modes
+DISABLE_METADATA = ("WANDB_X_DISABLE_META", "WANDB__DISABLE_META")  # in newer and older versions of wandb
+
+
+class WandbLog:
+    """An observer that sends every training number and every evaluation. Needs the package wandb.
+
+    Args:
+        project: the project of the run.
+        **options: for `wandb.init`, such as `entity` or `mode="offline"`.
+
+    Raises:
+        ValueError: no user is logged in. In a terminal, wandb asks for the key first.
+    """
+
+    def __init__(self, project: str = "megabatch", **options: Any) -> None:
+        self._wandb: Any = extras.load("wandb", extra="wandb", purpose="A log for Weights & Biases")
+        self._project, self._options = project, options
+        self._run: Any = None
+        if redact(sys.argv) != sys.argv:  # wandb stores the arguments of the process with other metadata
+            os.environ |= dict.fromkeys(DISABLE_METADATA, "true")
+        if (options.get("mode") or os.environ.get("WANDB_MODE", "online")) not in WITHOUT_LOGIN:
+            self._check_login()
+
+    def _check_login(self) -> None:
+        try:
+            self._wandb.login()
+        except self._wandb.Error as error:
+            raise ValueError(
+                "--wandb must be used after a login: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to log "
+                f"into the folder of the run; got {str(error).rstrip('.')}"
+            ) from error
+
+    def start(self, run: Any) -> None:
+        """The run begins, or continues."""
+        known = run.folder / ID_FILE
+        identity = known.read_text("utf-8").strip() if run.first_step and known.is_file() else None
+        settings = {"project": self._project, "name": run.folder.name, "dir": str(run.folder)}
+        settings |= {"id": identity, "resume": "allow", "config": redact(_plain(run.config))}
+        self._run = self._wandb.init(**{**settings, **self._options})
+        known.write_text(f"{self._run.id}\n", "utf-8")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A step has ended."""
+        numbers = {f"training/{name}": value for name, value in record.items() if name not in ("step", "phases")}
+        numbers |= {f"phases/{name}": value for name, value in record.get("phases", {}).items()}
+        self._run.log(numbers, step=record["step"])
+
+    def on_evaluation(self, record: Mapping[str, Any]) -> None:
+        """There is a new evaluation."""
+        self._run.log({f"evaluation/{name}": value for name, value in record["evaluation"].items()}, step=record["step"])
+
+    def on_save(self, path: Path) -> None:
+        """A checkpoint is written; it is not uploaded."""
+
+    def finish(self, run: Any) -> None:
+        """The run has ended or was stopped."""
+        self._run.finish()
+
+
+def _plain(config: Any) -> Any:
+    return dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config

@@ -1,0 +1,423 @@
+"""Embeddings for evaluation and search: computed, searched, and stored in files."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch import extras, file_io, pairwise
+from megabatch.cached.replay import checksum
+from megabatch.cached.tower_io import call, map_rows
+from megabatch.tiles.block import accumulator_dtype, windows
+from megabatch.tiles.topk import Best
+from megabatch_train.data.dataset import Dataset, ReadingProgress, UnreadableSampleError, blank
+from megabatch_train.towers import Pair
+from megabatch_train.towers.tower import Tower
+
+LOG = logging.getLogger("megabatch")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Embeddings of samples for evaluation and search: chunk by chunk, without gradients and augmentation.
+
+
+def embed(
+    tower: Tower,
+    dataset: Dataset,
+    side: int,
+    indices: Sequence[int] | None = None,
+    *,
+    chunk_size: int = 256,
+    workers: int | Executor = 0,
+) -> Tensor:  # (n, D)
+    """Embeddings of one side of samples. Unreadable samples get the embedding of a blank; `dataset.usable` masks them."""
+    found = list(embed_chunks(tower, dataset, side, indices, chunk_size=chunk_size, workers=workers))
+    if not found:
+        raise ValueError("indices must name at least one sample, got none")
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def embed_chunks(
+    tower: Tower,
+    dataset: Dataset,
+    side: int,
+    indices: Sequence[int] | None = None,
+    *,
+    chunk_size: int = 256,
+    workers: int | Executor = 0,
+) -> Iterator[Tensor]:  # (n, D) each
+    """The same, one chunk at a time, for data whose embeddings need not all be in memory. Logs the progress of long work."""
+    if tower.kind != dataset.sides[side]:
+        raise ValueError(f"tower must encode side {side} of the dataset, {dataset.sides[side]}, got a tower for {tower.kind}")
+    chosen = range(len(dataset)) if indices is None else indices
+    source = dataset.source(chosen, side, tower, augment=False, workers=workers)
+    spans = [(part.start, part.stop) for part in windows(len(chosen), chunk_size)]
+    progress = ReadingProgress(f"{tower.kind}s embedded", len(chosen))
+    for (_, done), inputs in zip(spans, source.chunks(spans, device_of(tower.module)), strict=True):
+        with use_evaluation_mode(tower.module):
+            found = call(tower.module, inputs)
+        yield found  # outside of `use_evaluation_mode`: the caller may train between chunks
+        progress.tell(done)
+
+
+def readable(
+    tower: Tower, dataset: Dataset, side: int, indices: range, *, chunk_size: int, workers: int | Executor
+) -> Iterator[Tensor]:  # (n, D) each
+    """The same with NaN for unreadable samples, which find nothing and are never found."""
+    position = 0
+    for chunk in embed_chunks(tower, dataset, side, indices, chunk_size=chunk_size, workers=workers):
+        usable = dataset.usable(indices[position : position + len(chunk)]).to(chunk.device)
+        position += len(chunk)
+        yield chunk.masked_fill(~usable[:, None], math.nan)
+
+
+@torch.no_grad()
+def encode(tower: Tower, samples: Sequence[Any]) -> Tensor:  # (n, D)
+    """Embeddings of texts or images outside of a dataset, such as queries and class names."""
+    inputs = tower.collate([tower.prepare(sample, None) for sample in samples])
+    device = device_of(tower.module)
+    with use_evaluation_mode(tower.module):
+        found: Tensor = call(tower.module, map_rows(lambda tensor: tensor.to(device), inputs))
+        return found
+
+
+def truncate(towers: Sequence[Tower], dim: int) -> int:
+    """Cuts the embeddings of towers to their first `dim` columns, brought to unit length, from now on.
+
+    Args:
+        towers: which may share a module. Their modules are changed in place.
+        dim: from 1 to the full dimension.
+
+    Returns:
+        The full dimension.
+    """
+    full = min(encode(tower, [blank(tower.kind)]).shape[1] for tower in towers)
+    if not 1 <= dim <= full:
+        raise ValueError(f"dim must be from 1 to {full}, the dimension of the embeddings, got {dim}")
+    if dim < full:
+        for module in {id(tower.module): tower.module for tower in towers}.values():
+            module.register_forward_hook(lambda module, inputs, output: F.normalize(output[:, :dim], dim=-1))
+    return full
+
+
+def read_or_none(dataset: Dataset, index: int, side: int) -> Any:
+    """One side of a sample; None if it cannot be read."""
+    try:
+        return dataset.read(index, side)
+    except UnreadableSampleError:
+        return None
+
+
+def read_stored_or_none(dataset: Dataset, index: int, side: int) -> Any:
+    """One side of a sample, an image still encoded; None if it cannot be read."""
+    try:
+        return dataset.read_stored(index, side)
+    except UnreadableSampleError:
+        return None
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """The device of its first parameter; None without parameters."""
+    first = next(module.parameters(), None)
+    return None if first is None else first.device
+
+
+@contextmanager
+def use_evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every part has its mode again."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The best matches of a few queries among many embeddings, streamed: one chunk and the best matches are in memory.
+
+
+ROWS = 4096  # embeddings scored and sorted at once
+
+
+class Matches(NamedTuple):
+    """The matches of each query, best first."""
+
+    scores: Tensor  # (Q, k) similarities
+    indices: Tensor  # (Q, k) int64
+
+
+@torch.no_grad()
+def search(queries: Tensor, embeddings: Tensor | Iterable[Tensor], k: int = 8) -> Matches:  # (Q, D), (M, D) or chunks of it
+    """The k rows of `embeddings` most similar to each query; ties go to the smaller index.
+
+    In place of a row with NaN comes, last, the score −inf and the index −1.
+
+    Args:
+        queries: (Q, D).
+        embeddings: (M, D), or its rows in chunks, as `embed_chunks` gives them.
+        k: matches per query, at most 1,024; fewer if there are fewer rows.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    best = Best.none(len(queries), k, queries.new_zeros(0, dtype=accumulator_dtype(queries.dtype)))
+    position = 0
+    for chunk in torch.split(embeddings, ROWS) if isinstance(embeddings, Tensor) else embeddings:
+        if chunk.dim() != 2 or chunk.shape[1] != queries.shape[1]:
+            raise ValueError(
+                f"embeddings must have the width of the queries, {queries.shape[1]}, got shape {tuple(chunk.shape)}"
+            )
+        scores, indices = pairwise.pairwise_topk(queries, chunk.to(queries), k)
+        best = best.merge(Best(scores, torch.where(indices < 0, indices, indices + position)))
+        position += len(chunk)
+    return Matches(*(part[:, :position] for part in best))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Embeddings in files: written chunk by chunk, so that a stopped command continues, and read again by a search.
+#
+# `megabatch embed` writes one file for each side: NumPy's format with the samples in JSON lines beside it, or Parquet with
+# both.
+
+
+FORMATS = (".npy", ".parquet")
+EMBEDDING = "embedding"  # column of a Parquet file
+SAMPLE = ("name", "path", "text")  # keys of a sample
+_ABOUT = "megabatch"  # key of the file's metadata
+
+
+class Stored:
+    """Embeddings of one side in a file, written chunk by chunk, in float32."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self.path, self.total = path.with_suffix(".bin"), total
+        self._width = path.with_suffix(".width")
+        self.width = int(self._width.read_text()) if self._width.exists() else 0
+        size = self.path.stat().st_size if self.path.exists() else 0
+        self.done = size // (4 * self.width) if self.width else 0
+        if self.path.exists():
+            os.truncate(self.path, self.done * 4 * self.width)  # a row that was cut off
+
+    def append(self, chunk: Tensor) -> None:  # (n, D)
+        """Adds rows."""
+        if not self.width:
+            self.width = chunk.shape[1]
+            self._width.write_text(str(self.width))
+        with self.path.open("ab") as file:
+            file.write(chunk.float().cpu().contiguous().numpy().tobytes())
+        self.done += len(chunk)
+
+    def rows(self) -> Tensor:  # (N, D)
+        """All rows, mapped from the file and not read into memory."""
+        return torch.from_file(str(self.path), shared=False, size=self.done * self.width).view(self.done, self.width)
+
+    def fill(self, tower: Tower, dataset: Dataset, side: int, *, chunk_size: int, workers: int | Executor) -> None:
+        """Embeds the samples that are not in the file yet, with the arguments of `embed`. Rows of unreadable ones are NaN."""
+        if self.done:
+            LOG.info("%s of %s %ss are embedded already", f"{self.done:,}", f"{self.total:,}", tower.kind)
+        rest = range(self.done, self.total)
+        if not rest:
+            return
+        for chunk in readable(tower, dataset, side, rest, chunk_size=chunk_size, workers=workers):
+            self.append(chunk)
+
+
+def fingerprint(pair: Pair) -> Any:
+    """A checksum of a model: embeddings of different models are not compared."""
+    return checksum([pair.name, dict(pair.options), [tower.module.state_dict() for tower in pair.towers]])
+
+
+def digest(samples: Iterable[Any], number: int) -> str:
+    """A checksum of any number of samples, one in memory at a time."""
+    total, progress = hashlib.sha256(), ReadingProgress("samples checksummed", number)
+    for done, sample in enumerate(samples, 1):
+        total.update(f"{checksum(sample)},".encode())
+        progress.tell(done)
+    return total.hexdigest()
+
+
+def work_folder(output: Path) -> Path:
+    """Where embeddings wait until the output is complete."""
+    return output.with_name(output.name + ".work")
+
+
+def targets(output: Path) -> list[Path]:
+    """The files that `write` writes."""
+    return [output] if output.suffix == ".parquet" else [output.with_suffix(ending) for ending in (".json", ".jsonl", ".npy")]
+
+
+def check_output(output: Path) -> None:
+    """Checks before the work that `write` will be able to write: the ending, the package for it, and the files at the place.
+
+    Only files of an earlier `write` are replaced; any other is an error.
+    """
+    if output.suffix not in FORMATS:
+        raise ValueError(f"--output must end in {' or '.join(FORMATS)}, got {str(output)!r}")
+    _load_writer(output)
+    there = [path for path in targets(output) if os.path.lexists(path)]
+    if folders := [path for path in there if path.is_dir()]:
+        raise ValueError(f"--output must be a file, got {folders[0]}, which is a folder")
+    if there and not _is_ours(output):
+        named = " and ".join(str(path) for path in there)
+        raise ValueError(f"--output must replace only files that `megabatch embed` wrote, got {named}; choose another --output")
+
+
+def _is_ours(output: Path) -> bool:
+    """Whether `write` wrote the files at this place."""
+    try:
+        if output.suffix == ".parquet":
+            return _names_model(_about_parquet(output))
+        described, listed, _ = targets(output)
+        with listed.open("rb") if listed.exists() else nullcontext() as file:
+            known = file is None or list(json.loads(file.readline())) == list(SAMPLE)
+        return known and _names_model(json.loads(described.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):  # missing, or of another kind
+        return False
+
+
+def _names_model(about: Any) -> bool:
+    return isinstance(about, dict) and "weights" in about
+
+
+def _about_parquet(path: Path) -> Any:
+    parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+    return json.loads((parquet.read_schema(path).metadata or {}).get(_ABOUT.encode(), b"null"))
+
+
+def continue_or_begin(work: Path, about: dict[str, Any]) -> None:
+    """A folder of the same model and data is continued; another is an error."""
+    path = work / "about.json"
+    if path.exists():
+        before = json.loads(path.read_text())
+        changed = [name for name, value in about.items() if before.get(name) != value]
+        if changed:
+            raise ValueError(
+                f"{work} must be of the same model and data; changed since: {', '.join(changed)}. Remove the folder "
+                "to embed everything again, or choose another --output"
+            )
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(about))
+
+
+def write(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Writes embeddings and samples as one Parquet file, or as an array with the samples and `about` beside it.
+
+    Args:
+        output: ends in one of `FORMATS`.
+        stored: all embeddings.
+        samples: one table row for each, with the same keys.
+        about: the model and the data.
+    """
+    package = _load_writer(output)
+    if output.suffix == ".parquet":
+        _write_parquet(package, output, stored, samples, about)
+        return
+    header = {"descr": "<f4", "fortran_order": False, "shape": (stored.done, stored.width)}
+
+    def array(file: Any) -> None:
+        package.lib.format.write_array_header_1_0(file, header)
+        with stored.path.open("rb") as rows:
+            shutil.copyfileobj(rows, file, 1 << 24)
+
+    # The model and data come first: they show whose files these are. The array comes last: with it the output is complete.
+    described, listed, _ = targets(output)
+    lines = (json.dumps(sample, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n" for sample in samples)
+    file_io.write(described, lambda file: file.write(json.dumps(about, indent=1).encode()))
+    file_io.write(listed, lambda file: file.writelines(lines))
+    file_io.write(output, array)
+
+
+def _load_writer(output: Path) -> ModuleType:
+    """pyarrow or NumPy."""
+    if output.suffix == ".parquet":
+        return extras.load("pyarrow", extra="parquet", purpose="Writing Parquet")
+    return extras.load("numpy", extra="train", purpose="Writing embeddings")
+
+
+def _write_parquet(
+    arrow: ModuleType, output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about: dict[str, Any]
+) -> None:
+    parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Writing Parquet")
+    texts, kind = iter(samples), arrow.list_(arrow.float32(), stored.width)
+    metadata = {_ABOUT: json.dumps(about)}
+
+    def table(file: Any) -> None:
+        writer = None
+        for rows in torch.split(stored.rows(), ROWS):
+            some = [next(texts) for _ in range(len(rows))]
+            columns = {key: arrow.array([sample[key] for sample in some], arrow.string()) for key in some[0]}
+            columns[EMBEDDING] = arrow.FixedSizeListArray.from_arrays(rows.flatten().numpy(), type=kind)
+            made = arrow.table(columns).replace_schema_metadata(metadata)
+            writer = writer or parquet.ParquetWriter(file, made.schema)
+            writer.write_table(made)
+        assert writer is not None, "a dataset has at least one sample"
+        writer.close()
+
+    file_io.write(output, table)
+
+
+class Saved:
+    """Embeddings that `write` wrote.
+
+    Args:
+        path: ends in one of `FORMATS`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.suffix not in FORMATS:
+            raise ValueError(f"embeddings must be a file that ends in {' or '.join(FORMATS)}, got {path}")
+        if not path.is_file():
+            raise FileNotFoundError(f"No such file: {path}")
+        self.path = path
+        if path.suffix == ".parquet":
+            parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+            self.about: dict[str, Any] = _about_parquet(path)
+            names = [name for name in parquet.read_schema(path).names if name != EMBEDDING]
+            self.samples: list[dict[str, Any]] = parquet.read_table(path, columns=names).to_pylist()
+        else:
+            beside = targets(path)[:2]
+            if not all(place.is_file() for place in beside):
+                raise FileNotFoundError(
+                    f"{path} must have {beside[0].name} and {beside[1].name} beside it, as embed writes them"
+                )
+            self.about = json.loads(beside[0].read_text("utf-8"))
+            with beside[1].open("rb") as lines:
+                self.samples = [json.loads(line) for line in lines]
+        if not _names_model(self.about):
+            raise ValueError(f"{path} must be a file that `megabatch embed` wrote, got one that names no model")
+        if path.suffix == ".npy" and (rows := len(self._array())) != len(self.samples):
+            raise ValueError(
+                f"{path} must have a row for each line of {beside[1].name}, got {rows:,} and {len(self.samples):,}"
+            )
+
+    def chunks(self) -> Iterator[Tensor]:  # (n, D) each
+        """The embeddings, some rows at a time."""
+        if self.path.suffix == ".parquet":
+            parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+            with parquet.ParquetFile(self.path) as file:
+                for batch in file.iter_batches(ROWS, columns=[EMBEDDING]):
+                    flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
+                    yield torch.tensor(flat).view(len(batch), -1)
+            return
+        array = self._array()
+        for first in range(0, len(array), ROWS):
+            yield torch.from_numpy(array[first : first + ROWS].copy())
+
+    def _array(self) -> Any:  # (N, D)
+        """The rows of a file in NumPy's format, not read into memory."""
+        numpy = extras.load("numpy", extra="train", purpose="Reading embeddings")
+        return numpy.load(self.path, mmap_mode="r", allow_pickle=False)

@@ -1,0 +1,1 @@
+"""Trained models for other programs, with a model card."""

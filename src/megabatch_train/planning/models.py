@@ -1,0 +1,476 @@
+"""Memory and FLOPs of towers, measured on tensors that have shapes and no data."""
+
+import importlib
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megabatch import extras
+from megabatch_train.names import MODELS
+from megabatch_train.planning.gpus import STAND_IN, number
+from megabatch_train.towers.lora import LoraConfig, store_frozen
+from megabatch_train.towers.small import SmallConfig, SmallImageTower, SmallTextTower
+from megabatch_train.towers.tower import flops
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory and operations of PyTorch code, found by running it on tensors that have shapes and no data.
+#
+# Nothing is allocated and no device is needed: operators return the shapes of their results, and the meter adds up the
+# storages that are alive. Tensors saved by autograd live as long as their graph, so the peaks of forward and backward
+# passes are right.
+#
+# The tensors claim to be on a CPU, where PyTorch can run backward passes without a device. Two differences of CUDA are
+# imitated: under autocast, normalisations and softmax compute in float32, and allocations are rounded up to 512 bytes.
+
+ALLOCATION_UNIT = 512  # bytes, of PyTorch's allocator for CUDA
+
+# Functions that autocast runs in float32 on CUDA and in half precision on a CPU, as far as towers call them.
+_IN_FLOAT32: set[Callable[..., Any]] = {
+    F.layer_norm,
+    F.rms_norm,
+    F.group_norm,
+    F.normalize,
+    F.softmax,
+    F.log_softmax,
+    F.cross_entropy,
+    torch.softmax,
+    torch.log_softmax,
+    torch.norm,
+    Tensor.softmax,
+    Tensor.log_softmax,
+    Tensor.norm,
+}
+
+
+class Meter(TorchDispatchMode):
+    """Bytes alive now and at the peak, and operations so far, of tensors made inside `count_tensors`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = 0
+        self.peak = 0
+        self.operations = 0  # floating-point, of matrix products, convolutions and attention
+        self._seen: set[int] = set()
+
+    def ignore(self, tensors: Sequence[Tensor]) -> None:
+        """Leaves these tensors out: they existed before."""
+        self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts the storages of all tensors that an operator returns, and its operations."""
+        result = func(*args, **(kwargs or {}))
+        self.operations += flops(func, args, kwargs or {}, result)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._seen:
+                storage = tensor.untyped_storage()
+                size = -(-storage.nbytes() // ALLOCATION_UNIT) * ALLOCATION_UNIT
+                self._seen.add(key)
+                self.alive += size
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(storage, self._note_freed, key, size)
+        return result
+
+    def _note_freed(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.alive -= size
+
+
+@contextmanager
+def count_tensors(meter: Meter, half: torch.dtype | None) -> Iterator[None]:
+    """Counts tensors made inside the context; `half` is autocast's type, or None. Use it inside `nowhere`."""
+    autocast = torch.autocast("cpu", dtype=half or torch.bfloat16, enabled=half is not None)
+    with autocast, _Float32(half is not None), meter:
+        yield
+
+
+@cache
+def nowhere() -> AbstractContextManager[Any]:
+    """Tensors made inside have a shape and no data. There is one such context, because tensors of two cannot be mixed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """`module`, built on the meta device, with parameters and buffers of the same shapes; to be used inside `nowhere`."""
+    made: dict[int, Tensor] = {}
+
+    def like(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            trained = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trained else empty
+        return made[id(tensor)]
+
+    for part in module.modules():
+        for group in (part._parameters, part._buffers):
+            for name, tensor in group.items():
+                if tensor is not None:
+                    group[name] = like(tensor)  # type: ignore[assignment]
+    return module
+
+
+class _Float32(TorchFunctionMode):
+    """CUDA's autocast where the CPU's differs."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self._enabled = enabled
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._enabled and func in _IN_FLOAT32 and args and isinstance(args[0], Tensor):
+            args = (args[0].float(), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Towers by name, without weights: a plan needs only a model's shape.
+#
+# The names are the same as for `towers.load`. Nothing is allocated or downloaded: for "hf:NAME" the config.json must be on
+# this machine. If only the number of parameters is known, a transformer of that size stands in for the tower.
+
+
+SMALL_TEXT_GRAMS = 64  # n-grams of a name or a short sentence
+MOST_LAYERS = 1000
+
+
+@dataclass(frozen=True)
+class ModelSide:
+    """One tower without data: `module(**inputs(n))` are the embeddings of n samples."""
+
+    name: str
+    module: nn.Module
+    inputs: Callable[[int], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Two towers, which may share a module."""
+
+    name: str
+    sides: tuple[ModelSide, ModelSide]
+
+    @property
+    def is_one_tower(self) -> bool:
+        """Whether both sides are encoded in the same way by the same module."""
+        first, second = self.sides
+        return first.module is second.module and first.inputs is second.inputs
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of both towers; shared ones count once."""
+        return sum(p.numel() for p in self._each_once())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of these parameters."""
+        return sum(p.numel() * p.element_size() for p in self._each_once())
+
+    @property
+    def trained_parameters(self) -> int:
+        """Number of parameters that are trained."""
+        return sum(p.numel() for p in self._each_once() if p.requires_grad)
+
+    def _each_once(self) -> Iterable[nn.Parameter]:
+        return {id(p): p for side in self.sides for p in side.module.parameters()}.values()
+
+
+def model(
+    spec: str,
+    *,
+    image_size: int | None = None,
+    length: int | None = None,
+    lora: int = 0,
+    frozen: torch.dtype = torch.float32,
+) -> Model:
+    """The towers of a name, or of parameter counts.
+
+    Args:
+        spec: a name of `towers.load`, or `STAND_IN`.
+        image_size: pixels of a side; None for the model's own.
+        length: tokens of a text; None for the model's own.
+        lora: rank of the adapters of a transformers model, which are trained in place of its weights; 0 for none.
+        frozen: the type that weights beside adapters are stored in.
+    """
+    if lora and not spec.startswith(("hf:", "hf-config:")):
+        raise ValueError(f'lora must be left out for models other than "hf:" and "hf-config:", got {lora} for {spec!r}')
+    family, _, name = spec.partition(":")
+    with torch.device("meta"), _offline():
+        if spec == "small":
+            made = _small(image_size, length)
+        elif family == "open_clip" and name:
+            made = _open_clip(name, image_size, length)
+        elif family in ("hf", "hf-config") and name:
+            made = _huggingface(spec, image_size, length, lora)
+        elif spec[:1].isdigit():
+            made = _stand_ins(spec)
+        else:
+            raise ValueError(f"No such model: {spec}. Possible are: {'; '.join(MODELS)}; or {STAND_IN}")
+    with nowhere():
+        for module in {id(side.module): side.module for side in made}.values():
+            without_data(module)
+        if family in ("hf", "hf-config"):
+            _freeze_unused(made)
+        if lora:
+            store_frozen([side.module for side in made], frozen)
+    return Model(spec, made)
+
+
+def _small(image_size: int | None, length: int | None) -> tuple[ModelSide, ModelSide]:
+    config = SmallConfig(image_size=image_size or SmallConfig.image_size)
+    size, grams = config.image_size, length or SMALL_TEXT_GRAMS
+
+    def texts(n: int) -> dict[str, Tensor]:
+        return {"grams": _ids(n, grams), "mask": torch.ones(n, grams)}
+
+    return (
+        ModelSide("image", SmallImageTower(config), lambda n: {"images": torch.zeros(n, 3, size, size)}),
+        ModelSide("text", SmallTextTower(config), texts),
+    )
+
+
+def _open_clip(name: str, image_size: int | None, length: int | None) -> tuple[ModelSide, ModelSide]:
+    from megabatch_train.towers.open_clip import Sides, find_architecture, package, quiet, split_name
+
+    architecture, _ = find_architecture(split_name(name)[0])
+    options: dict[str, Any] = {"force_image_size": image_size}
+    if length is not None:
+        options["force_context_length"] = length
+    try:
+        with quiet():
+            whole = package().create_model(architecture, device="meta", pretrained_hf=False, **options)
+    except OSError as error:
+        raise ValueError(
+            f"the text tower of {architecture} is one of transformers; its config.json is not in the local cache of the "
+            "Hugging Face hub, and a plan downloads nothing"
+        ) from error
+    for name in ("logit_scale", "logit_bias"):
+        if getattr(whole, name, None) is not None:
+            getattr(whole, name).requires_grad_(False)
+    size = whole.visual.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    tokens = length or int(whole.context_length)
+    module = Sides(whole)
+    return (
+        ModelSide("image", module, lambda n: {"image": torch.zeros(n, 3, height, width)}),
+        ModelSide("text", module, lambda n: {"text": _ids(n, tokens)}),
+    )
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """No requests to the Hugging Face hub, by any package."""
+    if not extras.is_installed("huggingface_hub"):
+        yield
+        return
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _huggingface(spec: str, image_size: int | None, length: int | None, lora: int) -> tuple[ModelSide, ModelSide]:
+    from megabatch_train.towers.huggingface import random_encoders, read_configs
+    from megabatch_train.towers.huggingface_inputs import height_and_width, longest
+
+    configs = read_configs(spec)
+    if len(configs) == 2 and image_size is not None:
+        configs[0].image_size = image_size
+    most = getattr(configs[-1], "max_position_embeddings", None)
+    if length is not None and most is not None and length > most:
+        raise ValueError(f"length must be at most {most} tokens for {spec!r}, got {length}")
+    encoders = random_encoders(configs, spec, LoraConfig(lora) if lora else None)
+    tokens = length or longest(configs[-1])
+
+    def texts(n: int) -> dict[str, Tensor]:
+        return {"input_ids": _ids(n, tokens), "attention_mask": torch.ones(n, tokens, dtype=torch.int64)}
+
+    if len(encoders) == 1:
+        return ModelSide("first", encoders[0], texts), ModelSide("second", encoders[0], texts)
+    height, width = height_and_width(configs[0])
+    images, words = encoders
+    return (
+        ModelSide("image", images, lambda n: {"pixel_values": torch.zeros(n, 3, height, width)}),
+        ModelSide("text", words, texts),
+    )
+
+
+def _freeze_unused(sides: tuple[ModelSide, ModelSide]) -> None:
+    """The towers as `towers.load` makes them, without data; inside `nowhere`."""
+    from megabatch_train.towers.huggingface import freeze_unused
+
+    for side in {id(side.module): side for side in sides}.values():
+        freeze_unused(side.module, side.inputs(2))
+
+
+class StandIn(nn.Module):
+    """A pre-norm transformer over vectors, with as many layers as give the number of parameters."""
+
+    def __init__(self, parameters: int, tokens: int, width: int) -> None:
+        super().__init__()
+        layers = max(1, round(parameters / (12 * width**2)))
+        if layers > MOST_LAYERS:
+            raise ValueError(f"{parameters:,} parameters of width {width} are {layers:,} layers, more than {MOST_LAYERS:,}")
+        heads = next(heads for heads in range(max(1, width // 64), 0, -1) if width % heads == 0)
+        self.position = nn.Parameter(torch.empty(tokens, width))
+        self.blocks = nn.ModuleList([_CountedLayer(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (n, tokens, width) -> (n, width)
+        """Embeddings of unit length."""
+        h = tokens + self.position
+        for block in self.blocks:
+            h = block(h)
+        return F.normalize(self.norm(h).mean(1), dim=-1)
+
+
+class _CountedLayer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.before_attention, self.before_hidden = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.hidden = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, h: Tensor) -> Tensor:
+        a = self.before_attention(h)
+        h = h + self.attention(a, a, a, need_weights=False)[0]
+        added: Tensor = self.hidden(self.before_hidden(h))
+        return h + added
+
+
+_STAND_IN = re.compile(r"([^:]+):([1-9]\d*)x([1-9]\d*)")
+
+
+def _stand_ins(spec: str) -> tuple[ModelSide, ModelSide]:
+    towers = [_STAND_IN.fullmatch(text.strip()) for text in spec.split(",")]
+    first, second = towers[0], towers[-1]  # one description stands for both
+    if len(towers) > 2 or first is None or second is None:
+        raise ValueError(f"model must be {STAND_IN}, got {spec!r}")
+    try:
+        return _stand_in(first, "first"), _stand_in(second, "second")
+    except ValueError as error:
+        raise ValueError(f"model must be {STAND_IN}, got {spec!r}: {error}") from error
+
+
+def _stand_in(described: re.Match[str], name: str) -> ModelSide:
+    tokens, width = int(described[2]), int(described[3])
+    module = StandIn(number(described[1]), tokens, width)
+    return ModelSide(name, module, lambda n: {"tokens": torch.zeros(n, tokens, width)})
+
+
+def _ids(n: int, tokens: int) -> Tensor:
+    return torch.zeros(n, tokens, dtype=torch.int64)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bytes and operations of a tower that encodes a chunk, measured on tensors without data (`count_tensors`).
+
+
+@dataclass(frozen=True)
+class Line:
+    """A number of bytes that grows with the samples: `fixed` + `each` · n."""
+
+    fixed: float
+    each: float
+
+    def at(self, n: float) -> float:
+        """Bytes for n samples."""
+        return self.fixed + self.each * n
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One tower at one precision. Bytes of one device, without weights, their gradients and inputs."""
+
+    name: str
+    width: int  # D of the embeddings
+    embedding_bytes: int  # of one number
+    input_bytes: int  # of one sample
+    casts: int  # half-precision copies of weights that autocast keeps during a step
+    saved: Line  # activations held after the forward pass, without casts
+    forward: Line  # peak of a forward pass without a graph, without casts
+    backward: Line  # peak of a forward and backward pass, without casts
+    forward_operations: float  # of one sample
+    backward_operations: float
+
+    @property
+    def embedding(self) -> int:
+        """Bytes of one embedding."""
+        return self.width * self.embedding_bytes
+
+
+def measure(side: ModelSide, chunk: int, half: torch.dtype | None) -> Encoder:
+    """Measures a chunk of `chunk` samples and one of half the size, to separate fixed bytes from bytes a sample.
+
+    Args:
+        side: the tower, without data.
+        chunk: samples encoded at once, 2 or more.
+        half: autocast's type, or None for none.
+    """
+    if chunk < 2:
+        raise ValueError(f"chunk must be 2 or more, got {chunk}")
+    sizes = (chunk // 2, chunk)
+    with nowhere():
+        plain = [_run(side, n, half, graph=False) for n in sizes]
+        graph = [_run(side, n, half, graph=True) for n in sizes]
+    embeddings = graph[1].embeddings
+    casts = plain[1].alive - _bytes([embeddings])
+
+    def line(first: int, second: int) -> Line:
+        each = (second - first) / (sizes[1] - sizes[0])
+        return Line(second - each * chunk - casts, each)
+
+    return Encoder(
+        name=side.name,
+        width=embeddings.shape[1],
+        embedding_bytes=embeddings.element_size(),
+        input_bytes=graph[1].input_bytes // chunk,
+        casts=casts,
+        saved=line(graph[0].alive, graph[1].alive),
+        forward=line(plain[0].peak, plain[1].peak),
+        backward=line(graph[0].peak, graph[1].peak),
+        forward_operations=graph[1].forward / chunk,
+        backward_operations=(graph[1].operations - graph[1].forward) / chunk,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    embeddings: Tensor
+    input_bytes: int
+    alive: int  # after the forward pass
+    peak: int
+    forward: int  # operations
+    operations: int
+
+
+def _run(side: ModelSide, n: int, half: torch.dtype | None, *, graph: bool) -> _Run:
+    inputs, parameters = side.inputs(n), list(side.module.parameters())
+    for p in parameters:
+        p.grad = torch.empty_like(p) if p.requires_grad else None  # as in every step but the first
+    meter = Meter()
+    meter.ignore([*parameters, *side.module.buffers(), *inputs.values(), *(p.grad for p in parameters if p.grad is not None)])
+    with count_tensors(meter, half), torch.set_grad_enabled(graph):
+        embeddings: Tensor = side.module(**inputs)
+        alive, forward = meter.alive, meter.operations
+        if graph:
+            with torch.autocast("cpu", enabled=False):
+                embeddings.backward(torch.ones_like(embeddings))  # type: ignore[no-untyped-call]
+    return _Run(embeddings.detach(), _bytes(inputs.values()), alive, meter.peak, forward, meter.operations)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,10 @@
+"""Encoders by name: `towers.load("small")`, "open_clip:ViT-B-32", "hf:NAME"; saved and loaded again by `save` and `load_saved`.
+
+Optional packages are imported when asked for.
+"""
+
+from megabatch_train.towers.load import load
+from megabatch_train.towers.saved import load_saved, save
+from megabatch_train.towers.tower import Pair, Tower
+
+__all__ = ["Pair", "Tower", "load", "load_saved", "save"]

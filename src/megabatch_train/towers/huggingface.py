@@ -1,0 +1,510 @@
+"""transformers encoders as towers: "hf:NAME" with pretrained weights, "hf-config:FOLDER" with random weights.
+
+For text–text data one encoder serves both sides. For image–text data two names are given, "hf:IMAGES+TEXTS", and a linear layer
+brings the output of each encoder to a common dimension. If a folder or name has the files of sentence-transformers, texts are
+encoded as these describe (`sentence_transformer`). Otherwise, the embedding of a text is the mean over its tokens, or the last
+token of a causal model (a decoder). The embedding of an image is the mean over its places. All have unit length. With
+"hf-config:" nothing is downloaded. The config.json of a folder describes the model, and if the folder has no tokenizer, words
+are hashed into the vocabulary.
+"""
+
+import copy
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch import extras
+from megabatch.cached.memory import parameters_in
+from megabatch.cached.sources import from_mask
+from megabatch_train.towers import packing, sentence_transformer
+from megabatch_train.towers.huggingface_inputs import HashedWords, ImageInputs, TokenInputs, images_of, longest, texts_of
+from megabatch_train.towers.lora import ADAPTER_WEIGHTS, LoraConfig, check_targets, inject, quantisation
+from megabatch_train.towers.sentence_transformer import (
+    LAST,
+    MEAN,
+    POOLINGS,
+    DenseLayer,
+    LayerConfig,
+    SentenceModel,
+    UnitLength,
+    pool,
+    widen,
+)
+from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, explain_remote_code
+
+LOG = logging.getLogger("megabatch")
+WIDTH = 512  # of the embeddings of two encoders, CLIP's
+PURPOSE = "A transformers encoder"
+OPTIONS = ("max_length", "pooling", "include_prompt", "packed")  # of texts
+
+
+class TextEncoder(nn.Module):
+    """The last layer, pooled over the tokens of a text, with optional layers after it.
+
+    Attributes:
+        layers: of a model of sentence-transformers, after the pooling.
+        head: a projection to the dimension that both encoders of a pair have.
+        causal: whether a token sees only the tokens before it.
+        pooling: one of `POOLINGS`. The default is "mean", or "last" if the model is causal, because only the last token then
+            depends on the whole text.
+        include_prompt: whether the tokens of a prompt are pooled too.
+        packed: whether texts are encoded without padding (`packing`).
+    """
+
+    def __init__(self, model: Any, width: int | None = None, layers: Sequence[LayerConfig] = ()) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.layers = sentence_transformer.build_layers(layers)
+        found = next((layer.out_features for layer in reversed(layers) if layer.out_features), None)
+        self.head = nn.Identity() if found is not None and found == width else _head(model, width, found)
+        self.causal = is_causal(model)
+        self.pooling = LAST if self.causal else MEAN
+        self.include_prompt = True
+        self.packed = False
+        self._takes = set(inspect.signature(model.forward).parameters) if self.causal else set()
+
+    def forward(  # (n, T) each -> (n, D)
+        self, input_ids: Tensor, attention_mask: Tensor, pooled_mask: Tensor | None = None
+    ) -> Tensor:
+        """Embeddings of unit length, of texts that are padded on either side.
+
+        Args:
+            input_ids: tokens.
+            attention_mask: 1 for tokens and 0 for padding.
+            pooled_mask: 1 for tokens that are pooled, if some are excluded. Texts must then not be packed.
+        """
+        if self.packed:
+            packed = packing.Packed.of(input_ids, attention_mask)
+            states = packed.states(self.model)  # (tokens, H)
+            if self.pooling == LAST:
+                pooled = widen(packed.last(states))
+            elif self.pooling == MEAN:
+                pooled = packed.mean(widen(states))
+            else:
+                pooled = pool(self.pooling, *packed.unpack(states))
+        else:
+            states = self._encode_padded(input_ids, attention_mask)  # (n, T, H)
+            pooled = pool(self.pooling, states, attention_mask, pooled_mask)
+        return F.normalize(self.head(self.layers(pooled)), dim=-1)
+
+    def _encode_padded(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # (n, T, H)
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if "position_ids" in self._takes:  # padding on the left would move them
+            inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
+        if "use_cache" in self._takes:  # for texts that go on; it would grow when a checkpoint computes again
+            inputs["use_cache"] = False
+        states: Tensor = self.model(**inputs).last_hidden_state
+        return states
+
+    def pack(self) -> bool:
+        """Encodes texts without padding from now on, if this model then gives the same embeddings; returns whether it does.
+
+        A text must also have the same embedding beside other texts: convolutions and recurrent layers see their tokens.
+        """
+        if not ("position_ids" in self._takes and packing.prepare(self.model)):
+            return False
+        device = next(self.parameters()).device
+        mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]], device=device)
+        ids = torch.arange(mask.numel(), device=device).view_as(mask) % 7 + 1
+        training = self.training
+        self.eval()  # draws no random numbers
+        try:
+            with torch.no_grad():
+                padded = self(ids, mask)
+                self.packed = True
+                found, other = self(ids, mask), self(torch.cat((ids[:2] + 1, ids[2:])), mask)
+                precision = torch.finfo(self.model.dtype).eps
+                same = (found - padded).abs().max() <= precision**0.5
+                self.packed = bool(same and (found - other)[2].norm() <= precision)
+        except Exception:  # of any model that was not made for it
+            self.packed = False
+        finally:
+            self.train(training)
+        if not self.packed:
+            packing.undo(self.model)
+        return self.packed
+
+    def pad(self) -> None:
+        """Encodes texts with padding from now on."""
+        self.packed = False
+        packing.undo(self.model)
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether a token of a transformers model sees only the tokens before it."""
+    config: Any = model.config
+    found = any(getattr(part, "is_causal", False) is True for part in model.modules())
+    return found and getattr(config, "is_causal", True) is not False
+
+
+class ImageEncoder(nn.Module):
+    """Mean pooling of the last layer over the positions of an image, with a projection."""
+
+    def __init__(self, model: nn.Module, width: int) -> None:
+        super().__init__()
+        self.model = model
+        self.head = _head(model, width)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:  # (n, 3, S, S) -> (n, D)
+        """Embeddings of unit length."""
+        model: Any = self.model
+        states = widen(model(pixel_values=pixel_values.to(model.dtype)).last_hidden_state)  # (n, places, H), or (n, H, h, w)
+        pooled = states.mean(1) if states.dim() == 3 else states.mean((2, 3))
+        return F.normalize(self.head(pooled), dim=-1)
+
+
+def load(name: str, lora: LoraConfig | None = None) -> Pair:
+    """Encoders with their weights, tokenizer and image processor, from the hub's names or folders; with adapters for `lora`.
+
+    The pair's options are those that the files of sentence-transformers have, and are not applied yet.
+    """
+    parts = [_locate(part, absolute=lora is not None) for part in _parts(name)]
+    name = "+".join(parts)
+    with _within_reach(name):
+        described = sentence_transformer.read(parts[-1])
+        of_parts = [None] * (len(parts) - 1) + [described]
+        encoders = [_download(part, lora, sentences) for part, sentences in zip(parts, of_parts, strict=True)]
+        return _apply_sentence_model(_pair(f"hf:{name}", encoders, lora), described)
+
+
+def load_config(folder: str, lora: LoraConfig | None = None) -> Pair:
+    """Encoders with random weights, from a config.json. Nothing is downloaded. Options are as for `load`."""
+    folders = [Path(part) for part in _parts(folder)]
+    described = sentence_transformer.read(folders[-1], offline=True) if folders[-1].is_dir() else None
+    layers = () if described is None else described.layers
+    return _apply_sentence_model(load_folders(f"hf-config:{folder}", folders, lora, layers), described)
+
+
+def _apply_sentence_model(pair: Pair, model: SentenceModel | None) -> Pair:
+    """The pair with the options of a model of sentence-transformers."""
+    if model is None:
+        return pair
+    encoder, texts = _text_parts(pair.second)
+    if model.lowercase:
+        texts.lowercase()
+    options: dict[str, Any] = {"pooling": model.pooling, "max_length": texts.limit(encoder.model.config, model.max_length)}
+    options |= {} if model.include_prompt else {"include_prompt": False}
+    for tower, key, prompt in zip(pair.towers, ("query_prompt", "document_prompt"), model.prompts, strict=True):
+        options |= {key: prompt} if prompt and tower.kind == "text" else {}
+    return replace(pair, options=options)
+
+
+def _text_parts(tower: Tower) -> tuple[TextEncoder, TokenInputs | HashedWords]:
+    """The encoder and the preprocessing of a text tower of this module; an error for another tower."""
+    encoder, texts = tower.module, getattr(tower.collate, "__self__", None)
+    if not isinstance(encoder, TextEncoder) or not isinstance(texts, TokenInputs | HashedWords):
+        raise TypeError(f"tower must have a TextEncoder, got {type(encoder).__name__}")
+    return encoder, texts
+
+
+def read_configs(spec: str) -> list[Any]:
+    """The configs of the encoders that `load` ("hf:…") or `load_config` ("hf-config:…") would make, from this machine alone."""
+    family, _, name = spec.partition(":")
+    if family == "hf-config":
+        return [_config(Path(part)) for part in _parts(name)]
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    found = []
+    for part in _parts(name):
+        try:
+            found.append(transformers.AutoConfig.from_pretrained(part, local_files_only=True, trust_remote_code=False))
+        except OSError as error:
+            raise ValueError(
+                f"{part} is no folder with a config.json, and not in the local cache of the Hugging Face hub; a plan downloads "
+                f"nothing. `hf download {part} config.json` fetches it"
+            ) from error
+    return found
+
+
+def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
+    """Applies `OPTIONS` to the texts of towers from `load` and `load_config`.
+
+    Args:
+        pair: the towers, changed in place.
+        options: `max_length` in tokens; `pooling`, one of `POOLINGS`; `include_prompt`, whether the tokens of a prompt are
+            pooled too; `packed`, whether texts are encoded without padding (default: if the model is causal and can).
+    """
+    for tower in pair.towers:
+        if tower.kind != "text":
+            continue
+        try:
+            encoder, texts = _text_parts(tower)
+        except TypeError:
+            named = ", ".join(f"model_options.{key}" for key in options)
+            raise ValueError(f'{named} is for models "hf:" and "hf-config:", got {pair.name!r}') from None
+        if "max_length" in options:
+            texts.longest = _check_length(encoder, options["max_length"])
+        if (pooling := options.get("pooling", encoder.pooling)) not in POOLINGS:
+            raise ValueError(f"model_options.pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        encoder.pooling = pooling
+        included = options.get("include_prompt", encoder.include_prompt)
+        if not isinstance(included, bool) or not (included or isinstance(texts, TokenInputs)):
+            raise ValueError(
+                f"model_options.include_prompt must be true, or false for a model with a tokenizer, got {included!r}"
+            )
+        encoder.include_prompt = included
+        packed = options.get("packed", encoder.packed and included)
+        if not isinstance(packed, bool):
+            raise ValueError(f"model_options.packed must be true or false, got {packed!r}")
+        if packed and not included:
+            raise ValueError("model_options.packed must be false or left out with model_options.include_prompt = false")
+        if not packed:
+            encoder.pad()
+        elif not encoder.packed and not encoder.pack():
+            raise ValueError(
+                f"model_options.packed must be false or left out for {pair.name!r}: texts without padding need a causal model "
+                "with PyTorch's attention, and transformers 4.53 or newer"
+            )
+
+
+def exclude_prompt(tower: Tower, prompt: str) -> Tower:
+    """The tower with a mask of the tokens to pool among its inputs, if its encoder does not pool the tokens of a prompt."""
+    if not isinstance(tower.module, TextEncoder) or tower.module.include_prompt:
+        return tower
+    texts = copy.copy(_text_parts(tower)[1])
+    assert isinstance(texts, TokenInputs), "`adapt` checks it"
+    texts.prompt_tokens = texts.count_prompt(prompt)
+    return replace(tower, prepare=texts.prepare, collate=texts.collate)
+
+
+def describe(pair: Pair, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Writes the files that sentence-transformers needs beside those of the text encoder; none without a tokenizer.
+
+    Args:
+        pair: the towers.
+        folder: of the text encoder.
+        weights: of the encoder's `layers` and `head` by their names, whole and on the CPU.
+    """
+    encoder, texts = _text_parts(pair.second)
+    if not isinstance(texts, TokenInputs):
+        return
+    layers = layer_configs(encoder)
+    tensors = {name.removeprefix("layers."): value for name, value in weights.items() if name.startswith("layers.")}
+    if isinstance(encoder.head, nn.Linear):
+        tensors[f"{len(layers)}.linear.weight"] = weights["head.weight"]
+        layers.append(LayerConfig("Dense", encoder.head.in_features, encoder.head.out_features, False, "Identity"))
+    prompts = (pair.options.get("query_prompt", ""), pair.options.get("document_prompt", ""))
+    model = SentenceModel(encoder.pooling, encoder.include_prompt, tuple(layers), tensors, prompts)
+    sentence_transformer.write(folder, encoder.model.config.hidden_size, texts.longest, model)
+
+
+def layer_configs(encoder: nn.Module) -> list[LayerConfig]:
+    """The layers of a text encoder after its pooling; none for another module."""
+    if not isinstance(encoder, TextEncoder):
+        return []
+    return [layer.config for layer in encoder.layers if isinstance(layer, DenseLayer | UnitLength)]
+
+
+def _check_length(encoder: TextEncoder, length: Any) -> int:
+    most = getattr(encoder.model.config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1 or (isinstance(most, int) and length > most):
+        raise ValueError(f"model_options.max_length must be from 1 to {most or 'any number of'} tokens, got {length!r}")
+    return length
+
+
+def random_encoders(configs: Sequence[Any], name: str, lora: LoraConfig | None = None) -> list[TextEncoder | ImageEncoder]:
+    """An encoder of texts, or one of images and one of texts, with random weights; adapters or all parameters are trained."""
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    models = [transformers.AutoModel.from_config(config) for config in configs]
+    if lora is not None:
+        for model in models:
+            inject(model, lora)
+    if len(models) == 1:
+        return [_text_encoder(models[0], None, name)]
+    images, texts = models
+    return [_image_encoder(images, name), _text_encoder(texts, WIDTH, name)]
+
+
+def load_folders(
+    name: str, folders: Sequence[Path], lora: LoraConfig | None = None, layers: Sequence[LayerConfig] = ()
+) -> Pair:
+    """Encoders with random weights, as they were when towers of this name were saved into the folders.
+
+    Args:
+        name: of the pair.
+        folders: with config.json.
+        lora: adapters.
+        layers: after the pooling of the text encoder.
+    """
+    with explain_remote_code(name):
+        return _pair(name, [_build_from_config(folder, lora, layers) for folder in folders], lora)
+
+
+@dataclass(frozen=True)
+class _ModelParts:
+    """An encoder, and where its texts or images would come from."""
+
+    model: Any
+    texts: Callable[[], TokenInputs | HashedWords]
+    images: Callable[[], ImageInputs]
+    layers: Sequence[LayerConfig] = ()  # after the pooling of texts
+    weights: Mapping[str, Tensor] | None = None  # of the layers
+
+    def __post_init__(self) -> None:
+        """Names the class in the config, as `save_pretrained` does; FSDP will rename it."""
+        self.model.config.architectures = [type(self.model).__name__]
+
+
+def _parts(name: str) -> list[str]:
+    parts = name.split("+")
+    if len(parts) > 2 or not all(parts):
+        raise ValueError(f'model must be one name, or two with "+" between them (images+texts), got {name!r}')
+    return parts
+
+
+def _locate(part: str, *, absolute: bool) -> str:
+    """A name on the hub as it is, or a folder, which must exist; as an absolute path for adapters, which load it again."""
+    if os.path.isdir(part):
+        return os.path.abspath(part) if absolute else part
+    if part.startswith(("/", "./", "../", "~")) or part.count("/") > 1:
+        raise ValueError(f"{part} must be a folder with an encoder of transformers, got no such folder")
+    return part
+
+
+def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | None) -> _ModelParts:
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    options: dict[str, Any] = {"trust_remote_code": allows_remote_code()}
+    options |= {"subfolder": sentences.subfolder} if sentences is not None and sentences.subfolder else {}
+    if lora is None:
+        model = transformers.AutoModel.from_pretrained(name, **options).float()  # small updates need float32
+    else:
+        model = transformers.AutoModel.from_pretrained(name, **options, **quantisation(lora.quantize))
+        inject(model, lora, name)
+    return _ModelParts(
+        model,
+        lambda: TokenInputs(transformers.AutoTokenizer.from_pretrained(name, **options), longest(model.config)),
+        lambda: ImageInputs(model.config, transformers.AutoImageProcessor.from_pretrained(name, **options)),
+        *(() if sentences is None else (sentences.layers, sentences.weights)),
+    )
+
+
+def _build_from_config(folder: Path, lora: LoraConfig | None, layers: Sequence[LayerConfig]) -> _ModelParts:
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    config = _config(folder)
+    model = transformers.AutoModel.from_config(config, trust_remote_code=allows_remote_code()).float()
+    if lora is not None:
+        if lora.quantize != "none":
+            raise ValueError(f'lora.quantize must be "none" for models "hf-config:", got {lora.quantize!r}')
+        inject(model, lora)
+    return _ModelParts(model, lambda: texts_of(config, folder), lambda: images_of(config, folder), layers)
+
+
+def _config(folder: Path) -> Any:
+    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model must be a folder with a config.json, got {str(folder)!r}")
+    allowed = allows_remote_code()
+    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=allowed)
+
+
+@contextmanager
+def _within_reach(name: str) -> Iterator[None]:
+    """An error that describes valid names, if the files are not found."""
+    try:
+        with explain_remote_code(name):
+            yield
+    except OSError as error:
+        if (Path(name) / ADAPTER_WEIGHTS).is_file():
+            raise ValueError(
+                f"{name} is an adapter and no whole model; `megabatch export RUN --to hf FOLDER` writes one from the run"
+            ) from error
+        raise ValueError(
+            f"{name} is no folder, and cannot be fetched from the Hugging Face hub: {str(error).splitlines()[0]} "
+            '"hf-config:FOLDER" builds an encoder with random weights from a config.json and downloads nothing'
+        ) from error
+
+
+def _pair(name: str, encoders: list[_ModelParts], lora: LoraConfig | None) -> Pair:
+    if lora is not None:
+        check_targets([parts.model for parts in encoders], lora)
+    if len(encoders) == 1:
+        tower = _text_tower(encoders[0], None, name)
+        return Pair(tower, tower, name=name, lora=lora)
+    images, texts = encoders
+    return Pair(_image_tower(images, name), _text_tower(texts, WIDTH, name), name=name, lora=lora)
+
+
+def _text_encoder(model: Any, width: int | None, name: str, layers: Sequence[LayerConfig] = ()) -> TextEncoder:
+    _check(model, "input_ids", "texts", name)
+    return TextEncoder(model, width, layers)
+
+
+def _image_encoder(model: Any, name: str) -> ImageEncoder:
+    _check(model, "pixel_values", "images", name)
+    return ImageEncoder(model, WIDTH)
+
+
+def _text_tower(parts: _ModelParts, width: int | None, name: str) -> Tower:
+    encoder = _text_encoder(parts.model, width, name, parts.layers)
+    if parts.weights is not None:
+        encoder.layers.load_state_dict(parts.weights)
+    texts = parts.texts()
+    encoder.pack()
+    freeze_unused(encoder, {key: torch.ones(1, 2, dtype=torch.int64) for key in ("input_ids", "attention_mask")})
+    return Tower(encoder, "text", texts.prepare, texts.collate, _ModelFiles(parts.model, texts).write, from_mask)
+
+
+def _image_tower(parts: _ModelParts, name: str) -> Tower:
+    encoder = _image_encoder(parts.model, name)
+    images = parts.images()
+    freeze_unused(encoder, {"pixel_values": torch.zeros(1, 3, *images.size)})
+    return Tower(
+        encoder,
+        "image",
+        images.prepare,
+        images.collate,
+        _ModelFiles(parts.model, images).write,
+        training_images=images.training,
+    )
+
+
+@dataclass(frozen=True)
+class _ModelFiles:
+    """Writes what `_build_from_config` reads."""
+
+    model: Any
+    inputs: TokenInputs | HashedWords | ImageInputs
+
+    def write(self, folder: Path) -> None:
+        self.model.config.save_pretrained(folder)
+        self.inputs.write(folder)
+
+
+def _check(model: Any, expected: str, what: str, name: str) -> None:
+    takes = "images and texts together" if hasattr(model.config, "vision_config") else model.main_input_name
+    if takes != expected:
+        raise ValueError(
+            f'model must have an encoder of {what} in this place ("hf:TEXTS" for text–text data, "hf:IMAGES+TEXTS" for '
+            f"image–text data), got {type(model).__name__} in {name!r}, which takes {takes}"
+        )
+
+
+def _head(model: nn.Module, width: int | None, inner: int | None = None) -> nn.Module:
+    """A projection to a width, from that of the layers before it (default: the model's own); the identity if none is asked."""
+    if width is None:
+        return nn.Identity()
+    config: Any = model.config
+    # Convolutional encoders have a width per stage; the last one is the output's.
+    inner = inner or getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
+    return nn.Linear(inner, width, bias=False)
+
+
+def freeze_unused(encoder: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Parameters that embeddings do not depend on, such as a pooler's; DDP would wait for their gradients forever."""
+    training = encoder.training
+    encoder.eval()  # draws no random numbers
+    with torch.enable_grad():
+        reached = parameters_in([encoder(**inputs)])
+    assert reached is not None, "no reentrant checkpoints"
+    for parameter in encoder.parameters():
+        if id(parameter) not in reached:
+            parameter.requires_grad_(False)
+    encoder.train(training)

@@ -1,0 +1,154 @@
+"""LoRA by PEFT: pairs of small matrices beside the linear layers of a transformers model are trained; its weights are frozen.
+
+A saved adapter has PEFT's file names and tensor names: `PeftModel.from_pretrained(model, FOLDER)` reads it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megabatch import extras
+
+EXTRA = "lora"
+NAME = "default"  # of the adapter inside of PEFT
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of names in PEFT's files
+PARTS = ("lora_A", "lora_B")
+ALL = "all-linear"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of "hf:" and "hf-config:" models."""
+
+    rank: int = 0  # of the adapters; 0 for none, and all weights are trained
+    alpha: float | None = None  # adapters are multiplied by alpha / rank (default: twice the rank)
+    dropout: float = 0.0  # of an adapter's inputs
+    targets: tuple[str, ...] = ()  # endings of the names of layers (default: all linear layers)
+    quantize: Literal["none", "int8", "nf4"] = "none"  # how frozen weights of "hf:" models are stored, by bitsandbytes
+    merge: bool = False  # whether the saved model has the adapters added to its weights
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.rank < 0:
+            raise ValueError(f"lora.rank must be at least 0, got {self.rank}")
+        if self.alpha is not None and not self.alpha > 0:
+            raise ValueError(f"lora.alpha must be more than 0, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout must be at least 0 and less than 1, got {self.dropout}")
+        for name in ("alpha", "dropout", "targets", "quantize", "merge"):
+            value = getattr(self, name)
+            if not self.rank and value != getattr(LoraConfig, name):
+                raise ValueError(f"lora.{name} must be left out without lora.rank, got {value!r}")
+        if self.quantize != "none" and self.merge:
+            raise ValueError(
+                f"lora.merge must be false with lora.quantize, got lora.quantize = {self.quantize!r}: quantised weights would "
+                "round the adapters away; merge them with the original weights (PEFT: merge_and_unload)"
+            )
+
+
+def inject(model: Any, config: LoraConfig, name: str = "") -> None:
+    """Adds adapters to a transformers model in place, and freezes its other weights.
+
+    Args:
+        model: from `transformers.AutoModel`.
+        config: of the adapters, with a rank above 0.
+        name: of the model on the hub, recorded for PEFT.
+    """
+    peft = extras.load("peft", extra=EXTRA, purpose="LoRA")
+    about = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=2 * config.rank if config.alpha is None else config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets) or ALL,
+        task_type="FEATURE_EXTRACTION",
+        base_model_name_or_path=name,
+    )
+    try:
+        peft.inject_adapter_in_model(about, model, NAME)
+    except ValueError as error:
+        if not config.targets:
+            raise
+        named = ", ".join(
+            sorted({key.rpartition(".")[2] for key, part in model.named_modules() if isinstance(part, nn.Linear)})
+        )
+        raise ValueError(
+            f"lora.targets must be endings of names of linear layers, here {named}; got {config.targets}"
+        ) from error
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()  # an optimizer's small updates would be rounded away
+
+
+def check_targets(models: Sequence[nn.Module], config: LoraConfig) -> None:
+    """Raises an error for targets that no layer of any of the models has."""
+    adapted = [f".{name}" for model in models for name, _ in _find_adapted(model)]
+    unknown = [target for target in config.targets if not any(name.endswith(f".{target}") for name in adapted)]
+    if unknown:
+        raise ValueError(f"lora.targets must be endings of names of linear layers, got {', '.join(unknown)}, which none has")
+
+
+def store_frozen(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    """Stores frozen weights in the type that the towers compute in. Quantised and float64 weights stay as they are."""
+    for module in modules:
+        for parameter in module.parameters():
+            if not parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float64:
+                parameter.data = parameter.data.to(dtype)
+
+
+def quantisation(how: str) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for quantised weights."""
+    if how == "none":
+        return {}
+    transformers = extras.load("transformers", extra="huggingface", purpose="LoRA")
+    if not extras.is_installed("bitsandbytes"):
+        raise ModuleNotFoundError(
+            f'lora.quantize = "{how}" needs the package "bitsandbytes", which is not installed; pip install bitsandbytes '
+            'installs it, and lora.quantize = "none" does without'
+        )
+    options: dict[str, Any] = {"load_in_8bit": True}
+    if how == "nf4":
+        options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    return {"quantization_config": transformers.BitsAndBytesConfig(**options), "device_map": {"": device}}
+
+
+def find_trained(module: nn.Module) -> set[str]:
+    """The names in a module's state that training changes: trained weights, and buffers."""
+    found = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return found | ({name for name, _ in module.named_buffers()} & set(module.state_dict()))
+
+
+def adapter(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters among the weights of a model, under PEFT's names."""
+    return {
+        PREFIX + key.replace(f".{NAME}.", "."): value
+        for key, value in weights.items()
+        if any(f".{part}.{NAME}." in key for part in PARTS)
+    }
+
+
+def merge_adapters(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a tower or model, adapters added to the layers beside them, under the model's own names."""
+    found = {
+        key.replace(".base_layer.", "."): value
+        for key, value in weights.items()
+        if not any(f".{part}." in key for part in PARTS)
+    }
+    for name, layer in _find_adapted(module):
+        first, second = (weights[f"{name}.{part}.{NAME}.weight"] for part in PARTS)
+        wide = torch.promote_types(first.dtype, torch.float32)
+        delta = layer.scaling[NAME] * (second.to(wide) @ first.to(wide))
+        key = f"{name}.weight"
+        base = found[key]
+        found[key] = (base.to(wide) + (delta.T if layer.fan_in_fan_out else delta)).to(base.dtype).contiguous()
+    return found
+
+
+def _find_adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, part in module.named_modules():
+        if hasattr(part, PARTS[0]) and hasattr(part, "base_layer"):
+            yield name, part

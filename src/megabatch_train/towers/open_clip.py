@@ -1,0 +1,363 @@
+"""Towers of open_clip, by name, from a config file, or from a saved model."""
+
+import difflib
+import hashlib
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch import extras, file_io
+from megabatch.integrations.open_clip import CausalTexts
+from megabatch_train.data.images import RandomCrop, TrainingImages, to_pillow
+from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, explain_remote_code
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Configs of open_clip models: of an architecture by name, of a file, or of a saved model.
+#
+# Configs are data that may come from anybody, so they may name architectures and sizes, and nothing that could run code.
+
+PURPOSE = "An open_clip model"
+PREPROCESSING = ("mean", "std", "interpolation", "resize_mode")
+_FILE = ".json"
+_TOKENIZER_OPTIONS = ("clean", "strip_sep_token", "language", "reduction_mask", "additional_special_tokens")
+_SHOWN = 80  # characters of a file in an error message
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The contents of an open_clip config file."""
+
+    model: Mapping[str, Any]  # embed_dim, vision_cfg, text_cfg …
+    images: Mapping[str, Any]  # mean, std, interpolation and resize_mode, if they are not open_clip's defaults
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> "ModelConfig":
+        """Reads a config: a plain one, or an `open_clip_config.json` that has the preprocessing too.
+
+        Args:
+            text: JSON.
+            source: for error messages.
+        """
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{source} must be JSON, got {str(error) or 'too many levels'}") from error
+        model = found.get("model_cfg", found) if isinstance(found, dict) else None
+        parts = ("embed_dim", "vision_cfg", "text_cfg")
+        kinds = (int, dict, dict)
+        if not isinstance(model, dict) or not all(isinstance(model.get(p), kind) for p, kind in zip(parts, kinds, strict=True)):
+            raise ValueError(f"{source} must be a config of open_clip with {', '.join(parts)}, got {_shorten(text)}")
+        _check_names(model, source)
+        images = found.get("preprocess_cfg", {}) if model is not found else {}
+        return cls(model, {key: images[key] for key in PREPROCESSING if key in images})
+
+    @property
+    def tokenizer(self) -> str:
+        """The name of its transformers tokenizer; empty for open_clip's own."""
+        return str(self.model["text_cfg"].get("hf_tokenizer_name") or "")
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The text of an `open_clip_config.json`."""
+        return json.dumps({"model_cfg": self.model, "preprocess_cfg": self.images}, indent=indent)
+
+    def register(self, stem: str) -> str:
+        """Makes open_clip know the config, and returns its name there."""
+        open_clip, text = package(), json.dumps(self.model, sort_keys=True)
+        # The hash is of the contents: two configs may have one file name, and none may replace a model of open_clip.
+        name = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', stem)}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        if open_clip.get_model_config(name) is None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / f"{name}.json"
+                path.write_text(text)
+                open_clip.add_model_config(path)
+        return name
+
+
+def _check_names(model: Mapping[str, Any], source: str) -> None:
+    """Raises an error for a config that names other things than architectures, or asks for code of somebody else."""
+    vision, text = model["vision_cfg"], model["text_cfg"]
+    if not re.fullmatch(r"[\w.-]*", str(vision.get("timm_model_name") or "")):
+        raise ValueError(
+            f"{source} must have a timm_model_name that is an architecture of timm, got {vision['timm_model_name']!r}"
+        )
+    further = [key for key in text.get("tokenizer_kwargs") or {} if key not in _TOKENIZER_OPTIONS]
+    if further:
+        raise ValueError(
+            f"{source} must have tokenizer_kwargs of {', '.join(_TOKENIZER_OPTIONS)}, got {', '.join(further)}: a file cannot "
+            "choose code that runs"
+        )
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …")
+
+
+def package() -> Any:
+    """The module open_clip."""
+    return extras.load("open_clip", extra="open_clip", purpose=PURPOSE)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The architecture or config file, and the weights; "" without weights."""
+    if name.endswith(_FILE):
+        return name, ""
+    if f"{_FILE}@" in name:
+        file, _, weights = name.partition(f"{_FILE}@")
+        return file + _FILE, weights
+    architecture, _, weights = name.partition("@")
+    return architecture, weights
+
+
+def read_config(name: str) -> str | None:
+    """The contents of the config file that a name has, in one line; None for an architecture of open_clip."""
+    file, _ = split_name(name)
+    if not file.endswith(_FILE):
+        return None
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"No such config file of open_clip: {file}")
+    return ModelConfig.parse(path.read_text("utf-8"), file).to_json(None)
+
+
+def find_architecture(name: str, config: str | None = None) -> tuple[str, ModelConfig]:
+    """The model's name in open_clip, and its config. An error if open_clip is not installed or does not know the model.
+
+    Args:
+        name: an architecture or a config file, without weights.
+        config: the contents of the file, if it need not be read.
+    """
+    open_clip, models = package(), package().list_models()
+    if name.endswith(_FILE):
+        found = ModelConfig.parse(config or read_config(name) or "", name)
+        return found.register(Path(name).stem), found
+    if config is not None:
+        raise ValueError(f'model_options.config must be left out for models other than "open_clip:FILE.json", got {name!r}')
+    if name not in models:
+        raise ValueError(f"open_clip has no model {name}; {nearest(name, models)}")
+    return name, ModelConfig(open_clip.get_model_config(name), {})
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """The nearest names, or a few of all, for an error message."""
+    by_letters = {name.lower(): name for name in known}
+    near = [by_letters[name] for name in difflib.get_close_matches(word.lower(), by_letters, n=3, cutoff=0.65)]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"there are {', '.join(known[:10])}" + (f" and {len(known) - 10} more" if len(known) > 10 else "")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Any open_clip model as two towers, by its name: "ViT-B-32", or with trained weights "ViT-B-32@laion2b_s34b_b79k".
+#
+# The name may also be a config file of open_clip, "FILE.json".
+#
+# Both towers are one module, called with an image or with a text, because in open_clip's CLIP they are one: its text side
+# has no module of its own. The state of `module.model` is what open_clip loads back. The model's own scale is where the
+# loss begins; it is frozen here, as the loss has one of its own; `saved.save` writes that into the model.
+
+
+CONFIG = "open_clip_config.json"
+
+
+class Sides(nn.Module):
+    """An open_clip model that encodes one side at a time, to unit length."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.causal = CausalTexts.of(model)
+
+    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Tensor:  # (n, …) -> (n, D)
+        """Embeddings of images, or of texts."""
+        model: Any = self.model
+        if (image is None) == (text is None):
+            raise ValueError("image or text must be given, and not both")
+        if text is None:
+            features = model.encode_image(image)
+        elif self.causal is not None and text.shape[1] < model.context_length:
+            features = self.causal.encode(text)
+        else:
+            features = model.encode_text(text)
+        return F.normalize(features, dim=-1)
+
+
+def load(name: str, config: str | None = None) -> Pair:
+    """The towers of a model; "NAME@WEIGHTS" loads pretrained weights.
+
+    Args:
+        name: of an architecture, or a config file.
+        config: the contents of the config file, if it need not be read.
+
+    Returns:
+        The pair. If its weights are of a run, its options are the prompts of that run, and are not applied yet.
+    """
+    chosen, weights = split_name(name)
+    architecture, found = find_architecture(chosen, config)
+    open_clip = package()
+    tags = open_clip.list_pretrained_tags_by_model(architecture)
+    if weights and weights not in tags and not Path(weights).exists():
+        raise ValueError(f"{chosen} has no weights {weights}, and there is no such file; {nearest(weights, tags)}")
+    try:
+        with explain_remote_code(chosen):
+            made = open_clip.create_model_and_transforms(
+                architecture, pretrained=weights or None, **{f"image_{key}": value for key, value in found.images.items()}
+            )
+            tokenizer = open_clip.get_tokenizer(architecture, **_tokenizer_options(found))
+    except (OSError, RuntimeError) as error:
+        if not weights:
+            raise
+        raise OSError(
+            f"the weights {weights} of {chosen} could not be loaded; the first use needs a network, later ones the "
+            f"local cache. {str(error).splitlines()[0]}"
+        ) from error
+    return _pair(name, made, tokenizer, found, _prompts_of(weights))
+
+
+def load_folder(name: str, folder: Path) -> Pair:
+    """The towers of a model saved in open_clip's format, with random weights: the caller loads those of the folder.
+
+    Args:
+        name: of the pair; nothing is loaded by it.
+        folder: with an `open_clip_config.json`, and with the files of the tokenizer if it is one of transformers.
+    """
+    open_clip, path = package(), folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} must have a {CONFIG}, got none")
+    found = ModelConfig.parse(path.read_text("utf-8"), str(path))
+    with explain_remote_code(str(folder)), quiet():
+        made = open_clip.create_model_and_transforms(f"local-dir:{folder}", load_weights=False, pretrained_text=False)
+        tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **_tokenizer_options(found))
+    return _pair(name, made, tokenizer, found, {})
+
+
+def _tokenizer_options(config: ModelConfig) -> dict[str, Any]:
+    """Arguments of a transformers tokenizer, which could run code of its files; none for open_clip's own."""
+    return {"trust_remote_code": allows_remote_code()} if config.tokenizer else {}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hides open_clip's warning that it loads no weights."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _prompts_of(weights: str) -> dict[str, str]:
+    """The prompts of the run whose weights these are; none for other weights."""
+    if not weights.endswith(".safetensors") or not Path(weights).is_file():
+        return {}
+    safetensors = extras.load("safetensors", extra="train", purpose="Loading a model")
+    with safetensors.safe_open(weights, framework="pt") as file:
+        about = json.loads((file.metadata() or {}).get("megabatch", "{}"))
+    options = about.get("options", {})
+    return {key: options[key] for key in ("query_prompt", "document_prompt") if isinstance(options.get(key), str)}
+
+
+def _pair(name: str, made: tuple[Any, Any, Any], tokenizer: Any, config: ModelConfig, options: Mapping[str, Any]) -> Pair:
+    model, _, evaluation = made
+    bias = getattr(model, "logit_bias", None)
+    for parameter in (model.logit_scale, bias):
+        if parameter is not None:
+            parameter.requires_grad_(False)
+    module, images, texts = Sides(model), _OpenClipImages(model.visual, evaluation), _OpenClipTexts(tokenizer)
+    lengths = None if module.causal is None else module.causal.lengths
+    return Pair(
+        Tower(
+            module,
+            "image",
+            images.prepare,
+            images.collate,
+            Description(config, model.visual).write,
+            training_images=images.make_training(),
+        ),
+        Tower(module, "text", texts.prepare, texts.collate, texts.write, lengths),
+        logit_scale=model.logit_scale.detach().exp().item(),
+        logit_bias=None if bias is None else bias.detach().item(),
+        name=f"open_clip:{name}",
+        options=options,
+    )
+
+
+@dataclass(frozen=True)
+class Description:
+    """The files that open_clip needs beside the weights."""
+
+    config: ModelConfig
+    visual: Any
+
+    @staticmethod
+    def of(pair: Pair) -> "Description":
+        """The description of a pair from this module."""
+        found = getattr(pair.first.keep, "__self__", None)
+        if not isinstance(found, Description):
+            raise TypeError(f"pair must be an open_clip model, got {pair.name!r}")
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Writes open_clip's config file."""
+        known = getattr(self.visual, "preprocess_cfg", {})
+        images = {key: known[key] for key in PREPROCESSING if key in known}
+        text = ModelConfig(self.config.model, images).to_json()
+        file_io.write(folder / CONFIG, lambda file: file.write(text.encode()))
+
+
+class _OpenClipImages:
+    """open_clip's transform for evaluation; in training its random crop, with the sample's own numbers."""
+
+    def __init__(self, visual: Any, evaluation: Any) -> None:
+        size = visual.image_size
+        self._size: tuple[int, int] = (size, size) if isinstance(size, int) else tuple(size)
+        constants = package()
+        self._mean = tuple(getattr(visual, "image_mean", None) or constants.OPENAI_DATASET_MEAN)
+        self._deviation = tuple(getattr(visual, "image_std", None) or constants.OPENAI_DATASET_STD)
+        self._evaluation = evaluation
+
+    def make_training(self) -> TrainingImages:
+        """Random crops."""
+        return TrainingImages(RandomCrop(self._size), self._mean, self._deviation, "image")
+
+    def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor:  # (3, S, S)
+        """One image, for evaluation."""
+        prepared: Tensor = self._evaluation(to_pillow(image))
+        return prepared
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        """A chunk."""
+        return {"image": torch.stack(samples)}
+
+
+class _OpenClipTexts:
+    """Tokenizes each text where it is read, because open_clip's own tokenizer is Python code."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def prepare(self, text: str, generator: torch.Generator | None) -> bytes:
+        """The tokens of a text, padded, as int32."""
+        tokens: bytes = self.tokenizer([text])[0].to(torch.int32).numpy().tobytes()
+        return tokens
+
+    def collate(self, samples: list[bytes]) -> dict[str, Tensor]:
+        """A chunk."""
+        tokens = torch.frombuffer(bytearray().join(samples), dtype=torch.int32).view(len(samples), -1)
+        return {"text": tokens.long()}
+
+    def write(self, folder: Path) -> None:
+        """Writes a transformers tokenizer, which open_clip expects beside the model; its own tokenizers need no files."""
+        inner: Any = getattr(self.tokenizer, "tokenizer", None)
+        if hasattr(inner, "save_pretrained"):
+            inner.save_pretrained(folder)

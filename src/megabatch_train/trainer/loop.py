@@ -1,0 +1,491 @@
+"""The training loop, and the inputs of a loss in addition to embeddings: negatives, labels, a teacher, a guide."""
+
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.cached import randomness
+from megabatch.cached.memory import free_memory
+from megabatch.cached.replay import sample_seed
+from megabatch.cached.timing import Clock, phase
+from megabatch.world import World
+from megabatch_train import towers
+from megabatch_train.data import readers
+from megabatch_train.data.dataset import Dataset
+from megabatch_train.data.load import WithNegatives
+from megabatch_train.data.order import Order
+from megabatch_train.data.resident import Resident
+from megabatch_train.data.tables import Table
+from megabatch_train.evaluation import evaluate
+from megabatch_train.machine import peak_bytes
+from megabatch_train.towers import compiling
+from megabatch_train.towers.tower import SIDES, Pair
+from megabatch_train.trainer import optim, run
+from megabatch_train.trainer.build import autocast, build, fast_products, whole
+from megabatch_train.trainer.checkpoints import CheckpointError
+from megabatch_train.trainer.chunk_size import Fit, repeat_inputs, what_fits
+from megabatch_train.trainer.config import TrainConfig, reader_count
+from megabatch_train.trainer.health import (
+    Health,
+    MissingNegatives,
+    Request,
+    StepSummary,
+    StoppedError,
+    TrainingFailedError,
+    Unreadable,
+    requests,
+)
+from megabatch_train.trainer.loss import CONTRASTS, LossConfig, LossInputs, NoNegativesError
+from megabatch_train.trainer.run import FROZEN, TEACHER, Observer, Observers, Run
+from megabatch_train.trainer.step import KeptEmbeddings, NotFiniteError, Outcome, Step, StepInputs
+from megabatch_train.trainer.storage import Storage, check_best, load_newest
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inputs of a loss beside the embeddings of a batch: hard negatives, labels, and the embeddings of a teacher or a guide.
+
+_EXCLUDE_NEGATIVES = "--columns … negative= (without a name) reads the pairs alone"
+
+
+def with_negatives(config: LossConfig, dataset: Dataset, encoded: Sequence[int]) -> WithNegatives | None:
+    """The data with its hard negatives, if it has columns of them; checks that loss and data fit together.
+
+    Args:
+        config: of the loss.
+        dataset: of the pairs.
+        encoded: sides that are encoded in each step.
+    """
+    if config.name == "sup_con" and dataset.label_column is None:
+        raise ValueError("the loss sup_con needs a table with a column of labels: --columns image=NAME text=NAME label=NAME")
+    columns = dataset.negative_columns
+    if not columns or not isinstance(dataset, Table):
+        return None
+    if config.name not in CONTRASTS or config.guide:
+        why = f"the loss {config.name} uses none" if config.name not in CONTRASTS else "a guide is for pairs alone"
+        raise ValueError(
+            f"the data has hard negatives in the column {columns[0]}, and {why}. --loss info_nce uses them; "
+            f"{_EXCLUDE_NEGATIVES}"
+        )
+    if 1 not in encoded:
+        raise ValueError(
+            f"the data has hard negatives in the column {columns[0]}, and the embeddings of a frozen second side are kept for "
+            f"pairs alone. keep_frozen=false computes them every time; {_EXCLUDE_NEGATIVES}"
+        )
+    return WithNegatives(dataset)
+
+
+def of_batches(
+    config: LossConfig, dataset: Dataset, negatives: WithNegatives | None, taught: list[KeptEmbeddings] | None
+) -> Callable[[Tensor], LossInputs]:
+    """A function from the indices of a batch on this rank, (n,), to the loss's further inputs.
+
+    Args:
+        config: of the loss.
+        dataset: of the pairs.
+        negatives: from `with_negatives`.
+        taught: embeddings of both sides, from `teacher`.
+    """
+    labelled = dataset if config.name == "sup_con" and isinstance(dataset, Table) else None
+
+    def inputs_of(indices: Tensor) -> LossInputs:
+        samples = indices.tolist()
+        return LossInputs(
+            None if labelled is None else labelled.labels(samples),
+            None if taught is None else (taught[0].rows(indices), taught[1].rows(indices)),
+            None if negatives is None else negatives.owners(samples),
+            None if negatives is None else negatives.negative_ids(samples),
+        )
+
+    return inputs_of
+
+
+def teacher(
+    spec: str, dataset: Dataset, folder: Path, world: World, *, chunk_size: int, workers: int | Executor
+) -> tuple[list[KeptEmbeddings], float]:
+    """The embeddings of both sides of all samples by a teacher or guide, computed once without augmentation, and its scale.
+
+    Args:
+        spec: the folder of a run, or a model by name.
+        dataset: of the pairs.
+        folder: for the embeddings, shared by all ranks.
+        world: the ranks.
+        chunk_size: samples encoded at once.
+        workers: as for `Dataset.source`.
+    """
+    pair = load_newest(Path(spec), world.device)[0] if Path(spec).is_dir() else towers.load(spec, dataset.sides)
+    for module in pair.modules:
+        module.to(world.device).requires_grad_(False).eval()
+    kept = partial(KeptEmbeddings, chunk_size=chunk_size, workers=workers, world=world)
+    return [kept(folder / name, dataset, side, pair) for side, name in enumerate(SIDES)], pair.logit_scale
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The training loop, from the first step or from a checkpoint to the last step.
+#
+#     trainer = Trainer(config, pair, dataset, Path("runs/mine"), validation=other_dataset)
+#     trainer.fit()
+#
+# All ranks create a `Trainer` with the same arguments. build.py builds towers, loss and optimizer, step.py makes one
+# step, storage.py writes checkpoints and weights, config.py has the settings.
+
+
+LOG = logging.getLogger("megabatch")
+RECENT = 20  # steps whose mean loss is compared between evaluations
+SAMPLES_REPEATED = 64  # repeated to a whole chunk for the compiler
+
+
+class Trainer:
+    """Trains a model on a dataset.
+
+    Args:
+        config: all settings. Its names of data and model are ignored in favour of the next two arguments.
+        pair: the towers with their initial weights, the same on all ranks. Moved to the device and trained in place.
+        dataset: pairs to train on.
+        folder: of the run; shared by all ranks.
+        validation: pairs to evaluate on, or None; several datasets by name. Metrics of all but the first have "NAME/" before.
+        observers: called on the first rank.
+        world: the ranks (default: this process alone, on the CPU).
+        command: the command line, recorded in the folder.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        pair: Pair,
+        dataset: Dataset,
+        folder: Path,
+        *,
+        validation: Dataset | Mapping[str, Dataset] | None = None,
+        observers: Sequence[Observer] = (),
+        world: World | None = None,
+        command: str = "",
+    ) -> None:
+        self.world = world or World(torch.device("cpu"))
+        self.config, self.pair, self.dataset = config.on(self.world.device), pair, dataset
+        named = validation if isinstance(validation, Mapping) else {} if validation is None else {"": validation}
+        self.validation = {name if number else "": found for number, (name, found) in enumerate(named.items())}
+        if config.batch_size < self.world.size:
+            raise ValueError(f"batch_size must be at least 1 for each of {self.world.size} ranks, got {config.batch_size}")
+        for found in self.validation.values():
+            if tuple(found.sides) != tuple(dataset.sides):
+                raise ValueError(
+                    f"validation must have the sides of the training data, {' and '.join(dataset.sides)}, "
+                    f"got {' and '.join(found.sides)}"
+                )
+        if config.evaluate_every and not self.validation:
+            raise ValueError(
+                f"evaluate_every must be 0 without data to evaluate on (--validation), got {config.evaluate_every}"
+            )
+        check_best(config, dataset.sides, list(self.validation))
+        self._encoded = [side for side in (0, 1) if not config.keep_frozen or config.freeze != SIDES[side]]
+        self._negatives = with_negatives(config.loss, dataset, self._encoded)
+        groups = len(dataset) if dataset.groups is None else dataset.groups
+        self.order = Order(groups, config.batch_size, config.seed, self.world.rank, self.world.size)
+        self.steps = config.total_steps(self.order.batches_per_epoch)
+        self.run = Run(folder, config, command, self.steps)
+        self._observers = Observers(observers if self.world.rank == 0 else ())
+        self._unreadable = Unreadable(dataset, self.order.batches_per_epoch * config.batch_size)
+        self._missing_negatives = MissingNegatives()
+        self._rate = optim.highest_rate(config.optimizer, config.schedule, config.batch_size, self.steps)
+        self._trained = build(self.config, pair, self._samples, self._encoded, self.world)
+        self.objective, self.optimizer, self.average = self._trained.objective, self._trained.optimizer, self._trained.average
+        self._storage = Storage(self.run, self.config, self._trained, dataset, self._observers, self.world)
+        self._fit: Fit | None = None
+        self._losses: deque[float] = deque(maxlen=RECENT)
+        self._health = Health(config.loss.max_scale, config.schedule.warm_up(self.steps), self._rate)
+
+    @property
+    def step(self) -> int:
+        """Steps done so far."""
+        return self.run.step
+
+    def resume(self, checkpoint: Path | None = None) -> bool:
+        """Resumes from a checkpoint, or from the newest intact one of the run's folder.
+
+        Returns:
+            Whether there was one. A named checkpoint must exist and be intact.
+        """
+        resumed = self._storage.resume(checkpoint)
+        if resumed is None:
+            return False
+        self._fit = resumed.fit
+        self._health.restore(self.run.health)
+        if not resumed.generators:
+            self._seed(self.step)
+        return True
+
+    def fit(self) -> dict[str, float] | None:
+        """Trains to the last step, saves the model and evaluates it.
+
+        Returns:
+            Metrics of the last evaluation; None without validation data.
+
+        Raises:
+            StoppedError: after Ctrl-C or SIGTERM, once a checkpoint is saved.
+            TrainingFailedError: the model learned nothing (unless `collapse` is "warn"), once a checkpoint is saved.
+            CheckpointError: the last checkpoint or the model could not be written; `describe_saved` tells what is on disk.
+            LockedError: another process or thread writes to the run's folder.
+        """
+        problem = None
+        with ExitStack() as held:
+            if self.world.rank == 0:
+                try:
+                    held.enter_context(run.lock_folder(self.run.folder))
+                except run.LockedError as error:
+                    problem = str(error)
+            if problem := self.world.from_first(problem):
+                raise run.LockedError(problem)
+            return self._run_to_the_end()
+
+    def _run_to_the_end(self) -> dict[str, float] | None:
+        self.run.first_step = self.step
+        self._storage.open()
+        if self.world.rank == 0:
+            schedule = self.config.schedule
+            LOG.info(
+                "learning rate: up to %.2g after %d of %d steps, then %s",
+                self._rate,
+                schedule.warm_up(self.steps),
+                self.steps,
+                "constant" if schedule.name == "constant" else f"a cosine to {schedule.end * self._rate:.2g}",
+            )
+        self._observers.start(self.run)
+        try:
+            products = fast_products(self.config.precision, self.world.device)
+            compiler = compiling.settings() if self._trained.compiled else nullcontext()
+            with requests(impatient=self.world.size == 1) as request, self._readers() as workers, products, compiler:
+                failed = None
+                try:
+                    self._train(self._make_step(workers), request)
+                except CheckpointError as error:
+                    if not self._storage.weights_saved or request.number:
+                        raise
+                    failed = error  # the last checkpoint; the weights are saved, and are evaluated first
+                if not self._storage.weights_saved:  # resumed after its last step
+                    self._storage.save_weights()
+                result = self._evaluate(workers) if self.validation else None
+                if failed is not None:
+                    raise failed
+                if self.config.collapse == "stop" and (failure := self._health.final_failure):
+                    raise TrainingFailedError(
+                        f"the run has ended, but its model is of no use: {failure}. {self.describe_saved()}"
+                    )
+        finally:
+            self._observers.finish(self.run)
+            self._unreadable.count()
+            if self.world.rank == 0:
+                self._missing_negatives.count()
+        if result is not None and self.world.rank == 0:
+            self._storage.name_best(result, self._recent_loss())
+        return result
+
+    def _make_step(self, workers: int | Executor) -> Step:
+        """Finds the chunk sizes, and computes the embeddings of a teacher and of a frozen side, before the first step."""
+        if self.step == 0:
+            self._seed(0)
+        modules = self.pair.modules
+        dataset = self._resident(workers)  # first: chunks and graphs share the memory that is left
+        if self._fit is None:
+            share = -(-self.config.batch_size // self.world.size)
+            with compiling.plain(modules), autocast(self.config.precision, self.world.device):
+                self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
+        loss, taught = self.config.loss, None
+        if spec := loss.teacher or loss.guide:
+            place, chunk_size = self.run.folder / TEACHER, min(self._fit.chunk_sizes)
+            # A teacher is built with random weights first; these must not change generators that `resume` has restored.
+            with randomness.preserve_generators([self.world.device]), autocast(self.config.precision, self.world.device):
+                taught, self.objective.teacher_scale = teacher(
+                    spec, self.dataset, place, self.world, chunk_size=chunk_size, workers=workers
+                )
+        self.objective.inputs_of = of_batches(loss, self.dataset, self._negatives, taught)
+        known = self._embed_frozen_side(workers, self._fit)
+        return Step(self.config, self._trained, dataset, known, self.world, self._fit, workers)
+
+    def _resident(self, workers: int | Executor) -> Dataset:
+        """The dataset of the steps, on the device if `memory.resident` says so."""
+        share = self.config.memory.resident
+        if not share or isinstance(self.dataset, Resident):
+            return self._negatives or self.dataset
+        if self._negatives is not None:
+            raise ValueError(f"memory.resident must be 0 with hard negatives, got {share}")
+        limit, device = share * free_memory(self.world.device), self.world.device
+        options: dict[str, Any] = {"sides": self._encoded, "augment": self.config.augment, "workers": workers}
+        return Resident(self.dataset, self.pair.towers, device, limit=limit, **options)
+
+    def _compile(self, fit: Fit) -> None:
+        """Compiles the towers for chunks of the training."""
+        if self._trained.compiled and self.step < self.steps:
+            chunks = [repeat_inputs(self._samples(side, SAMPLES_REPEATED), size) for side, size in enumerate(fit.chunk_sizes)]
+            with autocast(self.config.precision, self.world.device):
+                compiling.warm_up(self.pair.modules, chunks, self.world)
+
+    def _embed_frozen_side(self, workers: int | Executor, fit: Fit) -> dict[int, KeptEmbeddings]:
+        """Embeddings of the frozen side, by its index, if they are computed once."""
+        if self.config.freeze == "none" or not self.config.keep_frozen:
+            return {}
+        side = SIDES.index(self.config.freeze)
+        if self.config.augment and self.world.rank == 0:
+            LOG.info("the frozen side is not augmented, because its embeddings are computed once (keep_frozen)")
+        with whole(self.pair.modules), autocast(self.config.precision, self.world.device):
+            kept = KeptEmbeddings(
+                self.run.folder / FROZEN,
+                self.dataset,
+                side,
+                self.pair,
+                chunk_size=fit.chunk_sizes[side],
+                workers=workers,
+                world=self.world,
+            )
+        return {side: kept}
+
+    def _train(self, step: Step, request: Request) -> None:
+        coming = map(step.prepare, self.order.batches(self.step, self.steps))
+        upcoming = next(coming, None)
+        try:
+            self._compile(step.fit)  # while the first batch is read
+            clock = Clock(self.world.device)
+            with clock.activate():
+                while upcoming is not None:
+                    inputs, upcoming = upcoming, next(coming, None)  # the next batch is read while this one trains
+                    try:
+                        self._one_step(step, inputs, request, clock)
+                    finally:
+                        inputs.stop()
+                    del inputs
+        except Exception as error:
+            # The checkpoint that is being written is still good. Ending it needs all ranks, and all raise these errors.
+            if self.world.size == 1 or isinstance(error, FloatingPointError | NoNegativesError):
+                self._storage.settle(wait=True)
+            raise
+        finally:
+            if upcoming is not None:
+                upcoming.stop()
+
+    def _one_step(self, step: Step, inputs: StepInputs, request: Request, clock: Clock) -> None:
+        """One step, then its record, and a checkpoint and an evaluation if they are due."""
+        began = time.perf_counter()
+        batch = inputs.batch
+        rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
+        try:
+            with self.world.explain_errors(lambda: f"in step {batch.number + 1} of {self.steps}; {self.describe_saved()}"):
+                outcome = step(inputs, rate)
+        except NotFiniteError as error:
+            self._storage.save_before_failure(step.fit)
+            raise NotFiniteError(f"{error}. {self.describe_saved()}") from error
+        self.run.step = batch.number + 1
+        self._fit = step.fit
+        if self.average is not None:
+            with phase("optimizer"):
+                self.average.update(self.step)
+        self._unreadable.check(self.step, self.config.batch_size, outcome.pairs, self.world)
+        stop, late = map(int, self.world.max([request.number, self._storage.overdue()]))
+        self._record(outcome, batch.epoch, rate, began, clock)
+        self._unreadable.name_new()
+        if self.world.rank == 0:  # the number is of all ranks
+            self._missing_negatives.note(self.step, outcome.without_negatives, outcome.pairs)
+        failure = self._health.failure() if self.config.collapse == "stop" else None
+        with phase("checkpoint"):
+            self._storage.after_step(step.fit, now=bool(late), stopping=bool(stop or failure))
+        if stop:
+            raise self._describe_stop(stop)
+        if failure:
+            raise TrainingFailedError(
+                f"the run ends after step {self.step} of {self.steps}, because of this problem: {failure}. "
+                f"{self.describe_saved()}. --set collapse=warn trains on"
+            )
+        every = self.config.evaluate_every
+        if self.validation and every and self.step % every == 0 and self.step < self.steps:
+            with phase("evaluation"):  # the last one comes after the loop
+                self._evaluate(step.workers)
+
+    def _record(self, outcome: Outcome, epoch: int, rate: float, began: float, clock: Clock) -> None:
+        numbers = self.objective.numbers()  # waits for the device
+        seconds = time.perf_counter() - began
+        self.run.pairs += outcome.pairs
+        self.run.seconds += seconds
+        record = {
+            "step": self.step,
+            "epoch": epoch,
+            "pairs": self.run.pairs,
+            "loss": outcome.loss,
+            **numbers,
+            "learning_rate": rate,
+            "gradient_norm": outcome.gradient_norm,
+            "pairs_per_second": outcome.pairs / seconds,
+            **self._trained.utilisation.numbers(outcome.pairs, seconds),
+            "memory_bytes": peak_bytes(self.world.device),
+            "seconds": self.run.seconds,
+            "phases": clock.lap(),
+        }
+        if outcome.pairs:
+            record |= {"spread": outcome.statistics.spread, "advantage": numbers["scale"] * outcome.statistics.advantage}
+            summary = StepSummary(outcome.loss, outcome.gradient_norm, numbers["scale"], outcome.statistics)
+            problems = self._health.check(self.step, summary)
+            if self.step == self.steps:
+                problems += self._health.conclude()
+            self.run.health = self._health.state()
+            for problem in problems if self.world.rank == 0 else ():
+                LOG.warning("%s", problem)
+            record |= {"problem": "; ".join(problems)} if problems else {}
+            self._losses.append(outcome.loss)
+        self._observers.step(record)
+
+    def _recent_loss(self) -> float | None:
+        """The mean loss of the last steps; None before the first."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
+
+    def _evaluate(self, workers: int | Executor) -> dict[str, float]:
+        result: dict[str, float] = {}
+        weights = whole(self.pair.modules)
+        with self._trained.use_average(), weights, autocast(self.config.precision, self.world.device):
+            # A chunk that fits with a graph fits without one.
+            chunk_size = 256 if self._fit is None else min(256, *self._fit.chunk_sizes)
+            scale = self.objective.numbers()["scale"]
+            for name, dataset in self.validation.items():
+                found = evaluate(
+                    self.pair, dataset, scale=scale, chunk_size=chunk_size, workers=workers, group=self.world.group
+                )
+                result |= {f"{name}/{key}" if name else key: value for key, value in found.items()}
+        self._observers.on_evaluation({"step": self.step, "evaluation": result})
+        if self.config.evaluate_every and self.config.checkpoint.best != "none":
+            self._storage.keep_best(result, self._recent_loss())
+        return result
+
+    def describe_saved(self) -> str:
+        """The state of the disk, for a message after a failure."""
+        return self._storage.describe_saved()
+
+    def _describe_stop(self, number: int) -> StoppedError:
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        message = (
+            f"stopped by {name} after step {self.step} of {self.steps}, and saved; continue with "
+            f"megabatch train --resume {self.run.folder}"
+        )
+        return StoppedError(message, number)
+
+    def _samples(self, side: int, count: int) -> Any:
+        """Inputs of the first samples of one side."""
+        indices = range(min(count, len(self.dataset)))
+        source = self.dataset.source(indices, side, self.pair.towers[side], augment=False)
+        return next(iter(source.chunks([(0, len(indices))], None)))
+
+    def _seed(self, step: int) -> None:
+        seed = sample_seed(sample_seed(self.config.seed, step), self.world.rank)
+        randomness.seed_host(seed)
+        if self.world.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _readers(self) -> AbstractContextManager[int | Executor]:
+        datasets = [self.dataset, *self.validation.values()]
+        preparations = [getattr(tower.prepare, "__self__", tower.prepare) for tower in self.pair.towers]
+        count = reader_count(self.config, self.world)
+        return readers.open_readers(count, [*datasets, *preparations], processes=self.world.device.type == "cuda")
