@@ -14,7 +14,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/*.md", "benchmarks/results/*.png", "examples/*.py")
+OUTSIDE = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/results/*.md",
+    "benchmarks/results/*.svg",
+    "examples/*.py",
+)
 LINK = re.compile(r"(\]\()([^)#\s]+)")  # up to an anchor, which stays
 NAMED = re.compile(r"(?<![\w/>\"])docs/(\w+\.md)")  # in a sentence, not in code
 
@@ -42,7 +49,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if not page.file.generated_by or "results" not in here:
         return LINK.sub(on_site, markdown)
     page.meta["hide"] = ["toc"]  # a table without headings takes the whole width
-    plot = posixpath.basename(here).replace(".md", ".png")
+    plot = posixpath.basename(here).replace(".md", ".svg")
     drawn = files.get_file_from_path(posixpath.join(posixpath.dirname(here), plot)) is not None
     return f"![{page.title}]({plot})\n\n{markdown}" if drawn else markdown
 

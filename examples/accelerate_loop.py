@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import megabatch as mb
-from megabatch.integrations.accelerate import cached_backward, everyone, whole
+from megabatch.integrations.trainers import cached_backward, default_group, full_tensor
 
 WIDTH = 32
 
@@ -63,7 +63,7 @@ def main(argv=None):
 
     def loss_fn(a, b):
         a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
-        return mb.clip_loss(a, b, whole(module.log_scale).exp(), group=everyone())
+        return mb.clip_loss(a, b, full_tensor(module.log_scale).exp(), group=default_group())
 
     losses = []
     for _ in range(args.epochs):

@@ -2,7 +2,7 @@
 
     python examples/lightning_module.py --devices 2 --accumulate 2
 
-`towers` returns the encoders and their inputs, `embedding_loss` the loss. The mixin `CachedStep` does the rest.
+`towers` returns the encoders and their inputs, `embedding_loss` the loss. The mixin `CachedModule` does the rest.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megabatch as mb
-from megabatch.integrations.lightning import CachedStep, whole
+from megabatch.integrations.trainers import CachedModule, full_tensor
 
 WIDTH = 32
 
@@ -34,7 +34,7 @@ class Views(torch.utils.data.Dataset):
         return self.sides[0, i], self.sides[1, i]
 
 
-class Model(CachedStep, lightning.LightningModule):
+class Model(CachedModule, lightning.LightningModule):
     """Two towers, trained with CLIP's loss."""
 
     def __init__(self, chunk_size, accumulate):
@@ -49,7 +49,7 @@ class Model(CachedStep, lightning.LightningModule):
         return [(self.first, x), (self.second, y)]
 
     def embedding_loss(self, a, b, *, group):
-        return mb.clip_loss(F.normalize(a, dim=-1), F.normalize(b, dim=-1), whole(self.log_scale).exp(), group=group)
+        return mb.clip_loss(F.normalize(a, dim=-1), F.normalize(b, dim=-1), full_tensor(self.log_scale).exp(), group=group)
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)  # gradients, and the optimizer step after `accumulate` batches

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer, Trainer, TrainingArguments
 
 import megabatch as mb
-from megabatch.integrations.transformers import CachedStep, whole
+from megabatch.integrations.trainers import CachedTrainer, full_tensor
 
 
 class Encoder(nn.Module):
@@ -34,14 +34,14 @@ class Encoder(nn.Module):
         return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-class ContrastiveTrainer(CachedStep, Trainer):
+class ContrastiveTrainer(CachedTrainer, Trainer):
     """Each batch is one loss with in-batch negatives; `chunk_size` texts are encoded at once."""
 
     def towers(self, module, inputs):
         return [(module, inputs["query"]), (module, inputs["document"])]
 
     def embedding_loss(self, module, query, document, *, group):
-        return mb.info_nce_loss(query, document, scale=whole(module.log_scale).exp(), symmetric=True, group=group)
+        return mb.info_nce_loss(query, document, scale=full_tensor(module.log_scale).exp(), symmetric=True, group=group)
 
 
 def main(argv=None):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch as mb
-from megabatch.evaluation import search
+from megabatch_train.evaluation import search
 
 SCALE = 10.0
 
