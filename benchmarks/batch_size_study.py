@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch_train import machine
-from megabatch_train.bench.record import paragraphs
+from megabatch_train.bench.measure import paragraphs
 from megabatch_train.data.demo import WordNet
 from megabatch_train.data.order import Order
 from megabatch_train.display import plots

@@ -21,8 +21,20 @@ from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch_train.bench import measure as measuring
-from megabatch_train.bench.measure import MEMORY, OK, WRONG, peak_memory, relative_error, seconds_of
-from megabatch_train.bench.record import Record, arguments, chip, device_of, groups, paragraphs
+from megabatch_train.bench.measure import (
+    MEMORY,
+    OK,
+    WRONG,
+    Record,
+    arguments,
+    chip,
+    device_of,
+    groups,
+    paragraphs,
+    peak_memory,
+    relative_error,
+    seconds_of,
+)
 from megabatch_train.bench.steps import (
     ALONE,
     CACHED,

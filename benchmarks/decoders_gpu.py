@@ -39,8 +39,24 @@ from decoders_gpu_systems import (
     texts,
 )
 
-from megabatch_train.bench.measure import LATE, OK, WRONG, clear, failure, now, peak_memory, relative_error, take_gradients
-from megabatch_train.bench.record import Record, arguments, chip, device_of, groups, paragraphs, write_report
+from megabatch_train.bench.measure import (
+    LATE,
+    OK,
+    WRONG,
+    Record,
+    arguments,
+    chip,
+    clear,
+    device_of,
+    failure,
+    groups,
+    now,
+    paragraphs,
+    peak_memory,
+    relative_error,
+    take_gradients,
+    write_report,
+)
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, gib, ratio
 from megabatch_train.towers.huggingface import TextEncoder

@@ -27,7 +27,7 @@ from flickr8k_data import HELD_OUT, TEST, TRAIN, Captioned, invented, read
 
 from megabatch.world import World
 from megabatch_train import machine, towers
-from megabatch_train.bench.record import arguments
+from megabatch_train.bench.measure import arguments
 from megabatch_train.data.resident import Resident
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable

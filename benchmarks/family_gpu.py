@@ -16,8 +16,22 @@ import torch
 from family_losses import CASES, DENSE, LARGE, Case, Loss, case
 
 from megabatch_train.bench.losses import HALF_TOLERANCE, TOLERANCE, bare_products
-from megabatch_train.bench.measure import LATE, OK, WRONG, clear, failure, peak_memory, take_turns, with_gradients
-from megabatch_train.bench.record import Record, arguments, chip, device_of, groups, paragraphs
+from megabatch_train.bench.measure import (
+    LATE,
+    OK,
+    WRONG,
+    Record,
+    arguments,
+    chip,
+    clear,
+    device_of,
+    failure,
+    groups,
+    paragraphs,
+    peak_memory,
+    take_turns,
+    with_gradients,
+)
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, gib, ratio
 

@@ -22,8 +22,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch as mb
-from megabatch_train.bench.measure import LATE, OK, WRONG, clear, failure, now, peak_memory, take_turns, with_gradients
-from megabatch_train.bench.record import Record, arguments, chip, device_of, draw_systems, groups, paragraphs
+from megabatch_train.bench.measure import (
+    LATE,
+    OK,
+    WRONG,
+    Record,
+    arguments,
+    chip,
+    clear,
+    device_of,
+    draw_systems,
+    failure,
+    groups,
+    now,
+    paragraphs,
+    peak_memory,
+    take_turns,
+    with_gradients,
+)
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, gib, ratio
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from megabatch.cached.memory import available_memory
 from megabatch_train.bench.losses import CHUNKS, DENSE, MEGABATCH, ClipTruth, LossResult, measure_one, pairs, truth_of
-from megabatch_train.bench.measure import FAILED, MEMORY, OK, ProcessError, fresh_process
-from megabatch_train.bench.record import Record, arguments
+from megabatch_train.bench.measure import FAILED, MEMORY, OK, ProcessError, Record, arguments, fresh_process
 from megabatch_train.bench.report import draw_losses, losses_table
 from megabatch_train.commands import whole
 from megabatch_train.display import plots

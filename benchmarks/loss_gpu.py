@@ -34,8 +34,23 @@ from megabatch_train.bench.losses import (
     pairs,
     sample_rows,
 )
-from megabatch_train.bench.measure import OK, WRONG, clear, failure, milliseconds, peak_memory, take_turns, with_gradients
-from megabatch_train.bench.record import Record, arguments, chip, device_of, draw_systems, groups, paragraphs
+from megabatch_train.bench.measure import (
+    OK,
+    WRONG,
+    Record,
+    arguments,
+    chip,
+    clear,
+    device_of,
+    draw_systems,
+    failure,
+    groups,
+    milliseconds,
+    paragraphs,
+    peak_memory,
+    take_turns,
+    with_gradients,
+)
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, gib, ratio
 

@@ -21,8 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch as mb
-from megabatch_train.bench.measure import LATE, OK, clear, milliseconds, peak_memory
-from megabatch_train.bench.record import Record, arguments, chip, device_of, groups, paragraphs
+from megabatch_train.bench.measure import (
+    LATE,
+    OK,
+    Record,
+    arguments,
+    chip,
+    clear,
+    device_of,
+    groups,
+    milliseconds,
+    paragraphs,
+    peak_memory,
+)
 from megabatch_train.bench.steps import CONTEXT, SIZES, VOCABULARY, Size, SyntheticImages, UnitRange, read_images_twice, towers
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable

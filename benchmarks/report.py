@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from megabatch_train.bench.record import RESULTS, write_report
+from megabatch_train.bench.measure import RESULTS, write_report
 
 
 def rebuild(path: Path) -> None:

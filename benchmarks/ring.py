@@ -28,10 +28,9 @@ from megabatch.ring.ranks import Parcel, Ranks
 from megabatch.tiles import eager
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.sums import LogSum
-from megabatch_train.bench import levels
+from megabatch_train.bench import losses
 from megabatch_train.bench.losses import ClipTruth, Loss, pairs, truth_of
-from megabatch_train.bench.measure import OK, fresh_process
-from megabatch_train.bench.record import Record, arguments, paragraphs
+from megabatch_train.bench.measure import OK, Record, arguments, fresh_process, paragraphs
 from megabatch_train.commands import whole
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell
@@ -39,13 +38,13 @@ from megabatch_train.display.tables import TextTable, cell
 BATCH, WIDTH, WORLDS = 8192, 256, [1, 2, 4, 8]
 SYNCHRONOUS, GATHER, TWO_RINGS = "ring, synchronous", "gather, tiles", "two rings"
 ABOUT = {  # in the order of the table
-    levels.VANILLA: levels.ABOUT[levels.VANILLA],
-    levels.LOCAL: levels.ABOUT[levels.LOCAL],
+    losses.VANILLA: losses.ABOUT_LEVELS[losses.VANILLA],
+    losses.LOCAL: losses.ABOUT_LEVELS[losses.LOCAL],
     TWO_RINGS: "Inf-CL's exchange, one ring for each direction, in our tiles",
-    levels.BLOCKS: levels.ABOUT[levels.BLOCKS],
+    losses.BLOCKS: losses.ABOUT_LEVELS[losses.BLOCKS],
     SYNCHRONOUS: "tiles, without overlap: every message is waited for",
     GATHER: "tiles, after an all-gather",
-    levels.TILES: levels.ABOUT[levels.TILES],
+    losses.TILES: losses.ABOUT_LEVELS[losses.TILES],
 }
 
 
@@ -53,7 +52,7 @@ ABOUT = {  # in the order of the table
 def synchronous(rows: int) -> Iterator[Loss]:
     lap.OVERLAP, before = False, lap.OVERLAP
     try:
-        yield levels.ring_loss
+        yield losses.ring_loss
     finally:
         lap.OVERLAP = before
 
@@ -135,10 +134,10 @@ def _pass_on(ranks: Ranks, tensor: Tensor) -> Any:
     return wait
 
 
-SYSTEMS = levels.SYSTEMS | {
+SYSTEMS = losses.LEVELS | {
     SYNCHRONOUS: synchronous,
-    GATHER: partial(levels.leave_unchanged, gather_loss),
-    TWO_RINGS: partial(levels.leave_unchanged, two_rings),
+    GATHER: partial(losses.leave_unchanged, gather_loss),
+    TWO_RINGS: partial(losses.leave_unchanged, two_rings),
 }
 
 
@@ -177,11 +176,11 @@ def draw(record: dict[str, Any]) -> Any:
     """Memory, time and bytes sent against the number of ranks."""
     figure, panels = plots.panels(_title(record), 3)
     others = iter((plots.ORANGE, plots.OCHRE, plots.BLUE, plots.VIOLET, plots.GREY, plots.MINT))
-    colours = {name: plots.GREEN if name == levels.TILES else next(others) for name in ABOUT}
+    colours = {name: plots.GREEN if name == losses.TILES else next(others) for name in ABOUT}
     for axes, (label, key, unit) in zip(panels, PANELS, strict=True):
         for name in ABOUT:
             points = [(r["world"], r[key] / unit) for r in record["results"] if r["system"] == name and r[key]]
-            plots.line(axes, points, name, colours[name], linewidth=2.4 if name == levels.TILES else 1.2)
+            plots.line(axes, points, name, colours[name], linewidth=2.4 if name == losses.TILES else 1.2)
         axes.set_ylabel(label)
         plots.batch_axis(axes, [r["world"] for r in record["results"]], "ranks")
         plots.log_axis(axes)
@@ -208,8 +207,8 @@ def main() -> int:
     for world in args.worlds:
         for name in ABOUT:
             record.say(f"{world} ranks: {name}")
-            (result,) = levels.measure({name: SYSTEMS[name]}, world, args.batch, args.width, args.repeats, right)
-            if name in (levels.VANILLA, levels.LOCAL):
+            (result,) = losses.measure_levels({name: SYSTEMS[name]}, world, args.batch, args.width, args.repeats, right)
+            if name in (losses.VANILLA, losses.LOCAL):
                 result.sent = None  # collectives are not counted
             record["results"].append({"world": world, **asdict(result)})
             record.save()

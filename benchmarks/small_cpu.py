@@ -19,8 +19,7 @@ import torch
 from dense_losses import LOSSES, inputs_of, relative_errors, step_of, truth_of
 from torch import Tensor
 
-from megabatch_train.bench.measure import milliseconds, with_gradients
-from megabatch_train.bench.record import Record, arguments, groups, paragraphs
+from megabatch_train.bench.measure import Record, arguments, groups, milliseconds, paragraphs, with_gradients
 from megabatch_train.commands import whole
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, ratio

@@ -20,8 +20,17 @@ from dense_losses import LOSSES, dense_clip, inputs_of, relative_errors, step_of
 from torch import Tensor
 
 from megabatch_train.bench.losses import DENSE, LIGER, bare_products, loss_of
-from megabatch_train.bench.measure import clear, take_turns, with_gradients
-from megabatch_train.bench.record import Record, arguments, chip, device_of, groups, paragraphs
+from megabatch_train.bench.measure import (
+    Record,
+    arguments,
+    chip,
+    clear,
+    device_of,
+    groups,
+    paragraphs,
+    take_turns,
+    with_gradients,
+)
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, ratio
 

@@ -18,8 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch as mb
-from megabatch_train.bench.measure import LATE, OK, WRONG, clear, failure, peak_memory, take_turns
-from megabatch_train.bench.record import Record, arguments, chip, device_of, groups, paragraphs
+from megabatch_train.bench.measure import (
+    LATE,
+    OK,
+    WRONG,
+    Record,
+    arguments,
+    chip,
+    clear,
+    device_of,
+    failure,
+    groups,
+    paragraphs,
+    peak_memory,
+    take_turns,
+)
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell, gib, ratio
 

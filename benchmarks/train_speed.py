@@ -31,7 +31,7 @@ from typing import Any
 from train_speed_child import OPEN_CLIP, PEAK, TOWERS
 
 from megabatch import extras
-from megabatch_train.bench.record import Record, arguments, chip, device_of, paragraphs
+from megabatch_train.bench.measure import Record, arguments, chip, device_of, paragraphs
 from megabatch_train.display import plots, tables
 from megabatch_train.display.tables import TextTable
 from megabatch_train.evaluation import results

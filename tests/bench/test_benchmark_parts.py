@@ -123,7 +123,7 @@ def test_a_part_of_a_step_has_the_gradient_of_the_whole():
 
 
 def test_paths_stay_out_of_a_command(monkeypatch, tmp_path):
-    from megabatch_train.bench.record import Record
+    from megabatch_train.bench.measure import Record
 
     monkeypatch.setattr(
         sys, "argv", ["x", "--data", "/here", "--tiny", "--peers=/x", "--output=/there", "--output", "/there", "--seconds", "5"]

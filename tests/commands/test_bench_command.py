@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from megabatch_train import machine
-from megabatch_train.bench import parts
-from megabatch_train.bench.record import Record
+from megabatch_train.bench import report
+from megabatch_train.bench.measure import Record
 from megabatch_train.bench.report import tables, verdict
 from megabatch_train.commands import bench
 
@@ -78,7 +78,7 @@ def test_the_smallest_and_the_largest_batch_have_three_digits(batch, device):
 
 
 def test_every_run_begins_at_64_pairs():
-    assert {sizes.batches[0] for sizes in parts.SIZES.values()} == {64}
+    assert {sizes.batches[0] for sizes in report.SIZES.values()} == {64}
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
@@ -97,10 +97,10 @@ def test_where_it_is_without_a_terminal(capsys, monkeypatch, tmp_path):
         say("512 pairs", 0.5)
         return {"losses": [], "products": []}
 
-    monkeypatch.setattr(parts, "losses", losses)
+    monkeypatch.setattr(report, "run_losses", losses)
     monkeypatch.setattr(bench, "LINE_SECONDS", 0.0)
     args = argparse.Namespace(parts=["losses"], quick=True, cpu=True, batches=None, width=None, output=tmp_path)
-    bench._measure(args, parts.SIZES["cpu", True], "cpu")
+    bench._measure(args, report.SIZES["cpu", True], "cpu")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[-1] for line in lines] == ["losses: starting", "losses: 512 pairs"]
 
@@ -261,8 +261,8 @@ def test_the_whole_command(tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_levels_over_ranks():
-    sizes = parts.SIZES["cpu", True]
-    found = parts.levels(sizes, "cpu", lambda text, share: None)
+    sizes = report.SIZES["cpu", True]
+    found = report.run_levels(sizes, "cpu", lambda text, share: None)
     assert [r["status"] for r in found["levels"]] == ["ok"] * 4
     peaks = [r["peak"] for r in found["levels"]]
     assert peaks == sorted(peaks, reverse=True)  # each level takes something away

@@ -14,8 +14,8 @@ import torch
 from megabatch_train import towers
 from megabatch_train.commands import mine
 from megabatch_train.data import dataset
-from megabatch_train.data.files import ImageFolder, is_plain
 from megabatch_train.data.load import load
+from megabatch_train.data.rows import ImageFolder, is_plain
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import embed, embedding, results
 from megabatch_train.evaluation.embedding import read_or_none

@@ -9,8 +9,8 @@ import pytest
 
 from megabatch_train.data import paths
 from megabatch_train.data.dataset import UnreadableSampleError
-from megabatch_train.data.files import Folders
 from megabatch_train.data.paths import read_file
+from megabatch_train.data.rows import Folders
 from megabatch_train.data.shards import Shards
 from megabatch_train.data.tables import Table
 

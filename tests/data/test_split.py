@@ -8,8 +8,8 @@ import torch
 
 from megabatch_train.data import load as data
 from megabatch_train.data.dataset import Dataset, Part
-from megabatch_train.data.files import Folders
 from megabatch_train.data.load import parts
+from megabatch_train.data.rows import Folders
 from megabatch_train.data.tables import Table
 
 

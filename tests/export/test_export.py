@@ -13,7 +13,7 @@ from megabatch_train import towers
 from megabatch_train.commands import export as command
 from megabatch_train.data.images import to_pillow
 from megabatch_train.evaluation import encode
-from megabatch_train.towers import saved
+from megabatch_train.towers import models
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -190,7 +190,7 @@ def test_the_preprocessing_of_an_onnx_card_gives_the_inputs_of_the_towers(tmp_pa
 
     runtime.InferenceSession = Session
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
-    monkeypatch.setattr("megabatch_train.export.formats.export_onnx", lambda pair, folder: saved.keep(pair, folder))
+    monkeypatch.setattr("megabatch_train.export.formats.export_onnx", lambda pair, folder: models.keep(pair, folder))
     call(tmp_path / "run", "--to", "onnx", tmp_path / "onnx")
     names = {}
     exec(code_of(tmp_path / "onnx"), names)

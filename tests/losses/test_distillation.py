@@ -96,8 +96,13 @@ def test_kernels(N, tile, scale, teacher_scale):
     exact = leaves(*(t.double() for t in inputs))
     wanted = outcomes(dense, exact, *(t.double() for t in teacher[:2]), teacher_scale)
     eps = torch.finfo(torch.float32).eps
-    for actual, expected in zip(found, wanted, strict=True):
-        bound = 20 * eps * (1 + scale + teacher_scale) * expected.abs().max().item()
+    sizes = [expected.abs().max().item() for expected in wanted]
+    if N == 1:
+        # Both softmaxes are 1: the gradients are differences of equal terms, whose sizes are scale, scale and 1. Backward may
+        # round the logit differently than forward, and each weight then has the relative error of the exponential.
+        sizes[1:] = [scale, scale, 1.0]
+    for actual, expected, size in zip(found, wanted, sizes, strict=True):
+        bound = 20 * eps * (1 + scale + teacher_scale) * size
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound + eps)
 
 

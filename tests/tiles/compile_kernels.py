@@ -19,8 +19,7 @@ from triton.compiler import ASTSource
 
 from megabatch.kernels import gradient, logsumexp, operands, pairs, ranking, small_gradients, two_models
 from megabatch.kernels import plan as kernel_plan
-from megabatch.late import gradient_kernels, score_kernels
-from megabatch.late import kernels as triton_maxsim
+from megabatch.late import kernels as late_kernels
 from megabatch.operators import dense_kernels, fused
 from megabatch.tiles import eager, plan
 from megabatch.tiles.block import HALF_DTYPE, Block, ColumnGradients, Needs
@@ -115,11 +114,11 @@ def main(capability: int, precision: str, features: bool) -> None:
         (gradient, "_gradient_strip_kernel"),
         (ranking, "_rank_kernel"),
         (ranking, "_maxima_kernel"),
-        (score_kernels, "_maxsim_kernel"),
-        (gradient_kernels, "_query_gradient_kernel"),
-        (gradient_kernels, "_count_kernel"),
-        (gradient_kernels, "_list_kernel"),
-        (gradient_kernels, "_listed_gradient_kernel"),
+        (late_kernels, "_maxsim_kernel"),
+        (late_kernels, "_query_gradient_kernel"),
+        (late_kernels, "_count_kernel"),
+        (late_kernels, "_list_kernel"),
+        (late_kernels, "_listed_gradient_kernel"),
         (ranking, "_group_products_kernel"),
         (ranking, "_choice_kernel"),
         (operands, "_largest_norms_kernel"),
@@ -254,9 +253,9 @@ def launch_late(precision: str, dtype: torch.dtype, features: bool) -> None:
     block = LateBlock(
         tokens, replace(tokens, width=64, lengths=None if lengths is None else lengths), torch.ones(()), precision
     )
-    for _ in triton_maxsim.score_tiles(block):
+    for _ in late_kernels.score_tiles(block):
         pass
-    triton_maxsim.add_gradients(block, lambda s, rows, columns: s, torch.zeros(256, D), torch.zeros(256, D))
+    late_kernels.add_gradients(block, lambda s, rows, columns: s, torch.zeros(256, D), torch.zeros(256, D))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_kernels_match_float64(monkeypatch, shape, layout, dtype, strips):
             kernel_plan, "_MAXSIM_LISTED", kernel_plan.KernelTile(rows=16, columns=16, width=128, warps=4, stages=3)
         )
         monkeypatch.setattr(kernel_plan, "_MAXSIM_LISTED_FLOAT32", kernel_plan._MAXSIM_LISTED)
-        monkeypatch.setattr("megabatch.late.gradient_kernels._CHUNK", 32)
+        monkeypatch.setattr("megabatch.late.kernels._CHUNK", 32)
     if strips == "many":
         monkeypatch.setattr(kernel_plan, "maxsim_is_kept", lambda *sizes: False)
         monkeypatch.setattr(kernel_plan, "MAXSIM_SCORES", plan.TileSize(2, 3))

@@ -15,7 +15,7 @@ from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.evaluation import encode
 from megabatch_train.export.formats import export
-from megabatch_train.towers import packing
+from megabatch_train.towers import huggingface_inputs
 from megabatch_train.towers.huggingface import TextEncoder
 from megabatch_train.towers.lora import LoraConfig
 from megabatch_train.towers.sentence_transformer import POOLINGS
@@ -194,7 +194,7 @@ def test_encoders_are_not_packed(tmp_path):
 def test_decoders_whose_texts_meet_are_not_packed(fault, monkeypatch):
     """In bfloat16, where rounding hides a small difference from padded texts."""
     encoder = TextEncoder(decoder(Way()).model).bfloat16()
-    states = packing.Packed.states
+    states = huggingface_inputs.Packed.states
 
     def meeting(packed, model):
         if fault == "refused":
@@ -202,7 +202,7 @@ def test_decoders_whose_texts_meet_are_not_packed(fault, monkeypatch):
         found = states(packed, model)
         return found + 0.02 * found.roll(1, 0)
 
-    monkeypatch.setattr(packing.Packed, "states", meeting)
+    monkeypatch.setattr(huggingface_inputs.Packed, "states", meeting)
     assert not encoder.pack()
     assert encoder(torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)).isfinite().all()
 
@@ -225,7 +225,7 @@ def test_packed_attention_is_that_of_each_text_alone(window):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, sum(lengths), width, dtype=torch.float64, generator=generator) for h in (heads, 2, 2))
     options = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": limits, "max_length_q": max(lengths)}
-    found, _ = packing.attention(torch.nn.Module(), q, k, v, None, **options)
+    found, _ = huggingface_inputs.attention(torch.nn.Module(), q, k, v, None, **options)
     for start, end in zip(limits[:-1].tolist(), limits[1:].tolist(), strict=True):
         own = [part[0, :, start:end].repeat_interleave(heads // part.shape[1], 0) for part in (q, k, v)]
         number = torch.arange(end - start)
@@ -234,7 +234,7 @@ def test_packed_attention_is_that_of_each_text_alone(window):
         weights = (0.3 * own[0] @ own[1].transpose(1, 2)).masked_fill(~seen, -torch.inf).softmax(-1)
         torch.testing.assert_close(found[0, start:end], (weights @ own[2]).transpose(0, 1), rtol=1e-12, atol=1e-12)
     with pytest.raises(NotImplementedError, match="packed texts have no attention with any of softcap"):
-        packing.attention(torch.nn.Module(), q, k, v, None, softcap=30.0, **options)
+        huggingface_inputs.attention(torch.nn.Module(), q, k, v, None, softcap=30.0, **options)
 
 
 def reference(
@@ -263,15 +263,15 @@ def test_each_version_of_pytorchs_attention_is_called_as_it_wants(monkeypatch, k
         assert set(options) <= set(known)
         return reference(*args, **options)
 
-    monkeypatch.setattr(packing, "varlen", SimpleNamespace(varlen_attn=called))
-    monkeypatch.setattr(packing, "ARGUMENTS", frozenset(known))
-    monkeypatch.setattr(packing, "HALF", (torch.float64,))
+    monkeypatch.setattr(huggingface_inputs, "varlen", SimpleNamespace(varlen_attn=called))
+    monkeypatch.setattr(huggingface_inputs, "ARGUMENTS", frozenset(known))
+    monkeypatch.setattr(huggingface_inputs, "HALF", (torch.float64,))
     limits = torch.tensor([0, 4, 5, 14], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, 14, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2))
     options = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": limits, "max_length_q": 9}
-    wanted, _ = packing.attention(torch.nn.Module(), q, k, v, None, **options)
-    found, _ = packing.attention(torch.nn.Module(), q, k, v, None, cu_seq_lens_k=limits, **options)
+    wanted, _ = huggingface_inputs.attention(torch.nn.Module(), q, k, v, None, **options)
+    found, _ = huggingface_inputs.attention(torch.nn.Module(), q, k, v, None, cu_seq_lens_k=limits, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 

@@ -12,7 +12,7 @@ from helpers import PATIENCE
 from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.evaluation import results
-from megabatch_train.towers import saved
+from megabatch_train.towers import models
 from megabatch_train.trainer import checkpoints as checkpoint
 from megabatch_train.trainer.checkpoints import CheckpointError, Checkpoints, contents
 from megabatch_train.trainer.run import MetricsFile
@@ -93,7 +93,7 @@ def test_the_model_is_worth_more_than_old_checkpoints(tmp_path, caplog, monkeypa
     monkeypatch.setattr(Checkpoints, "_free", lambda checkpoints: free())
     monkeypatch.setattr(Checkpoints, "_make_room", lambda checkpoints: None)  # for the next checkpoint
     runs.trainer(tmp_path, {"checkpoint": {"every": 2, "keep": 4}}).fit()
-    assert saved.step(tmp_path) == 7
+    assert models.read_step(tmp_path) == 7
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000006", "step_00000007"]
     assert caplog.text.count("the disk has no space for the model; the old checkpoint") == 2
 

@@ -7,7 +7,7 @@ import torch
 
 import runs
 from megabatch_train import towers
-from megabatch_train.towers import saved
+from megabatch_train.towers import models
 from megabatch_train.trainer.health import StoppedError
 from megabatch_train.trainer.storage import load_checkpoint, load_newest
 
@@ -15,7 +15,7 @@ from megabatch_train.trainer.storage import load_checkpoint, load_newest
 @pytest.fixture(autouse=True)
 def tiny_by_name(monkeypatch):
     load = towers.load
-    for module in (towers, saved):
+    for module in (towers, models):
         monkeypatch.setattr(
             module, "load", lambda spec, *more, **options: runs.tiny() if spec == "tiny" else load(spec, *more, **options)
         )
@@ -27,7 +27,7 @@ def test_a_checkpoint_has_the_model_that_the_run_saves(tmp_path, changes):
     made.fit()
     pair, step = load_checkpoint(tmp_path)
     assert step == 7
-    stored = saved._read(tmp_path / "model.safetensors")
+    stored = models._read(tmp_path / "model.safetensors")
     for side, tower in zip(("first", "second"), pair.towers, strict=True):
         assert not tower.module.training
         for name, value in tower.module.state_dict().items():

@@ -1,16 +1,18 @@
-"""The operators of late interaction, on one process and around the ring of ranks."""
+"""The operators of late interaction: logsumexps of the scores and their gradients, over the tiles of a backend, on one process
+and around the ring of ranks.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megabatch.kernels import plan as kernel_plan
-from megabatch.late import tiles
-from megabatch.late.maxsim import Kept
+from megabatch.late import maxsim
+from megabatch.late.maxsim import Kept, Weigh
 from megabatch.operators.autograd import define, derivative
 from megabatch.operators.gradients import choose_grad_scale, divide_gradient, fill_mean_weight, logit, statistic
 from megabatch.operators.logsumexp import KEPT, SEPARATE
@@ -18,9 +20,145 @@ from megabatch.ring.lap import Lap, Merge, Tensors, Work
 from megabatch.ring.passes import add
 from megabatch.ring.ranks import Ranks, agree, settle
 from megabatch.ring.routes import Route
+from megabatch.tiles.backends import EAGER
 from megabatch.tiles.block import HALF_DTYPE, accumulator_dtype, windows
-from megabatch.tiles.sums import LogSum
+from megabatch.tiles.eager import diagonal_of
+from megabatch.tiles.sums import LogSum, weighted_softmax
 from megabatch.tiles.tokens import LateBlock, TokenRows
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logsumexps and their gradients, over the tiles of a backend: `maxsim` or `kernels`.
+#
+# A tile here is a matrix of scores, one number for each query and document; the products of their vectors stay in the
+# backend.
+
+
+class LateBackend(Protocol):
+    """What `maxsim` has, which says what it means."""
+
+    def room_to_keep(self, block: LateBlock) -> Kept | None: ...  # noqa: D102
+
+    def score_tiles(self, block: LateBlock, kept: Kept | None = None) -> Iterator[tuple[slice, slice, Tensor]]: ...  # noqa: D102
+
+    def add_gradients(  # noqa: D102
+        self, block: LateBlock, weigh: Weigh, dquery: Tensor, ddocument: Tensor, kept: Kept | None = None
+    ) -> None: ...
+
+
+def backend_for(name: str, block: LateBlock) -> LateBackend:
+    """By its name; a block without similarities needs no kernels."""
+    if name == EAGER or block.is_empty:
+        return maxsim
+    from megabatch.late import kernels
+
+    return kernels
+
+
+def tile_statistics(block: LateBlock, backend: str, *, columns: bool, kept: Kept | None = None) -> tuple[LogSum, LogSum]:
+    """Row sums (N,) and column sums (M,) of exp(s); without `columns` these are empty, (0,). Fills `kept`."""
+    empty, found = _empty_documents(block), None
+    for rows, window, largest in () if block.is_empty else backend_for(backend, block).score_tiles(block, kept):
+        s = _similarities(block, empty, rows, window, largest)
+        parts = [LogSum.of_exponentials(s.clone() if columns else s, 1)]
+        if columns:
+            parts.append(LogSum.of_exponentials(s, 0))
+        if s.shape == (block.N, block.M):
+            return parts[0], parts[1] if columns else LogSum.empty(0, dtype=block.dtype, device=block.device)
+        found = found or _no_sums(block, columns=columns)
+        for sums, place, part in zip(found, (rows, window), parts, strict=False):
+            sums.part(place).add_(part)
+    return found or _no_sums(block, columns=columns)
+
+
+def _no_sums(block: LateBlock, *, columns: bool) -> tuple[LogSum, LogSum]:
+    row, col = (LogSum.empty(size, dtype=block.dtype, device=block.device) for size in (block.N, block.M if columns else 0))
+    return row, col
+
+
+def tile_gradients(
+    block: LateBlock,
+    backend: str,
+    row: LogSum,  # (N,) the whole sums, of which the block may be a part
+    col: LogSum | None,  # (M,)
+    drow: Tensor | None,  # (N,)
+    dcol: Tensor | None,  # (M,)
+    dquery: Tensor,  # (Tq, D) added to
+    ddocument: Tensor,  # (Td, D) added to
+    dscale: Tensor | None,  # () float64, added to
+    kept: Kept | None = None,
+) -> None:
+    """Adds the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩ to those of the vectors and of the scale.
+
+    The vectors' gradients lack the factor `block.scale`: the weights of a tile are rounded to half precision, and with the
+    scale they could leave its range.
+    """
+    if block.is_empty:
+        return
+    by_row = None if drow is None else row.softmax_factors(drow)
+    by_column = None if dcol is None or col is None else col.softmax_factors(dcol)
+    empty = _empty_documents(block)
+
+    def weigh(largest: Tensor, rows: slice, columns: slice) -> Tensor:
+        s = _similarities(block, empty, rows, columns, largest)
+        parts = []
+        if by_row is not None:
+            out = s if by_column is None else torch.empty_like(s)
+            parts.append(weighted_softmax(s, *(factor[rows, None].to(s.dtype) for factor in by_row), out=out))
+        if by_column is not None:
+            parts.append(weighted_softmax(s, *(factor[columns].to(s.dtype) for factor in by_column), out=s))
+        g = parts[0].add_(parts[1]) if len(parts) == 2 else parts[0] if parts else torch.zeros_like(s)
+        weights = g if block.weight is None else g.mul_(block.weight[rows, None])
+        if dscale is not None:
+            known = largest if empty is None else largest.masked_fill(empty[columns], 0.0)  # 0·∞ is not 0
+            dscale.add_((weights.double() * known).sum())
+        return weights
+
+    backend_for(backend, block).add_gradients(block, weigh, dquery, ddocument, kept)
+
+
+def pair_scores(block: LateBlock, kept: Kept | None = None) -> Tensor:  # (N, K)
+    """s of each query with its own K documents; −inf for documents without vectors. `kept` has those of one document each."""
+    empty = _empty_documents(block)
+    if kept is None:
+        parts = [pairs.sums() * block.factors(rows) for rows, pairs in maxsim.pair_tiles(block)]
+        scores = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else block.zeros(0, block.M)
+    else:
+        scores = kept.scores.diagonal()[:, None] * block.factors(slice(0, block.N))
+    return scores if empty is None else scores.masked_fill_(empty.view(scores.shape), -torch.inf)
+
+
+def pair_gradients(
+    block: LateBlock, dscores: Tensor, dquery: Tensor, ddocument: Tensor, dscale: Tensor | None
+) -> None:  # (N, K)
+    """Adds the gradients of ⟨dscores, pair_scores⟩ to those of the vectors and of the scale, as `tile_gradients`."""
+    empty = _empty_documents(block)
+    for rows, pairs in maxsim.pair_tiles(block):
+        (largest, winners), g = pairs.largest(), dscores[rows]
+        if empty is not None:
+            missing = empty.view(dscores.shape)[rows]
+            largest, g = largest.masked_fill(missing, 0.0), g.masked_fill(missing, 0.0)
+        weights = g if block.weight is None else g * block.weight[rows, None]
+        if dscale is not None:
+            dscale += (weights.double() * largest).sum()
+        pairs.add_gradients(weights, winners, dquery, ddocument)
+
+
+def _empty_documents(block: LateBlock) -> Tensor | None:  # (M,) bool
+    return None if block.document.valid is None else block.document.counts() == 0
+
+
+def _similarities(block: LateBlock, empty: Tensor | None, rows: slice, columns: slice, largest: Tensor) -> Tensor:  # (n, m)
+    """The similarities of a tile; −inf where a pair is left out."""
+    s = largest * block.factors(rows)
+    if empty is not None:
+        s.masked_fill_(empty[columns], -torch.inf)
+    if block.row_ids is not None and block.col_ids is not None:
+        s.masked_fill_(block.row_ids[rows, None] == block.col_ids[columns], -torch.inf)
+    if block.skip_diagonal:
+        shifted = slice(columns.start + block.first_column, columns.stop + block.first_column)
+        diagonal_of(s, rows, shifted).fill_(-torch.inf)
+    return s
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Late interaction over all ranks: queries stay, and the vectors of all ranks' documents visit them.
@@ -53,7 +191,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class RingLate:
-    """The passes of `late.tiles`, taken round the ring."""
+    """The passes over the tiles, taken round the ring."""
 
     ranks: Ranks  # their columns are vectors
     route: Route
@@ -67,7 +205,7 @@ class RingLate:
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             visited, _ = self._visit_block(block, blocks, here)
-            by_row, by_column = tiles.statistics(visited, self.backend, columns=columns)
+            by_row, by_column = tile_statistics(visited, self.backend, columns=columns)
             row.add_(by_row)
             return (
                 [_spread(part, visited.document, fill) for part, fill in zip(by_column, _EMPTY, strict=False)]
@@ -92,7 +230,7 @@ class RingLate:
         ddocument: Tensor,
         dscale: Tensor | None,
     ) -> None:
-        """As `late.gradients`; `ddocument` receives what all ranks add."""
+        """As `tile_gradients`; `ddocument` receives what all ranks add."""
         block = self._prepare(block)
         weights: list[Tensor] = []
         if col is not None and dcol is not None:
@@ -104,7 +242,7 @@ class RingLate:
             shift, total, dcol_here = (part[starts] for part in rest) if rest else (None, None, None)
             whole = None if shift is None or total is None else LogSum(shift, total)
             partial = ddocument if blocks == (self.ranks.rank,) else block.zeros(len(visited.document.values), block.query.D)
-            tiles.gradients(visited, self.backend, row, whole, drow, dcol_here, dquery, partial, dscale)
+            tile_gradients(visited, self.backend, row, whole, drow, dcol_here, dquery, partial, dscale)
             return [partial]
 
         self._lap([*self._columns(block), *weights], work, add)
@@ -241,7 +379,7 @@ class _LatePasses:
 
 def _passes_for(given: MaxsimInputs, block: LateBlock, operation: str, *, mean: bool = False, **terms: str) -> _LatePasses:
     if not given.group:
-        alone = partial(tiles.statistics, backend=given.backend), partial(tiles.gradients, backend=given.backend)
+        alone = partial(tile_statistics, backend=given.backend), partial(tile_gradients, backend=given.backend)
         return _LatePasses(*alone, 1 / max(block.N, 1))
     ranks = Ranks.at(given.group, operation, block.device)
     ranks = agree(ranks, {**given.terms(), "the route": ranks.route, **terms}, block.N, len(block.document.values))
@@ -272,7 +410,7 @@ def _shapes(given: MaxsimInputs) -> tuple[Tensor, ...]:
 
 
 def _room_to_keep(given: MaxsimInputs, block: LateBlock) -> Kept | None:
-    return tiles.backend_for(given.backend, block).room_to_keep(block) if given.keep and not given.group else None
+    return backend_for(given.backend, block).room_to_keep(block) if given.keep and not given.group else None
 
 
 def _keep_nothing(given: MaxsimInputs) -> Kept:
@@ -291,7 +429,7 @@ def maxsim_logsumexp(given: MaxsimInputs) -> tuple[Tensor, ...]:
     passes = _passes_for(given, block, "late interaction", mean=apart)
     kept = _room_to_keep(given, block)
     row, col = passes.statistics(block, columns=given.columns, **({} if kept is None else {"kept": kept}))
-    match = tiles.pair_scores(block, kept)[:, 0].to(torch.float64, copy=True) if apart and block.N else logit(given.query, 0)
+    match = pair_scores(block, kept)[:, 0].to(torch.float64, copy=True) if apart and block.N else logit(given.query, 0)
     of_columns = (col.value(), col.pack()) if given.columns else (logit(given.query, 0), block.zeros(2, 0))
     mean_weight = fill_mean_weight(given.query, passes.mean_weight)
     return row.value(), of_columns[0], match, mean_weight, row.pack(), of_columns[1], *(kept or _keep_nothing(given))
@@ -347,7 +485,7 @@ def maxsim_logsumexp_backward(
         )
         if dmatch is not None and block.N:
             pairs, own = block.pairs(items)
-            tiles.pair_gradients(pairs, divide_gradient(dmatch[items, None], grad_scale), dquery[own], sums, dscale)
+            pair_gradients(pairs, divide_gradient(dmatch[items, None], grad_scale), dquery[own], sums, dscale)
         ddocument[place] = sums.mul_(factor)
     return dquery.mul_(factor).to(given.query.dtype), ddocument, _of_scale(dscale, grad_scale, given)
 
@@ -374,7 +512,7 @@ def maxsim_pairs(given: MaxsimInputs) -> tuple[Tensor, Tensor]:
         ranks = agree(ranks, given.terms(), block.N, 0)
         _check_rows(ranks)
         mean_weight = ranks.size / sum(ranks.rows)
-    return tiles.pair_scores(block), fill_mean_weight(given.query, mean_weight)
+    return pair_scores(block), fill_mean_weight(given.query, mean_weight)
 
 
 @define(MaxsimInputs, "Tensor dscores, bool[] needs", results=3, fake=_gradient_shapes)
@@ -384,7 +522,7 @@ def maxsim_pairs_backward(given: MaxsimInputs, dscores: Tensor, needs: list[bool
     grad_scale = choose_grad_scale(block, dscores)
     dquery, ddocument = (block.zeros(*side.shape) for side in (given.query, given.document))
     dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
-    tiles.pair_gradients(block, dscores / grad_scale, dquery, ddocument, dscale)
+    pair_gradients(block, dscores / grad_scale, dquery, ddocument, dscale)
     factor = block.scale * grad_scale
     sums = (total.mul_(factor).to(side.dtype) for total, side in ((dquery, given.query), (ddocument, given.document)))
     return *sums, _of_scale(dscale, grad_scale, given)

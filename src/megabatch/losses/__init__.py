@@ -1,9 +1,9 @@
 """Contrastive losses: a few lines each over the pairwise operations."""
 
-from megabatch.late.loss import late_distillation_loss, late_interaction_loss
 from megabatch.losses.clip import clip_loss
 from megabatch.losses.distillation import soft_clip_loss
 from megabatch.losses.info_nce import dcl_loss, hcl_loss, info_nce_loss
+from megabatch.losses.late_interaction import late_distillation_loss, late_interaction_loss
 from megabatch.losses.matryoshka import matryoshka_clip_loss
 from megabatch.losses.modules import ClipLoss, DistillClipLoss, SigLipLoss
 from megabatch.losses.negatives import Negatives

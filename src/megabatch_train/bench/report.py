@@ -1,19 +1,96 @@
-"""The record of `megabatch bench` as tables, sentences and figures."""
+"""The parts of `megabatch bench`: each is run, and its record becomes tables, sentences and figures."""
 
+import math
+import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from megabatch import extras
+from megabatch.cached.memory import available_memory
 from megabatch_train import machine
-from megabatch_train.bench.levels import ABOUT as LEVELS
-from megabatch_train.bench.levels import BLOCKS, LOCAL, TILES, VANILLA
-from megabatch_train.bench.losses import ABOUT, MEGABATCH, NAMES
-from megabatch_train.bench.measure import FAILED, LATE, MEMORY, MISSING, OK, WRONG
-from megabatch_train.bench.record import Row
+from megabatch_train.bench import losses, steps
+from megabatch_train.bench.losses import ABOUT, ABOUT_LEVELS, BLOCKS, LOCAL, MEGABATCH, NAMES, TILES, VANILLA, pairs, truth_of
+from megabatch_train.bench.measure import FAILED, LATE, MEMORY, MISSING, OK, WRONG, Row
 from megabatch_train.bench.steps import CACHED, PLAIN
 from megabatch_train.display import plots
 from megabatch_train.display import tables as display
 from megabatch_train.display.tables import TextTable, cell, ratio
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The three parts of `megabatch bench`. Each returns its entries of the record.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a run: smaller on a CPU, much smaller with `--quick`."""
+
+    batches: list[int]
+    width: int
+    seconds: float  # of timing for one loss at one batch
+    limit: float  # seconds for all losses, and for all steps; measurements beyond it are skipped
+    level_batch: int  # large enough that a rank's block is larger than a tile
+    ranks: int
+    model: str
+    step_batches: list[int]
+    chunk: int
+
+
+SIZES = {  # (device, quick)
+    ("cpu", True): Sizes([64, 256, 1024, 4096], 256, 0.3, 18.0, 4096, 2, "tiny", [32, 64, 128], 16),
+    ("cpu", False): Sizes([64, 256, 1024, 4096, 16384], 512, 3.0, math.inf, 8192, 4, "tiny", [128, 512, 2048], 16),
+    ("cuda", True): Sizes([64, 256, 1024, 4096, 16384, 65536], 512, 0.3, 60.0, 4096, 2, "ViT-B/32", [1024, 2048, 4096], 256),
+    ("cuda", False): Sizes(
+        [64, 256, 1024, 4096, 16384, 65536, 262144], 512, 1.5, 600.0, 8192, 4, "ViT-B/32", [4096, 16384, 65536], 1024
+    ),
+}
+MEMORY_SHARE = 0.8  # of the available memory; a dense loss that needs more is not tried
+REPEATS = 2  # timed steps over ranks
+
+Say = Callable[[str, float], None]  # (present task, fraction of the part that is done)
+
+
+def run_losses(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
+    """Memory and time of each loss against the batch, and of the bare products."""
+    memory = available_memory() if device == "cpu" else None
+    limit = None if memory is None else int(MEMORY_SHARE * memory)
+    found: dict[str, Any] = {"losses": [], "products": []}
+    everything = sum(batch**2 for batch in sizes.batches) * (1 + len(NAMES))
+    done = 0
+    until = time.perf_counter() + sizes.limit
+    for result in losses.measure(sizes.batches, sizes.width, device, sizes.seconds, limit, until):
+        found["losses" if isinstance(result, losses.LossResult) else "products"].append(asdict(result))
+        done += result.batch**2
+        say(f"{result.batch:,} pairs", done / everything)
+    return found
+
+
+def run_levels(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
+    """The loss over ranks at each level of tiling; always on the CPU."""
+    batch, width, world = sizes.level_batch, sizes.width, sizes.ranks
+    say(f"{batch:,} pairs on {world} ranks", 0.1)
+    right = truth_of(*pairs(batch, width))
+    systems = {
+        name: system for name, system in losses.LEVELS.items() if name in (TILES, BLOCKS) or extras.is_installed("open_clip")
+    }
+    found = losses.measure_levels(systems, world, batch, width, REPEATS, right)
+    about = {"batch": batch, "world": world, "width": width}
+    return {"levels": [asdict(result) for result in reversed(found)], "levels_of": about}
+
+
+def run_steps(sizes: Sizes, device: str, say: Say) -> dict[str, Any]:
+    """Memory and speed of a training step against the batch."""
+    names = list(steps.SYSTEMS)
+    rows = []
+    say("comparing gradients", 0.0)
+    until = time.perf_counter() + sizes.limit
+    for result in steps.measure(sizes.model, sizes.step_batches, sizes.chunk, device, names, until):
+        rows.append(asdict(result))
+        say(f"{result.batch:,} pairs, {result.system}", len(rows) / (len(names) * len(sizes.step_batches)))
+    precision = "bf16 autocast" if device == "cuda" else "float32"
+    return {"steps": rows, "steps_of": {"model": sizes.model, "chunk": sizes.chunk, "precision": precision}}
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The record of `megabatch bench` as tables and as a few sentences, for the terminal and for the page.
@@ -157,7 +234,7 @@ def _levels(record: dict[str, Any]) -> TextTable:
     about = record["levels_of"]
     title = f"Levels of tiling: {about['batch']:,} pairs on {about['world']} ranks, float32, D = {about['width']}"
     headings = ["system", "peak MiB of a rank", "seconds", "loss error", "grad. error"]
-    which = "; ".join(f"{name}: {LEVELS[name]}" for name in (r["system"] for r in record["levels"]))
+    which = "; ".join(f"{name}: {ABOUT_LEVELS[name]}" for name in (r["system"] for r in record["levels"]))
     notes = f"{which}. The ranks are processes that share this CPU's cores: compare memory, not time."
     failed = dict.fromkeys(r["status"].splitlines()[-1] for r in record["levels"] if r["status"].startswith(FAILED))
     notes += "".join(f" Failed, because: {reason}" for reason in failed)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from megabatch_train.commands import whole
 
 if TYPE_CHECKING:
-    from megabatch_train.bench.parts import Sizes
-    from megabatch_train.bench.record import Record
+    from megabatch_train.bench.measure import Record
+    from megabatch_train.bench.report import Sizes
 
 LINE_SECONDS = 5.0  # between progress lines if the output is not a terminal
 PARTS = ("losses", "levels", "steps")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     import torch
 
-    from megabatch_train.bench.parts import SIZES
+    from megabatch_train.bench.report import SIZES
 
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
     sizes = SIZES[device, args.quick]
@@ -74,13 +74,17 @@ def _measure(args: argparse.Namespace, sizes: "Sizes", device: str) -> "Record":
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from megabatch_train import machine
-    from megabatch_train.bench import parts
-    from megabatch_train.bench.record import Record
+    from megabatch_train.bench import report
+    from megabatch_train.bench.measure import Record
 
     record = Record(args.output / "bench.json", _quote_command(args))
     record.contents |= {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32", "width": sizes.width}
     record.contents |= {"losses": [], "products": [], "levels": [], "steps": []}
-    work: dict[str, Callable[..., dict[str, Any]]] = {"losses": parts.losses, "levels": parts.levels, "steps": parts.steps}
+    work: dict[str, Callable[..., dict[str, Any]]] = {
+        "losses": report.run_losses,
+        "levels": report.run_levels,
+        "steps": report.run_steps,
+    }
     others = machine.Others()
     shown = (TextColumn("{task.description}"), BarColumn(bar_width=None), TimeElapsedColumn())
     begun = last_line = time.perf_counter()

@@ -139,8 +139,8 @@ def choose(args: argparse.Namespace, device: torch.device, *, images_alone: bool
         training: whether the data of a run, if none is named, is its training data instead of its validation data.
     """
     from megabatch_train.data import load as data
-    from megabatch_train.data.files import ImageFolder, is_plain
-    from megabatch_train.towers.load import image_size
+    from megabatch_train.data.rows import ImageFolder, is_plain
+    from megabatch_train.towers.models import image_size
 
     folder = run_of(args.model)
     spec, split, options, why = _data(args, folder, training=training)
@@ -215,7 +215,7 @@ def run_of(spec: str) -> Path | None:
 
 
 def _run_of(path: Path) -> Path | None:
-    from megabatch_train.towers.saved import WEIGHTS
+    from megabatch_train.towers.models import WEIGHTS
 
     if not os.path.isdir(path):  # a Path refuses long names
         return None
@@ -229,7 +229,7 @@ def load_run(place: Path, device: torch.device, *, trust: bool = False) -> tuple
 
     With `trust`, code of the model's files may run.
     """
-    from megabatch_train.towers import saved
+    from megabatch_train.towers import models
     from megabatch_train.towers.tower import allow_remote_code
     from megabatch_train.trainer.checkpoints import CheckpointError
     from megabatch_train.trainer.storage import load_newest
@@ -240,21 +240,21 @@ def load_run(place: Path, device: torch.device, *, trust: bool = False) -> tuple
     except CheckpointError as error:
         raise ValueError(f"MODEL must be a checkpoint that is whole: {error}") from error
     LOG.info("weights: %s", _describe_weights(place, step))
-    return pair, saved.step(place) if step is None else step
+    return pair, models.read_step(place) if step is None else step
 
 
 def _describe_weights(place: Path, checkpoint: int | None) -> str:
     """Which weights of a run are used: the last ones, the best ones, or those of a checkpoint, by its step."""
     from megabatch_train.display import tables
     from megabatch_train.evaluation import results
-    from megabatch_train.towers import saved
+    from megabatch_train.towers import models
 
     folder = _run_of(place) or place
     best = results.read_run(folder).best
     evaluated = f"after step {best['step']:,} ({tables.tell(best['metric'], best['value'])})" if best else ""
     if place.name == results.BEST and folder != place:
         return f"the best ones of {folder}" + (f", {evaluated}" if best else "")
-    step = saved.step(place) if checkpoint is None else checkpoint
+    step = models.read_step(place) if checkpoint is None else checkpoint
     told = f"{'the last ones' if checkpoint is None else 'from a checkpoint'} of {folder}"
     told += "" if step is None else f", after step {step:,}"
     return told + (f"; {folder / results.BEST} has the best ones, {evaluated}" if best and best["step"] != step else "")

@@ -94,7 +94,7 @@ class Data:
     def side(self, kind: str) -> int:
         """The side to search for queries of this kind; of two texts the second, because a query is like the first."""
         from megabatch_train.data.dataset import IMAGE, TEXT
-        from megabatch_train.data.files import ImageFolder
+        from megabatch_train.data.rows import ImageFolder
 
         sides = self.dataset.sides[:1] if isinstance(self.dataset, ImageFolder) else self.dataset.sides
         among = self.args.among
@@ -256,7 +256,7 @@ def _query(text: str) -> Shown:
     """An image if the file exists, else a text; an empty text or a missing file with an image's extension raises an error."""
     from megabatch_train.data import images
     from megabatch_train.data.dataset import UnreadableSampleError
-    from megabatch_train.data.files import ENDINGS
+    from megabatch_train.data.rows import ENDINGS
 
     if not text.strip():
         raise ValueError(f"QUERY must be a text or the path of an image, got {text!r}, which is empty")

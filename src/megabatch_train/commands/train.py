@@ -337,7 +337,7 @@ def _trainer(config: TrainConfig, folder: Path, world: World, observers: Sequenc
     from megabatch.cached import randomness
     from megabatch_train import towers
     from megabatch_train.data import load as data
-    from megabatch_train.towers.load import image_size
+    from megabatch_train.towers.models import image_size
     from megabatch_train.trainer.loop import Trainer
 
     randomness.seed_host(config.seed)
@@ -451,10 +451,10 @@ def _observers(args: argparse.Namespace) -> list[Observer]:
 
 
 def _finish(folder: Path, args: argparse.Namespace) -> None:
-    from megabatch_train.towers import saved
+    from megabatch_train.towers import models
 
     _write_report(folder, args)
-    LOG.info("model: %s", folder / saved.WEIGHTS)
+    LOG.info("model: %s", folder / models.WEIGHTS)
 
 
 def _write_report(folder: Path, args: argparse.Namespace) -> None:

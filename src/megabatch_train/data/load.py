@@ -20,10 +20,9 @@ from megabatch.cached.sources import Source
 from megabatch_train import names
 from megabatch_train.data import demo
 from megabatch_train.data.dataset import IMAGE, Dataset, Part, Preparation, components, find_components, number_values, text_id
-from megabatch_train.data.files import Folders, class_folders
 from megabatch_train.data.order import Mixture
 from megabatch_train.data.paths import Url, has_magic, is_url, place
-from megabatch_train.data.rows import has_captions
+from megabatch_train.data.rows import Folders, class_folders, has_captions
 from megabatch_train.data.shards import Shards
 from megabatch_train.data.tables import PREFIX, HubDataset, Table, is_saved
 

@@ -26,8 +26,7 @@ from megabatch_train.evaluation.results import BEST, CONFIG, METRICS, SavedRun, 
 from megabatch_train.evaluation.sheet import Found, Shown
 from megabatch_train.names import sanitize
 from megabatch_train.towers import Pair
-from megabatch_train.towers.load import image_size
-from megabatch_train.towers.saved import WEIGHTS, load_saved
+from megabatch_train.towers.models import WEIGHTS, image_size, load_saved
 
 LOG = logging.getLogger("megabatch")
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from megabatch import extras, file_io
 from megabatch_train import towers
 from megabatch_train.data.dataset import IMAGE
-from megabatch_train.towers import Pair, Tower, huggingface, lora, open_clip, saved
+from megabatch_train.towers import Pair, Tower, huggingface, lora, models, open_clip
 from megabatch_train.towers.huggingface import TextEncoder
 from megabatch_train.towers.huggingface_inputs import HashedWords, ImageInputs, TokenInputs
-from megabatch_train.towers.load import TEXT_OPTIONS
+from megabatch_train.towers.models import TEXT_OPTIONS
 from megabatch_train.towers.sentence_transformer import write_tensors
 
 LOG = logging.getLogger("megabatch")
@@ -45,7 +45,7 @@ def export_onnx(pair: Pair, folder: Path) -> None:
         )
     for tower in {tower.kind: tower for tower in pair.towers}.values():
         _write(tower, folder / f"{tower.kind}.onnx")
-    saved.keep(pair, folder)
+    models.keep(pair, folder)
 
 
 def sample_inputs(tower: Tower) -> dict[str, Tensor]:
@@ -239,7 +239,7 @@ def write_code(pair: Pair, place: Sequence[str]) -> str:
 def _choose(pair: Pair, tower: Tower) -> tuple[_Code, dict[str, Any]]:
     """The preprocessing of a side, and the values of its fields."""
     made, module = getattr(tower.collate, "__self__", None), tower.module
-    side = saved.folder_of(pair, 0 if tower.kind == IMAGE else 1)
+    side = models.folder_of(pair, 0 if tower.kind == IMAGE else 1)
     fields: dict[str, Any] = {"place": f' + "/{side}"' if side else "", "prompt": repr(pair.options.get("document_prompt", ""))}
     if pair.name.startswith("open_clip:"):
         model: Any = module.get_submodule("model")
@@ -448,7 +448,7 @@ def _transformers(pair: Pair, folder: Path) -> None:
         tower.keep(place)
         model = module.get_submodule("model")
         weights = model.state_dict() if pair.lora is None else lora.merge_adapters(model, model.state_dict())
-        write_tensors(place / saved.WEIGHTS, weights)
+        write_tensors(place / models.WEIGHTS, weights)
     write_tensors(folder / "image" / "projection.safetensors", {"weight": pair.first.module.get_parameter("head.weight")})
     huggingface.describe(pair, folder / "text", pair.second.module.state_dict())
 

@@ -3,8 +3,7 @@
 Optional packages are imported when asked for.
 """
 
-from megabatch_train.towers.load import load
-from megabatch_train.towers.saved import load_saved, save
+from megabatch_train.towers.models import load, load_saved, save
 from megabatch_train.towers.tower import Pair, Tower
 
 __all__ = ["Pair", "Tower", "load", "load_saved", "save"]

@@ -25,8 +25,18 @@ from torch import Tensor, nn
 from megabatch import extras
 from megabatch.cached.memory import parameters_in
 from megabatch.cached.sources import from_mask
-from megabatch_train.towers import packing, sentence_transformer
-from megabatch_train.towers.huggingface_inputs import HashedWords, ImageInputs, TokenInputs, images_of, longest, texts_of
+from megabatch_train.towers import sentence_transformer
+from megabatch_train.towers.huggingface_inputs import (
+    HashedWords,
+    ImageInputs,
+    Packed,
+    TokenInputs,
+    disable_packing,
+    enable_packing,
+    images_of,
+    longest,
+    texts_of,
+)
 from megabatch_train.towers.lora import ADAPTER_WEIGHTS, LoraConfig, check_targets, inject, quantisation
 from megabatch_train.towers.sentence_transformer import (
     LAST,
@@ -57,7 +67,7 @@ class TextEncoder(nn.Module):
         pooling: one of `POOLINGS`. The default is "mean", or "last" if the model is causal, because only the last token then
             depends on the whole text.
         include_prompt: whether the tokens of a prompt are pooled too.
-        packed: whether texts are encoded without padding (`packing`).
+        packed: whether texts are encoded without padding (`Packed`).
     """
 
     def __init__(self, model: Any, width: int | None = None, layers: Sequence[LayerConfig] = ()) -> None:
@@ -83,7 +93,7 @@ class TextEncoder(nn.Module):
             pooled_mask: 1 for tokens that are pooled, if some are excluded. Texts must then not be packed.
         """
         if self.packed:
-            packed = packing.Packed.of(input_ids, attention_mask)
+            packed = Packed.of(input_ids, attention_mask)
             states = packed.states(self.model)  # (tokens, H)
             if self.pooling == LAST:
                 pooled = widen(packed.last(states))
@@ -110,7 +120,7 @@ class TextEncoder(nn.Module):
 
         A text must also have the same embedding beside other texts: convolutions and recurrent layers see their tokens.
         """
-        if not ("position_ids" in self._takes and packing.prepare(self.model)):
+        if not ("position_ids" in self._takes and enable_packing(self.model)):
             return False
         device = next(self.parameters()).device
         mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]], device=device)
@@ -130,13 +140,13 @@ class TextEncoder(nn.Module):
         finally:
             self.train(training)
         if not self.packed:
-            packing.undo(self.model)
+            disable_packing(self.model)
         return self.packed
 
     def pad(self) -> None:
         """Encodes texts with padding from now on."""
         self.packed = False
-        packing.undo(self.model)
+        disable_packing(self.model)
 
 
 def is_causal(model: nn.Module) -> bool:

@@ -163,7 +163,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
 #
 # Both towers are one module, called with an image or with a text, because in open_clip's CLIP they are one: its text side
 # has no module of its own. The state of `module.model` is what open_clip loads back. The model's own scale is where the
-# loss begins; it is frozen here, as the loss has one of its own; `saved.save` writes that into the model.
+# loss begins; it is frozen here, as the loss has one of its own; `models.save` writes that into the model.
 
 
 CONFIG = "open_clip_config.json"

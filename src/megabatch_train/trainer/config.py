@@ -17,8 +17,8 @@ import torch
 from megabatch.world import World
 from megabatch_train import names, settings
 from megabatch_train.data import load as data
-from megabatch_train.towers.load import anchor as anchor_model
 from megabatch_train.towers.lora import LoraConfig
+from megabatch_train.towers.models import anchor as anchor_model
 from megabatch_train.trainer.checkpoints import CheckpointConfig
 from megabatch_train.trainer.chunk_size import MemoryConfig
 from megabatch_train.trainer.loss import LossConfig

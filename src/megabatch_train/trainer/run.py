@@ -19,7 +19,7 @@ from megabatch.world import World
 from megabatch_train import machine, settings
 from megabatch_train.evaluation import results
 from megabatch_train.names import redact
-from megabatch_train.towers.saved import WEIGHTS
+from megabatch_train.towers.models import WEIGHTS
 from megabatch_train.towers.tower import SIDES, Pair
 from megabatch_train.trainer.config import TrainConfig
 

@@ -21,9 +21,9 @@ from megabatch_train import settings, towers
 from megabatch_train.data.dataset import Dataset
 from megabatch_train.evaluation.evaluate import HEADLINES, RECALLS
 from megabatch_train.names import redact
-from megabatch_train.towers import saved
-from megabatch_train.towers.load import text_options
+from megabatch_train.towers import models
 from megabatch_train.towers.lora import store_frozen
+from megabatch_train.towers.models import text_options
 from megabatch_train.towers.open_clip import split_name
 from megabatch_train.towers.tower import SIDES, Pair, set_checkpointing
 from megabatch_train.trainer import optim
@@ -101,8 +101,8 @@ def load_newest(folder: Path, device: torch.device | str = "cpu") -> tuple[Pair,
     Returns:
         The towers in evaluation mode, and the step of the checkpoint; None for the weights of `model.safetensors`.
     """
-    if (folder / saved.WEIGHTS).is_file():
-        step, checkpoints = saved.step(folder), Checkpoints(folder / CHECKPOINTS, 1, World(torch.device("cpu")))
+    if (folder / models.WEIGHTS).is_file():
+        step, checkpoints = models.read_step(folder), Checkpoints(folder / CHECKPOINTS, 1, World(torch.device("cpu")))
         if step is None or (checkpoints.last_step() or 0) <= step:
             return towers.load_saved(folder, device), None
         found = checkpoints.newest()  # intact
@@ -233,8 +233,8 @@ class Storage:
 
     def _set_weights_aside(self) -> None:
         """Renames weights of a later step, as checkpoints are: they would count as newer than the next checkpoints."""
-        place = self._run.folder / saved.WEIGHTS
-        if self._world.rank == 0 and (saved.step(self._run.folder) or 0) > self._run.step:
+        place = self._run.folder / models.WEIGHTS
+        if self._world.rank == 0 and (models.read_step(self._run.folder) or 0) > self._run.step:
             aside = place.replace(place.with_name(f"abandoned_{place.name}"))
             LOG.warning("the run continues from step %d; %s is now called %s", self._run.step, place, aside.name)
 
@@ -351,7 +351,7 @@ class Storage:
         if problem is not None:
             raise CheckpointError(f"the model could not be written in {folder}: {problem}")
         self.weights_saved = self.weights_saved or not within
-        self._observers.on_save(folder / saved.WEIGHTS)
+        self._observers.on_save(folder / models.WEIGHTS)
 
     def _write_weights(self, folder: Path) -> str | None:
         """Writes the weights; returns why they could not be written, on all ranks."""
@@ -410,7 +410,7 @@ class Storage:
     def describe_saved(self) -> str:
         """The state of the disk, for a message after a failure."""
         newest = self._checkpoints.last_step()
-        weights = f"the weights after step {self._run.step} are in {self._run.folder / saved.WEIGHTS}, and "
+        weights = f"the weights after step {self._run.step} are in {self._run.folder / models.WEIGHTS}, and "
         resumable = f"--resume {self._run.folder} continues after step {newest}"
         told = resumable if newest is not None else "there is no checkpoint to resume from"
         return (weights if self.weights_saved else "") + told

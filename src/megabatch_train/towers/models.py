@@ -1,24 +1,13 @@
-"""Saves a trained model to a folder, and loads it: the weights, and the description that rebuilds its towers.
-
-`model.safetensors` has both: the tensors, and in its header the name of the towers, scale and bias, in one atomic file.
-An open_clip model is saved under open_clip's own names, with its config beside it:
-`open_clip.create_model("local-dir:FOLDER")` loads it. A text encoder of transformers is saved under its own names, with config
-and tokenizer beside it: `AutoModel.from_pretrained(FOLDER)` and `SentenceTransformer(FOLDER)` load it. Layers after its pooling
-are in the file too, under names that transformers ignores. Two encoders of transformers have their configs and tokenizers in
-the folders `first` and `second`, and their weights in one file, so that they are never of different steps; `megabatch export`
-writes a model of each.
-
-Adapters are in the folders `first` and `second` too, as PEFT reads them, beside config and tokenizer: with these in the folder
-of the run, transformers would load a model without adapters. With LoRA on "hf:NAME" the file holds trained tensors only, and
-the rest is loaded by that name.
-"""
+"""Models: towers by name ("small", "open_clip:…", "hf:…"), and trained ones, which are saved to a folder and loaded from it."""
 
 import dataclasses
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +17,160 @@ from torch import Tensor, nn
 from megabatch import extras, file_io
 from megabatch.world import World, default_group
 from megabatch_train import settings
-from megabatch_train.towers import huggingface, lora, open_clip
-from megabatch_train.towers.load import adapt_texts, load
+from megabatch_train.data.dataset import IMAGE, TEXT
+from megabatch_train.names import MODELS, nearest
+from megabatch_train.towers import huggingface, huggingface_inputs, lora, open_clip, small
+from megabatch_train.towers.lora import LoraConfig
 from megabatch_train.towers.sentence_transformer import LayerConfig, write_tensors
 from megabatch_train.towers.tower import SIDES, Pair
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Towers by name, and with the prompts and options of their texts.
+
+LOG = logging.getLogger("megabatch")
+PROMPTS = ("query_prompt", "document_prompt")  # of the first and the second side
+TEXT_OPTIONS = (*PROMPTS, *huggingface.OPTIONS)
+
+
+def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig | None = None, **options: Any) -> Pair:
+    """Loads towers by name, for data with sides of these kinds.
+
+    Args:
+        spec: see `megabatch_train.names.MODELS`.
+        kinds: a dataset's `sides`.
+        lora: adapters for "hf:" and "hf-config:", which are then trained in place of the weights; a rank of 0 is none.
+        options: fields of `small.SmallConfig`, for "small"; `query_prompt` and `document_prompt`, which texts of the first and
+            second side begin with, for all models; options of `huggingface.adapt`, for "hf:". They replace those that a model
+            of sentence-transformers has in its files. `config` is the contents of the file of "open_clip:FILE.json", if it
+            need not be read.
+    """
+    family, _, name = spec.partition(":")
+    texts = {key: options.pop(key) for key in TEXT_OPTIONS if key in options}
+    lora = lora if lora is not None and lora.rank else None
+    if lora is not None and family not in ("hf", "hf-config"):
+        raise ValueError(f'lora.rank must be 0 for models other than "hf:" and "hf-config:", got {lora.rank} for {spec!r}')
+    config = options.pop("config", None) if family == "open_clip" else None
+    if options and spec != "small":
+        raise ValueError(f'model_options must be left out for models other than "small", got {", ".join(options)} for {spec!r}')
+    if spec == "small":
+        config = small.build_config(options)
+        text = small.text_tower(config)
+        first = small.image_tower(config) if kinds[0] == IMAGE else text
+        pair = Pair(first, text, small.INITIAL_SCALE, name=spec, options=options)
+    elif family == "open_clip" and name:
+        pair = open_clip.load(name, config)
+    elif family == "hf" and name:
+        pair = huggingface.load(name, lora)
+    elif family == "hf-config" and name:
+        pair = huggingface.load_config(name, lora)
+    else:
+        raise ValueError(f"No such model: {spec}{nearest(spec, ['small'])}. Possible are: {'; '.join(MODELS)}")
+    if (pair.first.kind, pair.second.kind) != tuple(kinds):
+        raise ValueError(
+            f"model must have towers for {kinds[0]} and {kinds[1]}, got {spec!r}, which is for {pair.first.kind} and "
+            f"{pair.second.kind}; possible are: {'; '.join(MODELS)}"
+        )
+    if family == "hf":
+        _log_choice(pair, texts)
+    return adapt_texts(pair, {**pair.options, **texts})
+
+
+def _log_choice(pair: Pair, given: Mapping[str, Any]) -> None:
+    """Logs how texts are encoded: as the files of the model describe, or by default."""
+    encoder, name = pair.second.module, pair.name.partition(":")[2].rpartition("+")[2]
+    assert isinstance(encoder, huggingface.TextEncoder)
+    if "pooling" in pair.options:
+        found = {key: value for key, value in {**pair.options, **given}.items() if value != ""}
+        widths = [
+            f"a Dense layer of {layer.out_features}" for layer in huggingface.layer_configs(encoder) if layer.out_features
+        ]
+        told = ", ".join([*(f"{key} = {value!r}" for key, value in found.items()), *widths])
+        LOG.info("%s is a model of sentence-transformers: %s", name, told)
+    elif "pooling" not in given:
+        LOG.info(
+            '%s has no modules.json of sentence-transformers, so texts are encoded with pooling = "%s" and max_length = %d; '
+            "model_options.pooling and model_options.max_length choose others",
+            *(name, encoder.pooling, given.get("max_length", huggingface_inputs.longest(encoder.model.config))),
+        )
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """Preprocessing of texts that begin with a prompt."""
+
+    prompt: str
+    inner: Callable[[Any, torch.Generator | None], Any]
+
+    def __call__(self, text: str, generator: torch.Generator | None) -> Any:
+        """One text."""
+        return self.inner(self.prompt + text, generator)
+
+
+def adapt_texts(pair: Pair, options: Mapping[str, Any]) -> Pair:
+    """The pair with prompts, longest text, pooling and packing, if `TEXT_OPTIONS` are among the options."""
+    found = {key: options[key] for key in TEXT_OPTIONS if key in options}
+    if of_encoder := {key: found[key] for key in huggingface.OPTIONS if key in found}:
+        huggingface.adapt(pair, of_encoder)
+    towers = []
+    for tower, key in zip(pair.towers, PROMPTS, strict=True):
+        prompt = found.get(key, "")
+        if not isinstance(prompt, str):
+            raise ValueError(f"model_options.{key} must be a text, got {prompt!r}")
+        if tower.kind == TEXT:
+            tower = huggingface.exclude_prompt(tower, prompt)
+            tower = replace(tower, prepare=Prompted(prompt, tower.prepare)) if prompt else tower
+        towers.append(tower)
+    return replace(pair, first=towers[0], second=towers[1], options={**pair.options, **found}) if found else pair
+
+
+def text_options(pair: Pair) -> dict[str, Any]:
+    """The `TEXT_OPTIONS` of a pair, whether they were given or were in the files that it was loaded from."""
+    return {key: value for key, value in pair.options.items() if key in TEXT_OPTIONS}
+
+
+def anchor(spec: str, directory: Path) -> str:
+    """The model with the relative paths that exist in a directory made absolute.
+
+    Args:
+        spec: see `megabatch_train.names.MODELS`, or the folder of a run.
+        directory: that relative paths are relative to.
+    """
+    if spec == "small":
+        return spec
+
+    def absolute(path: str) -> str:
+        return str(directory / path) if path and (directory / path).exists() else path
+
+    family, colon, name = spec.partition(":")
+    if family in ("hf", "hf-config") and colon:
+        return f"{family}:{'+'.join(absolute(part) for part in name.split('+'))}"
+    if family == "open_clip" and colon:
+        architecture, weights = open_clip.split_name(name)
+        return f"{family}:{absolute(architecture)}" + (f"@{absolute(weights)}" if weights else "")
+    return absolute(spec)
+
+
+def image_size(spec: str, options: Mapping[str, Any]) -> int | None:
+    """Pixels of a side of the model's images, for emoji, which are drawn in this size; None for any size."""
+    sizes = {key: value for key, value in options.items() if key not in TEXT_OPTIONS}
+    return small.build_config(sizes).image_size if spec == "small" else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A trained model is saved to a folder and loaded from it: the weights, and the description that rebuilds its towers.
+#
+# `model.safetensors` has both: the tensors, and in its header the name of the towers, scale and bias, in one atomic file.
+# An open_clip model is saved under open_clip's own names, with its config in the same folder:
+# `open_clip.create_model("local-dir:FOLDER")` loads it. A text encoder of transformers is saved under its own names, with its
+# config and tokenizer in the same folder: `AutoModel.from_pretrained(FOLDER)` and `SentenceTransformer(FOLDER)` load it. The
+# file also contains the layers after its pooling, under names that transformers ignores. Two encoders of transformers have
+# their configs and tokenizers in the folders `first` and `second`, and their weights in one file, so that both are always of
+# the same step; `megabatch export` writes a model of each.
+#
+# The folders `first` and `second` also contain LoRA adapters, as PEFT reads them, next to config and tokenizer: with adapters
+# in the folder of the run, transformers would load a model without them. With LoRA on "hf:NAME" the file contains only trained
+# tensors, and the other tensors are loaded by that name.
+
 
 WEIGHTS = "model.safetensors"
 _HEADER = "megabatch"
@@ -102,7 +241,7 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
         lora.store_frozen(pair.modules, dtype)
     for module in pair.modules:
         module.to(device).eval()
-    return dataclasses.replace(pair, logit_scale=description["logit_scale"], logit_bias=description["logit_bias"])
+    return replace(pair, logit_scale=description["logit_scale"], logit_bias=description["logit_bias"])
 
 
 def _type_of_frozen(pair: Pair) -> str | None:
@@ -113,7 +252,7 @@ def _type_of_frozen(pair: Pair) -> str | None:
     return str(frozen[0]).removeprefix("torch.") if frozen else None
 
 
-def step(folder: str | Path) -> int | None:
+def read_step(folder: str | Path) -> int | None:
     """The training step of a folder's model; None if there is no model that records one."""
     path = Path(folder) / WEIGHTS
     if not path.is_file():
@@ -128,10 +267,10 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
     if family == "open_clip":
         return adapt_texts(open_clip.load_folder(name, place), description["options"])
     if family in ("hf", "hf-config"):
-        adapters = settings.build(lora.LoraConfig, description["lora"]) if description.get("lora") else None
+        adapters = settings.build(LoraConfig, description["lora"]) if description.get("lora") else None
         if family == "hf" and adapters is not None:
             pair = huggingface.load(_find_bases(name, place, description.get("bases", {})), adapters)
-            pair = dataclasses.replace(pair, options={})  # the file has them
+            pair = replace(pair, options={})  # the file has them
         else:
             sides = SIDES if "+" in name else SIDES[:1] if adapters is not None else ("",)
             folders = [place / side for side in sides]
