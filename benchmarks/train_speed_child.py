@@ -56,7 +56,8 @@ def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, c
     Returns:
         A row for each, by "encoded twice" and "encoded once".
     """
-    from megabatch.cached.tower_io import call, map_rows
+    from megabatch.cached.streaming import map_rows
+    from megabatch.cached.tower import call
     from megabatch.world import World
     from megabatch_train import towers
     from megabatch_train.data import load

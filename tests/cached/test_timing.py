@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import megabatch as mb
-from megabatch.cached import timing
+from megabatch.cached import streaming
 from megabatch.cached.sources import TensorSource
 
 
@@ -24,30 +24,30 @@ class Slow(TensorSource):
 
 def test_phases_are_a_partition_of_the_time(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    clock = timing.Clock(torch.device("cpu"))
+    monkeypatch.setattr(streaming.time, "perf_counter", lambda: now)
+    clock = streaming.Clock(torch.device("cpu"))
     now = 1.0  # other
-    with clock.activate(), timing.phase("forward"):
+    with clock.activate(), streaming.phase("forward"):
         now = 3.0
-        with timing.phase("data"):
+        with streaming.phase("data"):
             now = 7.0
         now = 15.0
     now = 31.0
     assert clock.lap() == {"other": 17.0, "forward": 10.0, "data": 4.0}
     now = 32.0
-    with timing.phase("nobody listens"):
+    with streaming.phase("nobody listens"):
         now = 40.0
     assert clock.lap() == {"other": 9.0}
 
 
 def test_a_phase_ends_with_its_error(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    clock = timing.Clock(torch.device("cpu"))
+    monkeypatch.setattr(streaming.time, "perf_counter", lambda: now)
+    clock = streaming.Clock(torch.device("cpu"))
 
     def fail(kind):
         nonlocal now
-        with timing.phase("data"):
+        with streaming.phase("data"):
             now += 1
             raise kind
 
@@ -67,7 +67,7 @@ def test_a_cached_step_reports_its_phases():
         time.sleep(0.03)
         return mb.clip_loss(first, second, 5.0)
 
-    clock = timing.Clock(torch.device("cpu"))
+    clock = streaming.Clock(torch.device("cpu"))
     began = time.perf_counter()
     with clock.activate():
         mb.cached_backward(slow_loss, towers, chunk_size=2)

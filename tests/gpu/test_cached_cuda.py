@@ -9,7 +9,7 @@ from torch import nn
 
 import megabatch as mb
 from helpers import dense_clip
-from megabatch.cached.timing import Clock, phase
+from megabatch.cached.streaming import Clock, phase
 from megabatch_train.bench.measure import peak_memory
 
 pytestmark = pytest.mark.gpu

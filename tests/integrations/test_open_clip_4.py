@@ -12,7 +12,7 @@ import clips
 import megabatch as mb
 from megabatch.integrations import open_clip as host
 
-open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import megabatch as mb
 from megabatch.integrations import open_clip as host
 from megabatch_train import towers
 
-open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
 
 STEPS, ROWS = 20, 6  # of a rank
 # float64: two ways to the same gradient differ by about 1e-16. Adam makes lr / eps = 1e4 times that of it at most, where the

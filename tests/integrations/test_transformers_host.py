@@ -11,7 +11,7 @@ import megabatch as mb
 from megabatch.cached.memory import is_sharded
 from megabatch.integrations import trainers as host
 
-accelerate = pytest.importorskip("accelerate", reason='pip install "megabatch[accelerate]"')
+accelerate = pytest.importorskip("accelerate", reason='pip install "megabatch[huggingface]"')
 
 
 def forget_state():

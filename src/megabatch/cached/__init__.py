@@ -4,6 +4,6 @@ from megabatch.cached.memory import Budget
 from megabatch.cached.replay import ReplayMismatchError, ReplaySource
 from megabatch.cached.sources import HostSource, Source
 from megabatch.cached.step import Progress, cached_backward
-from megabatch.cached.tower_io import Encoded
+from megabatch.cached.tower import Encoded
 
 __all__ = ["Budget", "Encoded", "HostSource", "Progress", "ReplayMismatchError", "ReplaySource", "Source", "cached_backward"]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megabatch.cached.memory import local
-from megabatch.cached.streaming import close_at_the_end, stream_chunks
-from megabatch.cached.tower_io import count_rows, map_rows, tensors
+from megabatch.cached.streaming import close_at_the_end, count_rows, map_rows, stream_chunks, tensors
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Samples of different lengths: encoded longest first, in chunks of similar length that hold little padding.

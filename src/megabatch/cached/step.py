@@ -11,9 +11,8 @@ from torch import Tensor
 from megabatch.cached import batchnorm, randomness
 from megabatch.cached.memory import ALL, AUTO, COPIES_OF_EMBEDDINGS, Budget, Keeper, parameters_in
 from megabatch.cached.sharding import Reductions, ShardRanks, find_unreached
-from megabatch.cached.timing import BACKWARD, FORWARD, LOSS, phase
-from megabatch.cached.tower import DEVICE, HOST, Role
-from megabatch.cached.tower_io import Encoded
+from megabatch.cached.streaming import BACKWARD, FORWARD, LOSS, phase
+from megabatch.cached.tower import DEVICE, HOST, Encoded, Role
 from megabatch.world import default_group
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Chunks on their way to the device, ahead of the computation.
+"""The chunks of a tower: their tensors, their way to the device ahead of the computation, and the time of each phase.
 
 `stream_chunks` copies tensors of the host through two buffers on the device, used in turn. A copy runs on its own stream and
 waits for the computation that used the buffer before; the computation waits for the copy. So the device holds two chunks,
@@ -9,8 +9,10 @@ queues the kernels of this one. The thread begins chunk i when the device is don
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from queue import Empty, Queue
 from typing import Any
@@ -19,7 +21,58 @@ import torch
 from torch import Tensor
 
 from megabatch.cached.memory import ALLOCATING
-from megabatch.cached.tower_io import map_rows
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The inputs of a tower: a tensor, or tensors in mappings, tuples and lists, with one row for each sample. Numbers, strings,
+# None and 0-d tensors are the same for all samples and are passed unchanged.
+
+_SAME_FOR_ALL = (bool, int, float, str, type(None))
+
+
+def map_rows(function: Callable[[Tensor], Any], inputs: Any) -> Any:
+    """Applies `function` to every tensor that has rows, and keeps the structure; mappings become dicts."""
+    if isinstance(inputs, Tensor):
+        return function(inputs) if inputs.dim() else inputs
+    if isinstance(inputs, Mapping):
+        return {key: map_rows(function, value) for key, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        values = [map_rows(function, value) for value in inputs]
+        is_named = hasattr(inputs, "_fields")  # a named tuple takes separate arguments
+        return type(inputs)(*values) if is_named else type(inputs)(values)
+    return inputs
+
+
+def tensors(inputs: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """(name for messages, tensor) of every tensor that has rows."""
+    if isinstance(inputs, Tensor):
+        if inputs.dim():
+            yield name, inputs
+    elif isinstance(inputs, Mapping):
+        for key, value in inputs.items():
+            yield from tensors(value, f"{name}[{key!r}]")
+    elif isinstance(inputs, tuple | list):
+        for i, value in enumerate(inputs):
+            yield from tensors(value, f"{name}[{i}]")
+    elif not isinstance(inputs, _SAME_FOR_ALL):
+        raise TypeError(
+            f"{name} must be a tensor, a mapping, tuple or list of tensors, or a megabatch.Source, got {type(inputs).__name__}"
+        )
+
+
+def count_rows(inputs: Any, name: str) -> int:
+    """The number of samples; all tensors must have the same number of rows."""
+    found = list(tensors(inputs, name))
+    if not found:
+        raise ValueError(f"{name} must contain a tensor with one row for each sample, got {type(inputs).__name__} without one")
+    counts = {label: len(tensor) for label, tensor in found}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{count} in {label}" for label, count in counts.items())
+        raise ValueError(f"{name} must have the same number of rows in all its tensors, got {listed}")
+    return next(iter(counts.values()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The way of chunks to the device.
 
 
 def stream_chunks(chunks: Iterator[Any], device: torch.device | None) -> Iterator[Any]:
@@ -238,3 +291,96 @@ def _adjacent(one: Tensor, other: Tensor) -> bool:
         and one.is_contiguous()
         and other.is_contiguous()
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The time of a step by phase: data, forward, loss, backward, and the phases that a trainer adds.
+#
+#     clock = Clock(device)
+#     with clock.activate():
+#         cached_backward(...)
+#     clock.lap()  # {"data": 0.02, "forward": 0.41, "loss": 0.01, "backward": 0.83, "other": 0.01}
+#
+# A clock is a list of marks. The time from a mark to the next belongs to one phase, so phases never overlap and their sum is
+# the total time. On a CPU a mark is a reading of the host's clock. On CUDA it is an event in the current stream, which gets the
+# device's time when the work queued before it is done. So "data" is the time that the device is idle for lack of data, however
+# long the host waits.
+
+DATA, FORWARD, LOSS, BACKWARD, OTHER = "data", "forward", "loss", "backward", "other"
+
+
+class Clock:
+    """Measures phases on one device.
+
+    Args:
+        device: whose time is measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._phase = OTHER
+        self._marks: list[tuple[str, Any]] = []  # phase, and when it began: seconds or a CUDA event
+        self._free: list[torch.cuda.Event] = []  # read, and ready for another mark
+        self._begin(OTHER)
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """`phase` reports to this clock inside."""
+        token = _RUNNING.set(self)
+        try:
+            yield
+        finally:
+            _RUNNING.reset(token)
+
+    def lap(self) -> dict[str, float]:
+        """Seconds of each phase since the last call.
+
+        On CUDA it waits for the device, so the place to call it is after a result of the step has been read.
+        """
+        self._begin(self._phase)
+        last = self._marks[-1]
+        if isinstance(last[1], torch.cuda.Event):
+            last[1].synchronize()
+        found: dict[str, float] = {}
+        for (name, began), (_, ended) in zip(self._marks[:-1], self._marks[1:], strict=True):
+            found[name] = found.get(name, 0.0) + _seconds(began, ended)
+        self._free += [mark for _, mark in self._marks[:-1] if isinstance(mark, torch.cuda.Event)]
+        self._marks = [last]
+        return found
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The time inside belongs to this phase, but for phases inside of it."""
+        outer = self._phase
+        self._begin(name)
+        try:
+            yield
+        finally:
+            self._begin(outer)
+
+    def _begin(self, name: str) -> None:
+        self._phase = name
+        if self._device.type != "cuda":
+            self._marks.append((name, time.perf_counter()))
+            return
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append((name, event))
+
+
+_RUNNING: ContextVar[Clock | None] = ContextVar("megabatch clock", default=None)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """The time inside belongs to this phase of the running clock; nothing is measured without one."""
+    clock = _RUNNING.get()
+    if clock is None:
+        yield
+    else:
+        with clock.phase(name):
+            yield
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    return float(began.elapsed_time(ended)) / 1e3 if isinstance(began, torch.cuda.Event) else float(ended - began)

@@ -1,11 +1,11 @@
 """What `cached_backward` does for one tower: both passes over its chunks, and a check that both gave the same embeddings."""
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from warnings import warn
 
 import torch
@@ -16,9 +16,58 @@ from megabatch.cached.memory import compute_device, is_sharded, list_tensors, me
 from megabatch.cached.randomness import States
 from megabatch.cached.sharding import find_distributed_modules
 from megabatch.cached.sources import Source, Span, TensorSource, as_source, longest_first, spans
-from megabatch.cached.streaming import close_at_the_end
-from megabatch.cached.timing import DATA, phase
-from megabatch.cached.tower_io import Encoded, as_encoded, call, map_rows, tensors
+from megabatch.cached.streaming import DATA, close_at_the_end, map_rows, phase, tensors
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The call of a tower. A mapping becomes keyword arguments, a tuple or list positional arguments, a tensor the only argument.
+#
+# A tower returns embeddings, or `Encoded(embeddings, auxiliary_loss)`. A plain tuple raises an error: many encoders return one,
+# and its second entry is rarely a loss. It may be a logit scale or the tokens before pooling, and the loss would be wrong.
+
+
+def call(tower: Callable[..., Any], inputs: Any) -> Any:
+    """Calls the tower with one chunk of inputs."""
+    if isinstance(inputs, Mapping):
+        return tower(**inputs)
+    if isinstance(inputs, tuple | list):
+        return tower(*inputs)
+    return tower(inputs)
+
+
+class Encoded(NamedTuple):
+    """The output of a tower that has an auxiliary loss.
+
+    Attributes:
+        embeddings: (n, D), one row for each sample of the chunk.
+        auxiliary_loss: a scalar (the mean over the chunk), or (n,) with one number for each sample; None for no loss. The
+            cached step adds its mean over the whole batch to the loss.
+
+    Example:
+        class Tower(nn.Module):
+            def forward(self, x):
+                return megabatch.Encoded(self.head(x), self.router_loss(x))
+    """
+
+    embeddings: Tensor
+    auxiliary_loss: Tensor | None = None
+
+
+def as_encoded(answer: Any, name: str) -> Encoded:
+    """A tower's output as `Encoded`, in either form; `name` is the tower's, for messages."""
+    embeddings: Any
+    embeddings, auxiliary = answer if isinstance(answer, Encoded) else (answer, None)
+    if not isinstance(embeddings, Tensor):
+        within = " in megabatch.Encoded" if isinstance(answer, Encoded) else ""
+        raise TypeError(
+            f"{name} must return embeddings, a tensor of shape (n, D), or megabatch.Encoded(embeddings, auxiliary_loss), "
+            f"got {_kind(embeddings)}{within}; wrap the tower in a module that picks them"
+        )
+    return Encoded(embeddings, auxiliary)
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Comparison of both passes: a tower that gives other embeddings in the second pass has wrong gradients.

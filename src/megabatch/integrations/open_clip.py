@@ -137,7 +137,7 @@ def install() -> Installed:
         print(install())
         open_clip_train.main.main(sys.argv[1:])
     """
-    factory: Any = extras.load("open_clip.factory", extra="open_clip", purpose="Installing losses in open_clip")
+    factory: Any = extras.load("open_clip.factory", purpose="Installing losses in open_clip")
     theirs: dict[str, Any] = {loss.__name__: getattr(factory, loss.__name__, None) for loss in _LOSSES}
     if getattr(factory.create_loss, "__globals__", None) is not vars(factory):
         raise RuntimeError(
@@ -149,7 +149,7 @@ def install() -> Installed:
             _same_arguments(replaced[loss.__name__], loss)
     modules = [factory]
     if extras.is_installed("open_clip.task"):
-        modules.append(extras.load("open_clip.loss", extra="open_clip", purpose="Installing losses in open_clip"))
+        modules.append(extras.load("open_clip.loss", purpose="Installing losses in open_clip"))
     for module in modules:
         for name, build in _BUILDERS.items():
             setattr(module, name, build)
@@ -190,7 +190,7 @@ def _refuse_accumulation(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _same_arguments(theirs: Any, ours: type[nn.Module]) -> None:
-    version = getattr(extras.load("open_clip", extra="open_clip", purpose="open_clip"), "__version__", "of unknown version")
+    version = getattr(extras.load("open_clip", purpose="open_clip"), "__version__", "of unknown version")
     if not inspect.isclass(theirs):
         raise RuntimeError(
             f"open_clip.factory must have a class {ours.__name__} to replace, got none in open_clip {version}; pass "

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megabatch import extras
 from megabatch.dispatch import Backend
-from megabatch.integrations.late_interaction import candidate_scores, ranking_loss
+from megabatch.integrations.wrapping import candidate_scores, ranking_loss
 
-extras.load("pylate", extra="pylate", purpose="megabatch.integrations.pylate")
+extras.load("pylate", purpose="megabatch.integrations.pylate")
 
 from pylate import losses as originals  # noqa: E402
 from pylate import scores  # noqa: E402

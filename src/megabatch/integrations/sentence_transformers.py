@@ -25,12 +25,11 @@ from megabatch import extras
 from megabatch.cached import batchnorm
 from megabatch.cached.sources import from_mask, longest_first
 from megabatch.dispatch import Backend
-from megabatch.integrations.late_interaction import candidate_scores, ranking_loss
-from megabatch.integrations.wrapping import LearnedScale, differentiate
+from megabatch.integrations.wrapping import LearnedScale, candidate_scores, differentiate, ranking_loss
 from megabatch.losses.negatives import Contrast
 from megabatch.world import default_group
 
-extras.load("sentence_transformers", extra="sentence_transformers", purpose="megabatch.integrations.sentence_transformers")
+extras.load("sentence_transformers", purpose="megabatch.integrations.sentence_transformers")
 
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer  # noqa: E402
 from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses  # noqa: E402

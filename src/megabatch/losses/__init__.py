@@ -1,14 +1,11 @@
 """Contrastive losses: a few lines each over the pairwise operations."""
 
-from megabatch.losses.clip import clip_loss
-from megabatch.losses.distillation import soft_clip_loss
+from megabatch.losses.clip import clip_loss, matryoshka_clip_loss, siglip_loss, soft_clip_loss
 from megabatch.losses.info_nce import dcl_loss, hcl_loss, info_nce_loss
 from megabatch.losses.late_interaction import late_distillation_loss, late_interaction_loss
-from megabatch.losses.matryoshka import matryoshka_clip_loss
 from megabatch.losses.modules import ClipLoss, DistillClipLoss, SigLipLoss
 from megabatch.losses.negatives import Negatives
 from megabatch.losses.self_supervised import nt_xent_loss, sup_con_loss
-from megabatch.losses.siglip import siglip_loss
 
 __all__ = [
     "ClipLoss",

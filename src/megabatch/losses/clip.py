@@ -1,19 +1,36 @@
-"""The softmax loss of CLIP: each image finds its text among all texts, each text its image among all images."""
+"""Losses of images and texts: CLIP's softmax loss, SigLIP's sigmoid loss, distillation, and CLIP's loss at several dims."""
 
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megabatch import checks
 from megabatch.dispatch import Backend, Group, Reduction
 from megabatch.losses.formulas import check_smoothing, cross_entropy, reduce_losses
+from megabatch.losses.info_nce import info_nce_loss
 from megabatch.primitives import (
     SEPARATE,
+    autocast_device,
     cross_entropy_loss,
     describe_loss,
+    execution,
     logsumexp,
     mean_similarity,
     number,
     pairs,
+    sigmoid_loss,
+    soft_cross_entropy,
+    sum_over_ranks,
     widen_float16,
 )
+
+# ----------------------------------------------------------------------------------------------------------------------
+# CLIP: each image finds its text among all texts, and each text its image among all images.
 
 
 def clip_loss(
@@ -73,3 +90,218 @@ def clip_loss(
         means = mean_similarity(image, [(text, None)], scale, run), mean_similarity(text, [(image, None)], scale, run)
         losses = [loss + label_smoothing * (match - mean) for loss, mean in zip(losses, means, strict=True)]
     return reduce_losses(losses, mean_weight, reduction, image)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SigLIP: every pair, matching or not, is a binary classification.
+
+
+def siglip_loss(
+    image: Tensor,  # (N, D)
+    text: Tensor,  # (N, D)
+    logit_scale: float | Tensor,
+    logit_bias: float | Tensor,
+    *,
+    ids: Tensor | None = None,  # (N,) or (N, 2)
+    ids_are_positives: bool = False,
+    reduction: Reduction = "mean",
+    group: Group = None,
+    backend: Backend = "auto",
+) -> Tensor:  # () or (N,)
+    """The sigmoid loss of SigLIP, without the N×N matrix of logits.
+
+    Same value and gradients as
+
+        logits = logit_scale * image @ text.T + logit_bias
+        signs = 2 * torch.eye(len(logits)) - 1
+        return -F.logsigmoid(signs * logits).sum() / len(logits)
+
+    Never negative, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
+    If a gradient is needed, it is computed in the forward pass, which then takes three quarters of the whole time. With
+    `reduction="none"` backward is a second pass.
+
+    Example:
+        loss = mb.siglip_loss(F.normalize(image, dim=1), F.normalize(text, dim=1), log_scale.exp(), bias)
+
+    Args:
+        image: (N, D) embeddings, usually of unit length.
+        text: (N, D) embeddings; row i belongs to row i of `image`.
+        logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
+        logit_bias: a float, or a tensor of one element.
+        ids: (N,) integers; pairs with equal ids (a caption that occurs twice) are not each other's negatives. Or (N, 2), such
+            as the number of the image and the number of the text; pairs that agree in one of the two columns are then not each
+            other's negatives.
+        ids_are_positives: pairs with equal ids are positives of each other, with the sign +1 in the lines above, instead of
+            being left out.
+        reduction: "mean", "sum", or "none" for the row sums of the lines above, (N,). See `clip_loss`.
+        group: see `clip_loss`.
+        backend: see `clip_loss`.
+    """
+    if ids_are_positives and ids is None:
+        raise ValueError("ids must be given where ids_are_positives is True, got None")
+    run = pairs(image, text, ("image", "text"), ids=ids, reduction=reduction, group=group, backend=backend)
+    scale, bias = number(logit_scale, "logit_scale", image), number(logit_bias, "logit_bias", image)
+    return sigmoid_loss(image, text, scale, bias, run, ids=ids, ids_are_positives=ids_are_positives, reduction=reduction)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Distillation: a student's logits follow the logits of a teacher, which are computed tile by tile and never stored.
+
+
+def soft_clip_loss(
+    image: Tensor,  # (N, D)
+    text: Tensor,  # (N, D)
+    logit_scale: float | Tensor,
+    teacher_image: Tensor,  # (N, E)
+    teacher_text: Tensor,  # (N, E)
+    teacher_scale: float | Tensor,
+    *,
+    reduction: Reduction = "mean",
+    group: Group = None,
+    backend: Backend = "auto",
+) -> Tensor:  # () or (N,)
+    """The symmetric cross-entropy of CLIP with a teacher's softmax as soft targets, without either matrix of logits.
+
+    Same value and gradients as
+
+        logits = logit_scale * image @ text.T
+        targets = teacher_scale * teacher_image @ teacher_text.T
+        rows = F.cross_entropy(logits, targets.softmax(1))
+        columns = F.cross_entropy(logits.T, targets.T.softmax(1))
+        return (rows + columns) / 2
+
+    Never below the entropy of the targets, differentiable once, float32 (float64 for float64 inputs). The teacher gets no
+    gradient. On a GPU, library products form both similarities in memory, tile by tile, and kernels read them.
+
+    Example:
+        loss = mb.soft_clip_loss(image, text, log_scale.exp(), teacher_image, teacher_text, 100.0)
+
+    Args:
+        image: (N, D) embeddings, usually of unit length.
+        text: (N, D) embeddings; row i belongs to row i of `image`.
+        logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
+        teacher_image: (N, E) the teacher's embeddings of the same images, of any width and dtype.
+        teacher_text: (N, E) the teacher's embeddings of the same texts.
+        teacher_scale: the teacher's inverse temperature.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        group: see `clip_loss`.
+        backend: see `clip_loss`.
+    """
+    loss = describe_loss(group, "soft_clip_loss", reduction=reduction)
+    run = pairs(image, text, ("image", "text"), reduction=reduction, group=group, loss=loss, backend=backend)
+    names = ("teacher_image", "teacher_text")
+    teacher_run = execution(teacher_image, teacher_text, names, same_rows=True, backend=backend)
+    checks.same_rows(teacher_image, names[0], image, "image")
+    checks.without_gradient((teacher_image, teacher_text), names)
+    scale, target_scale = number(logit_scale, "logit_scale", image), number(teacher_scale, "teacher_scale", image)
+    if isinstance(teacher_scale, Tensor):
+        checks.without_gradient([teacher_scale], ["teacher_scale"])
+    teacher = teacher_image, teacher_text, target_scale
+    row, col, mean_weight = soft_cross_entropy((image, text, scale), teacher, (run, teacher_run))
+    return reduce_losses((row, col), mean_weight, reduction, image)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Matryoshka: CLIP's loss of several prefixes of the embeddings, so that their first columns are good embeddings.
+
+
+def matryoshka_clip_loss(
+    image: Tensor,  # (N, D)
+    text: Tensor,  # (N, D)
+    logit_scale: float | Tensor,
+    *,
+    widths: Sequence[int],
+    weights: Sequence[float] | None = None,
+    symmetric: bool = True,
+    ids: Tensor | None = None,  # (N,) or (N, 2)
+    reduction: Reduction = "mean",
+    group: Group = None,
+    backend: Backend = "auto",
+) -> Tensor:  # () or (N,)
+    """The weighted sum of CLIP's losses at several widths.
+
+    Same value and gradients as
+
+        def prefix(x, width):
+            return F.normalize(x[:, :width], dim=1)
+
+        losses = [clip_loss(prefix(image, width), prefix(text, width), logit_scale) for width in widths]
+        return sum(weight * loss for weight, loss in zip(weights, losses))
+
+    Never negative (if the weights are not), differentiable once, float32 (float64 for float64 inputs).
+
+    Prefixes are normalised in float32. With half-precision inputs, or under autocast, each normalised prefix is rounded once
+    before it is multiplied, and gradients are float32 until the gradients of all widths are added.
+
+    Columns beyond the largest width get no gradient. So include D, the full width, unless embeddings are always cut.
+
+    Example:
+        widths = [64, 128, image.shape[1]]
+        loss = mb.matryoshka_clip_loss(image, text, logit_scale, widths=widths, weights=[0.25, 0.5, 1.0])
+
+    Args:
+        image: (N, D) embeddings; they need no unit length, because every prefix is normalised.
+        text: (N, D) embeddings; row i belongs to row i of `image`.
+        logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
+        widths: widths of the prefixes; all different, none more than D, which should be one of them.
+        weights: one number for each width (default: all 1).
+        symmetric: the mean of both directions, as in `clip_loss`; False for image to text alone, as in `info_nce_loss`.
+        ids: see `clip_loss`.
+        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        group: see `clip_loss`.
+        backend: see `clip_loss`.
+    """
+    checks.embeddings(image, text, ("image", "text"), same_rows=True)
+    checks.number(logit_scale, "logit_scale", image)
+    weighted = _weights_by_width(widths, weights, image)
+    options: dict[str, Any] = {"ids": ids, "reduction": reduction, "group": group, "backend": backend}
+    scale = number(logit_scale, "logit_scale", image, shared=True)
+    # Converted once, so that the gradients of all widths are added in float32.
+    images, texts = (side.to(torch.promote_types(side.dtype, torch.float32)) for side in (image, text))
+    nothing = _agree_on_weights(list(weighted.values()), image, text, group)
+    losses = []
+    with _products_in(image):
+        for width, weight in weighted.items():
+            x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
+            loss = clip_loss(x, y, scale, **options) if symmetric else info_nce_loss(x, y, scale=scale, **options)
+            losses.append(weight * loss.double())
+    return (torch.stack(losses).sum(0) + nothing).to(loss.dtype)
+
+
+def _agree_on_weights(weights: list[float], image: Tensor, text: Tensor, group: Group) -> Tensor:  # ()
+    """0, once all ranks have the same weights. The losses of the widths compare everything else."""
+    nothing = torch.zeros((), dtype=torch.float64, device=image.device)
+    if group is None:
+        return nothing
+    loss = describe_loss(group, "matryoshka_clip_loss", weights=weights)
+    return sum_over_ranks(nothing.reshape(1), execution(image, text, group=group, loss=loss))[0]
+
+
+def _products_in(image: Tensor) -> Any:
+    """Float32 prefixes of half-precision embeddings are multiplied in the dtype of the embeddings."""
+    if image.dtype in (torch.bfloat16, torch.float16):
+        return torch.autocast(autocast_device(image), image.dtype)
+    return nullcontext()
+
+
+def _weights_by_width(widths: Any, weights: Any, x: Tensor) -> dict[int, float]:
+    """The weight of each width, from the least width to the largest, checked."""
+    if not _is_list_of(Integral, widths):
+        raise TypeError(f"widths must be a sequence of integers, got {widths!r}")
+    D, sizes = x.shape[1], [int(width) for width in widths]
+    if not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 1 or max(sizes) > D:
+        raise ValueError(f"widths must be different integers from 1 to {D}, the width of the embeddings, got {sizes}")
+    if weights is None:
+        return dict.fromkeys(sorted(sizes), 1.0)
+    if not _is_list_of(Real, weights):
+        raise TypeError(f"weights must be None or a sequence of numbers, got {weights!r}")
+    if len(weights) != len(sizes):
+        raise ValueError(f"weights must be {len(sizes)} numbers, one for each width, got {len(weights)}")
+    return dict(sorted(zip(sizes, map(float, weights), strict=True)))
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    """Whether the value is a list, tuple or array of such numbers, NumPy's included. Booleans are no numbers."""
+    if isinstance(value, (str, Tensor)) or not isinstance(value, Collection):
+        return False
+    return all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)

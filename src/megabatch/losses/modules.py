@@ -5,9 +5,7 @@ from typing import Any, Literal, overload
 from torch import Tensor, distributed, nn
 
 from megabatch import checks
-from megabatch.losses.clip import clip_loss
-from megabatch.losses.distillation import soft_clip_loss
-from megabatch.losses.siglip import siglip_loss
+from megabatch.losses.clip import clip_loss, siglip_loss, soft_clip_loss
 
 _DIST_IMPLS = ("bidir", "shift", "reduce", "gather")
 

@@ -304,7 +304,7 @@ class ContrastBatch:
         """Keys against the hard negatives of other queries."""
         assert negatives.owner is not None
         # Rows of different ranks have to differ.
-        first = self.run.rank << 40
+        first = primitives.rank_in(self.run) << 40
         own = torch.arange(first, first + len(self.key), device=self.key.device)
         ids = own, negatives.owner + first
         return self._against(scale, self.key, negatives, ids, None if self.guide is None else self.guide[1])

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megabatch.cached.replay import sample_seed
 from megabatch.cached.sources import Source, Span, TensorSource
-from megabatch.cached.streaming import close_at_the_end
-from megabatch.cached.tower_io import map_rows, tensors
-from megabatch_train.data.dataset import IMAGE, Dataset, Part, Preparation
+from megabatch.cached.streaming import close_at_the_end, map_rows, tensors
+from megabatch_train.data.dataset import IMAGE, Dataset, Part, Preparation, first_places
 from megabatch_train.data.images import CROP_NUMBERS, TrainingImages
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -113,8 +112,7 @@ class Resident(Part):
         if items is None:
             return list(range(len(self.whole))), torch.arange(len(self.whole))
         _, rows = torch.unique(items, return_inverse=True)
-        first = torch.full((int(rows.max()) + 1,), len(rows)).scatter_reduce(0, rows, torch.arange(len(rows)), "amin")
-        return first.tolist(), rows
+        return first_places(rows).tolist(), rows
 
     def _spread_failures(self, first: list[int], rows: Tensor) -> None:
         """Every sample of an unreadable image fails for the same reason."""

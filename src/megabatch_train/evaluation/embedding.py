@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from megabatch import extras, file_io, pairwise
 from megabatch.cached.replay import checksum
-from megabatch.cached.tower_io import call, map_rows
+from megabatch.cached.streaming import map_rows
+from megabatch.cached.tower import call
 from megabatch.tiles.block import accumulator_dtype, windows
-from megabatch.tiles.topk import Best
+from megabatch.tiles.sums import Best
 from megabatch_train.data.dataset import Dataset, ReadingProgress, UnreadableSampleError, blank
 from megabatch_train.towers import Pair
 from megabatch_train.towers.tower import Tower
@@ -293,7 +294,7 @@ def _names_model(about: Any) -> bool:
 
 
 def _about_parquet(path: Path) -> Any:
-    parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+    parquet = extras.load("pyarrow.parquet", purpose="Reading Parquet")
     return json.loads((parquet.read_schema(path).metadata or {}).get(_ABOUT.encode(), b"null"))
 
 
@@ -344,14 +345,14 @@ def write(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about
 def _load_writer(output: Path) -> ModuleType:
     """pyarrow or NumPy."""
     if output.suffix == ".parquet":
-        return extras.load("pyarrow", extra="parquet", purpose="Writing Parquet")
-    return extras.load("numpy", extra="train", purpose="Writing embeddings")
+        return extras.load("pyarrow", purpose="Writing Parquet")
+    return extras.load("numpy", purpose="Writing embeddings")
 
 
 def _write_parquet(
     arrow: ModuleType, output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about: dict[str, Any]
 ) -> None:
-    parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Writing Parquet")
+    parquet = extras.load("pyarrow.parquet", purpose="Writing Parquet")
     texts, kind = iter(samples), arrow.list_(arrow.float32(), stored.width)
     metadata = {_ABOUT: json.dumps(about)}
 
@@ -384,7 +385,7 @@ class Saved:
             raise FileNotFoundError(f"No such file: {path}")
         self.path = path
         if path.suffix == ".parquet":
-            parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+            parquet = extras.load("pyarrow.parquet", purpose="Reading Parquet")
             self.about: dict[str, Any] = _about_parquet(path)
             names = [name for name in parquet.read_schema(path).names if name != EMBEDDING]
             self.samples: list[dict[str, Any]] = parquet.read_table(path, columns=names).to_pylist()
@@ -407,7 +408,7 @@ class Saved:
     def chunks(self) -> Iterator[Tensor]:  # (n, D) each
         """The embeddings, some rows at a time."""
         if self.path.suffix == ".parquet":
-            parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+            parquet = extras.load("pyarrow.parquet", purpose="Reading Parquet")
             with parquet.ParquetFile(self.path) as file:
                 for batch in file.iter_batches(ROWS, columns=[EMBEDDING]):
                     flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
@@ -419,5 +420,5 @@ class Saved:
 
     def _array(self) -> Any:  # (N, D)
         """The rows of a file in NumPy's format, not read into memory."""
-        numpy = extras.load("numpy", extra="train", purpose="Reading embeddings")
+        numpy = extras.load("numpy", purpose="Reading embeddings")
         return numpy.load(self.path, mmap_mode="r", allow_pickle=False)

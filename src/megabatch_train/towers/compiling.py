@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.cached import randomness
-from megabatch.cached.tower_io import map_rows
+from megabatch.cached.streaming import map_rows
 from megabatch.world import World
 from megabatch_train.machine import ran_out_of_memory
 from megabatch_train.towers.tower import forward_backward, layers

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 
 from megabatch import extras
 from megabatch.cached import batchnorm
-from megabatch.cached.tower_io import as_encoded, call
+from megabatch.cached.tower import as_encoded, call
 from megabatch_train.data.images import TrainingImages
 from megabatch_train.towers.lora import LoraConfig
 
@@ -161,7 +161,7 @@ def explain_remote_code(name: str) -> Iterator[None]:
     if not extras.is_installed("transformers"):
         yield
         return
-    module: Any = extras.load("transformers.dynamic_module_utils", extra="huggingface", purpose="A transformers encoder")
+    module: Any = extras.load("transformers.dynamic_module_utils", purpose="A transformers encoder")
     before = getattr(module, "TIME_OUT_REMOTE_CODE", 0)
     module.TIME_OUT_REMOTE_CODE = 0  # seconds that transformers waits for an answer
     try:

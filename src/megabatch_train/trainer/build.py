@@ -16,7 +16,8 @@ from megabatch.cached import batchnorm, randomness
 from megabatch.cached.memory import local, parameters_in
 from megabatch.cached.sharding import find_distributed_modules
 from megabatch.cached.sources import width_of
-from megabatch.cached.tower_io import as_encoded, call, count_rows, map_rows
+from megabatch.cached.streaming import count_rows, map_rows
+from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
 from megabatch_train import names
 from megabatch_train.evaluation.embedding import use_evaluation_mode

@@ -20,7 +20,8 @@ from torch import nn
 
 from megabatch.cached import randomness
 from megabatch.cached.memory import COPIES_OF_EMBEDDINGS, available_memory, free_memory, local
-from megabatch.cached.tower_io import as_encoded, call, count_rows, map_rows
+from megabatch.cached.streaming import count_rows, map_rows
+from megabatch.cached.tower import as_encoded, call
 from megabatch.world import World
 from megabatch_train.evaluation.embedding import use_evaluation_mode
 from megabatch_train.machine import ran_out_of_memory

@@ -17,7 +17,7 @@ from torch import Tensor
 from megabatch.cached import randomness
 from megabatch.cached.memory import free_memory
 from megabatch.cached.replay import sample_seed
-from megabatch.cached.timing import Clock, phase
+from megabatch.cached.streaming import Clock, phase
 from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.data import readers

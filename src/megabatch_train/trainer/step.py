@@ -20,8 +20,7 @@ from megabatch.cached import HostSource, ReplaySource, Source, batchnorm, random
 from megabatch.cached.memory import is_sharded, local
 from megabatch.cached.replay import checksum
 from megabatch.cached.step import cached_backward
-from megabatch.cached.streaming import close_at_the_end
-from megabatch.cached.timing import DATA, phase
+from megabatch.cached.streaming import DATA, close_at_the_end, phase
 from megabatch.world import World
 from megabatch_train.data.dataset import IMAGE, Dataset
 from megabatch_train.data.order import Batch
