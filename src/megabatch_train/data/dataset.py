@@ -116,6 +116,12 @@ def _count_equal(values: Tensor) -> Tensor:  # (n,) -> (n,) int64
     return found
 
 
+def first_places(numbers: Tensor) -> Tensor:  # (n,) int64 -> (K,) int64
+    """Returns the first place of each number from 0 to K − 1."""
+    places = torch.arange(len(numbers))
+    return torch.full((int(numbers.max()) + 1,), len(numbers)).scatter_reduce(0, numbers, places, "amin")
+
+
 def text_id(text: str) -> int:
     """63-bit hash of a text; two texts collide with probability 10⁻¹⁹."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
@@ -262,12 +268,40 @@ class Dataset(ABC):
         return index
 
 
-class Part(Dataset):
+class Wrapper(Dataset):
+    """A dataset whose samples are those of one or more other datasets. Subclasses define `__len__` and `find`."""
+
+    @abstractmethod
+    def find(self, index: int) -> tuple[Dataset, int]:
+        """Returns the dataset that has a sample, and the index of the sample there."""
+
+    def read(self, index: int, side: int) -> Any:
+        """Reads a sample from its dataset."""
+        dataset, own = self.find(index)
+        return dataset.read(own, side)
+
+    def read_stored(self, index: int, side: int) -> Any:
+        """Reads a sample as its dataset stores it."""
+        dataset, own = self.find(index)
+        return dataset.read_stored(own, side)
+
+    def name(self, index: int) -> str:
+        """Returns the name of a sample in its dataset."""
+        dataset, own = self.find(index)
+        return dataset.name(own)
+
+    def place(self, index: int) -> str | None:
+        """Returns the path or URL that its dataset has for the image of a sample."""
+        dataset, own = self.find(index)
+        return dataset.place(own)
+
+
+class Part(Wrapper):
     """Some samples of a dataset.
 
     Args:
-        dataset: the whole.
-        indices: of the samples, in ascending order.
+        dataset: the full dataset.
+        indices: indices of the samples, in ascending order.
     """
 
     def __init__(self, dataset: Dataset, indices: Sequence[int]) -> None:
@@ -284,36 +318,24 @@ class Part(Dataset):
             self.groups = tuple(count for count in counts.tolist() if count)
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Returns the number of samples."""
         return len(self.indices)
 
-    def read(self, index: int, side: int) -> Any:
-        """As in the whole."""
-        return self.whole.read(int(self.indices[self.check(index)]), side)
-
-    def read_stored(self, index: int, side: int) -> Any:
-        """As in the whole."""
-        return self.whole.read_stored(int(self.indices[self.check(index)]), side)
-
-    def name(self, index: int) -> str:
-        """As in the whole."""
-        return self.whole.name(int(self.indices[self.check(index)]))
-
-    def place(self, index: int) -> str | None:
-        """As in the whole."""
-        return self.whole.place(int(self.indices[self.check(index)]))
+    def find(self, index: int) -> tuple[Dataset, int]:
+        """Returns the full dataset, and the index of the sample there."""
+        return self.whole, int(self.indices[self.check(index)])
 
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) or (n, 2) int64
-        """As in the whole."""
+        """Returns the ids of the full dataset for these samples."""
         return self.whole.ids(self.indices[torch.as_tensor(indices, dtype=torch.int64)].tolist())
 
     def items(self) -> Tensor | None:  # (samples,) int64
-        """As in the whole."""
+        """Returns the items of the full dataset for these samples."""
         found = self.whole.items()
         return None if found is None else found[self.indices]
 
     def documents(self) -> Tensor | None:  # (samples,) int64
-        """As in the whole."""
+        """Returns the documents of the full dataset for these samples."""
         found = self.whole.documents()
         return None if found is None else found[self.indices]
 

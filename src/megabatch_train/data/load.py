@@ -19,7 +19,17 @@ from megabatch import extras
 from megabatch.cached.sources import Source
 from megabatch_train import names
 from megabatch_train.data import demo
-from megabatch_train.data.dataset import IMAGE, Dataset, Part, Preparation, components, find_components, number_values, text_id
+from megabatch_train.data.dataset import (
+    IMAGE,
+    Dataset,
+    Part,
+    Preparation,
+    Wrapper,
+    components,
+    find_components,
+    number_values,
+    text_id,
+)
 from megabatch_train.data.order import Mixture
 from megabatch_train.data.paths import Url, has_magic, is_url, place
 from megabatch_train.data.rows import Folders, class_folders, has_captions
@@ -69,7 +79,7 @@ def _parse_weight(spec: str) -> tuple[float, str] | None:
     return float(found[1]), found[3]
 
 
-class Mix(Dataset):
+class Mix(Wrapper):
     """The samples of several datasets, one after another.
 
     Args:
@@ -99,25 +109,10 @@ class Mix(Dataset):
         """The number of samples of all sources."""
         return self._ends[-1]
 
-    def read(self, index: int, side: int) -> Any:
-        """As in its source."""
-        source, own = self._find(index)
-        return self.sources[source].read(own, side)
-
-    def read_stored(self, index: int, side: int) -> Any:
-        """As in its source."""
-        source, own = self._find(index)
-        return self.sources[source].read_stored(own, side)
-
-    def name(self, index: int) -> str:
-        """As in its source."""
-        source, own = self._find(index)
-        return self.sources[source].name(own)
-
-    def place(self, index: int) -> str | None:
-        """As in its source."""
-        source, own = self._find(index)
-        return self.sources[source].place(own)
+    def find(self, index: int) -> tuple[Dataset, int]:
+        """Returns the source that has a sample, and the index of the sample there."""
+        number = bisect.bisect_right(self._ends, self.check(index))
+        return self.sources[number], index - (self._ends[number - 1] if number else 0)
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) or (n, 2) int64
         """As in the sources. A sample without an id gets one, because a repeated sample may be in a batch twice."""
@@ -154,10 +149,6 @@ class Mix(Dataset):
             joined.append(first + own)
             first += len(source)
         return torch.cat(joined)
-
-    def _find(self, index: int) -> tuple[int, int]:
-        source = bisect.bisect_right(self._ends, self.check(index))
-        return source, index - (self._ends[source - 1] if source else 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -365,7 +356,7 @@ def _with_images(kind: type[Dataset], files: Any, options: dict[str, Any]) -> Da
     """The dataset; if it has images, the package that reads them must be installed."""
     made: Dataset = kind(files, **_check_options(kind, options))  # type: ignore[call-arg]
     if IMAGE in made.sides:
-        extras.load("PIL.Image", extra="data", purpose="Reading images")
+        extras.load("PIL.Image", purpose="Reading images")
     return made
 
 

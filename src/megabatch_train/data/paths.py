@@ -460,9 +460,9 @@ def _filesystem(protocol: str) -> Any:
         known = ", ".join(f"{name}://" for name in PACKAGES)
         raise ValueError(f"an address must begin with {known} or file://, got {protocol}://")
     for module in ("fsspec", package):
-        extras.load(module, extra="remote", purpose=f"Reading {protocol}:// addresses")
+        extras.load(module, purpose=f"Reading {protocol}:// addresses")
     options = {"headers": {"Accept-Encoding": "identity"}} if protocol.startswith("http") else {}
-    return extras.load("fsspec", extra="remote", purpose="Reading addresses").filesystem(protocol, **options)
+    return extras.load("fsspec", purpose="Reading addresses").filesystem(protocol, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def expand_pattern(files: str | Path | Sequence[str | Place]) -> list[Place]:
     if os.path.exists(pattern):
         return [Path(pattern)]
     if "{" in pattern:
-        library = extras.load("webdataset.shardlists", extra="webdataset", purpose="A pattern with braces")
+        library = extras.load("webdataset.shardlists", purpose="A pattern with braces")
         found: Iterable[str | Url] = library.expand_urls(pattern)
     elif not has_magic(pattern):
         found = [pattern]

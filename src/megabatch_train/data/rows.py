@@ -202,7 +202,7 @@ class ParquetRows:
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
-        parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Reading Parquet")
+        parquet = extras.load("pyarrow.parquet", purpose="Reading Parquet")
         try:
             with self._path.open("rb") as opened, parquet.ParquetFile(opened) as file:
                 yield file

@@ -488,7 +488,7 @@ class HubRows:
     """
 
     def __init__(self, spec: str, config: str | None) -> None:
-        self._library = extras.load("datasets", extra="datasets", purpose="Reading a Hugging Face dataset")
+        self._library = extras.load("datasets", purpose="Reading a Hugging Face dataset")
         self.name, _, split = spec.partition("@")
         self.folder: Place = Path(self.name)
         self._data = self._load(split, config)

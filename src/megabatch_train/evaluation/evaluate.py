@@ -15,7 +15,7 @@ from megabatch.losses import clip_loss
 from megabatch.pairwise import PairRanks
 from megabatch.primitives import Execution, RankedEntries, accumulator_dtype, execution, matching_products, rank
 from megabatch.world import World
-from megabatch_train.data.dataset import Dataset
+from megabatch_train.data.dataset import Dataset, first_places
 from megabatch_train.evaluation.embedding import device_of, embed
 from megabatch_train.towers.tower import Pair
 
@@ -404,15 +404,9 @@ def _pairs_of(dataset: Dataset) -> _EvaluationPairs:
     items = torch.unique(items, return_inverse=True)[1]
     samples = items.argsort(stable=True)
     items, documents = items[samples], torch.unique(documents[samples], return_inverse=True)[1]
-    first = _first_places(documents)
+    first = first_places(documents)
     documents = first.argsort().argsort()[documents]
-    return _EvaluationPairs(samples, items, documents, samples[_first_places(items)], samples[_first_places(documents)])
-
-
-def _first_places(numbers: Tensor) -> Tensor:  # (P,) int64 -> (K,) int64
-    """The first place of each number from 0 to K − 1."""
-    places = torch.arange(len(numbers))
-    return torch.full((int(numbers.max()) + 1,), len(numbers)).scatter_reduce(0, numbers, places, "amin")
+    return _EvaluationPairs(samples, items, documents, samples[first_places(items)], samples[first_places(documents)])
 
 
 def _share(count: int, world: World) -> slice:

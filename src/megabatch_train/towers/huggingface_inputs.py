@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megabatch import extras
 from megabatch_train.data.images import RandomCrop, TrainingImages, fit_to_square, leave_unchanged, to_pillow
-from megabatch_train.towers.small import n_grams
+from megabatch_train.towers.small import n_grams, pad
 from megabatch_train.towers.tower import allows_remote_code
 
 try:
@@ -33,7 +33,7 @@ _PURPOSE = "A transformers encoder"
 def texts_of(config: Any, folder: Path) -> "TokenInputs | HashedWords":
     """The folder's tokenizer, or hashed words if it has none."""
     if any((folder / file).is_file() for file in _TOKENIZERS):
-        transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
+        transformers = extras.load("transformers", purpose=_PURPOSE)
         options = {"local_files_only": True, "trust_remote_code": allows_remote_code()}
         return TokenInputs(transformers.AutoTokenizer.from_pretrained(folder, **options), longest(config))
     return HashedWords(config.vocab_size, longest(config))
@@ -43,7 +43,7 @@ def images_of(config: Any, folder: Path) -> "ImageInputs":
     """Normalised by the folder's image processor, or to [−1, 1] if it has none."""
     processor = None
     if (folder / _PROCESSOR).is_file():
-        transformers = extras.load("transformers", extra="huggingface", purpose=_PURPOSE)
+        transformers = extras.load("transformers", purpose=_PURPOSE)
         options = {"local_files_only": True, "trust_remote_code": allows_remote_code()}
         processor = transformers.AutoImageProcessor.from_pretrained(folder, **options)
     return ImageInputs(config, processor)
@@ -101,7 +101,7 @@ class TokenInputs:
 
     def lowercase(self) -> None:
         """Puts texts into lower case before anything else."""
-        normalizers = extras.load("tokenizers.normalizers", extra="huggingface", purpose=_PURPOSE)
+        normalizers = extras.load("tokenizers.normalizers", purpose=_PURPOSE)
         inner = self._tokenizer.backend_tokenizer
         inner.normalizer = normalizers.Sequence([normalizers.Lowercase(), *filter(None, [inner.normalizer])])
 
@@ -128,13 +128,8 @@ class HashedWords:
 
     def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
         """A chunk, padded to its longest; an empty text has one token, of number 0."""
-        longest = max(1, *(len(sample) for sample in samples))
-        tokens = torch.zeros(len(samples), longest, dtype=torch.int64)
-        mask = torch.zeros_like(tokens)
+        tokens, mask = pad(samples)
         mask[:, 0] = 1
-        for row, sample in enumerate(samples):
-            tokens[row, : len(sample)] = sample
-            mask[row, : len(sample)] = 1
         return {"input_ids": tokens, "attention_mask": mask}
 
     def limit(self, config: Any, stored: int | None) -> int:

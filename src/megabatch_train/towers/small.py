@@ -185,13 +185,17 @@ class _SmallTexts:
         return n_grams(text, self.buckets, self.grams)
 
     def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
-        longest = max(1, *(len(sample) for sample in samples))
-        grams = torch.zeros(len(samples), longest, dtype=torch.int64)
-        mask = torch.zeros(len(samples), longest)
-        for row, sample in enumerate(samples):
-            grams[row, : len(sample)] = sample
-            mask[row, : len(sample)] = 1
-        return {"grams": grams, "mask": mask}
+        grams, mask = pad(samples)
+        return {"grams": grams, "mask": mask.float()}
+
+
+def pad(samples: list[Tensor]) -> tuple[Tensor, Tensor]:  # n of (k,) int64 -> (n, longest) int64 each
+    """Pads samples to the longest, which has at least one place. Returns them, and a mask with 1 for their entries."""
+    lengths = torch.tensor([len(sample) for sample in samples])
+    padded = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    if not padded.shape[1]:
+        padded = padded.new_zeros(len(samples), 1)
+    return padded, (torch.arange(padded.shape[1]) < lengths[:, None]).long()
 
 
 @lru_cache(maxsize=1 << 16)
