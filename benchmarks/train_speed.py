@@ -95,7 +95,7 @@ def _flickr8k(folder: Path, samples: int) -> Iterator[tuple[bytes, str]]:
     (about_file,) = folder.glob("*.json")
     about, data = json.loads(about_file.read_text()), about_file.with_suffix(".bin").read_bytes()
     captions, offsets = about["captions"], about["offsets"]
-    pillow: Any = extras.load("PIL.Image", extra="open_clip", purpose="Making JPEGs")
+    pillow: Any = extras.load("PIL.Image", purpose="Making JPEGs")
 
     def enlarged(i: int) -> bytes:
         picture = pillow.open(io.BytesIO(data[offsets[i] : offsets[i + 1]])).convert("RGB")
@@ -109,7 +109,7 @@ def _flickr8k(folder: Path, samples: int) -> Iterator[tuple[bytes, str]]:
 
 
 def _noise() -> Iterator[tuple[bytes, str]]:
-    pillow: Any = extras.load("PIL.Image", extra="open_clip", purpose="Making JPEGs")
+    pillow: Any = extras.load("PIL.Image", purpose="Making JPEGs")
     for i in itertools.count():
         yield _jpeg(pillow.effect_noise((NOISE_SIDE, NOISE_SIDE), 100).convert("RGB")), f"picture {i} in words"
 

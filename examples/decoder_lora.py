@@ -1,6 +1,6 @@
 """Trains a small decoder with LoRA to find words by their definitions, on a CPU in less than two minutes.
 
-    pip install "megabatch[huggingface,lora,train,wordnet]"
+    pip install "megabatch[huggingface,train,wordnet]"
     python examples/decoder_lora.py
 
 The decoder has Qwen3's layers and random weights, so nothing is downloaded; `--model hf:Qwen/Qwen3-Embedding-0.6B` takes a

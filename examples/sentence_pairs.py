@@ -1,6 +1,6 @@
 """Trains a sentence-transformers encoder on text pairs in its own trainer, with a batch size independent of memory.
 
-    pip install "megabatch[sentence_transformers]"
+    pip install "megabatch[sentence-transformers]"
     python examples/sentence_pairs.py --model sentence-transformers/all-MiniLM-L6-v2 --data pairs.csv --batch 4096
     torchrun --nproc-per-node 8 examples/sentence_pairs.py --model … --data pairs.csv --batch 4096
 

@@ -1,6 +1,6 @@
 """Trains a text encoder on pairs in transformers' `Trainer`, with a batch size independent of memory.
 
-    pip install "megabatch[trainer]"
+    pip install "megabatch[huggingface]"
     python examples/transformers_trainer.py --model BAAI/bge-small-en --data pairs.csv --batch 4096
     torchrun --nproc-per-node 8 examples/transformers_trainer.py --model … --data pairs.csv --batch 4096
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import megabatch
+from megabatch.extras import REQUIREMENTS
 
 ROOT = Path(__file__).parents[1]
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -52,3 +53,55 @@ def test_the_citation_is_yaml_with_the_licence_of_the_project(project):
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert citation["license"] == project["project"]["license"]
     assert citation["repository-code"] == project["project"]["urls"]["Homepage"]
+
+
+DISTRIBUTIONS = {  # of modules with another name, or which come with another package
+    "PIL": "pillow",
+    "aiohttp": "fsspec",
+    "huggingface_hub": "transformers",
+    "open_clip": "open_clip_torch",
+    "tokenizers": "transformers",
+}
+
+
+def spell(name):
+    """A name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_extras_have_one_spelling(project):
+    extras = list(project["project"]["optional-dependencies"])
+    assert extras == [spell(extra) for extra in extras]
+
+
+def test_install_commands_name_what_the_metadata_contain(project):
+    extras = project["project"]["optional-dependencies"]
+    packages = {
+        extra: [spell(re.split(r"[>=<;]", line)[0].partition("[")[0]) for line in lines] for extra, lines in extras.items()
+    }
+    for module, requirement in REQUIREMENTS.items():
+        name = spell(DISTRIBUTIONS.get(module, module))
+        extra = re.fullmatch(r"megabatch\[([\w-]+)\]", requirement)
+        if extra is None:
+            assert spell(re.split(r"[>=]", requirement)[0]) == name
+        else:
+            assert name in packages[extra[1]], f"{module} is not installed by {requirement}"
+
+
+def test_every_optional_module_has_an_install_command():
+    sources = [path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py")]
+    loaded = {name for text in sources for name in re.findall(r'extras\.load\(\s*f?"(\w+)', text)}
+    assert {"PIL", "transformers", "wn"} <= loaded
+    assert loaded - {"torch"} <= set(REQUIREMENTS)
+    written = {extra for text in sources for extra in re.findall(r'pip install "megabatch\[([^"{]*)\]"', text)}
+    assert written <= {"train"}  # an example in a docstring
+
+
+def test_every_page_names_extras_that_exist(project):
+    known = set(project["project"]["optional-dependencies"])
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*"), ROOT / "Makefile", *ROOT.glob("tools/*.py")]
+    for page in pages:
+        if page.name in ("log.md", "CHANGELOG.md"):
+            continue
+        for named in re.findall(r"(?:megabatch|\.)\[([a-z][\w,-]*)\]", page.read_text("utf-8")):
+            assert set(named.split(",")) <= known, page.name

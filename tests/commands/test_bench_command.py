@@ -274,7 +274,7 @@ def test_missing_packages_are_named(monkeypatch, capsys):
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run("--quick") == 2
-    assert 'rich and matplotlib missing; pip install "megabatch[bench]" installs them' in capsys.readouterr().err
+    assert 'rich and matplotlib missing; pip install "megabatch[train]" installs them' in capsys.readouterr().err
 
 
 def test_sizes_that_cannot_be_are_refused_and_the_command_is_written_down(capsys):

@@ -35,7 +35,7 @@ def call(command, *arguments):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A run, a table of images and captions, and a folder of images without captions; one image is damaged."""
-    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[train]"')
     folder = tmp_path_factory.mktemp("embed")
     torch.manual_seed(0)
     towers.save(towers.load("small", **TINY), folder / "run")
@@ -52,7 +52,7 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("ending", [".npy", ".parquet"])
 def test_a_stopped_command_continues_and_its_file_is_searched(place, tmp_path, capsys, monkeypatch, ending, side):
     if ending == ".parquet":
-        pytest.importorskip("pyarrow", reason='pip install "megabatch[parquet]"')
+        pytest.importorskip("pyarrow", reason='pip install "megabatch[train]"')
     output, real, calls = tmp_path / f"x{ending}", embedding.Stored.append, []
     arguments = (place / "run", "--data", place / "pairs.csv", "--output", output, "--side", ("images", "texts")[side])
 
@@ -143,7 +143,7 @@ def test_images_with_captions_beside_them_are_not_alone(tmp_path):
 
 @pytest.mark.parametrize("ending", [".npy", ".parquet"])
 def test_only_files_of_an_earlier_embed_are_replaced(place, tmp_path, ending):
-    pytest.importorskip("pyarrow", reason='pip install "megabatch[parquet]"')
+    pytest.importorskip("pyarrow", reason='pip install "megabatch[train]"')
     output = tmp_path / f"pairs{ending}"
     table = tmp_path / ("pairs.jsonl" if ending == ".npy" else "pairs.parquet")
     arguments = (place / "run", "--output", output, "--data")
@@ -200,7 +200,7 @@ def test_rows_and_samples_have_the_same_length(place, tmp_path):
 
 
 def test_places_of_images_are_what_train_reads(place, tmp_path):
-    arrow = pytest.importorskip("pyarrow", reason='pip install "megabatch[parquet]"')
+    arrow = pytest.importorskip("pyarrow", reason='pip install "megabatch[train]"')
     parquet = importlib.import_module("pyarrow.parquet")
     images = [{"bytes": (place / "images" / f"{i}.png").read_bytes(), "path": "same.png"} for i in (0, 1)]
     images.append({"bytes": None, "path": str(place / "images" / "2.png")})
@@ -222,7 +222,7 @@ def test_places_of_images_are_what_train_reads(place, tmp_path):
 @pytest.mark.parametrize("drawn", [False, True])
 def test_a_mined_parquet_file_holds_its_images(place, tmp_path, monkeypatch, drawn):
     """Images of files, images inside a table, and drawings, which are in neither."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason='pip install "megabatch[parquet]"')
+    parquet = pytest.importorskip("pyarrow.parquet", reason='pip install "megabatch[train]"')
     monkeypatch.setattr(mine, "ROWS_AT_ONCE", 3)
     if drawn:
         monkeypatch.setattr(embedding, "read_stored_or_none", read_or_none)

@@ -75,7 +75,7 @@ def test_files_are_split_by_name(table):
 
 
 def test_a_folder_for_each_class(tmp_path):
-    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[train]"')
     for name in ("red_fox", "cat"):
         (tmp_path / name).mkdir()
         for number in range(2):

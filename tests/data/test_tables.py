@@ -187,9 +187,10 @@ def test_connected_through_others():
     assert find_components(first, second).tolist() == [0, 0, 0, 3, 3]
 
 
-def test_a_missing_package_names_the_extra():
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(extras.REQUIREMENTS, "no_such_package", "megabatch[foo]")
     with pytest.raises(ModuleNotFoundError, match=r'Reading Foo needs .*"no_such_package".*"megabatch\[foo\]"'):
-        extras.load("no_such_package.inner", extra="foo", purpose="Reading Foo")
+        extras.load("no_such_package.inner", purpose="Reading Foo")
 
 
 def test_a_path_that_is_none_is_unreadable(tmp_path):

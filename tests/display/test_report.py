@@ -208,7 +208,7 @@ def test_queries_find_documents_with_the_tower_of_queries(tmp_path):
 
 
 def test_a_gallery_leaves_out_what_cannot_be_read(tmp_path):
-    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[train]"')
     torch.manual_seed(0)
     images = tmp_path / "images"
     images.mkdir()

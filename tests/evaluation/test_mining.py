@@ -196,7 +196,7 @@ def test_a_score_is_not_rounded_to_the_type_of_embeddings():
 
 
 def test_the_output_is_json_lines_or_parquet(place, tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet", reason='pip install "megabatch[parquet]"')
+    parquet = pytest.importorskip("pyarrow.parquet", reason='pip install "megabatch[train]"')
     lines, table = tmp_path / "mined.jsonl", tmp_path / "mined.parquet"
     mine(place, "--negatives", "9", "--output", lines)  # of 9 texts, so that one is null
     mine(place, "--negatives", "9", "--output", table)

@@ -55,7 +55,7 @@ def test_two_towers_gain_by_the_correction(capsys):
 
 @pytest.mark.thorough
 def test_a_decoder_finds_words_by_their_definitions(capsys, tmp_path):
-    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+    pytest.importorskip("peft", reason='pip install "megabatch[huggingface]"')
     pytest.importorskip("wn", reason='pip install "megabatch[wordnet]"')
     *_, before, after = printed("decoder_lora", f"--pairs 60 --steps 25 --output {tmp_path}", capsys)
     assert before < 0.2

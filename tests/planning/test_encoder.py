@@ -239,7 +239,7 @@ def test_normalised_embeddings_are_float32_under_autocast():
 @pytest.mark.parametrize("name", ["hf:no-such/model", "open_clip:roberta-ViT-B-32"])
 def test_a_plan_asks_nobody(name, monkeypatch, tmp_path):
     constants = pytest.importorskip("huggingface_hub.constants", reason='pip install "megabatch[huggingface]"')
-    pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: pytest.fail("asked for an address"))
@@ -251,7 +251,7 @@ def test_a_plan_asks_nobody(name, monkeypatch, tmp_path):
 @pytest.mark.thorough
 def test_a_decoder_with_adapters(tmp_path):
     """Frozen weights in half precision, trained ones in float32 with their gradients and moments; no products for the rest."""
-    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+    pytest.importorskip("peft", reason='pip install "megabatch[huggingface]"')
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128, "model_type": "qwen3"}
     (tmp_path / "config.json").write_text(json.dumps(sizes))

@@ -62,7 +62,7 @@ def test_layers_are_compiled_one_by_one_and_other_towers_whole():
 
 
 def test_layers_of_known_models():
-    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     with torch.device("meta"):
         model = open_clip.create_model("ViT-S-32-alt", device="meta")
     assert blocks.layers(model) == [*model.visual.transformer.resblocks, *model.transformer.resblocks]
@@ -112,7 +112,7 @@ def test_one_compilation_serves_all_layers_and_all_lengths(quick, lora):
     """One without a graph and one with it: not one for each layer, nor for each number of texts or tokens."""
     pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
     if lora:
-        pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+        pytest.importorskip("peft", reason='pip install "megabatch[huggingface]"')
     way = decoders.Way(lora=lora, packed=True)
     encoder, plain = decoders.decoder(way), decoders.decoder(way)
     assert compiling.compile_towers([encoder, encoder], World.of(None, torch.device("cpu")))

@@ -16,7 +16,7 @@ CONTEXT, VOCABULARY = 40, 60
 
 
 def clip(kind="CLIP", seed=0, **text):
-    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     torch.manual_seed(seed)
     vision = open_clip.CLIPVisionCfg(layers=1, width=16, head_width=8, patch_size=8, image_size=16)
     sizes = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 16, "heads": 2, "layers": 3}
@@ -108,7 +108,7 @@ def test_a_step_of_an_open_clip_model_encodes_fewer_tokens():
 
 
 def test_captions_of_open_clip_models_without_words_and_with_ten_thousand():
-    pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     tower = towers.load("open_clip:ViT-S-32-alt").second
     inputs = tower.collate([tower.prepare(text, None) for text in ("", "a dog", "dog " * 10000)])
     assert inputs["text"].shape == (3, 77)

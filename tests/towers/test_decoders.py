@@ -29,7 +29,7 @@ TEXTS = ["one two three", "", "a b c d e f", "one"]
 
 
 def needs_peft():
-    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+    pytest.importorskip("peft", reason='pip install "megabatch[huggingface]"')
 
 
 def same(found, wanted):
@@ -330,7 +330,7 @@ def test_adapters_of_a_model_with_a_name_are_all_that_is_saved(pretrained, tmp_p
     exported = tmp_path / "exported"
     export(pair, "hf", exported)  # adapters added to the weights
     sentence_transformers = pytest.importorskip(
-        "sentence_transformers", reason='pip install "megabatch[sentence_transformers]"'
+        "sentence_transformers", reason='pip install "megabatch[sentence-transformers]"'
     )
     model = sentence_transformers.SentenceTransformer(str(exported), device="cpu", model_kwargs={"dtype": torch.float32})
     found, some = torch.as_tensor(model.encode(TEXTS)), [0, 2, 3]  # an empty text has a token here, and none there

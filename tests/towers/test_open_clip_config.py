@@ -29,7 +29,7 @@ SAMPLES = [torch.full((3, 20, 24), 99, dtype=torch.uint8)], ["a dog " * 20, "a c
 @pytest.fixture
 def run(tmp_path):
     """A model of a config file that is saved as a run, and its embeddings. The file does not exist any more."""
-    pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     file = tmp_path / "ViT-B-32.json"  # a name that open_clip has too
     file.write_text(json.dumps(TINY))
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def test_export_to_transformers_and_to_open_clip(run, tmp_path):
 
 
 def test_the_settings_of_a_run_have_the_contents_of_the_file(tmp_path):
-    pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     file = tmp_path / "tiny.json"
     file.write_text(json.dumps({"model_cfg": TINY, "preprocess_cfg": {"mean": [0.1, 0.2, 0.3], "size": 7}}))
     config = _with_model_config(TrainConfig(model=f"open_clip:{file}"))
@@ -90,7 +90,7 @@ def test_the_settings_of_a_run_have_the_contents_of_the_file(tmp_path):
 
 
 def test_prompts_of_the_run_that_weights_are_of(tmp_path):
-    pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     pair = towers.load(f"open_clip:{tmp_path / 'tiny.json'}", document_prompt="a photo of ")
     towers.save(pair, tmp_path / "run")

@@ -134,7 +134,7 @@ def test_compiled_whole_and_for_images_of_another_size():
 
 
 def test_open_clip_gives_the_same_embeddings():
-    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     vision = {"image_size": 32, "patch_size": 8, "width": 16, "layers": 2, "head_width": 8}
     text = {"context_length": 8, "vocab_size": 20, "width": 16, "heads": 2, "layers": 1}
     model = open_clip.CLIP(embed_dim=12, vision_cfg=vision, text_cfg=text).double()

@@ -67,7 +67,7 @@ def test_small_towers_come_back(tmp_path, kinds):
 
 
 def test_an_open_clip_model_comes_back_here_and_in_open_clip(tmp_path):
-    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     torch.manual_seed(0)
     pair = towers.load("open_clip:ViT-S-32-alt")
     path = towers.save(dataclasses.replace(pair, logit_scale=50.0), tmp_path)
@@ -97,7 +97,7 @@ def test_a_transformers_encoder_comes_back_without_its_first_folder(tmp_path):
 
 def test_transformers_and_sentence_transformers_load_a_run(tmp_path):
     transformers = pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
-    library = pytest.importorskip("sentence_transformers", reason='pip install "megabatch[sentence_transformers]"')
+    library = pytest.importorskip("sentence_transformers", reason='pip install "megabatch[sentence-transformers]"')
     torch.manual_seed(0)
     spec = configs(tmp_path, bert=BERT)
     tokenizer(tmp_path / "bert")
@@ -160,7 +160,7 @@ def test_an_image_processor_and_a_tokenizer_are_used_and_kept(tmp_path):
 
 def test_adapters_find_their_base_from_any_directory(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
-    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+    pytest.importorskip("peft", reason='pip install "megabatch[huggingface]"')
     for name in ("project", "elsewhere"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "project")

@@ -18,7 +18,7 @@ NAMES = {"last": "lasttoken", "weighted_mean": "weightedmean", "mean_sqrt_len": 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     """A folder with a transformer and a tokenizer, without the files of sentence-transformers."""
-    pytest.importorskip("sentence_transformers", reason='pip install "megabatch[sentence_transformers]"')
+    pytest.importorskip("sentence_transformers", reason='pip install "megabatch[sentence-transformers]"')
     folder = tmp_path_factory.mktemp("encoder")
     sentences.write_model(folder)
     return folder

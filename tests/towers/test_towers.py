@@ -176,7 +176,7 @@ def test_names_that_mean_nothing_list_what_is_possible():
 
 
 def test_open_clip_is_what_open_clip_computes():
-    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     torch.manual_seed(0)
     pair, data = towers.load("open_clip:ViT-S-32-alt"), Squares()
     model = pair.first.module.model
@@ -205,7 +205,7 @@ def test_open_clip_is_what_open_clip_computes():
 
 
 def test_weights_that_cannot_be_fetched_are_a_sentence(monkeypatch):
-    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
 
     def no_network(*arguments, **options):
         raise RuntimeError("Failed to download weights\nand more")

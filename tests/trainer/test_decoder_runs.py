@@ -24,7 +24,7 @@ pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"
 @pytest.fixture
 def base(tmp_path):
     """A decoder with weights, and words for a tokenizer of its own."""
-    pytest.importorskip("peft", reason='pip install "megabatch[lora]"')
+    pytest.importorskip("peft", reason='pip install "megabatch[huggingface]"')
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModel, PreTrainedTokenizerFast, Qwen3Config
 

@@ -94,7 +94,7 @@ def test_a_frozen_side_with_random_weights_is_warned_of(tmp_path, caplog, name, 
 
 
 def test_a_model_that_is_one_module_locks_the_parts_of_one_side(tmp_path):
-    pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     pair = towers.load("open_clip:ViT-S-32-alt")
     image = torch.zeros(1, 3, pair.first.module.model.visual.image_size[0], pair.first.module.model.visual.image_size[1])
     samples = [{"image": image}, pair.second.collate([pair.second.prepare("a text", None)])]

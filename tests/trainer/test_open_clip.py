@@ -31,7 +31,7 @@ def photos(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("lock", ["none", "first"])
 def test_open_clip_trains_and_loads_the_result(photos, lock):
-    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open_clip]"')
+    open_clip = pytest.importorskip("open_clip", reason='pip install "megabatch[open-clip]"')
     model = ["--data", "photos.jsonl", "--model", "open_clip:ViT-S-32-alt", "--batch-size", "7", "--chunk-size", "3"]
     settings = [
         "--set",

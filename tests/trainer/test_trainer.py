@@ -430,7 +430,7 @@ def test_metrics_of_a_full_disk_wait_until_there_is_room(tmp_path, caplog, monke
 
 
 def test_an_observer_that_cannot_begin_is_told_nothing_more(tmp_path, caplog):
-    pytest.importorskip("tensorboard", reason='pip install "megabatch[tensorboard]"')
+    pytest.importorskip("tensorboard", reason='pip install tensorboard')
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     made = runs.trainer(tmp_path, observers=[TensorBoardLog(), memory := runs.Memory()])
     made.fit()

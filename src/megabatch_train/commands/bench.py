@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabatch_train.commands import whole
+from megabatch import extras
+from megabatch_train.commands import describe, whole
 
 if TYPE_CHECKING:
     from megabatch_train.bench.measure import Record
@@ -30,7 +31,7 @@ status is 1 if a result of megabatch is wrong.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch bench`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    describe(parser, DESCRIPTION)
     add = parser.add_argument
     add("--quick", action="store_true", help="small sizes: under a minute on a CPU, two on a GPU")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
@@ -47,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
     missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
-        print(
-            f'megabatch bench: {" and ".join(missing)} missing; pip install "megabatch[bench]" installs them', file=sys.stderr
-        )
+        command = extras.install_command(missing[0])
+        print(f"megabatch bench: {' and '.join(missing)} missing; {command} installs them", file=sys.stderr)
         return 2
     import torch
 

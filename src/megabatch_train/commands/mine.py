@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabatch import extras, file_io
-from megabatch_train.commands import model, whole
+from megabatch_train.commands import describe, model, whole
 from megabatch_train.commands.model import add_model_arguments
 from megabatch_train.names import redact, tell
 
@@ -48,7 +48,7 @@ of texts, not with their pairs.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch mine`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    describe(parser, DESCRIPTION)
     add_model_arguments(parser, default="the run's training data, without the part that it held out")
     parser.add_argument("--negatives", type=whole, default=8, metavar="K", help="negatives per pair (default: %(default)s)")
     parser.add_argument(
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if output.suffix not in FORMATS:
         raise ValueError(f"--output must end in {' or '.join(FORMATS)}, got {args.output!r}")
     if output.suffix == ".parquet":
-        extras.load("pyarrow.parquet", extra="parquet", purpose="Writing Parquet")  # an error now, and not after the search
+        extras.load("pyarrow.parquet", purpose="Writing Parquet")  # an error now, and not after the search
     with join_world(args.device) as world:
         if world.size > 1:
             raise ValueError(f"megabatch mine must be one process, got {world.size}; start it without torchrun")
@@ -198,8 +198,8 @@ class Mine:
         """The lines as Parquet, with images inside as `{"bytes": …, "path": …}`, like those of the library datasets."""
         from megabatch.tiles.block import windows
 
-        arrow = extras.load("pyarrow", extra="parquet", purpose="Writing Parquet")
-        parquet = extras.load("pyarrow.parquet", extra="parquet", purpose="Writing Parquet")
+        arrow = extras.load("pyarrow", purpose="Writing Parquet")
+        parquet = extras.load("pyarrow.parquet", purpose="Writing Parquet")
         image = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
         kinds = [image if self.holds_images else arrow.string()] + [arrow.string()] * (len(names) - 1)
         schema = arrow.schema(list(zip(names, kinds, strict=True)))

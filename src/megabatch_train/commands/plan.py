@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabatch_train.commands import whole
+from megabatch import extras
+from megabatch_train.commands import describe, whole
 from megabatch_train.planning import gpus
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ step, without running on them. The first line says whether the loss or the encod
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch plan`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    describe(parser, DESCRIPTION)
     names = ", ".join(gpu.name for gpu in gpus.CATALOGUE)
     add = parser.add_argument
     add(
@@ -121,11 +122,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plots(plan: step.Plan, args: argparse.Namespace) -> str:
-    from megabatch_train.display.plots import EXTRA, available
+    from megabatch_train.display.plots import available
     from megabatch_train.planning import report
 
     if not available():
-        return f'; no plots, because matplotlib is not installed (pip install "megabatch[{EXTRA}]")'
+        return f"; no plots, because matplotlib is not installed ({extras.install_command('matplotlib')})"
     report.draw(plan, args.batch_size, args.output / "plan.png", args.output / "plan.svg")
     return ", plan.png, plan.svg"
 

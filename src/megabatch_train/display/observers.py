@@ -103,7 +103,7 @@ class ProgressDisplay:
 
     def _start_bar(self) -> None:
         progress, console = (
-            extras.load(f"rich.{name}", extra="train", purpose="A progress bar") for name in ("progress", "console")
+            extras.load(f"rich.{name}", purpose="A progress bar") for name in ("progress", "console")
         )
         self._bar = progress.Progress(
             progress.TextColumn("{task.completed:,}/{task.total:,}", style="bold"),
@@ -162,7 +162,7 @@ class TensorBoardLog:
         self._folder = Path()
         self._numbers: list[tuple[str, float, int]] = []  # (name, value, step) since the last flush
         if not self.available():
-            extras.load("tensorboard", extra="tensorboard", purpose="A log for TensorBoard")
+            extras.load("tensorboard", purpose="A log for TensorBoard")
 
     @staticmethod
     def available() -> bool:
@@ -200,7 +200,7 @@ class TensorBoardLog:
         self._writer.close()
 
     def _open(self, purge_step: int | None = None) -> None:
-        tensorboard = extras.load("torch.utils.tensorboard", extra="tensorboard", purpose="A log for TensorBoard")
+        tensorboard = extras.load("torch.utils.tensorboard", purpose="A log for TensorBoard")
         self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def _add(self, group: str, values: Mapping[str, Any], step: int) -> None:
@@ -257,7 +257,7 @@ class WandbLog:
     """
 
     def __init__(self, project: str = "megabatch", **options: Any) -> None:
-        self._wandb: Any = extras.load("wandb", extra="wandb", purpose="A log for Weights & Biases")
+        self._wandb: Any = extras.load("wandb", purpose="A log for Weights & Biases")
         self._project, self._options = project, options
         self._run: Any = None
         if redact(sys.argv) != sys.argv:  # wandb stores the arguments of the process with other metadata

@@ -20,7 +20,6 @@ from megabatch_train.display.tables import TextTable
 # A plot is a matplotlib `Figure`. `save` writes it to files, `svg` returns it for a page: its colours become the page's CSS
 # variables, so that plots follow the page's light and dark style.
 
-EXTRA = "train"  # the extra that installs matplotlib
 GREEN, MINT, ORANGE, BLUE, VIOLET, OCHRE = "#0b6e4f", "#2fa37c", "#c1440e", "#2563c9", "#7a4fc4", "#b8860b"
 INK, GREY, LINE = "#17202b", "#64717f", "#e2e7ec"  # text, labels, grid
 PAPER = "#ffffff"  # behind the names of lines
@@ -59,7 +58,7 @@ def figure(
         size: inches.
         about: a line in small print below the title.
     """
-    module = extras.load("matplotlib.figure", extra=EXTRA, purpose="A plot")
+    module = extras.load("matplotlib.figure", purpose="A plot")
     made = module.Figure(figsize=size, layout="constrained")
     made.suptitle(title, color=INK)
     grid = made.subplots(rows, columns, squeeze=False)
@@ -109,7 +108,7 @@ def batch_axis(axes: Any, values: Sequence[int], label: str = "batch, pairs", *,
 
 def log_axis(axes: Any, which: Literal["x", "y"] = "y") -> None:
     """A logarithmic axis with plain numbers: at 1, 10, … over many decades, at 1, 2, 5, … over few, at more within one."""
-    ticker = extras.load("matplotlib.ticker", extra=EXTRA, purpose="A plot")
+    ticker = extras.load("matplotlib.ticker", purpose="A plot")
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
@@ -189,7 +188,7 @@ def bars(axes: Any, values: Sequence[tuple[str, float]], form: str = "%.0f", col
 
 def save(figure: Any, *paths: Path) -> None:
     """Writes the figure to every path, in the format of its suffix."""
-    matplotlib = extras.load("matplotlib", extra=EXTRA, purpose="A plot")
+    matplotlib = extras.load("matplotlib", purpose="A plot")
     with matplotlib.rc_context(_SVG):
         for path in paths:
             figure.savefig(path, dpi=150, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
@@ -202,7 +201,7 @@ def svg(figure: Any, described: str) -> str:
         figure: of `figure`.
         described: the plot in words, for screen readers.
     """
-    matplotlib = extras.load("matplotlib", extra=EXTRA, purpose="A plot")
+    matplotlib = extras.load("matplotlib", purpose="A plot")
     buffer = io.StringIO()
     with matplotlib.rc_context(_SVG):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch import file_io
+from megabatch import extras, file_io
 from megabatch_train.data import load as data
 from megabatch_train.data.dataset import IMAGE, Dataset
 from megabatch_train.data.images import to_pillow
@@ -47,7 +47,7 @@ def curves(run: SavedRun) -> str:
     if not run.training and not run.evaluations:
         return ""
     if not plots.available():
-        told = f'No curves: matplotlib is not installed; pip install "megabatch[{plots.EXTRA}]" installs it.'
+        told = f"No curves: matplotlib is not installed; {extras.install_command('matplotlib')} installs it."
         return plots.section(title, plots.faint(told))
     drawn = [
         loss(run),

@@ -176,7 +176,7 @@ class TextTable:
 
     def _print_rich(self) -> None:
         rich, console, text, box = (
-            extras.load(f"rich.{name}", extra="train", purpose="A table") for name in ("table", "console", "text", "box")
+            extras.load(f"rich.{name}", purpose="A table") for name in ("table", "console", "text", "box")
         )
         drawn = rich.Table(box=box.SIMPLE_HEAD, header_style="dim", padding=(0, 1, 0, 0), show_header=any(self.headings))
         widths = self._least_widths()

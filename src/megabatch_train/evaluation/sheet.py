@@ -50,7 +50,7 @@ def draw(
 class _Sheet:
     def __init__(self, columns: int, rows: int, title: str, credits: Sequence[str]) -> None:
         self.pillow, drawing, fonts = (
-            extras.load(f"PIL.{name}", extra="data", purpose="Drawing a contact sheet")
+            extras.load(f"PIL.{name}", purpose="Drawing a contact sheet")
             for name in ("Image", "ImageDraw", "ImageFont")
         )
         self.font, self.small = fonts.load_default(TEXT_SIZE), fonts.load_default(SMALL_SIZE)

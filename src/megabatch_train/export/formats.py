@@ -37,7 +37,7 @@ _PURPOSE = "Export to ONNX"
 def export_onnx(pair: Pair, folder: Path) -> None:
     """Writes the files, and what rebuilds the preprocessing. If onnxruntime is installed, its embeddings are compared."""
     for module in ("onnx", "onnxscript"):
-        extras.load(module, extra="onnx", purpose=_PURPOSE)
+        extras.load(module, purpose=_PURPOSE)
     if any(getattr(getattr(tower.collate, "__self__", None), "prompt_tokens", None) is not None for tower in pair.towers):
         raise ValueError(
             "export --to onnx must have a model that pools all tokens, got model_options.include_prompt = false, whose pooling "
@@ -95,7 +95,7 @@ def _is_large(module: nn.Module) -> bool:
 @torch.no_grad()
 def _compare(module: nn.Module, inputs: dict[str, Tensor], path: Path) -> float:
     """The largest difference."""
-    runtime = extras.load("onnxruntime", extra="onnx", purpose=_PURPOSE)
+    runtime = extras.load("onnxruntime", purpose=_PURPOSE)
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     differences: list[float] = []
     for count in (3, 1):
@@ -286,7 +286,7 @@ def export_clip(pair: Pair, folder: Path) -> None:
 
     The embeddings of both are compared before anything is written.
     """
-    transformers = extras.load("transformers", extra="huggingface", purpose=_CLIP_PURPOSE)
+    transformers = extras.load("transformers", purpose=_CLIP_PURPOSE)
     module: Any = pair.first.module
     described = dict(open_clip.Description.of(pair).config.model)
     try:
@@ -459,7 +459,7 @@ def _transformers(pair: Pair, folder: Path) -> None:
 
 def check_token() -> None:
     """Raises an error if nobody is logged in, before anything is written."""
-    hub = extras.load("huggingface_hub", extra="huggingface", purpose="A model on the hub")
+    hub = extras.load("huggingface_hub", purpose="A model on the hub")
     if hub.get_token() is None:
         raise ValueError("--push must have a token of the Hugging Face hub, got none: `hf auth login` or HF_TOKEN gives one")
 
@@ -471,7 +471,7 @@ def push(folder: Path, name: str) -> str:
         folder: of an export.
         name: "USER/MODEL", or "MODEL" of the user who is logged in.
     """
-    api = extras.load("huggingface_hub", extra="huggingface", purpose="A model on the hub").HfApi()
+    api = extras.load("huggingface_hub", purpose="A model on the hub").HfApi()
     address = api.create_repo(name, repo_type="model", private=True, exist_ok=True)
     api.upload_folder(folder_path=str(folder), repo_id=address.repo_id, repo_type="model", commit_message="megabatch export")
     return str(address)

@@ -221,7 +221,7 @@ def read_configs(spec: str) -> list[Any]:
     family, _, name = spec.partition(":")
     if family == "hf-config":
         return [_config(Path(part)) for part in _parts(name)]
-    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    transformers = extras.load("transformers", purpose=PURPOSE)
     found = []
     for part in _parts(name):
         try:
@@ -322,7 +322,7 @@ def _check_length(encoder: TextEncoder, length: Any) -> int:
 
 def random_encoders(configs: Sequence[Any], name: str, lora: LoraConfig | None = None) -> list[TextEncoder | ImageEncoder]:
     """An encoder of texts, or one of images and one of texts, with random weights; adapters or all parameters are trained."""
-    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    transformers = extras.load("transformers", purpose=PURPOSE)
     models = [transformers.AutoModel.from_config(config) for config in configs]
     if lora is not None:
         for model in models:
@@ -380,7 +380,7 @@ def _locate(part: str, *, absolute: bool) -> str:
 
 
 def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | None) -> _ModelParts:
-    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    transformers = extras.load("transformers", purpose=PURPOSE)
     options: dict[str, Any] = {"trust_remote_code": allows_remote_code()}
     options |= {"subfolder": sentences.subfolder} if sentences is not None and sentences.subfolder else {}
     if lora is None:
@@ -397,7 +397,7 @@ def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | Non
 
 
 def _build_from_config(folder: Path, lora: LoraConfig | None, layers: Sequence[LayerConfig]) -> _ModelParts:
-    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    transformers = extras.load("transformers", purpose=PURPOSE)
     config = _config(folder)
     model = transformers.AutoModel.from_config(config, trust_remote_code=allows_remote_code()).float()
     if lora is not None:
@@ -408,7 +408,7 @@ def _build_from_config(folder: Path, lora: LoraConfig | None, layers: Sequence[L
 
 
 def _config(folder: Path) -> Any:
-    transformers = extras.load("transformers", extra="huggingface", purpose=PURPOSE)
+    transformers = extras.load("transformers", purpose=PURPOSE)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model must be a folder with a config.json, got {str(folder)!r}")
     allowed = allows_remote_code()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megabatch import extras
 
-EXTRA = "lora"
 NAME = "default"  # of the adapter inside of PEFT
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of names in PEFT's files
@@ -58,7 +57,7 @@ def inject(model: Any, config: LoraConfig, name: str = "") -> None:
         config: of the adapters, with a rank above 0.
         name: of the model on the hub, recorded for PEFT.
     """
-    peft = extras.load("peft", extra=EXTRA, purpose="LoRA")
+    peft = extras.load("peft", purpose="LoRA")
     about = peft.LoraConfig(
         r=config.rank,
         lora_alpha=2 * config.rank if config.alpha is None else config.alpha,
@@ -103,7 +102,7 @@ def quantisation(how: str) -> dict[str, Any]:
     """Arguments of `from_pretrained` for quantised weights."""
     if how == "none":
         return {}
-    transformers = extras.load("transformers", extra="huggingface", purpose="LoRA")
+    transformers = extras.load("transformers", purpose="LoRA")
     if not extras.is_installed("bitsandbytes"):
         raise ModuleNotFoundError(
             f'lora.quantize = "{how}" needs the package "bitsandbytes", which is not installed; pip install bitsandbytes '

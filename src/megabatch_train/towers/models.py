@@ -212,7 +212,7 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
                 huggingface.describe(pair, place, {f"layers.{key}": value for key, value in _of(_LAYERS, weights).items()})
             elif pair.lora is not None and pair.lora.merge:
                 huggingface.describe(pair, place / SIDES[1], _of(f"{SIDES[1]}.", weights))
-        safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
+        safetensors = extras.load("safetensors.torch", purpose="Saving a model")
         # transformers asks for the format "pt".
         about = {"format": "pt", _HEADER: json.dumps(description, default=dataclasses.asdict)}
         parts = _sort_metadata(safetensors.save(weights, about))
@@ -406,7 +406,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    safetensors = extras.load("safetensors", extra="train", purpose="Loading a model")
+    safetensors = extras.load("safetensors", purpose="Loading a model")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file

@@ -104,7 +104,7 @@ def _shorten(text: str) -> str:
 
 def package() -> Any:
     """The module open_clip."""
-    return extras.load("open_clip", extra="open_clip", purpose=PURPOSE)
+    return extras.load("open_clip", purpose=PURPOSE)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -260,7 +260,7 @@ def _prompts_of(weights: str) -> dict[str, str]:
     """The prompts of the run whose weights these are; none for other weights."""
     if not weights.endswith(".safetensors") or not Path(weights).is_file():
         return {}
-    safetensors = extras.load("safetensors", extra="train", purpose="Loading a model")
+    safetensors = extras.load("safetensors", purpose="Loading a model")
     with safetensors.safe_open(weights, framework="pt") as file:
         about = json.loads((file.metadata() or {}).get("megabatch", "{}"))
     options = about.get("options", {})

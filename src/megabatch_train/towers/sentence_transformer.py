@@ -219,7 +219,7 @@ class _Source:
         if Path(self._name).is_dir():
             path = Path(self._name) / folder / file
             return path if path.is_file() else None
-        hub = extras.load("transformers.utils.hub", extra="huggingface", purpose="A transformers encoder")
+        hub = extras.load("transformers.utils.hub", purpose="A transformers encoder")
         try:
             found = hub.cached_file(
                 self._name,
@@ -298,7 +298,7 @@ def _layers(
 
 def _tensors(source: _Source, folder: str) -> dict[str, Tensor]:
     if (path := source.find("model.safetensors", folder)) is not None:
-        safetensors = extras.load("safetensors.torch", extra="train", purpose="Loading a model")
+        safetensors = extras.load("safetensors.torch", purpose="Loading a model")
         found: dict[str, Tensor] = safetensors.load_file(path)
     elif (path := source.find("pytorch_model.bin", folder)) is not None:
         found = torch.load(path, map_location="cpu", weights_only=True)
@@ -369,7 +369,7 @@ def write(folder: Path, width: int, longest: int, model: SentenceModel) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a safetensors file of PyTorch's format."""
-    safetensors = extras.load("safetensors.torch", extra="train", purpose="Saving a model")
+    safetensors = extras.load("safetensors.torch", purpose="Saving a model")
     data = safetensors.save({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, {"format": "pt"})
     file_io.write(path, lambda file: file.write(data))
 

@@ -113,12 +113,12 @@ def _build_adafactor(groups: list[dict[str, Any]], rate: float, momentum: float)
 
 def _load_timm(optimizer: str) -> Any:
     """timm's optimizers."""
-    optimizers = extras.load("timm.optim", extra="optimizers", purpose=f"The optimizer {optimizer}")
+    optimizers = extras.load("timm.optim", purpose=f"The optimizer {optimizer}")
     found = version("timm")
     if tuple(map(int, found.split(".")[:3])) < OLDEST_TIMM:
         raise ImportError(
             f"The optimizer {optimizer} needs timm {'.'.join(map(str, OLDEST_TIMM))} or later, got {found}; "
-            'pip install "megabatch[optimizers]" installs it'
+            f"{extras.install_command('timm')} installs it"
         )
     return optimizers
 

@@ -185,7 +185,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Raises:
         LockedError: another process or thread holds it.
     """
-    filelock = extras.load("filelock", extra="train", purpose="The lock of a run")
+    filelock = extras.load("filelock", purpose="The lock of a run")
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME

@@ -187,7 +187,7 @@ class _ShardFiles:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    safetensors = extras.load("safetensors", extra="train", purpose="Reading a checkpoint")
+    safetensors = extras.load("safetensors", purpose="Reading a checkpoint")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file
