@@ -61,9 +61,8 @@ def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, c
     from megabatch.world import World
     from megabatch_train import towers
     from megabatch_train.data import load
-    from megabatch_train.towers import compiling
-    from megabatch_train.trainer import optim
-    from megabatch_train.trainer.build import autocast, fast_products
+    from megabatch_train.towers.tower import compile_towers, compiler_settings
+    from megabatch_train.trainer.build import autocast, build_optimizer, fast_products, parameter_groups
     from megabatch_train.trainer.config import TrainConfig
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,11 +79,11 @@ def towers_alone(*, model: str, data: str, chunk: int, batch: int, steps: int, c
             one = map_rows(lambda tensor, longest=longest: tensor[:, :longest], one)
         inputs.append(map_rows(lambda tensor: tensor.to(device), one))
     modules = [tower.module for tower in pair.towers]
-    optimizer = optim.build(config.optimizer, optim.parameter_groups(modules[:1], torch.nn.Identity(), 0.2))
+    optimizer = build_optimizer(config.optimizer, parameter_groups(modules[:1], torch.nn.Identity(), 0.2))
     cast = autocast(config.precision, device)
     compiler = contextlib.nullcontext()
-    if compiled and config.compile == "on" and compiling.compile_towers(modules, World(device)):
-        compiler = compiling.settings()
+    if compiled and config.compile == "on" and compile_towers(modules, World(device)):
+        compiler = compiler_settings()
 
     def step(passes: int) -> float:
         began = time.perf_counter()

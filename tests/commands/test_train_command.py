@@ -16,7 +16,7 @@ from megabatch_train import cli, settings, towers
 from megabatch_train.commands import train
 from megabatch_train.data import load as data
 from megabatch_train.evaluation import results
-from megabatch_train.trainer.state import read_weights
+from megabatch_train.trainer.checkpoints import read_weights
 from word_pairs import call
 
 

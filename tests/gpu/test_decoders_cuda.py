@@ -8,7 +8,8 @@ import megabatch as mb
 from decoders import Loss, Way
 from megabatch.world import World
 from megabatch_train.towers import huggingface_inputs
-from megabatch_train.trainer.chunk_size import MemoryConfig, what_fits
+from megabatch_train.trainer.config import MemoryConfig
+from megabatch_train.trainer.step import what_fits
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu

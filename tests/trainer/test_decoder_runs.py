@@ -11,12 +11,13 @@ from megabatch.cached.memory import list_tensors, measure_graph
 from megabatch.world import World
 from megabatch_train import settings, towers
 from megabatch_train.data import load as data
-from megabatch_train.trainer import build, chunk_size
+from megabatch_train.trainer import build, step
 from megabatch_train.trainer import config as configs
-from megabatch_train.trainer.chunk_size import MemoryConfig, Pace, pair_seconds, what_fits
+from megabatch_train.trainer.checkpoints import read_weights
+from megabatch_train.trainer.config import MemoryConfig
 from megabatch_train.trainer.loop import Trainer
-from megabatch_train.trainer.state import read_weights
-from megabatch_train.trainer.storage import load_newest
+from megabatch_train.trainer.run import load_newest
+from megabatch_train.trainer.step import Pace, pair_seconds, what_fits
 
 pytest.importorskip("transformers", reason='pip install "megabatch[huggingface]"')
 
@@ -172,7 +173,7 @@ def test_checkpointing_is_chosen_by_measurement(sizes, paces, wanted):
         def pace(self, size):
             return paces[self.now()]
 
-    found = chunk_size._faster([Trial()], [encoder], sizes[True] if sizes[True] < 32 else 32, 10**9, 0.0)
+    found = step._faster([Trial()], [encoder], sizes[True] if sizes[True] < 32 else 32, 10**9, 0.0)
     assert (found[0][0], found[1]) == wanted
 
 

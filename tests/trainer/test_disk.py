@@ -14,9 +14,9 @@ from megabatch_train import towers
 from megabatch_train.evaluation import results
 from megabatch_train.towers import models
 from megabatch_train.trainer import checkpoints as checkpoint
-from megabatch_train.trainer.checkpoints import CheckpointError, Checkpoints, contents
+from megabatch_train.trainer.checkpoints import CheckpointError, Files, list_checkpoints, read_manifest
 from megabatch_train.trainer.run import MetricsFile
-from megabatch_train.trainer.state import Files
+from megabatch_train.trainer.storage import Checkpoints
 
 
 def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, caplog, monkeypatch):
@@ -43,7 +43,7 @@ def test_a_full_disk_keeps_what_was_saved_and_goes_on_until_the_end(tmp_path, ca
         f"the weights after step 7 are in {tmp_path}/model.safetensors, and --resume {tmp_path} continues after step 2"
     )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
-    assert contents(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
+    assert read_manifest(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
 
 
 def test_a_disk_that_is_full_from_the_start_promises_nothing(tmp_path, caplog, monkeypatch):
@@ -89,13 +89,13 @@ def test_the_model_is_worth_more_than_old_checkpoints(tmp_path, caplog, monkeypa
         return save(pair, folder, step=step)
 
     monkeypatch.setattr("megabatch_train.towers.save", bounded)
-    monkeypatch.setattr("megabatch_train.trainer.storage.free_bytes", lambda folder: 10**9)
+    monkeypatch.setattr("megabatch_train.trainer.run.free_bytes", lambda folder: 10**9)
     monkeypatch.setattr(Checkpoints, "_free", lambda checkpoints: free())
-    monkeypatch.setattr(Checkpoints, "_make_room", lambda checkpoints: None)  # for the next checkpoint
+    monkeypatch.setattr(Checkpoints, "_make_space", lambda checkpoints: None)  # for the next checkpoint
     runs.trainer(tmp_path, {"checkpoint": {"every": 2, "keep": 4}}).fit()
     assert models.read_step(tmp_path) == 7
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000006", "step_00000007"]
-    assert caplog.text.count("the disk has no space for the model; the old checkpoint") == 2
+    assert caplog.text.count("the disk has no space for the model; the oldest checkpoint") == 2
 
 
 def test_old_checkpoints_stay_if_the_model_would_not_fit_without_them(tmp_path, monkeypatch):
@@ -107,9 +107,9 @@ def test_old_checkpoints_stay_if_the_model_would_not_fit_without_them(tmp_path, 
         checkpoint.finish(folder, tmp_path / f"step_{step:08d}", {})
     monkeypatch.setattr(made, "_free", lambda: 0)
     assert not made.make_space(10**6)
-    assert made.count() == 3
+    assert len(list_checkpoints(tmp_path)) == 3
     assert made.make_space(100)  # no space is seen to become free, so all but the newest are deleted
-    assert [path.name for path in made._all()] == ["step_00000003"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003"]
     assert not made.make_space(0)  # the newest is not deleted
 
 
@@ -137,13 +137,13 @@ def test_temporary_files_of_a_killed_run_are_removed_at_the_next_start(tmp_path)
 
 def test_room_on_the_disk_is_checked_before_the_first_step(tmp_path, caplog, monkeypatch):
     made = runs.trainer(tmp_path / "none")
-    monkeypatch.setattr("megabatch_train.trainer.storage.free_bytes", lambda folder: 60_000)
-    with pytest.raises(ValueError, match=r"has 0\.1 MB free; the model takes .* Make room, or use another folder"):
+    monkeypatch.setattr("megabatch_train.trainer.run.free_bytes", lambda folder: 60_000)
+    with pytest.raises(ValueError, match=r"has 0\.1 MB free; the model takes .* Free disk space, or use another folder"):
         made.fit()
     assert not (tmp_path / "none").exists()
-    monkeypatch.setattr("megabatch_train.trainer.storage.free_bytes", lambda folder: 150_000)
+    monkeypatch.setattr("megabatch_train.trainer.run.free_bytes", lambda folder: 150_000)
     runs.trainer(tmp_path / "some").fit()
-    assert "2 of them, and the next, may not fit" in caplog.text
+    assert "2 checkpoints and the temporary copy of the next one may not fit" in caplog.text
 
 
 def test_the_oldest_checkpoint_makes_room_for_the_next(tmp_path, caplog, monkeypatch):
@@ -167,7 +167,7 @@ def test_the_oldest_checkpoint_makes_room_for_the_next(tmp_path, caplog, monkeyp
     assert names[-1] == "step_00000006"
     assert 1 < len(names) < 4
     assert "could not be written" not in caplog.text
-    assert "the disk has no room for another checkpoint; the oldest, " in caplog.text
+    assert "the disk has no space for another checkpoint; the oldest checkpoint, " in caplog.text
 
 
 def used(folder):
@@ -179,10 +179,10 @@ def test_room_counts_the_best_model_and_old_checkpoints(tmp_path, monkeypatch):
     made = runs.trainer(tmp_path, {"steps": 5})
     assert made.resume()
     model = sum(v.numel() * v.element_size() for tower in made.pair.towers for v in tower.module.state_dict().values())
-    monkeypatch.setattr("megabatch_train.trainer.storage.free_bytes", lambda folder: 2 * model)
+    monkeypatch.setattr("megabatch_train.trainer.run.free_bytes", lambda folder: 2 * model)
     made.fit()  # the older of two checkpoints gives way
     changes = {"steps": 7, "evaluate_every": 1, "checkpoint": {"keep": 1}}
-    monkeypatch.setattr("megabatch_train.trainer.storage.free_bytes", lambda folder: int(1.5 * model))
+    monkeypatch.setattr("megabatch_train.trainer.run.free_bytes", lambda folder: int(1.5 * model))
     made = runs.trainer(tmp_path, changes, validation=runs.Numbers(samples=20))
     assert made.resume()
     with pytest.raises(ValueError, match=r"checkpoint\.best.* use --resume .*checkpoints/step_… --output OTHER_FOLDER"):
@@ -267,7 +267,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(tmp_path, 
     made.order = runs.Failing(made.order, 3)  # asked for while step 3 trains
     with pytest.raises(FloatingPointError, match="meant to fail"):
         made.fit()
-    assert contents(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
+    assert read_manifest(tmp_path / "checkpoints" / "step_00000002")["step"] == 2
 
 
 def test_a_disk_that_cannot_be_read_back_gives_up_the_checkpoint_on_all_ranks(tmp_path, caplog, monkeypatch):

@@ -7,8 +7,9 @@ from torch import nn
 import runs
 from megabatch.world import World
 from megabatch_train.machine import ran_out_of_memory
-from megabatch_train.trainer import build, chunk_size
-from megabatch_train.trainer.chunk_size import Fit, MemoryConfig, largest_chunk, what_fits
+from megabatch_train.trainer import build, step
+from megabatch_train.trainer.config import MemoryConfig
+from megabatch_train.trainer.step import Fit, largest_chunk, what_fits
 
 
 @pytest.mark.parametrize(
@@ -45,15 +46,15 @@ def test_what_a_run_is_given(monkeypatch):
     def samples(side, count):
         return torch.stack([data.read(i, side) for i in range(count)])
 
-    monkeypatch.setattr(chunk_size, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(step, "free_memory", lambda device: 10**9)
     world = World(torch.device("cpu"))
     found = what_fits(MemoryConfig(graphs=0.5), "auto", modules, samples, 1000, world)
-    assert found.chunk_sizes == (chunk_size.ON_CPU, chunk_size.ON_CPU)
+    assert found.chunk_sizes == (step.ON_CPU, step.ON_CPU)
     parameters = sum(p.numel() * 8 for module in modules for p in module.parameters())
     assert found.graph_bytes == int(0.5 * (10**9 - 3 * parameters - 4 * 2 * 1000 * runs.EMBEDDING * 4))
     assert what_fits(MemoryConfig(), "auto", modules, samples, 9, world).chunk_sizes == (9, 9)
     assert what_fits(MemoryConfig(graphs=0), 5, modules, samples, 9, world) == Fit((5, 5), 0)
-    monkeypatch.setattr(chunk_size, "free_memory", lambda device: 10)
+    monkeypatch.setattr(step, "free_memory", lambda device: 10)
     assert what_fits(MemoryConfig(), 5, modules, samples, 9, world).graph_bytes == 0
     assert Fit((5, 1), 100).halve() == Fit((2, 1), 50)
 

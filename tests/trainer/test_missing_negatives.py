@@ -9,7 +9,8 @@ import torch
 import runs
 from megabatch.world import World
 from megabatch_train.data.tables import Table
-from megabatch_train.trainer.loss import LossConfig, LossInputs, Objective, ReadablePairs
+from megabatch_train.trainer.config import LossConfig
+from megabatch_train.trainer.loss import LossInputs, Objective, ReadablePairs
 
 ALONE = World(torch.device("cpu"))
 CHAIN = torch.stack([torch.arange(6) // 2, (torch.arange(6) + 1) // 2], dim=1)  # every pair shares a side with the next

@@ -9,8 +9,8 @@ import torch
 from megabatch_train import cli, towers
 from megabatch_train.commands import train
 from megabatch_train.evaluation import results
+from megabatch_train.trainer.checkpoints import read_weights
 from megabatch_train.trainer.run import MetricsFile
-from megabatch_train.trainer.state import read_weights
 
 pytestmark = pytest.mark.thorough
 

@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch_train.trainer import optim
-from megabatch_train.trainer.loss import LossConfig, Objective
-from megabatch_train.trainer.optim import OptimizerConfig, ScheduleConfig
+from megabatch_train.trainer import build
+from megabatch_train.trainer import config as configs
+from megabatch_train.trainer.config import LossConfig, OptimizerConfig, ScheduleConfig
+from megabatch_train.trainer.loss import Objective
 
 
 def adafactor(parameter, lr=0.01, momentum=0.9, weight_decay=0.0):
     pytest.importorskip("timm", reason="AdaFactor comes with timm")
     config = OptimizerConfig("adafactor", lr=lr, betas=(momentum, 0.98))
-    return optim.build(config, [{"params": [parameter], "weight_decay": weight_decay}])
+    return build.build_optimizer(config, [{"params": [parameter], "weight_decay": weight_decay}])
 
 
 def plain_adafactor(parameter, gradients, *, lr, momentum, weight_decay):
@@ -150,7 +151,7 @@ class Odd(nn.Module):
 
 def test_weight_decay_spares_norms_biases_and_the_scale():
     model, loss = Odd(), Objective(LossConfig("siglip"), 10.0, None)
-    decaying, sparing, of_loss = optim.parameter_groups([model, model], loss, 0.3)
+    decaying, sparing, of_loss = build.parameter_groups([model, model], loss, 0.3)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert sorted(names[id(p)] for p in decaying["params"]) == ["linear.weight", "table.weight"]
     assert sorted(names[id(p)] for p in sparing["params"]) == [
@@ -170,7 +171,7 @@ def test_every_optimizer_by_its_name(name):
     if name != "adamw":
         pytest.importorskip("timm", reason="Lion and AdaFactor come with timm")
     model, loss = Odd(), Objective(LossConfig(), 10.0, None)
-    optimizer = optim.build(OptimizerConfig(name), optim.parameter_groups([model], loss, 0.1))
+    optimizer = build.build_optimizer(OptimizerConfig(name), build.parameter_groups([model], loss, 0.1))
     before = model.linear.weight.detach().clone()
     (model.linear(torch.ones(1, 4)).sum() * loss.log_scale).backward()
     optimizer.step()
@@ -180,9 +181,9 @@ def test_every_optimizer_by_its_name(name):
 
 def test_timm_that_averages_wrongly_is_refused(monkeypatch):
     pytest.importorskip("timm", reason="AdaFactor comes with timm")
-    monkeypatch.setattr(optim, "version", lambda name: "1.0.28")
+    monkeypatch.setattr(build, "version", lambda name: "1.0.28")
     with pytest.raises(
-        ImportError, match=r"AdaFactor needs timm 1\.0\.29 or later, got 1\.0\.28; pip install \"megabatch\[optim"
+        ImportError, match=r"AdaFactor needs timm 1\.0\.29 or later, got 1\.0\.28; pip install \"timm>=1\.0\.29\""
     ):
         adafactor(nn.Parameter(torch.zeros(2, 2)))
 
@@ -190,8 +191,8 @@ def test_timm_that_averages_wrongly_is_refused(monkeypatch):
 def test_learning_rates_by_batch_size():
     for scaling, wanted in (("none", 1e-3), ("sqrt", 4e-3), ("linear", 16e-3)):
         config = OptimizerConfig(lr=1e-3, scaling=scaling, reference_batch=1024)
-        assert optim.scale_rate(config, 16384) == pytest.approx(wanted)
-        assert optim.scale_rate(config, 1024) == 1e-3
+        assert configs.scale_rate(config, 16384) == pytest.approx(wanted)
+        assert configs.scale_rate(config, 1024) == 1e-3
     for wrong in ({"lr": 0.0}, {"lr": math.nan}, {"betas": (0.9, 1.0)}, {"weight_decay": -1.0}, {"reference_batch": 0}):
         with pytest.raises(ValueError, match=rf"optimizer.{next(iter(wrong))} must be"):
             OptimizerConfig(**wrong)
@@ -208,17 +209,17 @@ def test_the_default_rate_never_rises_by_more_than_a_transformer_survives():
     """A run of 104 steps rose to 5e-4 within 10 steps, and the embeddings collapsed."""
     config, schedule = OptimizerConfig(), ScheduleConfig()
     for steps in (1, 2, 14, 30, 104, 1000, 10000):
-        highest = optim.highest_rate(config, schedule, 4096, steps)
-        rates = [0.0, *(optim.learning_rate(schedule, highest, step, steps) for step in range(steps))]
-        assert max(later - earlier for earlier, later in itertools.pairwise(rates)) <= optim.STEEPEST_RISE * (1 + 1e-9)
+        highest = configs.highest_rate(config, schedule, 4096, steps)
+        rates = [0.0, *(configs.learning_rate(schedule, highest, step, steps) for step in range(steps))]
+        assert max(later - earlier for earlier, later in itertools.pairwise(rates)) <= configs.STEEPEST_RISE * (1 + 1e-9)
         assert highest == pytest.approx(min(5e-4, 5e-6 * max(1, schedule.warm_up(steps))))
-    assert optim.highest_rate(config, ScheduleConfig(warmup_steps=10), 4096, 1000) == pytest.approx(5e-5)
-    assert optim.highest_rate(OptimizerConfig(lr=5e-4), ScheduleConfig(warmup_steps=10), 4096, 1000) == 5e-4  # as asked
+    assert configs.highest_rate(config, ScheduleConfig(warmup_steps=10), 4096, 1000) == pytest.approx(5e-5)
+    assert configs.highest_rate(OptimizerConfig(lr=5e-4), ScheduleConfig(warmup_steps=10), 4096, 1000) == 5e-4  # as asked
 
 
 def test_schedules():
     def rates(steps, **config):
-        return [optim.learning_rate(ScheduleConfig(**config), 2.0, step, steps) for step in range(steps)]
+        return [configs.learning_rate(ScheduleConfig(**config), 2.0, step, steps) for step in range(steps)]
 
     assert rates(4, name="constant", warmup_steps=0) == [2.0] * 4
     assert rates(6, name="constant", warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
@@ -228,7 +229,7 @@ def test_schedules():
     assert cosine[6] == pytest.approx(1.0)  # half of the way from the end of the warm-up
     assert cosine[-1] == pytest.approx(2.0 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
     assert all(later <= earlier for earlier, later in itertools.pairwise(cosine[2:]))
-    assert optim.learning_rate(ScheduleConfig(warmup_fraction=0.0, end=0.25), 2.0, 10, 10) == pytest.approx(0.5)
+    assert configs.learning_rate(ScheduleConfig(warmup_fraction=0.0, end=0.25), 2.0, 10, 10) == pytest.approx(0.5)
     assert rates(3, warmup_steps=100) == pytest.approx([2 / 3, 4 / 3, 2.0])  # shorter than its warm-up
     # One step and the whole run, which 1 and 1.0 would not tell apart.
     assert rates(4, name="constant", warmup_steps=1) == [2.0] * 4

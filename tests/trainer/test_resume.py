@@ -11,11 +11,11 @@ import torch
 import runs
 from megabatch_train.commands.train import _before
 from megabatch_train.evaluation import results
-from megabatch_train.trainer.checkpoints import CheckpointError, contents
-from megabatch_train.trainer.chunk_size import Fit
+from megabatch_train.trainer.checkpoints import CheckpointError, read_manifest
 from megabatch_train.trainer.config import FIXED, FREE, TrainConfig
 from megabatch_train.trainer.health import StoppedError
 from megabatch_train.trainer.run import MetricsFile, began_in
+from megabatch_train.trainer.step import Fit
 
 # Dropout, augmentation, an average: everything that has a state. Images are read in both passes.
 SETTINGS = {"ema": 0.9, "memory": {"graphs": 0.0, "inputs": 0.0}, "steps": 7}
@@ -247,7 +247,7 @@ def test_memory_and_chunks_may_change(tmp_path):
         made.fit()
         return made._fit
 
-    before = contents(tmp_path / "checkpoints" / "step_00000007")
+    before = read_manifest(tmp_path / "checkpoints" / "step_00000007")
     assert before["graph_bytes"] > 0
     assert fit_of() == Fit((4, 4), before["graph_bytes"])
     assert fit_of(memory={"graphs": 0.0}) == Fit((4, 4), 0)

@@ -11,10 +11,10 @@ import torch
 
 import runs
 from megabatch_train import cli, settings, towers
-from megabatch_train.trainer import state as sharded
+from megabatch_train.trainer import checkpoints as sharded
+from megabatch_train.trainer.checkpoints import read_weights
 from megabatch_train.trainer.config import TrainConfig
-from megabatch_train.trainer.state import read_weights
-from megabatch_train.trainer.storage import load_checkpoint
+from megabatch_train.trainer.run import load_checkpoint
 
 TINY = {"width": 16, "buckets": 64}
 

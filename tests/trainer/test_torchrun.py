@@ -12,7 +12,7 @@ import torch
 import runs
 from helpers import PATIENCE
 from megabatch_train import settings
-from megabatch_train.trainer.state import read_weights
+from megabatch_train.trainer.checkpoints import read_weights
 from ranks import free_port
 
 pytestmark = pytest.mark.thorough

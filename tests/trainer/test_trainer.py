@@ -11,7 +11,8 @@ from megabatch.world import LostRankError, World
 from megabatch_train.data.order import Order
 from megabatch_train.display.observers import TensorBoardLog
 from megabatch_train.evaluation import results
-from megabatch_train.trainer import optim
+from megabatch_train.trainer.build import build_optimizer
+from megabatch_train.trainer.config import learning_rate
 from megabatch_train.trainer.loss import Objective
 from megabatch_train.trainer.run import MetricsFile
 
@@ -29,7 +30,7 @@ def written_out(config, pair, data, *, broken=()):
     if config.optimizer.name == "adamw":
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-6)
     else:
-        optimizer = optim.build(config.optimizer, groups)
+        optimizer = build_optimizer(config.optimizer, groups)
     order = Order(len(data), config.batch_size, config.seed)
     average = {name: p.detach().clone() for name, p in named.items()}
     for batch in order.batches(0, config.steps):
@@ -46,7 +47,7 @@ def written_out(config, pair, data, *, broken=()):
         if config.optimizer.clip_norm:
             torch.nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], config.optimizer.clip_norm)
         for group in optimizer.param_groups:
-            group["lr"] = optim.learning_rate(config.schedule, config.optimizer.lr, batch.number, config.steps)
+            group["lr"] = learning_rate(config.schedule, config.optimizer.lr, batch.number, config.steps)
         optimizer.step()
         with torch.no_grad():
             objective.log_scale.clamp_(max=math.log(config.loss.max_scale))
@@ -430,7 +431,7 @@ def test_metrics_of_a_full_disk_wait_until_there_is_room(tmp_path, caplog, monke
 
 
 def test_an_observer_that_cannot_begin_is_told_nothing_more(tmp_path, caplog):
-    pytest.importorskip("tensorboard", reason='pip install tensorboard')
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     made = runs.trainer(tmp_path, observers=[TensorBoardLog(), memory := runs.Memory()])
     made.fit()

@@ -9,7 +9,7 @@ import runs
 from megabatch_train import towers
 from megabatch_train.towers import models
 from megabatch_train.trainer.health import StoppedError
-from megabatch_train.trainer.storage import load_checkpoint, load_newest
+from megabatch_train.trainer.run import load_checkpoint, load_newest
 
 
 @pytest.fixture(autouse=True)

@@ -1,31 +1,41 @@
-"""The checkpoints of a run on disk: complete folders with checksums, and which of them are kept."""
+"""One checkpoint: its manifest with checksums, its files, and the training state that they store.
+
+A checkpoint is a folder such as `step_00000160`. It is written under a temporary name. Its files are flushed to disk, the
+manifest `checkpoint.json` with their sizes and checksums is written last, and then the folder is renamed. Therefore a folder
+with its final name is complete, even if the process is killed at any time. Before a checkpoint is used, its files are compared
+with the manifest.
+"""
 
 import errno
+import io
 import json
 import logging
-import math
 import os
 import re
-import shutil
 import zlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from megabatch import extras
+from megabatch.cached import randomness
+from megabatch.cached.memory import is_sharded
 from megabatch.world import World
+from megabatch_train.towers.lora import find_trained
+from megabatch_train.trainer.build import Average
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One checkpoint on disk: a folder `step_00000160` that is complete and has checksums.
-#
-# It is written under a temporary name, its files are flushed to disk, a table of contents with sizes and checksums is
-# written last, and then the folder is renamed. So a folder with the final name is complete, whenever the process is killed.
-# Before a checkpoint is used, its files are compared with the table.
+# A checkpoint on disk: a complete folder with a manifest.
 
-CONTENTS = "checkpoint.json"
+LOG = logging.getLogger("megabatch")
+MANIFEST = "checkpoint.json"
 DISK_FULL = "the disk is full"
 _PIECE = 1 << 24  # bytes read at once
+_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointError(RuntimeError):
@@ -42,10 +52,10 @@ def write(partial: Path, files: Callable[[Path], None]) -> None:
 
 
 def finish(partial: Path, final: Path, about: dict[str, Any]) -> None:
-    """Writes the table of contents, with the entries of `about`, and renames the folder from `partial` to `final`."""
-    table = {**about, "files": {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(partial.iterdir())}}
-    with (partial / CONTENTS).open("w", encoding="utf-8") as file:
-        json.dump(table, file, indent=1)
+    """Writes the manifest with the entries of `about`, and renames the folder from `partial` to `final`."""
+    manifest = {**about, "files": {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(partial.iterdir())}}
+    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(partial)
@@ -63,17 +73,17 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def contents(path: Path) -> dict[str, Any]:
-    """The table of contents of an intact checkpoint.
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Returns the manifest of an intact checkpoint.
 
     Raises:
         CheckpointError: a file is missing or differs from its checksum.
     """
     try:
-        table: dict[str, Any] = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
-        files = table["files"]
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {CONTENTS} cannot be read: {error}") from error
+        raise CheckpointError(f"the checkpoint {path} is damaged: {MANIFEST} cannot be read: {error}") from error
     for name, (size, check) in files.items():
         place = path / name
         if not place.is_file():
@@ -84,7 +94,7 @@ def contents(path: Path) -> dict[str, Any]:
             )
         if _checksum(place) != check:
             raise CheckpointError(f"the checkpoint {path} is damaged: {name} does not match its checksum")
-    return table
+    return manifest
 
 
 def _checksum(path: Path) -> int:
@@ -95,8 +105,30 @@ def _checksum(path: Path) -> int:
     return value
 
 
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Returns the checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Returns the step in the name of a checkpoint."""
+    return int(path.name.removeprefix("step_"))
+
+
+def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the newest intact checkpoint in a folder and its manifest, or None. Logs damaged ones."""
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return path, read_manifest(path)
+        except CheckpointError as error:
+            LOG.warning("%s; trying the checkpoint before it", error)
+    return None
+
+
 def free_name(path: Path, prefix: str) -> Path:
-    """`prefix_NAME`, or `prefix_NAME_1` … if that exists."""
+    """Returns `prefix_NAME`, or `prefix_NAME_1` … if that exists."""
     number = 0
     while (other := path.with_name(f"{prefix}_{path.name}" + (f"_{number}" if number else ""))).exists():
         number += 1
@@ -104,7 +136,7 @@ def free_name(path: Path, prefix: str) -> Path:
 
 
 def reason(error: BaseException) -> str:
-    """Why something could not be written."""
+    """Returns why something could not be written."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -114,249 +146,439 @@ def reason(error: BaseException) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The checkpoints of a run: written while training goes on. The last few are kept, and a damaged one is skipped.
+# Files without pickles. Tensors are in safetensors files. A sharded state has one file per rank and a manifest in JSON.
 #
-# The state is copied, and a thread of each rank writes the copy. Threads exchange no messages: between steps the ranks ask
-# one another whether all have written, and then the first rank's thread completes the checkpoint (`finish`).
+# The planners of PyTorch's distributed checkpoints decide which rank writes and reads which part. Therefore another number of
+# ranks can resume. PyTorch's own storage is not used, because its metadata is a pickle, and reading a pickle can execute code.
+
+SHARD_MANIFEST = "manifest.json"
+_PICKLED_MANIFEST = ".metadata"  # of PyTorch's own storage
+_DTYPES = {  # names in the header of a safetensors file
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
-LOG = logging.getLogger("megabatch")
-_NAME = re.compile(r"step_(\d{8,})")
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file, one tensor after another.
+
+    `safetensors.torch.save` would hold a copy of the file in memory.
+    """
+    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # Large elements come first, so that each tensor begins at a multiple of its element size.
+    ordered = sorted(dense.items(), key=lambda item: -item[1].element_size())
+    header, end = {}, 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When to save a checkpoint, and how many to keep."""
-
-    every: int = 0  # steps between checkpoints; 0 for ten per run. The last step always has one
-    minutes: float = 15.0  # and at most this many minutes between checkpoints; 0 for no limit
-    keep: int = 2  # number of checkpoints
-    best: str = "auto"  # metric by which the best weights are kept in best/; "auto" is recall@1 by text, "none" keeps none
-
-    def __post_init__(self) -> None:
-        """Checks the numbers."""
-        if self.every < 0:
-            raise ValueError(f"checkpoint.every must be at least 0, got {self.every}")
-        if not 0 <= self.minutes < math.inf:
-            raise ValueError(f"checkpoint.minutes must be a finite number of at least 0, got {self.minutes}")
-        if self.keep < 1:
-            raise ValueError(f"checkpoint.keep must be at least 1, got {self.keep}")
-
-    def due(self, step: int, steps: int) -> bool:
-        """Whether to save after `step` of `steps`."""
-        return step == steps or step % (self.every or max(1, steps // 10)) == 0
-
-    def late(self, seconds: float) -> bool:
-        """Whether the last checkpoint is too many seconds ago."""
-        return self.minutes > 0 and seconds >= 60 * self.minutes
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors file."""
+    with _open(path) as file:
+        # The file object has `keys` but is not a mapping.
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-class Copy(Protocol):
-    """A rank's part of a checkpoint, which training no longer changes."""
-
-    def agree(self) -> None:
-        """Called by all ranks before they write."""
-
-    def write(self, folder: Path) -> None:
-        """Writes this rank's files. Called in a thread."""
-
-
-@dataclass
-class _Pending:
-    """A checkpoint that is being written."""
-
-    partial: Path
-    final: Path
-    about: dict[str, Any]
-    work: Future[None]  # in this rank's thread
-    written: bool = False  # by all ranks; the first one finishes it
-
-
-class Checkpoints:
-    """The checkpoints of a run, in a folder that all ranks share.
+class ShardedWriter:
+    """Writes a sharded state. The ranks exchange messages only in `agree`.
 
     Args:
-        folder: created with the first checkpoint.
-        keep: number of checkpoints.
-        world: the ranks. All must call the same methods in the same order.
+        state: nested dictionaries of tensors, DTensors and values that JSON can represent, in host memory.
+        world: the ranks.
     """
 
-    def __init__(self, folder: Path, keep: int, world: World) -> None:
-        self.folder, self._keep, self._world = folder, keep, world
-        self._pending: _Pending | None = None
+    def __init__(self, state: dict[str, Any], world: World) -> None:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    def begin(self, step: int, about: dict[str, Any], copied: Callable[[], Copy]) -> None:
-        """Begins to write the checkpoint of a step. The one before must have been settled.
+        self._world, self._planner = world, DefaultSavePlanner()
+        self._planner.set_up_planner(state, None, world.rank == 0)
+        self._plan: Any = self._planner.create_local_plan()
+        self._manifest: dict[str, Any] = {}
 
-        Args:
-            step: its number.
-            about: entries of the table of contents, serialisable as JSON.
-            copied: copies the state of this rank, without messages to other ranks.
+    def agree(self) -> None:
+        """Decides which rank writes which part. All ranks must call it."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        Raises:
-            CheckpointError: on all ranks, if one of them failed. Earlier checkpoints are unchanged.
-        """
-        assert self._pending is None, "one checkpoint at a time"
-        final = self.folder / f"step_{step:08d}"
-        partial = self.folder / f".partial_{final.name}"
-        made: list[Copy] = []
-        self._together(lambda: self._prepare(partial), "prepared", partial, only_first=True)
-        self._together(lambda: made.append(copied()), "copied", partial)
-        copy = made[0]
-        self._together(copy.agree, "prepared", partial)
-        work = _in_a_thread(lambda: write(partial, copy.write))
-        self._pending = _Pending(partial, final, about, work)
+        values = {item.index.fqn: self._planner.lookup_object(item.index) for item in self._plan.items if _is_value(item)}
+        gathered = self._world.gather_objects((self._plan, values))
+        plans, metadata = self._planner.create_global_plan([plan for plan, _ in gathered])
+        ranks = {_key(item.index): rank for rank, plan in enumerate(plans) for item in plan.items}
+        self._plan = self._planner.finish_plan(plans[self._world.rank])
+        self._manifest = {
+            "values": {name: value for _, own in gathered for name, value in own.items()},
+            "tensors": {
+                name: {
+                    "dtype": _DTYPES[about.properties.dtype],
+                    "size": list(about.size),
+                    "parts": [
+                        {
+                            "rank": ranks[_name_part(name, part.offsets)],
+                            "offsets": list(part.offsets),
+                            "sizes": list(part.sizes),
+                        }
+                        for part in about.chunks
+                    ],
+                }
+                for name, about in metadata.state_dict_metadata.items()
+                if isinstance(about, TensorStorageMetadata)
+            },
+        }
 
-    def _prepare(self, partial: Path) -> None:
-        self._clear()
-        partial.mkdir(parents=True)
-        self._make_room()
-
-    def _make_room(self) -> None:
-        """Deletes the oldest checkpoints while the disk has no room for another one. The newest intact one stays."""
-        kept = self._all()
-        size = _size(kept[-1]) if kept else 0
-        if len(kept) < 2 or self._free() >= size:
-            return
-        newest = self._newest()
-        for path in kept:
-            if newest is None or path == newest[0] or self._free() >= size:
-                break
-            LOG.warning("the disk has no room for another checkpoint; the oldest, %s, is deleted", path)
-            self._delete(path)
-
-    def make_space(self, size: int) -> bool:
-        """Deletes old checkpoints for a file that did not fit on the disk. The newest intact checkpoint stays.
-
-        Args:
-            size: of the file, in bytes.
-
-        Returns:
-            Whether at least one was deleted; not if the file would still not fit without all of them. All ranks must call it.
-        """
-        return bool(self._world.from_first(self._delete_for(size) if self._world.rank == 0 else None))
-
-    def _delete_for(self, size: int) -> bool:
-        newest = self._newest()
-        old = [] if newest is None else [path for path in self._all() if path != newest[0]]
-        if not old or self._free() + sum(map(_size, old)) < size:
-            return False
-        for number, path in enumerate(old):
-            if number and self._free() >= size:
-                break
-            LOG.warning("the disk has no space for the model; the old checkpoint %s is deleted", path)
-            self._delete(path)
-        return True
-
-    def _free(self) -> int:
-        return shutil.disk_usage(self.folder).free
-
-    def settle(self, *, wait: bool) -> Path | None:
-        """Brings the checkpoint that is being written closer to its end.
-
-        Args:
-            wait: for the end; else only what is possible at once.
-
-        Returns:
-            The checkpoint, if this call completed it.
-
-        Raises:
-            CheckpointError: on all ranks, if one of them failed. Earlier checkpoints are unchanged.
-        """
-        while (pending := self._pending) is not None:
-            if not wait and not self._world.min([pending.work.done()])[0]:
-                return None
-            self._pending = None  # if it fails
-            if pending.written:
-                self._together(pending.work.result, "finished", pending.partial)
-                return pending.final
-            self._together(pending.work.result, "written", pending.partial)
-            pending.work, pending.written = _in_a_thread(lambda: self._finish(pending)), True
-            self._pending = pending
-        return None
-
-    def _finish(self, pending: _Pending) -> None:
+    def write(self, folder: Path) -> None:
+        """Writes the tensors of this rank. The first rank also writes the manifest."""
+        items = [item for item in self._plan.items if not _is_value(item)]
+        tensors: dict[str, Any] = {_key(item.index): self._planner.resolve_data(item) for item in items}
+        write_tensors(folder / _of_rank(self._world.rank), tensors)
         if self._world.rank == 0:
-            finish(pending.partial, pending.final, pending.about)
-            self._forget_old()
-
-    def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest intact checkpoint and its table of contents, or None. Damaged ones are logged."""
-        return self._world.from_first(self._newest() if self._world.rank == 0 else None)  # type: ignore[no-any-return]
-
-    def count(self) -> int:
-        """The number of checkpoints."""
-        return len(self._all())
-
-    def last_step(self) -> int | None:
-        """The step of the last checkpoint; None if there is none."""
-        return max(map(_step, self._all()), default=None)
-
-    def set_aside_after(self, step: int) -> None:
-        """Renames checkpoints of later steps: a run that resumes from `step` will write its own."""
-        if self._world.rank == 0:
-            for path in self._all():
-                if _step(path) > step:
-                    aside = path.rename(free_name(path, "abandoned"))
-                    LOG.warning("the run continues from step %d; %s is now called %s", step, path, aside.name)
-
-    def _newest(self) -> tuple[Path, dict[str, Any]] | None:
-        for path in reversed(self._all()):
-            try:
-                return path, contents(path)
-            except CheckpointError as error:
-                LOG.warning("%s; trying the checkpoint before it", error)
-        return None
-
-    def _all(self) -> list[Path]:
-        if not self.folder.is_dir():
-            return []
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(found, key=_step)
-
-    def _forget_old(self) -> None:
-        for path in self._all()[: -self._keep]:
-            self._delete(path)
-        self._clear()
-
-    def _delete(self, path: Path) -> None:
-        path.rename(free_name(path, ".deleted"))  # so that a half-deleted one is not taken for damaged
-        for left in self.folder.glob(".deleted_*"):
-            shutil.rmtree(left, ignore_errors=True)
-
-    def _clear(self) -> None:
-        """Deletes unfinished and half-deleted checkpoints."""
-        for left in [*self.folder.glob(".deleted_*"), *self.folder.glob(".partial_*")]:
-            shutil.rmtree(left, ignore_errors=True)
-
-    def _together(self, work: Callable[[], None], what: str, partial: Path, *, only_first: bool = False) -> None:
-        """Runs `work` on all ranks, or on the first. If one rank fails, the files are removed and all ranks raise its error."""
-        problem = None
-        try:
-            if not only_first or self._world.rank == 0:
-                work()
-        except Exception as error:
-            problem = reason(error)
-        problems = {rank: text for rank, text in enumerate(self._world.gather_objects(problem)) if text is not None}
-        if problems:
-            if self._world.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            rank, text = next(iter(problems.items()))
-            where = f" on rank {rank}" if self._world.size > 1 else ""
-            raise CheckpointError(f"a checkpoint could not be {what} in {self.folder}{where}: {text}")
+            # Options of an optimizer may be dtypes. A resumed run takes all options from its settings.
+            (folder / SHARD_MANIFEST).write_text(json.dumps(self._manifest, default=str), "utf-8")
 
 
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir())
+def read_sharded(folder: Path, state: dict[str, Any]) -> None:
+    """Reads this rank's part of a checkpoint into a state with the same names. Any number of ranks may have written it."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner import LoadItemType
+
+    manifest, size = _read_shard_manifest(folder), torch.Size
+    about: dict[str, Any] = {name: BytesStorageMetadata() for name in manifest["values"]}
+    for name, tensor in manifest["tensors"].items():
+        chunks = [ChunkStorageMetadata(size(part["offsets"]), size(part["sizes"])) for part in tensor["parts"]]
+        about[name] = TensorStorageMetadata(TensorProperties(dtype=_dtype(tensor)), size(tensor["size"]), chunks)
+    ranks = {_name_part(name, part["offsets"]): part["rank"] for name, part in _parts(manifest)}
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state, Metadata(about), is_coordinator=False)
+    with _open_shards(folder) as read:
+        for item in planner.finish_plan(planner.create_local_plan()).items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _pickle(manifest["values"][item.storage_index.fqn]))
+                continue
+            key = _key(item.storage_index)
+            part = read(ranks[key], key)[_window(item.storage_offsets, item.lengths)]
+            target = planner.resolve_tensor(item)
+            target.detach().copy_(part)
+            planner.commit_tensor(item, target)
 
 
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin with the prefix, without the prefix, each assembled from its parts."""
+    manifest = _read_shard_manifest(folder)
+    tensors: dict[str, Tensor] = {}
+    with _open_shards(folder) as read:
+        for name, part in _parts(manifest):
+            if not name.startswith(prefix):
+                continue
+            about = manifest["tensors"][name]
+            tensor = tensors.setdefault(name.removeprefix(prefix), torch.empty(about["size"], dtype=_dtype(about)))
+            tensor[_window(part["offsets"], part["sizes"])] = read(part["rank"], _name_part(name, part["offsets"]))
+    return tensors
 
 
-def _in_a_thread(work: Callable[[], None]) -> Future[None]:
-    executor = ThreadPoolExecutor(1, thread_name_prefix="megabatch-checkpoint")
+@contextmanager
+def _open_shards(folder: Path) -> Iterator[Callable[[int, str], Tensor]]:
+    """Yields a function from a rank and a name to the tensor in this rank's file."""
+    files: dict[int, Any] = {}
+    with ExitStack() as stack:
+
+        def read(rank: int, key: str) -> Tensor:
+            if rank not in files:
+                files[rank] = stack.enter_context(_open(folder / _of_rank(rank)))
+            tensor: Tensor = files[rank].get_tensor(key)
+            return tensor
+
+        yield read
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    safetensors = extras.load("safetensors", purpose="Reading a checkpoint")
     try:
-        return executor.submit(work)
-    finally:
-        executor.shutdown(wait=False)  # the thread ends with its work, and Python with the thread
+        with safetensors.safe_open(path, framework="pt") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} must be a whole safetensors file, got one that is not: {error}") from error
+
+
+def _read_shard_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / SHARD_MANIFEST
+    if not path.is_file() and (folder / _PICKLED_MANIFEST).exists():
+        raise ValueError(
+            f"the checkpoint {folder} must have a {SHARD_MANIFEST}, got one of an earlier version with a pickle "
+            f"({_PICKLED_MANIFEST}), which is not read, because reading it can execute code"
+        )
+    manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return manifest
+
+
+def _parts(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((name, part) for name, about in manifest["tensors"].items() for part in about["parts"])
+
+
+def _dtype(about: dict[str, Any]) -> torch.dtype:
+    return next(dtype for dtype, name in _DTYPES.items() if name == about["dtype"])
+
+
+def _window(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def _is_value(item: Any) -> bool:
+    """Returns whether an item of a planner is not a tensor."""
+    return item.tensor_data is None
+
+
+def _key(index: Any) -> str:
+    return _name_part(index.fqn, index.offset or ())
+
+
+def _name_part(name: str, offsets: Sequence[int]) -> str:
+    """Returns the name of a part of a tensor in a rank's file."""
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+def _of_rank(rank: int) -> str:
+    return f"shard_{rank:05d}.safetensors"
+
+
+def _pickle(value: Any) -> io.BytesIO:
+    """Returns a value of the manifest in the form that the planner expects. This process makes the pickle."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The contents of a checkpoint: weights, optimizer, averaged weights, gradient scaler, and the random generators of every rank.
+#
+# With DDP the first rank writes all weights into one safetensors file, and the state of the optimizer into another file.
+# With FSDP2 each rank writes its part (`ShardedWriter`). Each rank writes its random generators to its own file. The order of
+# the data, augmentation and learning rate follow from the number of the step and are not saved.
+#
+# Weights are in files without pickles, because commands that only read a model must not unpickle anything. The files of the
+# optimizer and the generators are pickles. Only a resumed run reads them, with `weights_only=True`.
+
+MODEL, AVERAGE = "model.", "average."  # before the names of weights and averaged weights
+OPTIMIZER = "state.pt"  # and the scaler
+WEIGHTS = "weights.safetensors"
+
+
+class State:
+    """Everything that training changes, saved and loaded together.
+
+    Args:
+        modules: of the towers and the loss by name; unwrapped.
+        optimizer: of their parameters.
+        average: averaged weights, or None.
+        scaler: for fp16, or None.
+        world: the ranks.
+        sharded: whether FSDP2 shards the towers.
+        trained_only: whether to exclude frozen weights, because the towers have them before a checkpoint is read.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        optimizer: torch.optim.Optimizer,
+        average: Average | None,
+        scaler: torch.amp.GradScaler | None,
+        world: World,
+        *,
+        sharded: bool,
+        trained_only: bool = False,
+    ) -> None:
+        self._modules, self._optimizer, self._scaler = nn.ModuleDict(modules), optimizer, scaler
+        self._averages: dict[str, Tensor] = {} if average is None else average.values
+        self._world, self._sharded, self._trained_only = world, sharded, trained_only
+        self._host = _HostCopies()
+
+    def copy_to_host(self) -> "Files":
+        """Copies the state to host memory. The memory of the previous copy is used again."""
+        values: dict[str, Any] = {_state_of_rank(self._world.rank): _generators(self._world.device)}
+        if self._sharded:
+            return Files(values, ShardedWriter(self._host(self._parts()), self._world))
+        if self._world.rank == 0:
+            values |= {WEIGHTS: self._host(self._weights()), OPTIMIZER: self._host(self._optimizer_state())}
+        return Files(values)
+
+    def read(self, folder: Path) -> bool:
+        """Loads a checkpoint. All ranks must call it.
+
+        Returns:
+            Whether the random generators were restored. They are not if the number of ranks has grown.
+        """
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
+        if (folder / OPTIMIZER).is_file():
+            self._read_whole(folder)
+        else:
+            self._read_parts(folder)
+        for group, wanted in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(wanted)  # weight decay etc. come from this run's settings
+        place = folder / _state_of_rank(self._world.rank)
+        complete = self._world.sum([place.is_file()])[0] == self._world.size
+        if complete:
+            _restore(torch.load(place, weights_only=True), self._world.device)
+        return complete
+
+    def _read_whole(self, folder: Path) -> None:
+        if self._sharded:
+            raise ValueError(f'parallel must be "ddp" to continue from {folder}, which is not sharded, got "fsdp"')
+        state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        if "model" in state:  # an earlier version wrote one file
+            model, average = state["model"], state["average"]
+        else:
+            model, average = read_weights(folder)
+        self._modules.load_state_dict(model, strict=not self._trained_only)
+        self._optimizer.load_state_dict(state["optimizer"])
+        for name, value in average.items():
+            self._averages[name].copy_(value)
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def _read_parts(self, folder: Path) -> None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+        parts = self._parts()
+        read_sharded(folder, parts)
+        set_state_dict(
+            self._modules,
+            self._optimizer,
+            model_state_dict=parts["model"],
+            optim_state_dict=parts["optimizer"],
+            options=StateDictOptions(ignore_frozen_params=self._trained_only, strict=not self._trained_only),
+        )
+
+    def _weights(self) -> dict[str, Tensor]:
+        model = self._modules.state_dict()
+        if self._trained_only:
+            names = find_trained(self._modules)
+            model = {name: value for name, value in model.items() if name in names}
+        average = {f"{AVERAGE}{name}": value for name, value in self._averages.items()}
+        return {f"{MODEL}{name}": value for name, value in model.items()} | average
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": {} if self._scaler is None else self._scaler.state_dict(),
+        }
+
+    def _parts(self) -> dict[str, Any]:
+        """Returns the state with parameters by name instead of index, as distributed checkpoints need it."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+        options = StateDictOptions(ignore_frozen_params=self._trained_only)
+        model, optimizer = get_state_dict(self._modules, self._optimizer, options=options)
+        return {"model": model, "optimizer": optimizer, "average": self._averages}
+
+
+def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the weights and the averaged weights of a checkpoint by name. Unpickles nothing."""
+    if (folder / OPTIMIZER).is_file() and not (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"the checkpoint {folder} must have a {WEIGHTS}, got one of an earlier version with its weights in a pickle "
+            f"({OPTIMIZER}), which only `megabatch train --resume` reads"
+        )
+    if not (folder / WEIGHTS).is_file():
+        return read_whole(folder, MODEL), read_whole(folder, AVERAGE)
+    tensors = read_tensors(folder / WEIGHTS)
+    model, average = (
+        {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        for prefix in (MODEL, AVERAGE)
+    )
+    return model, average
+
+
+class Files:
+    """A copy of a rank's state, which training no longer changes.
+
+    Args:
+        values: by the names of their files.
+        shards: of a sharded state, or None.
+    """
+
+    def __init__(self, values: dict[str, Any], shards: ShardedWriter | None = None) -> None:
+        self._values, self._shards = values, shards
+
+    def agree(self) -> None:
+        """Decides which rank writes which part. All ranks must call it before they write."""
+        if self._shards is not None:
+            self._shards.agree()
+
+    def write(self, folder: Path) -> None:
+        """Writes this rank's files."""
+        for name, value in self._values.items():
+            if name == WEIGHTS:
+                write_tensors(folder / name, value)
+                continue
+            with (folder / name).open("wb") as file:
+                torch.save(value, file)
+        if self._shards is not None:
+            self._shards.write(folder)
+
+
+class _HostCopies:
+    """Copies of nested values in host memory. Tensors from CUDA go into pinned memory, which the next copy uses again."""
+
+    def __init__(self) -> None:
+        self._pinned: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Copies dictionaries, lists, tuples and tensors. Waits for the device."""
+        copied = self._copy(value, ())
+        if self._pinned:
+            torch.cuda.synchronize()
+        return copied
+
+    def _copy(self, value: Any, place: tuple[Any, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._copy(part, (*place, key)) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._copy(part, (*place, i)) for i, part in enumerate(value))
+        if not isinstance(value, Tensor):
+            return value
+        if not value.is_cuda or is_sharded(value):
+            return value.detach().to("cpu", copy=True)
+        pinned = self._pinned.get(place)
+        if pinned is None or pinned.shape != value.shape or pinned.dtype != value.dtype:
+            pinned = self._pinned[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        return pinned.copy_(value.detach(), non_blocking=True)
+
+
+def _state_of_rank(rank: int) -> str:
+    return f"generators_{rank:05d}.pt"
+
+
+def _generators(device: torch.device) -> dict[str, Any]:
+    states = randomness.capture([device])
+    numpy = None
+    if states.numpy is not None and states.numpy["bit_generator"] == "MT19937":
+        inner = states.numpy["state"]
+        numpy = [inner["key"].tolist(), int(inner["pos"]), states.numpy["has_gauss"], float(states.numpy["gauss"])]
+    return {"cpu": states.cpu, "cuda": [state for _, state in states.cuda], "python": states.python, "numpy": numpy}
+
+
+def _restore(saved: dict[str, Any], device: torch.device) -> None:
+    cuda = tuple((device, state) for state in saved["cuda"][:1] if device.type == "cuda")
+    numpy = None if saved["numpy"] is None else ("MT19937", *saved["numpy"])
+    randomness.restore(randomness.States(saved["cpu"], cuda, saved["python"], numpy))

@@ -19,10 +19,159 @@ from megabatch_train import names, settings
 from megabatch_train.data import load as data
 from megabatch_train.towers.lora import LoraConfig
 from megabatch_train.towers.models import anchor as anchor_model
-from megabatch_train.trainer.checkpoints import CheckpointConfig
-from megabatch_train.trainer.chunk_size import MemoryConfig
-from megabatch_train.trainer.loss import LossConfig
-from megabatch_train.trainer.optim import OptimizerConfig, ScheduleConfig
+
+WARMUP_FRACTION, WARMUP_STEPS = 0.1, 50  # the longer of both, but at most half of the run
+SCRATCH_RATE = 5e-4  # highest learning rate of a model with random weights, as in CLIP and open_clip
+# Learning rate per step. Transformers with random weights collapse if the rate of Adam rises much faster, probably because the
+# first gradients point in one direction and Adam moves all weights of a matrix together (docs/training.md has the runs).
+STEEPEST_RISE = 5e-6
+
+Name = Literal["clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill"]
+CONTRASTS = ("info_nce", "dcl", "hcl")  # take hard negatives, a margin, a guide and a direction
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The loss and its initial values."""
+
+    name: Name = "clip"  # which loss
+    ids: bool = True  # whether pairs that share an image or a text are not each other's negatives
+    scale: float | None = None  # initial value (default: the model's)
+    bias: float | None = None  # initial value, of SigLIP (default: the model's)
+    max_scale: float = 100.0  # the learned scale is clamped to it
+    symmetric: bool = False  # of info_nce, dcl and hcl: the mean of both directions
+    margin: float | None = None  # of info_nce, dcl and hcl: negatives that exceed the match by more are left out
+    guide: str = ""  # of info_nce, dcl and hcl: a run's folder or a model whose similarities find false negatives (GIST)
+    beta: float = 1.0  # of hcl: weight of hard negatives
+    tau_plus: float = 0.1  # of hcl: expected share of false negatives
+    widths: tuple[int, ...] = ()  # of matryoshka: dimensions that embeddings can be cut to; the full one is added
+    teacher: str = ""  # of distill: a run's folder or a model whose similarities are the targets
+    teacher_weight: float = 1.0  # of distill: weight of the teacher's targets beside CLIP's loss
+
+    def __post_init__(self) -> None:
+        """Checks the numbers, and that each setting is one of the loss."""
+        for name in ("scale", "max_scale", "beta", "teacher_weight"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"loss.{name} must be a finite number above 0, got {value}")
+        if not 0 <= self.tau_plus < 1:
+            raise ValueError(f"loss.tau_plus must be at least 0 and less than 1, got {self.tau_plus}")
+        of = {
+            "bias": ("siglip",),
+            **dict.fromkeys(("symmetric", "margin", "guide"), CONTRASTS),
+            **dict.fromkeys(("beta", "tau_plus"), ("hcl",)),
+            "widths": ("matryoshka",),
+            **dict.fromkeys(("teacher", "teacher_weight"), ("distill",)),
+        }
+        for name, losses in of.items():
+            if getattr(self, name) != getattr(LossConfig, name) and self.name not in losses:
+                raise ValueError(f"loss.{name} is for the losses {', '.join(losses)}, got loss.name = {self.name!r}")
+        for name in ("widths", "teacher"):
+            if self.name in of[name] and not getattr(self, name):
+                raise ValueError(f"loss.{name} must be given for the loss {self.name!r}")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its settings."""
+
+    name: Literal["adamw", "adafactor", "lion"] = "adamw"  # which optimizer; AdaFactor stores a quarter of the bytes
+    lr: float | Literal["auto"] = "auto"  # highest learning rate; "auto": 5e-4, but at most 5e-6 per step of the warm-up
+    scaling: Literal["none", "sqrt", "linear"] = "none"  # growth of `lr` with batch_size / reference_batch
+    reference_batch: int = 1024  # pairs that `lr` is for; unused if `scaling` is "none"
+    weight_decay: float = 0.2  # for matrices; not for norms, biases and the loss
+    betas: tuple[float, float] = (0.9, 0.98)  # AdaFactor uses only the first
+    eps: float = 1e-6  # of AdamW
+    clip_norm: float = 0.0  # largest gradient norm; 0 for no clipping
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.lr != "auto" and not 0 < self.lr < math.inf:
+            raise ValueError(f'optimizer.lr must be "auto" or a finite number above 0, got {self.lr}')
+        if self.reference_batch < 1:
+            raise ValueError(f"optimizer.reference_batch must be at least 1, got {self.reference_batch}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must be at least 0 and less than 1, got {self.betas}")
+        for name in ("weight_decay", "clip_norm", "eps"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name} must be a finite number of at least 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate from step to step: linear warm-up, then a cosine or a constant."""
+
+    name: Literal["cosine", "constant"] = "cosine"  # after the warm-up
+    warmup_steps: int | None = None  # length of the warm-up in steps
+    warmup_fraction: float | None = None  # or as a fraction of the run; default: 0.1, but at least 50 steps or half of the run
+    end: float = 0.0  # fraction of the highest rate that a cosine ends with
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise ValueError(f"schedule.warmup_steps must be at least 0, got {self.warmup_steps}")
+        if self.warmup_fraction is not None and not 0 <= self.warmup_fraction <= 1:
+            raise ValueError(f"schedule.warmup_fraction must be from 0 to 1, got {self.warmup_fraction}")
+        if self.warmup_steps is not None and self.warmup_fraction is not None:
+            raise ValueError(
+                f"schedule.warmup_steps must be left out with schedule.warmup_fraction = {self.warmup_fraction}, "
+                f"got {self.warmup_steps}"
+            )
+        if not 0 <= self.end <= 1:
+            raise ValueError(f"schedule.end must be from 0 to 1, got {self.end}")
+
+    def warm_up(self, steps: int) -> int:
+        """Steps of the warm-up. By default it is a tenth of the run, but at least 50 steps or half of the run."""
+        if self.warmup_steps is not None:
+            return min(self.warmup_steps, steps)
+        if self.warmup_fraction is not None:
+            return round(self.warmup_fraction * steps)
+        return max(round(WARMUP_FRACTION * steps), min(WARMUP_STEPS, steps // 2))
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """How the free memory is used."""
+
+    chunk: float = 0.25  # fraction for the activations of a chunk, if chunk_size is "auto"
+    graphs: float = 0.6  # fraction for graphs kept from the first pass; 0 keeps none
+    inputs: float = 0.3  # fraction of the host's memory for samples read ahead or waiting for the second pass; 0 reads twice
+    resident: float = 0.0  # fraction for the whole dataset on the device, decoded and tokenized once; 0 reads it in every epoch
+    checkpointing: Literal["auto", "on", "off"] = "auto"  # of activations; "auto" if small chunks are faster with it
+    offload: bool = False  # weights, gradients and optimizer in host memory between their uses, with parallel = "fsdp"
+
+    def __post_init__(self) -> None:
+        """Checks the fractions."""
+        for name in ("chunk", "graphs", "inputs", "resident"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"memory.{name} must be a fraction from 0 to 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save a checkpoint, and how many to keep."""
+
+    every: int = 0  # steps between checkpoints; 0 for ten per run. The last step always has one
+    minutes: float = 15.0  # and at most this many minutes between checkpoints; 0 for no limit
+    keep: int = 2  # number of checkpoints
+    best: str = "auto"  # metric by which the best weights are kept in best/; "auto" is recall@1 by text, "none" keeps none
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.every < 0:
+            raise ValueError(f"checkpoint.every must be at least 0, got {self.every}")
+        if not 0 <= self.minutes < math.inf:
+            raise ValueError(f"checkpoint.minutes must be a finite number of at least 0, got {self.minutes}")
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep must be at least 1, got {self.keep}")
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether to save after `step` of `steps`."""
+        return step == steps or step % (self.every or max(1, steps // 10)) == 0
+
+    def late(self, seconds: float) -> bool:
+        """Whether the last checkpoint is too many seconds ago."""
+        return self.minutes > 0 and seconds >= 60 * self.minutes
 
 
 @dataclass(frozen=True)
@@ -98,6 +247,35 @@ class TrainConfig:
     def total_steps(self, batches_per_epoch: int) -> int:
         """Steps in all."""
         return self.steps or max(1, round(self.epochs * batches_per_epoch))
+
+
+def scale_rate(config: OptimizerConfig, batch_size: int) -> float:
+    """The learning rate for a batch size: lr · (batch_size / reference_batch)^p, with p = 0, ½ or 1 for `scaling`."""
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.scaling]
+    rate = SCRATCH_RATE if config.lr == "auto" else config.lr
+    return rate * math.pow(batch_size / config.reference_batch, power)
+
+
+def highest_rate(config: OptimizerConfig, schedule: ScheduleConfig, batch_size: int, steps: int) -> float:
+    """The highest learning rate of a run of `steps`. If `lr` is "auto", it is as high as the warm-up allows."""
+    rate = scale_rate(config, batch_size)
+    if config.lr != "auto":
+        return rate
+    return min(rate, STEEPEST_RISE * max(1, schedule.warm_up(steps)))
+
+
+def learning_rate(config: ScheduleConfig, highest: float, step: int, steps: int) -> float:
+    """The learning rate of step `step`, counted from 0, of `steps`.
+
+    Step i of a warm-up of n steps, from 1 to n, has i/n of the highest rate.
+    """
+    warm_up = config.warm_up(steps)
+    if step < warm_up:
+        return highest * (step + 1) / warm_up
+    if config.name == "constant":
+        return highest
+    position = (step - warm_up) / max(1, steps - warm_up)
+    return highest * (config.end + (1 - config.end) * 0.5 * (1 + math.cos(math.pi * position)))
 
 
 MOST_READERS = 32

@@ -28,13 +28,11 @@ from megabatch_train.data.resident import Resident
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import evaluate
 from megabatch_train.machine import peak_bytes
-from megabatch_train.towers import compiling
-from megabatch_train.towers.tower import SIDES, Pair
-from megabatch_train.trainer import optim, run
+from megabatch_train.towers.tower import SIDES, Pair, compiler_settings, warm_up, without_compiler
+from megabatch_train.trainer import run
 from megabatch_train.trainer.build import autocast, build, fast_products, whole
 from megabatch_train.trainer.checkpoints import CheckpointError
-from megabatch_train.trainer.chunk_size import Fit, repeat_inputs, what_fits
-from megabatch_train.trainer.config import TrainConfig, reader_count
+from megabatch_train.trainer.config import CONTRASTS, LossConfig, TrainConfig, highest_rate, learning_rate, reader_count
 from megabatch_train.trainer.health import (
     Health,
     MissingNegatives,
@@ -45,10 +43,10 @@ from megabatch_train.trainer.health import (
     Unreadable,
     requests,
 )
-from megabatch_train.trainer.loss import CONTRASTS, LossConfig, LossInputs, NoNegativesError
-from megabatch_train.trainer.run import FROZEN, TEACHER, Observer, Observers, Run
-from megabatch_train.trainer.step import KeptEmbeddings, NotFiniteError, Outcome, Step, StepInputs
-from megabatch_train.trainer.storage import Storage, check_best, load_newest
+from megabatch_train.trainer.loss import KeptEmbeddings, LossInputs, NoNegativesError
+from megabatch_train.trainer.run import FROZEN, TEACHER, Observer, Observers, Run, load_newest
+from megabatch_train.trainer.step import Fit, NotFiniteError, Outcome, Step, StepInputs, repeat_inputs, what_fits
+from megabatch_train.trainer.storage import Storage, check_best
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Inputs of a loss beside the embeddings of a batch: hard negatives, labels, and the embeddings of a teacher or a guide.
@@ -195,7 +193,7 @@ class Trainer:
         self._observers = Observers(observers if self.world.rank == 0 else ())
         self._unreadable = Unreadable(dataset, self.order.batches_per_epoch * config.batch_size)
         self._missing_negatives = MissingNegatives()
-        self._rate = optim.highest_rate(config.optimizer, config.schedule, config.batch_size, self.steps)
+        self._rate = highest_rate(config.optimizer, config.schedule, config.batch_size, self.steps)
         self._trained = build(self.config, pair, self._samples, self._encoded, self.world)
         self.objective, self.optimizer, self.average = self._trained.objective, self._trained.optimizer, self._trained.average
         self._storage = Storage(self.run, self.config, self._trained, dataset, self._observers, self.world)
@@ -261,7 +259,7 @@ class Trainer:
         self._observers.start(self.run)
         try:
             products = fast_products(self.config.precision, self.world.device)
-            compiler = compiling.settings() if self._trained.compiled else nullcontext()
+            compiler = compiler_settings() if self._trained.compiled else nullcontext()
             with requests(impatient=self.world.size == 1) as request, self._readers() as workers, products, compiler:
                 failed = None
                 try:
@@ -296,7 +294,7 @@ class Trainer:
         dataset = self._resident(workers)  # first: chunks and graphs share the memory that is left
         if self._fit is None:
             share = -(-self.config.batch_size // self.world.size)
-            with compiling.plain(modules), autocast(self.config.precision, self.world.device):
+            with without_compiler(modules), autocast(self.config.precision, self.world.device):
                 self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
         loss, taught = self.config.loss, None
         if spec := loss.teacher or loss.guide:
@@ -326,7 +324,7 @@ class Trainer:
         if self._trained.compiled and self.step < self.steps:
             chunks = [repeat_inputs(self._samples(side, SAMPLES_REPEATED), size) for side, size in enumerate(fit.chunk_sizes)]
             with autocast(self.config.precision, self.world.device):
-                compiling.warm_up(self.pair.modules, chunks, self.world)
+                warm_up(self.pair.modules, chunks, self.world)
 
     def _embed_frozen_side(self, workers: int | Executor, fit: Fit) -> dict[int, KeptEmbeddings]:
         """Embeddings of the frozen side, by its index, if they are computed once."""
@@ -374,7 +372,7 @@ class Trainer:
         """One step, then its record, and a checkpoint and an evaluation if they are due."""
         began = time.perf_counter()
         batch = inputs.batch
-        rate = optim.learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
+        rate = learning_rate(self.config.schedule, self._rate, batch.number, self.steps)
         try:
             with self.world.explain_errors(lambda: f"in step {batch.number + 1} of {self.steps}; {self.describe_saved()}"):
                 outcome = step(inputs, rate)

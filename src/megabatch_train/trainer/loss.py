@@ -2,13 +2,18 @@
 
 import logging
 import math
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megabatch import file_io
+from megabatch.cached.memory import is_sharded
+from megabatch.cached.replay import checksum
 from megabatch.losses import (
     Negatives,
     clip_loss,
@@ -22,57 +27,15 @@ from megabatch.losses import (
     sup_con_loss,
 )
 from megabatch.world import World
-from megabatch_train.data.dataset import count_others
+from megabatch_train.data.dataset import Dataset, count_others
+from megabatch_train.evaluation.embedding import embed
+from megabatch_train.towers.tower import Pair
+from megabatch_train.trainer.config import CONTRASTS, LossConfig
 from megabatch_train.trainer.health import pair_statistics
 
 LOG = logging.getLogger("megabatch")
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # initial values of the SigLIP paper
-
-
-Name = Literal["clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill"]
-WITHOUT_IDS = ("nt_xent", "sup_con")  # ignore the ids of pairs
-CONTRASTS = ("info_nce", "dcl", "hcl")  # take hard negatives, a margin, a guide and a direction
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """The loss and its initial values."""
-
-    name: Name = "clip"  # which loss
-    ids: bool = True  # whether pairs that share an image or a text are not each other's negatives
-    scale: float | None = None  # initial value (default: the model's)
-    bias: float | None = None  # initial value, of SigLIP (default: the model's)
-    max_scale: float = 100.0  # the learned scale is clamped to it
-    symmetric: bool = False  # of info_nce, dcl and hcl: the mean of both directions
-    margin: float | None = None  # of info_nce, dcl and hcl: negatives that exceed the match by more are left out
-    guide: str = ""  # of info_nce, dcl and hcl: a run's folder or a model whose similarities find false negatives (GIST)
-    beta: float = 1.0  # of hcl: weight of hard negatives
-    tau_plus: float = 0.1  # of hcl: expected share of false negatives
-    widths: tuple[int, ...] = ()  # of matryoshka: dimensions that embeddings can be cut to; the full one is added
-    teacher: str = ""  # of distill: a run's folder or a model whose similarities are the targets
-    teacher_weight: float = 1.0  # of distill: weight of the teacher's targets beside CLIP's loss
-
-    def __post_init__(self) -> None:
-        """Checks the numbers, and that each setting is one of the loss."""
-        for name in ("scale", "max_scale", "beta", "teacher_weight"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"loss.{name} must be a finite number above 0, got {value}")
-        if not 0 <= self.tau_plus < 1:
-            raise ValueError(f"loss.tau_plus must be at least 0 and less than 1, got {self.tau_plus}")
-        of = {
-            "bias": ("siglip",),
-            **dict.fromkeys(("symmetric", "margin", "guide"), CONTRASTS),
-            **dict.fromkeys(("beta", "tau_plus"), ("hcl",)),
-            "widths": ("matryoshka",),
-            **dict.fromkeys(("teacher", "teacher_weight"), ("distill",)),
-        }
-        for name, losses in of.items():
-            if getattr(self, name) != getattr(LossConfig, name) and self.name not in losses:
-                raise ValueError(f"loss.{name} is for the losses {', '.join(losses)}, got loss.name = {self.name!r}")
-        for name in ("widths", "teacher"):
-            if self.name in of[name] and not getattr(self, name):
-                raise ValueError(f"loss.{name} must be given for the loss {self.name!r}")
+WITHOUT_IDS = ("nt_xent", "sup_con")  # losses that ignore the ids of pairs
 
 
 class NoNegativesError(ValueError):
@@ -286,3 +249,81 @@ def _explain_missing_negatives(pairs: int) -> str:
         "a negative of another and the loss is 0. If the columns are right (--columns), hard negatives (--loss info_nce) or "
         "loss.ids=false, which makes every other pair a negative, may help"
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Embeddings of a frozen side. They are the same in every epoch, so without augmentation they are computed once and stored in
+# the run's folder; later epochs and resumed runs read them.
+
+
+ROWS = 1 << 16  # per file: small enough for memory, large enough to keep the number of files low
+
+
+class KeptEmbeddings:
+    """Embeddings of one side of a whole dataset, on disk, without augmentation.
+
+    Args:
+        folder: shared by all ranks; existing files are used if they come from the same tower.
+        dataset: to encode.
+        side: 0 or 1.
+        pair: the towers.
+        chunk_size: samples encoded at once.
+        workers: as for `Dataset.source`.
+        world: the ranks, each of which encodes a part.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dataset: Dataset,
+        side: int,
+        pair: Pair,
+        *,
+        chunk_size: int,
+        workers: Any,
+        world: World,
+    ) -> None:
+        tower = pair.towers[side]
+        self._places = [
+            folder / f"{_fingerprint(tower.module, dataset)}_{start:010d}.pt" for start in range(0, len(dataset), ROWS)
+        ]
+        for number, place in enumerate(self._places):
+            if number % world.size == world.rank and not _whole(place):
+                rows = range(number * ROWS, min((number + 1) * ROWS, len(dataset)))
+                LOG.info("encoding samples %d to %d of %d once, with a frozen tower", rows.start, rows.stop - 1, len(dataset))
+                found = embed(tower, dataset, side, rows, chunk_size=chunk_size, workers=workers).cpu()
+                failures = {index: dataset.failures[index] for index in rows if index in dataset.failures}
+                file_io.write(place, partial(torch.save, {"embeddings": found, "failures": failures}))
+        world.gather_objects(None)  # a barrier: all blocks are written
+        self._blocks: list[Tensor] = []
+        for place in self._places:
+            block = torch.load(place, mmap=True, weights_only=True)
+            self._blocks.append(block["embeddings"])
+            dataset.failures |= {index: reason for index, reason in block["failures"].items() if index not in dataset.failures}
+
+    def rows(self, indices: Tensor) -> Tensor:  # (n,) int64 -> (n, D)
+        """Embeddings of these samples."""
+        result = self._blocks[0].new_empty(len(indices), self._blocks[0].shape[1])
+        blocks = indices // ROWS
+        for number in sorted(set(blocks.tolist())):
+            here = blocks == number
+            result[here] = self._blocks[number][indices[here] - number * ROWS]
+        return result
+
+
+def _fingerprint(module: nn.Module, dataset: Dataset) -> str:
+    """Checksum of the number of samples and of the frozen weights."""
+    value = zlib.crc32(f"{len(dataset)}".encode())
+    fixed = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+    for name, tensor in (*fixed, *module.named_buffers()):
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        value = zlib.crc32(f"{name} {checksum(whole)}".encode(), value)
+    return f"{value:08x}"
+
+
+def _whole(place: Path) -> bool:
+    try:
+        torch.load(place, mmap=True, weights_only=True)
+    except Exception:  # missing or damaged: it is written again
+        return False
+    return True

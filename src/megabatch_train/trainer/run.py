@@ -2,30 +2,40 @@
 
 import json
 import logging
+import math
 import os
 import re
+import shutil
 import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from megabatch import extras, file_io
 from megabatch.world import World
-from megabatch_train import machine, settings
+from megabatch_train import machine, settings, towers
 from megabatch_train.evaluation import results
 from megabatch_train.names import redact
-from megabatch_train.towers.models import WEIGHTS
+from megabatch_train.towers import models
+from megabatch_train.towers.lora import store_frozen
+from megabatch_train.towers.open_clip import split_name
 from megabatch_train.towers.tower import SIDES, Pair
-from megabatch_train.trainer.config import TrainConfig
+from megabatch_train.trainer.build import AUTOCAST_TYPES, distinct
+from megabatch_train.trainer.checkpoints import find_newest, list_checkpoints, read_manifest, read_weights, step_of
+from megabatch_train.trainer.config import TrainConfig, anchor_paths
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A run's folder: its name, its files, and whether it can be written to.
 
+LOG = logging.getLogger("megabatch")
 CONFIG, COMMAND, ENVIRONMENT = "config.toml", "command.txt", "environment.json"
 CHECKPOINTS, BEST, FROZEN, TEACHER = "checkpoints", "best", "frozen", "teacher"  # folders
 BEST_ABOUT = "best.json"  # in the folder of the best weights
@@ -117,8 +127,8 @@ def unwritable(folder: Path) -> str | None:
 
 def remove_leftovers(folder: Path) -> None:
     """Removes the temporary files that a killed run left behind. The caller must hold the lock of the run."""
-    for models in (folder, folder / BEST):
-        for place in (models, *(models / side for side in SIDES), *models.glob("[0-9]_*")):
+    for parent in (folder, folder / BEST):
+        for place in (parent, *(parent / side for side in SIDES), *parent.glob("[0-9]_*")):
             file_io.remove_leftovers(place, _is_written)
     for name in (FROZEN, TEACHER):
         file_io.remove_leftovers(folder / name, _is_written)
@@ -141,7 +151,7 @@ def write_best(folder: Path, about: dict[str, Any]) -> None:
 
 def forget_best(folder: Path) -> None:
     """Removes the note and the weights that a run before left in the folder."""
-    for name in (BEST_ABOUT, WEIGHTS):
+    for name in (BEST_ABOUT, models.WEIGHTS):
         (folder / BEST / name).unlink(missing_ok=True)
 
 
@@ -161,13 +171,122 @@ def newest(parent: Path, name: str) -> Path | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Disk space: whether the model and the checkpoints of a run fit on the disk.
+
+
+def check_disk_space(
+    folder: Path, pair: Pair, moments: float, keep: int, world: World, *, models: int, checkpoints: Sequence[Path]
+) -> None:
+    """Raises if the disk has no space for the model and one checkpoint. Warns if it has no space for all checkpoints.
+
+    Args:
+        folder: of the run.
+        pair: the towers.
+        moments: bytes of a checkpoint for each byte of a trained weight, in addition to the weights.
+        keep: number of checkpoints that the run keeps.
+        world: the ranks.
+        models: number of models in the folder: the last, and the best if the run keeps it.
+        checkpoints: that the run has already.
+    """
+    learned, model = _count_learned_bytes(pair), model_bytes(pair)
+    each = int(model + moments * learned)
+    free, existing = world.from_first((free_bytes(folder), len(checkpoints)))
+    found = (
+        f"the disk of {folder} has {free / 1e6:,.1f} MB free; the model takes {model / 1e6:,.1f} MB"
+        + (", the best model (checkpoint.best) takes as much," if models > 1 else "")
+        + f" and each checkpoint takes {each / 1e6:,.1f} MB"
+    )
+    if free + each * max(0, existing - 1) < models * model + each:  # all checkpoints but the newest can be deleted
+        other = f"--resume {folder / CHECKPOINTS}/step_… --output OTHER_FOLDER" if existing else "another folder (--output)"
+        raise ValueError(f"{found}. Free disk space, or use {other}")
+    if free < models * model + each * (keep + 1 - existing) and world.rank == 0:
+        LOG.warning("%s. %d checkpoints and the temporary copy of the next one may not fit (checkpoint.keep)", found, keep)
+
+
+def model_bytes(pair: Pair) -> int:
+    """Returns the size of the file in which a run saves its model, without the header."""
+    stored = (value for module in distinct(pair.modules) for value in module.state_dict().values())
+    return _count_learned_bytes(pair) if pair.base_is_elsewhere else _bytes(stored)
+
+
+def _count_learned_bytes(pair: Pair) -> int:
+    return _bytes(parameter for parameter in pair.parameters() if parameter.requires_grad)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def free_bytes(folder: Path) -> int:
+    """Returns the free space of the disk that the folder is on, or will be on."""
+    return shutil.disk_usage(next(place for place in (folder, *folder.resolve().parents) if place.exists())).free
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The towers of a run with its newest weights, which may be in a checkpoint. Commands use them while a run continues.
+
+
+def load_newest(folder: Path, device: torch.device | str = "cpu") -> tuple[Pair, int | None]:
+    """Returns the towers of a run after its last saved step, from `model.safetensors` or from a newer checkpoint.
+
+    Args:
+        folder: of a run, or another folder with a model. The folder of a checkpoint selects the weights of this checkpoint.
+        device: of the modules.
+
+    Returns:
+        The towers in evaluation mode, and the step of the checkpoint (None for the weights of `model.safetensors`).
+    """
+    if (folder / models.WEIGHTS).is_file():
+        step, checkpoints = models.read_step(folder), list_checkpoints(folder / CHECKPOINTS)
+        if step is None or not checkpoints or step_of(checkpoints[-1]) <= step:
+            return towers.load_saved(folder, device), None
+        newest = find_newest(folder / CHECKPOINTS)
+        if newest is None or newest[1]["step"] <= step:
+            return towers.load_saved(folder, device), None
+    return load_checkpoint(folder, device)
+
+
+def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[Pair, int]:
+    """Returns the towers with the weights that the run would save now, in evaluation mode, and the number of its steps.
+
+    Args:
+        folder: of a checkpoint, or of a run, whose newest intact checkpoint is used.
+        device: of the modules.
+    """
+    if (folder / CHECKPOINTS).is_dir():
+        newest = find_newest(folder / CHECKPOINTS)
+    else:
+        newest = (folder, read_manifest(folder)) if folder.name.startswith("step_") else None
+    if newest is None:
+        raise FileNotFoundError(f"{folder} has no model.safetensors and no intact checkpoint: the run has saved nothing yet")
+    path, about = newest
+    config = settings.build(TrainConfig, anchor_paths(about["config"], about.get("directory")))
+    family, _, name = config.model.partition(":")
+    model = f"{family}:{split_name(name)[0]}" if family == "open_clip" else config.model  # weights are in the checkpoint
+    options = {**config.model_options, **about.get("text_options", {})}  # the run's options override the model's files
+    pair = replace(towers.load(model, tuple(about["sides"]), lora=config.lora, **options), name=config.model)
+    modules = dict(zip(SIDES, distinct(pair.modules), strict=False))
+    model_weights, average = read_weights(path)
+    state = model_weights | average  # the average is what a run saves
+    for name, module in modules.items():
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        module.load_state_dict(own, strict=not pair.base_is_elsewhere)
+        module.to(device).eval()
+    if pair.base_is_elsewhere:
+        store_frozen(list(modules.values()), AUTOCAST_TYPES.get(config.on(torch.device(device)).precision, torch.float32))
+    bias = state.get("loss.bias")
+    scale = math.exp(state["loss.log_scale"].item())
+    return replace(pair, logit_scale=scale, logit_bias=pair.logit_bias if bias is None else bias.item()), about["step"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # A run's lock: one process at a time writes to a run's folder.
 #
 # The lock is filelock's `flock` on a file, so the system releases it when the process ends, including after SIGKILL, and NFS
 # passes it on between hosts. The file names the process and the host that hold it.
 
 
-LOG = logging.getLogger("megabatch")
 NAME = "run.lock"
 
 

@@ -1,19 +1,16 @@
 """What a run writes and when: checkpoints, weights and the best weights, as disk space allows; and how a run resumes."""
 
 import logging
-import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from megabatch.cached.memory import local
 from megabatch.world import World
@@ -22,127 +19,206 @@ from megabatch_train.data.dataset import Dataset
 from megabatch_train.evaluation.evaluate import HEADLINES, RECALLS
 from megabatch_train.names import redact
 from megabatch_train.towers import models
-from megabatch_train.towers.lora import store_frozen
 from megabatch_train.towers.models import text_options
-from megabatch_train.towers.open_clip import split_name
-from megabatch_train.towers.tower import SIDES, Pair, set_checkpointing
-from megabatch_train.trainer import optim
+from megabatch_train.towers.tower import set_checkpointing
+from megabatch_train.trainer import checkpoints as files
 from megabatch_train.trainer import run as runs
-from megabatch_train.trainer.build import AUTOCAST_TYPES, FSDP, Trained, distinct
-from megabatch_train.trainer.checkpoints import DISK_FULL, CheckpointError, Checkpoints, contents, reason
-from megabatch_train.trainer.chunk_size import Fit
+from megabatch_train.trainer.build import FSDP, MOMENTS, Trained
+from megabatch_train.trainer.checkpoints import (
+    DISK_FULL,
+    CheckpointError,
+    Files,
+    State,
+    find_newest,
+    list_checkpoints,
+    read_manifest,
+    reason,
+    step_of,
+)
 from megabatch_train.trainer.config import FREE, TrainConfig, anchor_paths, differences
-from megabatch_train.trainer.run import BEST, CHECKPOINTS, Observers, Run
-from megabatch_train.trainer.state import State, read_weights
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The room on the disk of a run: whether the model and its checkpoints will fit.
+from megabatch_train.trainer.run import BEST, CHECKPOINTS, Observers, Run, model_bytes
+from megabatch_train.trainer.step import Fit
 
 LOG = logging.getLogger("megabatch")
 
-
-def check(folder: Path, pair: Pair, moments: float, checkpoints: Checkpoints, keep: int, world: World, *, models: int) -> None:
-    """Raises an error if the disk has no room for the model and a checkpoint, and warns if it has none for all of them.
-
-    Args:
-        folder: of the run.
-        pair: the towers.
-        moments: bytes of a checkpoint for each byte of a trained weight, besides the weights.
-        checkpoints: of the run.
-        keep: number of checkpoints.
-        world: the ranks.
-        models: number of models in the folder: the last, and the best if it is kept.
-    """
-    learned, model = _count_learned_bytes(pair), model_bytes(pair)
-    each = int(model + moments * learned)
-    free, there = world.from_first((free_bytes(folder), checkpoints.count()))
-    told = (
-        f"the disk of {folder} has {free / 1e6:,.1f} MB free; the model takes {model / 1e6:,.1f} MB"
-        + (", the best one as much (checkpoint.best)," if models > 1 else "")
-        + f" and each checkpoint {each / 1e6:,.1f} MB"
-    )
-    if free + each * max(0, there - 1) < models * model + each:  # all but the newest checkpoint are deleted if need be
-        elsewhere = f"--resume {checkpoints.folder}/step_… --output OTHER_FOLDER" if there else "another folder (--output)"
-        raise ValueError(f"{told}. Make room, or use {elsewhere}")
-    if free < models * model + each * (keep + 1 - there) and world.rank == 0:
-        LOG.warning("%s. %d of them, and the next, may not fit (checkpoint.keep)", told, keep)
-
-
-def model_bytes(pair: Pair) -> int:
-    """The size of the file that a run saves its model in, without its header."""
-    stored = (value for module in distinct(pair.modules) for value in module.state_dict().values())
-    return _count_learned_bytes(pair) if pair.base_is_elsewhere else _bytes(stored)
-
-
-def _count_learned_bytes(pair: Pair) -> int:
-    return _bytes(parameter for parameter in pair.parameters() if parameter.requires_grad)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def free_bytes(folder: Path) -> int:
-    """Free space of the disk that the folder is on, or will be on."""
-    return shutil.disk_usage(next(place for place in (folder, *folder.resolve().parents) if place.exists())).free
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# The towers of a run with its newest weights, which may be in a checkpoint, to search and evaluate with during the run.
+# The checkpoints of a run: written while training goes on. The last few are kept, and a damaged one is skipped.
+#
+# The state is copied, and a thread of each rank writes the copy. Threads exchange no messages: between steps the ranks ask
+# one another whether all have written, and then the first rank's thread completes the checkpoint (`finish`).
 
 
-def load_newest(folder: Path, device: torch.device | str = "cpu") -> tuple[Pair, int | None]:
-    """The towers of a run after its last saved step: from `model.safetensors`, or from a newer checkpoint.
+@dataclass
+class _Pending:
+    """A checkpoint that is being written."""
 
-    Args:
-        folder: of a run, or another one with a model; of a checkpoint, for its weights.
-        device: of the modules.
-
-    Returns:
-        The towers in evaluation mode, and the step of the checkpoint; None for the weights of `model.safetensors`.
-    """
-    if (folder / models.WEIGHTS).is_file():
-        step, checkpoints = models.read_step(folder), Checkpoints(folder / CHECKPOINTS, 1, World(torch.device("cpu")))
-        if step is None or (checkpoints.last_step() or 0) <= step:
-            return towers.load_saved(folder, device), None
-        found = checkpoints.newest()  # intact
-        if found is None or found[1]["step"] <= step:
-            return towers.load_saved(folder, device), None
-    return load_checkpoint(folder, device)
+    partial: Path
+    final: Path
+    about: dict[str, Any]
+    work: Future[None]  # in this rank's thread
+    written: bool = False  # by all ranks; the first one finishes it
 
 
-def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> tuple[Pair, int]:
-    """The towers with the weights that the run would save now, in evaluation mode, and the number of steps done.
+class Checkpoints:
+    """The checkpoints of a run, in a folder that all ranks share.
 
     Args:
-        folder: of a run, whose newest intact checkpoint is used, or of a checkpoint.
-        device: of the modules.
+        folder: created with the first checkpoint.
+        keep: number of checkpoints.
+        world: the ranks. All must call the same methods in the same order.
     """
-    if (folder / CHECKPOINTS).is_dir():
-        found = Checkpoints(folder / CHECKPOINTS, 1, World(torch.device("cpu"))).newest()
-    else:
-        found = (folder, contents(folder)) if folder.name.startswith("step_") else None
-    if found is None:
-        raise FileNotFoundError(f"{folder} has no model.safetensors and no intact checkpoint: the run has saved nothing yet")
-    path, about = found
-    config = settings.build(TrainConfig, anchor_paths(about["config"], about.get("directory")))
-    family, _, name = config.model.partition(":")
-    model = f"{family}:{split_name(name)[0]}" if family == "open_clip" else config.model  # weights are in the checkpoint
-    options = {**config.model_options, **about.get("text_options", {})}  # as the run has them, whatever the model's files say
-    pair = replace(towers.load(model, tuple(about["sides"]), lora=config.lora, **options), name=config.model)
-    modules = dict(zip(SIDES, distinct(pair.modules), strict=False))
-    model_weights, average = read_weights(path)
-    state = model_weights | average  # the average is what a run saves
-    for name, module in modules.items():
-        prefix = f"{name}."
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        module.load_state_dict(own, strict=not pair.base_is_elsewhere)
-        module.to(device).eval()
-    if pair.base_is_elsewhere:
-        store_frozen(list(modules.values()), AUTOCAST_TYPES.get(config.on(torch.device(device)).precision, torch.float32))
-    bias = state.get("loss.bias")
-    scale = math.exp(state["loss.log_scale"].item())
-    return replace(pair, logit_scale=scale, logit_bias=pair.logit_bias if bias is None else bias.item()), about["step"]
+
+    def __init__(self, folder: Path, keep: int, world: World) -> None:
+        self.folder, self._keep, self._world = folder, keep, world
+        self._pending: _Pending | None = None
+
+    def begin(self, step: int, about: dict[str, Any], copied: Callable[[], Files]) -> None:
+        """Begins to write the checkpoint of a step. The one before must have been settled.
+
+        Args:
+            step: its number.
+            about: entries of the table of contents, serialisable as JSON.
+            copied: copies the state of this rank, without messages to other ranks.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them failed. Earlier checkpoints are unchanged.
+        """
+        assert self._pending is None, "one checkpoint at a time"
+        final = self.folder / f"step_{step:08d}"
+        partial = self.folder / f".partial_{final.name}"
+        made: list[Files] = []
+        self._together(lambda: self._prepare(partial), "prepared", partial, only_first=True)
+        self._together(lambda: made.append(copied()), "copied", partial)
+        copy = made[0]
+        self._together(copy.agree, "prepared", partial)
+        work = _in_a_thread(lambda: files.write(partial, copy.write))
+        self._pending = _Pending(partial, final, about, work)
+
+    def _prepare(self, partial: Path) -> None:
+        self._clear()
+        partial.mkdir(parents=True)
+        self._make_space()
+
+    def _make_space(self) -> None:
+        """Deletes old checkpoints if the disk has no space for another one."""
+        existing = list_checkpoints(self.folder)
+        if len(existing) > 1 and self._free() < (size := _size(existing[-1])):
+            self._delete_oldest(size, "another checkpoint")
+
+    def make_space(self, size: int) -> bool:
+        """Deletes old checkpoints for a model that did not fit on the disk. All ranks must call it.
+
+        Args:
+            size: of the model, in bytes.
+
+        Returns:
+            Whether at least one was deleted. None is deleted if the model would not fit even without all of them.
+        """
+        return bool(self._world.from_first(self._delete_oldest(size, "the model") if self._world.rank == 0 else None))
+
+    def _delete_oldest(self, size: int, purpose: str) -> bool:
+        """Deletes at least one checkpoint, until `size` bytes are free. The newest intact checkpoint stays."""
+        newest = find_newest(self.folder)
+        old = [] if newest is None else [path for path in list_checkpoints(self.folder) if path != newest[0]]
+        if not old or self._free() + sum(map(_size, old)) < size:
+            return False
+        for number, path in enumerate(old):
+            if number and self._free() >= size:
+                break
+            LOG.warning("the disk has no space for %s; the oldest checkpoint, %s, is deleted", purpose, path)
+            self._delete(path)
+        return True
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.folder).free
+
+    def settle(self, *, wait: bool) -> Path | None:
+        """Brings the checkpoint that is being written closer to its end.
+
+        Args:
+            wait: for the end; else only what is possible at once.
+
+        Returns:
+            The checkpoint, if this call completed it.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them failed. Earlier checkpoints are unchanged.
+        """
+        while (pending := self._pending) is not None:
+            if not wait and not self._world.min([pending.work.done()])[0]:
+                return None
+            self._pending = None  # if it fails
+            if pending.written:
+                self._together(pending.work.result, "finished", pending.partial)
+                return pending.final
+            self._together(pending.work.result, "written", pending.partial)
+            pending.work, pending.written = _in_a_thread(lambda: self._finish(pending)), True
+            self._pending = pending
+        return None
+
+    def _finish(self, pending: _Pending) -> None:
+        if self._world.rank == 0:
+            files.finish(pending.partial, pending.final, pending.about)
+            self._forget_old()
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """Returns the newest intact checkpoint and its manifest, or None. The same on all ranks."""
+        return self._world.from_first(find_newest(self.folder) if self._world.rank == 0 else None)  # type: ignore[no-any-return]
+
+    def last_step(self) -> int | None:
+        """Returns the step of the last checkpoint, which may be damaged, or None."""
+        return max(map(step_of, list_checkpoints(self.folder)), default=None)
+
+    def set_aside_after(self, step: int) -> None:
+        """Renames checkpoints of later steps: a run that resumes from `step` will write its own."""
+        if self._world.rank == 0:
+            for path in list_checkpoints(self.folder):
+                if step_of(path) > step:
+                    aside = path.rename(files.free_name(path, "abandoned"))
+                    LOG.warning("the run continues from step %d; %s is now called %s", step, path, aside.name)
+
+    def _forget_old(self) -> None:
+        for path in list_checkpoints(self.folder)[: -self._keep]:
+            self._delete(path)
+        self._clear()
+
+    def _delete(self, path: Path) -> None:
+        path.rename(files.free_name(path, ".deleted"))  # so that a half-deleted one is not taken for damaged
+        for left in self.folder.glob(".deleted_*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _clear(self) -> None:
+        """Deletes unfinished and half-deleted checkpoints."""
+        for left in [*self.folder.glob(".deleted_*"), *self.folder.glob(".partial_*")]:
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _together(self, work: Callable[[], None], what: str, partial: Path, *, only_first: bool = False) -> None:
+        """Runs `work` on all ranks, or on the first. If one rank fails, the files are removed and all ranks raise its error."""
+        problem = None
+        try:
+            if not only_first or self._world.rank == 0:
+                work()
+        except Exception as error:
+            problem = reason(error)
+        problems = {rank: text for rank, text in enumerate(self._world.gather_objects(problem)) if text is not None}
+        if problems:
+            if self._world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            rank, text = next(iter(problems.items()))
+            where = f" on rank {rank}" if self._world.size > 1 else ""
+            raise CheckpointError(f"a checkpoint could not be {what} in {self.folder}{where}: {text}")
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def _in_a_thread(work: Callable[[], None]) -> Future[None]:
+    executor = ThreadPoolExecutor(1, thread_name_prefix="megabatch-checkpoint")
+    try:
+        return executor.submit(work)
+    finally:
+        executor.shutdown(wait=False)  # the thread ends with its work, and Python with the thread
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -194,7 +270,7 @@ class Storage:
 
     def resume(self, checkpoint: Path | None) -> Resumed | None:
         """Reads a checkpoint, or the newest intact one of the run. None if there is none; a named one must be intact."""
-        found = self._checkpoints.newest() if checkpoint is None else (checkpoint, contents(checkpoint))
+        found = self._checkpoints.newest() if checkpoint is None else (checkpoint, read_manifest(checkpoint))
         if found is None:
             return None
         path, about = found
@@ -245,9 +321,12 @@ class Storage:
         if self._world.rank == 0:
             runs.remove_leftovers(self._run.folder)
         config, pair = self._config, self._trained.pair
-        moments = optim.MOMENTS[config.optimizer.name] + (self._trained.average is not None)
+        moments = MOMENTS[config.optimizer.name] + (self._trained.average is not None)
         models = 2 if config.evaluate_every and config.checkpoint.best != "none" else 1
-        check(self._run.folder, pair, moments, self._checkpoints, config.checkpoint.keep, self._world, models=models)
+        existing = list_checkpoints(self._checkpoints.folder)
+        runs.check_disk_space(
+            self._run.folder, pair, moments, config.checkpoint.keep, self._world, models=models, checkpoints=existing
+        )
         self._began = time.monotonic()
         if self._world.rank == 0:
             if self._run.step == 0:  # the best weights of another run in this folder are none of this one's
