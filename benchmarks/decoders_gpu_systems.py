@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 import megabatch as mb
 from megabatch.cached import Budget
-from megabatch_train.towers import compiling
 from megabatch_train.towers.huggingface import TextEncoder
 from megabatch_train.towers.lora import LoraConfig, inject
-from megabatch_train.towers.tower import layers
+from megabatch_train.towers.tower import compile_layers, compiler_settings, layers
 
 SCALE, RANK = 20.0, 16
 LONGEST, SPREAD = 512, 0.6  # tokens; the deviation of the logarithm of lengths
@@ -219,14 +218,14 @@ class System:
         if not self.compiled:
             return
         if encoder not in _COMPILED:
-            compiling.compile_layers(encoder, any_size=True)
+            compile_layers(encoder, any_size=True)
             _COMPILED[encoder] = [block._compiled_call_impl for block in layers(encoder)]
         for block, call in zip(layers(encoder), _COMPILED[encoder], strict=True):
             block._compiled_call_impl = call
 
     def __call__(self, s: Setting) -> Tensor:
         """One step: gradients in the decoder, and the loss."""
-        with compiling.settings(strict=True) if self.compiled else nullcontext():
+        with compiler_settings(strict=True) if self.compiled else nullcontext():
             return self.step(s)
 
 

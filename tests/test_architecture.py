@@ -13,15 +13,15 @@ import megabatch_train
 ROOTS = {"megabatch": Path(megabatch.__file__).parent, "megabatch_train": Path(megabatch_train.__file__).parent}
 
 # Any package may import these. Those of the library need only torch.
-FOUNDATIONS = {"extras", "file_io", "tracing", "world"}
+FOUNDATIONS = {"extras", "file_io", "world"}
 TRAIN_FOUNDATIONS = {"machine", "names", "settings"}
 
 # Package of the library: the packages it may import, in addition to foundations.
 LIBRARY: dict[str, set[str]] = {
     "tiles": {"kernels"},  # one device, PyTorch operations; no ranks. Only `backend_for` imports the other engine
     "kernels": {"tiles"},  # one device, Triton
-    "ring": {"tiles"},  # several ranks; no kernels
-    "operators": {"kernels", "ring", "tiles"},
+    "ring": {"dispatch", "tiles"},  # several ranks; no kernels
+    "operators": {"dispatch", "kernels", "ring", "tiles"},
     "dispatch": {"tiles"},  # only decides: it runs nothing
     "checks": {"dispatch", "tiles"},
     "primitives": {"checks", "dispatch", "operators", "ring", "tiles"},

@@ -1,6 +1,7 @@
 """The command line: help that teaches, errors in a line, settings, versions."""
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -15,8 +16,8 @@ import torch
 import megabatch
 import word_pairs
 from helpers import PATIENCE
-from megabatch_train import cli, machine, settings
-from megabatch_train.commands import info, model
+from megabatch_train import cli, machine, names, settings
+from megabatch_train.commands import config, info, model, train
 from megabatch_train.display.tables import TextTable
 from megabatch_train.names import sanitize
 from megabatch_train.trainer.config import TrainConfig
@@ -212,18 +213,65 @@ def test_help_and_version_come_without_torch():
 import sys
 from megabatch_train import cli
 assert "torch" not in sys.modules
-for arguments in (["--help"], ["--version"], [], *([name, "--help"] for name in cli.COMMANDS), ["trian"]):
+for arguments in (["--help"], ["--version"], [], *([name, "--help"] for name in cli.COMMANDS), ["help"], ["trian"]):
     try:
         cli.main(arguments)
     except SystemExit as done:
         assert done.code == (2 if arguments == ["trian"] else 0), (arguments, done.code)
-assert "torch" not in sys.modules
+assert not {"torch", "numpy", "matplotlib", "rich"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    for line in ("megabatch train --resume runs/emoji-1", "--set KEY=VALUE", "torchrun --nproc-per-node 8", "emoji (drawings"):
+    for line in (
+        "megabatch train --resume runs/emoji-1",
+        "--set KEY=VALUE",
+        "torchrun --nproc-per-node 8",
+        "drawings by two artists",
+        "hf:IMAGES+TEXTS",
+    ):
         assert line in done.stdout
     assert "no such command: trian" in done.stderr
+
+
+def test_lines_of_help_have_at_most_a_hundred_characters(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for arguments in (["--help"], ["help"], *([name, "--help"] for name in cli.COMMANDS)):
+        with contextlib.suppress(SystemExit):
+            cli.main(arguments)
+        told = capsys.readouterr().out
+        assert max(map(len, told.splitlines())) <= 100, (arguments, max(told.splitlines(), key=len))
+
+
+def test_help_topics_are_explained_once(capsys):
+    assert cli.main(["help"]) == 0
+    both = capsys.readouterr().out
+    for topic in ("data", "models"):
+        assert cli.main(["help", topic]) == 0
+        assert capsys.readouterr().out in both
+    for kind in (
+        "wordnet",
+        ".parquet",
+        ".tar",
+        "gs://",
+        "datasets:PATH@SPLIT",
+        "save_to_disk",
+        "hf-config:FOLDER",
+        "FILE.json",
+    ):
+        assert kind in both
+        assert any(kind in known for known in (*names.DATA, *names.MODELS)) or kind == "datasets:PATH@SPLIT"
+
+
+def test_flags_of_train_are_read_from_the_source_of_the_settings():
+    known = settings.describe_fields(TrainConfig)
+    fields = config.read_fields()
+    assert list(fields) == [setting.key for setting in known]
+    for setting in known:
+        field = fields[setting.key]
+        assert field.text == setting.text
+        shown = "{}" if setting.kind == "a table" else "" if field.default is None else settings.format_value(field.default)
+        assert shown == setting.default
+    assert {flag.key for flag in train.FLAGS.values()} <= set(fields)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +360,7 @@ def test_info_names_versions_backends_and_extras(capsys):
     assert rows["backend of cpu"].startswith("eager")
     assert re.fullmatch(r"[\d.]+ GiB", rows["memory"])
     assert rows["sentence-transformers"].startswith(("installed", "missing: "))  # the longest name
-    assert "pillow" in info.extras()["data"]
+    assert "pillow" in info.extras()["train"]
     assert ("tomli" in info.extras()["train"]) == (sys.version_info < (3, 11))
 
 

@@ -23,7 +23,7 @@ SIZES = (0, 1, 2, 2048, 2049, 4096, 4097, 8192, 8193, 32768, 32769, 65536, 65537
         (ROWS, "eager", 4097, 512, TWO_PASS, ""),
         (SIGMOID, "eager", 2049, 512, FUSED, "softplus"),
         (BOTH, "triton", 1, 512, TWO_PASS, ""),
-        (BOTH, "triton", 8192, 512, DENSE, "dense_kernels"),
+        (BOTH, "triton", 8192, 512, DENSE, "dense"),
         (BOTH, "triton", 8193, 512, FUSED, "fused"),
         (BOTH, "triton", 65536, 2048, FUSED, "fused"),
         (BOTH, "triton", 65536, 2049, TWO_PASS, ""),
@@ -32,7 +32,7 @@ SIZES = (0, 1, 2, 2048, 2049, 4096, 4097, 8192, 8193, 32768, 32769, 65536, 65537
         (SIGMOID, "triton", 65537, 512, FUSED, "softplus"),
         (VIEWS, "triton", 32768, 512, FUSED, "fused"),
         (VIEWS, "triton", 32769, 512, TWO_PASS, ""),
-        (LABELS, "triton", 8192, 512, DENSE, "dense_kernels"),
+        (LABELS, "triton", 8192, 512, DENSE, "dense"),
         (LABELS, "triton", 8193, 512, TWO_PASS, ""),
     ],
 )
@@ -57,7 +57,7 @@ def test_a_group_excludes_rules_for_one_process(kind, engine):
     assert dispatch.choose_module(kind, x, engine, "a group", "mean") == ("softplus" if kind == SIGMOID else "")
     assert dispatch.choose_module(kind, x, engine, "", "none") == ""
     assert dispatch.choose_module(kind, x, engine, "", "sum", standard=False) == ""
-    assert dispatch.choose_module(kind, x, engine, "", "sum") == ("dense" if engine == "eager" else "dense_kernels")
+    assert dispatch.choose_module(kind, x, engine, "", "sum") == "dense"
 
 
 def test_views_are_two_rows_of_each_sample():

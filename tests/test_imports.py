@@ -10,7 +10,7 @@ import torch
 
 import megabatch
 from helpers import PATIENCE
-from megabatch import reference, tracing
+from megabatch import dispatch, reference
 
 BLOCKED = (
     *("triton", "open_clip", "transformers", "matplotlib", "rich", "torchvision", "PIL", "webdataset", "pyarrow", "emoji"),
@@ -123,4 +123,4 @@ except ValueError as error:
 
 
 def test_constants_of_the_compiler_are_marked_as_pytorch_marks_them():
-    assert vars(torch.compiler.assume_constant_result(lambda: 0)) == vars(tracing.constant(lambda: 0))
+    assert vars(torch.compiler.assume_constant_result(lambda: 0)) == vars(dispatch.constant(lambda: 0))

@@ -8,7 +8,7 @@ from helpers import tile_size, unit
 from megabatch import ring
 from megabatch.kernels import plan as kernel_plan
 from megabatch.tiles import plan
-from megabatch.tiles.topk import best_columns
+from megabatch.tiles.sums import best_columns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

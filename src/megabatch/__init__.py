@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megabatch.cached import Encoded, HostSource, ReplayMismatchError, ReplaySource, Source, cached_backward
-    from megabatch.late.interaction import Tokens, maxsim_logsumexp
+    from megabatch.late import Tokens, maxsim_logsumexp
     from megabatch.losses import (
         ClipLoss,
         DistillClipLoss,
@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 _PACKAGES = ("cached", "late", "losses", "pairwise", "ring")
-_HOMES = ("cached", "late.interaction", "losses", "pairwise", "ring")  # of the public names
+_HOMES = ("cached", "late", "losses", "pairwise", "ring")  # of the public names
 
 
 def __getattr__(name: str) -> Any:

@@ -13,9 +13,8 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import dispatch
-from megabatch.tiles.backends import EAGER, TRITON
-from megabatch.tiles.block import SUPPORTED_DTYPES, compute_precision
-from megabatch.tiles.topk import MOST_OF_THE_BEST
+from megabatch.tiles.block import EAGER, SUPPORTED_DTYPES, TRITON, compute_precision
+from megabatch.tiles.sums import MOST_OF_THE_BEST
 
 BACKENDS = ("auto", EAGER, TRITON)
 _DTYPE_NAMES = "float64, float32, bfloat16 or float16"

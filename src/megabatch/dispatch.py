@@ -8,25 +8,52 @@ rule that applies to a call decides. `Limits` contains the sizes in the rules. `
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch import tracing
-from megabatch.tiles.backends import EAGER, TRITON
-from megabatch.tiles.block import FLOAT64
+from megabatch.tiles.block import EAGER, FLOAT64, TRITON
 
 Backend = Literal["auto", "eager", "triton"]
 Group = ProcessGroup | DeviceMesh | None
 Reduction = Literal["mean", "sum", "none"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Execution(NamedTuple):
+    """How a call runs. Operators take the three strings, in this order."""
+
+    precision: str  # of the matmuls
+    backend: str  # "eager" or "triton"
+    group: str  # the address of the process group (`ring.ranks`); empty for one process
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What surrounds a call: `torch.compile` and `torch.func`. Nothing here imports the compiler, because its import is slow.
+
+
+def constant(function: Function) -> Function:
+    """Makes the compiler call the function while it traces, and treat its result as a constant.
+
+    Same as `torch.compiler.assume_constant_result`.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def transforms_are_active() -> bool:
+    """Returns whether a transform of `torch.func`, or a level of dual numbers, surrounds the call."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Engines
@@ -60,7 +87,7 @@ def why_not_triton(precision: str, device: torch.device) -> str | None:
     return None
 
 
-@tracing.constant
+@constant
 def default_engine(precision: str, device: torch.device) -> str:
     """Returns the engine of `backend="auto"`: the kernels on GPUs that they support, PyTorch operations elsewhere."""
     return TRITON if device.type == "cuda" and _kernels_serve(precision, device) else EAGER
@@ -127,7 +154,7 @@ class Rule(NamedTuple):
 RULES: Final = (
     Rule(DENSE, "dense", (BOTH, VIEWS, LABELS, SIGMOID), EAGER, "dense_cpu", cpu_only=True, plain=True),
     Rule(DENSE, "dense", (ROWS,), EAGER, "dense_cpu_one_direction", cpu_only=True, plain=True),
-    Rule(DENSE, "dense_kernels", KINDS, TRITON, "dense_triton", plain=True),
+    Rule(DENSE, "dense", KINDS, TRITON, "dense_triton", plain=True),
     Rule(FUSED, "fused", (BOTH, ROWS, SIGMOID), TRITON, "fused", plain=True),
     Rule(FUSED, "fused", (VIEWS,), TRITON, "fused_views", plain=True),
     Rule(FUSED, "softplus", (SIGMOID,)),
@@ -177,7 +204,7 @@ def choose_module(
     """
     if reduction == "none" or not standard:
         return ""
-    if group or torch.compiler.is_compiling() or tracing.transforms_are_active() or isinstance(x, FakeTensor):
+    if group or torch.compiler.is_compiling() or transforms_are_active() or isinstance(x, FakeTensor):
         return _module_anywhere(kind, engine)
     return find_rule(kind, x.shape[0] * (2 if kind == VIEWS else 1), x.shape[1], engine, on_cpu=x.is_cpu).module
 
@@ -187,7 +214,7 @@ def find_rule(kind: str, rows: int, D: int, engine: str, *, on_cpu: bool = False
     return _first_rule(kind, engine, rows, D, on_cpu)
 
 
-@tracing.constant
+@constant
 def _module_anywhere(kind: str, engine: str) -> str:
     return next(rule.module for rule in RULES if _serves(rule, kind, engine) and not rule.plain)
 

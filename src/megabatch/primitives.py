@@ -14,37 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch import checks, dispatch, operators, tracing
-from megabatch.dispatch import BOTH, LABELS, ROWS, SIGMOID, VIEWS, Backend, Group, Reduction
-from megabatch.operators import dense, dense_kernels, fused
+from megabatch import checks, dispatch, operators
+from megabatch.dispatch import BOTH, LABELS, ROWS, SIGMOID, VIEWS, Backend, Execution, Group, Reduction
+from megabatch.operators import dense, fused
 from megabatch.operators.logsumexp import ALL, EQUAL_IDS, KEPT, OTHERS, SEPARATE, SKIPPED
 from megabatch.ring import ranks
-from megabatch.tiles.backends import EAGER, TRITON
 from megabatch.tiles.block import (
+    EAGER,
     FLOAT32,
     HALF_DTYPE,
     SOFTPLUS_IS_IDENTITY,
+    TRITON,
     accumulator_dtype,
     autocast_device,
     compute_precision,
+    round_logits,
 )
-from megabatch.tiles.eager import round_logits
 from megabatch.tiles.sums import finite_or_zero
 
 __all__ = ["KEPT", "SEPARATE", "SKIPPED", "accumulator_dtype", "autocast_device", "finite_or_zero"]
-
-
-class Execution(NamedTuple):
-    """How a call runs. Operators take the three strings, in this order."""
-
-    precision: str  # of the matmuls
-    backend: str  # "eager" or "triton"
-    group: str  # the address of the process group (`ring.ranks`); empty for one process
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return int(ranks.rank_at(self.group))
 
 
 def execution(
@@ -82,6 +70,11 @@ def execution(
     checks.group(group)
     process_group = group.get_group() if isinstance(group, DeviceMesh) else group
     return Execution(precision, chosen, ranks.address(process_group, purpose, loss))
+
+
+def rank_in(run: Execution) -> int:
+    """Returns the rank of this process in the group of a call."""
+    return int(ranks.rank_at(run.group))
 
 
 def describe_loss(group: Group, name: str, **settings: Any) -> str:
@@ -210,7 +203,7 @@ def symmetric_logsumexp(
 # Losses that compute their gradients in the forward pass, as far as `dispatch` finds a module for the call. The modules have
 # functions of the same names.
 
-_MODULES: dict[str, ModuleType] = {"dense": dense, "dense_kernels": dense_kernels, "fused": fused}
+_MODULES: dict[str, ModuleType] = {"dense": dense, "fused": fused}
 
 
 def cross_entropy_loss(
@@ -234,9 +227,7 @@ def cross_entropy_loss(
     if not module:
         return None
     divisor = (x.shape[0] if reduction == "mean" else 1) * (2 if columns else 1)
-    loss: Tensor = _MODULES[module].cross_entropy_loss(
-        x, y, number(scale, name, x), ids, run.precision, columns=columns, divisor=divisor
-    )
+    loss: Tensor = _MODULES[module].cross_entropy_loss(x, y, number(scale, name, x), ids, run, columns=columns, divisor=divisor)
     return loss
 
 
@@ -253,7 +244,7 @@ def nt_xent_loss(
     if not module:
         return None
     divisor = 2 * (len(z1) if reduction == "mean" else 1)
-    loss: Tensor = _MODULES[module].nt_xent_loss(z1, z2, number(scale, "scale", z1), run.precision, divisor=divisor)
+    loss: Tensor = _MODULES[module].nt_xent_loss(z1, z2, number(scale, "scale", z1), run, divisor=divisor)
     return loss
 
 
@@ -269,9 +260,7 @@ def sup_con_loss(
     module = dispatch.choose_module(LABELS, z, run.backend, run.group, reduction)
     if not module:
         return None
-    loss: Tensor = _MODULES[module].sup_con_loss(
-        z, labels, number(scale, "scale", z), run.precision, mean_of_rows=reduction == "mean"
-    )
+    loss: Tensor = _MODULES[module].sup_con_loss(z, labels, number(scale, "scale", z), run, mean_of_rows=reduction == "mean")
     return loss
 
 
@@ -299,7 +288,7 @@ def sigmoid_loss(
     module = dispatch.choose_module(SIGMOID, x, run.backend, run.group, reduction)
     if module in _MODULES:
         fused_loss: Tensor = _MODULES[module].sigmoid_loss(
-            *(x, y, scale, bias, ids, run.precision),
+            *(x, y, scale, bias, ids, run),
             ids_are_positives=ids_are_positives,
             divisor=len(x) if reduction == "mean" else 1,
         )
@@ -309,7 +298,7 @@ def sigmoid_loss(
         total, match = operators.apply(operators.softplus, *similarities, ids, ids_are_positives, True, *run)
         losses: Tensor = total + exact_softplus(-match)
         return losses
-    unseen = tracing.transforms_are_active()  # under a transform, requires_grad does not say who asks for a gradient
+    unseen = dispatch.transforms_are_active()  # under a transform, requires_grad does not say who asks for a gradient
     needs = [torch.is_grad_enabled() and (unseen or tensor.requires_grad) for tensor in similarities]
     how = ids, ids_are_positives, True, *run
     loss: Tensor = operators.apply(operators.sigmoid_loss, *similarities, *how, reduction == "mean", needs)[0]

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ class World:
 
     device: torch.device
     group: Any = None
+
+    def __post_init__(self) -> None:  # noqa: D105
+        if self.group is not None:
+            _release_default_group()
 
     @classmethod
     def of(cls, group: Any, device: torch.device | None = None) -> "World":
@@ -141,6 +147,21 @@ def default_group() -> Any:
     """The process group of all processes; None for one process, or where `torch.distributed` is not initialized."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return dist.group.WORLD if several else None
+
+
+@cache
+def _release_default_group() -> None:
+    """Removes the default group from the default arguments of `torch.distributed.nn.functional`; None has the same meaning.
+
+    The first optimizer step imports this module. If the default group already exists, these arguments keep the group and the
+    threads of gloo alive after `destroy_process_group`, and such a thread can abort or hang the exit of Python.
+    """
+    from torch.distributed.nn import functional
+
+    for function in vars(functional).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            defaults = (None if isinstance(value, dist.ProcessGroup) else value for value in function.__defaults__)
+            function.__defaults__ = tuple(defaults)
 
 
 @contextmanager

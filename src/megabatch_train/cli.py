@@ -18,6 +18,7 @@ from types import TracebackType
 
 import megabatch
 import megabatch_train
+from megabatch_train.commands import HelpFormatter
 from megabatch_train.machine import let_threads_sleep
 from megabatch_train.names import nearest, sanitize, tell
 
@@ -33,6 +34,7 @@ COMMANDS = {
     "bench": "time and memory of losses and training steps",
     "plan": "largest batch, memory and time of a model on given GPUs",
     "info": "versions, devices, backends and installed extras",
+    "help": "what --data and MODEL can be",
 }
 OTHER_NAMES = {  # of options, for suggestions
     **dict.fromkeys(("--learning-rate", "--max-lr", "--base-lr"), "--lr"),
@@ -51,7 +53,7 @@ OTHER_NAMES = {  # of options, for suggestions
 DESCRIPTION = """
 Contrastive training with batches of any size.
 
-  megabatch train                                 two small towers learn emoji and their names: 1 to 2 minutes, two cores
+  megabatch train                                 a demo: emoji and their names, 1 to 2 minutes
   megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384
   megabatch search runs/emoji-1 "smiling cat"     search the test data with a trained model
   megabatch COMMAND --help                        options and examples of a command
@@ -134,11 +136,10 @@ def _unknown(words: list[str], parser: argparse.ArgumentParser) -> str:
 
 def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """The main parser, and the parser of the command; without a command, the main parser twice."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="megabatch", description=DESCRIPTION, formatter_class=raw)
+    parser = argparse.ArgumentParser(prog="megabatch", description=DESCRIPTION, formatter_class=HelpFormatter)
     parser.add_argument("--version", action="version", version=f"megabatch {megabatch.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    made = {name: commands.add_parser(name, help=text, formatter_class=raw) for name, text in COMMANDS.items()}
+    made = {name: commands.add_parser(name, help=text, formatter_class=HelpFormatter) for name, text in COMMANDS.items()}
     return parser, made[chosen] if chosen is not None else parser
 
 

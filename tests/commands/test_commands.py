@@ -31,7 +31,7 @@ def call(command, *words):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A run, and the images and captions that it is tested on; one image is damaged."""
-    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[train]"')
     torch.manual_seed(2)  # untrained towers that name some of the colours, and not all
     folder = tmp_path_factory.mktemp("commands")
     (folder / "images").mkdir()
@@ -143,7 +143,7 @@ def test_zero_shot_counts_captions_that_cannot_be_read(place):
 
 
 def test_search_by_text_draws_and_prints(place, tmp_path, capsys, monkeypatch):
-    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[train]"')
     sheet = tmp_path / "sheet.png"
     assert call(search_command, place / "run", "red", "a blue one", "-k", 3, "--sheet", sheet) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -216,7 +216,7 @@ def test_search_of_texts_among_texts(tmp_path, capsys):
 
 
 def test_towers_by_name_need_data(place, tmp_path):
-    with pytest.raises(ValueError, match=r"--data .*'small'.* emoji"):
+    with pytest.raises(ValueError, match=r"--data must be given, because 'small' is no run with data; `megabatch help data`"):
         call(eval_command, "small")
     call(eval_command, "small", "--data", place / "images", "--output", tmp_path / "a.jsonl")
     assert results.read(tmp_path / "a.jsonl")[0]["num_samples"] == 9
@@ -226,8 +226,23 @@ def test_towers_by_name_need_data(place, tmp_path):
         call(eval_command, "small", "--data", "nonsense")
     with pytest.raises(ValueError, match=r"No such run or model: smal; did you mean small\."):
         call(eval_command, "smal")
-    with pytest.raises(ValueError, match=r"No such run or model: runs/emojy. .* small"):
+    with pytest.raises(
+        ValueError, match=r"No such run or model: runs/emojy. There are no runs in runs/; `megabatch help models`"
+    ):
         call(eval_command, "runs/emojy")
+
+
+def test_a_message_lists_the_runs_that_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/emoji-1", "runs/emoji-2", "deep/photos"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.toml").touch()
+    with pytest.raises(
+        ValueError, match=r"No such run or model: runs/emoji-3; did you mean runs/emoji-\d. Runs: runs/emoji-\d, runs/"
+    ):
+        call(eval_command, "runs/emoji-3")
+    with pytest.raises(ValueError, match=r"No such run or model: deep/none. Runs: .*deep/photos"):
+        call(eval_command, "deep/none")
 
 
 def test_columns_are_named_in_eval_and_search(place, tmp_path, capsys):
@@ -249,7 +264,7 @@ def test_columns_are_named_in_eval_and_search(place, tmp_path, capsys):
 
 
 def test_zero_shot_with_a_folder_for_each_class(place, tmp_path):
-    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[data]"')
+    pillow = pytest.importorskip("PIL.Image", reason='pip install "megabatch[train]"')
     for colour in ("red", "blue"):
         (tmp_path / "data" / colour).mkdir(parents=True)
         for number in range(3):
@@ -323,7 +338,7 @@ def test_eval_says_why_nothing_could_be_read(place, tmp_path):
         call(eval_command, place / "run", "--data", tmp_path / "pairs.csv")
 
 
-@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
+@pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_teaches_in_a_hundred_columns(name, capsys):
     parser, command = argparse.ArgumentParser(), importlib.import_module(f"megabatch_train.commands.{name}")
     command.add_arguments(parser)

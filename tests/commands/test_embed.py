@@ -164,7 +164,7 @@ def test_only_files_of_an_earlier_embed_are_replaced(place, tmp_path, ending):
 
 def test_a_missing_package_is_named_before_the_work_begins(place, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "megabatch\[parquet\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "megabatch\[train\]"'):
         call("embed", place / "run", "--data", place / "pairs.csv", "--output", tmp_path / "x.parquet")
     assert not list(tmp_path.iterdir())
 

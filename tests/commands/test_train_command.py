@@ -114,7 +114,7 @@ def test_columns_of_training_and_validation_data(pairs, capsys):
     text = (pairs / "pairs.jsonl").read_text().replace("query", "asks").replace("document", "says")
     (pairs / "other.jsonl").write_text(text)
     assert call("--data", "other.jsonl") == 1
-    assert "other.jsonl has the columns asks, says. Say which ones to use: --columns image=asks" in capsys.readouterr().err
+    assert "other.jsonl has the columns asks, says. Name the columns to use: --columns image=asks" in capsys.readouterr().err
     columns = ("--columns", "query=asks", "document=says")
     assert call("--data", "other.jsonl", "--validation", "other.jsonl", *columns, "--set", "steps=2", "--output", "mine") == 0
     config = settings.read("mine/config.toml")

@@ -188,7 +188,7 @@ def test_captions_beside_most_images_are_read_whatever_the_case_of_their_endings
     (tmp_path / "rose" / "IMG_0.json").write_text("{}")
     (tmp_path / "rose" / "LICENSE.txt").touch()
     assert data.load(str(tmp_path)).read(0, 1) == "rose"
-    assert ".txt and .json files beside 1 of 4 images are not read" in caplog.text
+    assert ".txt and .json files of 1 of 4 images are not read, because at least half" in caplog.text
     for number, ending in ((1, ".txt"), (2, ".TXT")):
         (tmp_path / "rose" / f"IMG_{number}{ending}").write_text(f"caption {number}")
     found = data.load(str(tmp_path))

@@ -57,14 +57,14 @@ def test_a_pipe_and_a_device_in_a_table(tmp_path):
     (tmp_path / "pairs.csv").write_text("\n".join(["image,caption", *(f"{name},text" for name in names)]))
     table = Table(tmp_path / "pairs.csv")
     for index in range(len(names)):
-        with pytest.raises(UnreadableSampleError, match=r"cannot be read: (it is no regular file|No such)"):
+        with pytest.raises(UnreadableSampleError, match=r"cannot be read: (it is not a regular file|No such)"):
             table.read(index, 0)
 
 
 def test_a_pipe_in_a_folder_of_classes(tmp_path):
     (tmp_path / "cats").mkdir()
     os.mkfifo(tmp_path / "cats" / "a.png")
-    with pytest.raises(UnreadableSampleError, match=r"a.png cannot be read: it is no regular file"):
+    with pytest.raises(UnreadableSampleError, match=r"a.png cannot be read: it is not a regular file"):
         Folders(tmp_path).read(0, 0)
 
 

@@ -59,7 +59,7 @@ def test_a_file_that_changes_is_not_mixed_with_what_is_cached_of_it(server):
     with pytest.raises(RemoteError, match=r"x\.bin must have 10000 bytes, got fewer: it has changed"):
         old.read(7000, 1000)
     (server.folder / "x.bin").unlink()
-    with pytest.raises(RemoteError, match=r"x\.bin has gone from the server since the run began"):
+    with pytest.raises(RemoteError, match=r"x\.bin has been removed from the server since the run began"):
         old.read(8000, 1000)
 
 
@@ -96,7 +96,7 @@ def test_failures_that_pass_are_repeated_and_others_are_not(server, caplog):
     with pytest.raises(RemoteError, match=r"x\.bin could not be read in 3 attempts: .*503.*--resume continues"):
         url.read(2000, 5)
     server.broken = [403]
-    with pytest.raises(RemoteError, match=r"x\.bin cannot be read, because access was denied .*403.*; check the address"):
+    with pytest.raises(RemoteError, match=r"x\.bin cannot be read, because access was denied .*403.*; check the URL"):
         url.read(2000, 5)
     server.broken = [400]
     with pytest.raises(RemoteError, match=r"x\.bin cannot be read, because the server refuses the request: .*400"):
@@ -111,12 +111,12 @@ def test_addresses_that_cannot_be_read_say_what_to_do(server, monkeypatch):
         data.load(f"{server.address}/y.csv")
     with pytest.raises(ValueError, match=r"shard .*/y\.tar cannot be read: No such file on the server"):
         data.load(f"{server.address}/y.tar")
-    with pytest.raises(ValueError, match=r"an address must begin with s3://.* or file://, got ftp://"):
+    with pytest.raises(ValueError, match=r"a URL must begin with s3://.* or file://, got ftp://"):
         data.load("ftp://host/0.tar")
     with pytest.raises(ValueError, match=r"must have shards \(.tar\) or one table .*, got none"):
         data.load(server.address)
     monkeypatch.setitem(paths.PACKAGES, "gs", "no_such_package")
-    with pytest.raises(ModuleNotFoundError, match=r'Reading gs:// addresses needs .*"megabatch\[remote\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'Reading gs:// URLs needs .*; pip install "no_such_package" installs it'):
         data.load("gs://bucket/0.tar")
 
     class NoCredentialsError(Exception):
@@ -129,7 +129,7 @@ def test_addresses_that_cannot_be_read_say_what_to_do(server, monkeypatch):
         ("s3://b/x.csv", "set AWS_ACCESS_KEY_ID .*FSSPEC_S3_ANON=true"),
         ("s3a://b/x.csv", "set AWS_ACCESS_KEY_ID"),
         ("gcs://b/x.csv", "run `gcloud auth"),
-        ("https://b/x.csv", "check the address and the token"),
+        ("https://b/x.csv", "check the URL and the token"),
     ):
         with pytest.raises(RemoteError, match=rf"{address} cannot be read, .*; {advice}"):
             Url(address)._patiently(refused)

@@ -121,7 +121,7 @@ def test_the_log_says_how_much_is_held_out(tmp_path, caplog):
 
 @pytest.mark.parametrize("name", data.WITH_SPLITS)
 def test_data_with_a_test_split_holds_nothing_else_out(name):
-    with pytest.raises(ValueError, match=rf"holdout must be 0 for {name}, which has a test split"):
+    with pytest.raises(ValueError, match=rf"holdout must be 0 for {name}, which has its own test split, got 0.1"):
         data.load(name, "train", holdout=0.1)
 
 

@@ -148,7 +148,7 @@ def test_a_table_that_is_not_utf_8_is_refused_with_the_line(tmp_path):
         with pytest.raises(ValueError, match=r"must be utf-8, and the byte 0xe9 in line 3 is not.*encoding=latin-1"):
             Table(path)
         assert "é" in "".join(map(str, (Table(path, encoding="latin-1").name(0), Table(path, encoding="latin-1")._second)))
-    with pytest.raises(ValueError, match="encoding must be one that Python knows"):
+    with pytest.raises(ValueError, match="encoding must be an encoding of Python"):
         Table(path, encoding="utf-9")
 
 

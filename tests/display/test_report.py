@@ -19,7 +19,7 @@ from megabatch_train.display import report as curves
 from megabatch_train.display import report as live
 from megabatch_train.display.report import gallery, write_report
 from megabatch_train.evaluation import encode, results
-from megabatch_train.export.card import write_card
+from megabatch_train.export import write_card
 from megabatch_train.trainer.run import MetricsFile
 
 TINY = {"width": 16, "image_size": 16, "channels": (8, 16), "blocks": 1, "buckets": 512}

@@ -11,8 +11,8 @@ from helpers import unit
 from megabatch_train import towers
 from megabatch_train.commands import mine as mine_command
 from megabatch_train.data.tables import Table
-from megabatch_train.evaluation import mining
-from megabatch_train.evaluation.mining import Choice, hard_negatives
+from megabatch_train.evaluation import embedding
+from megabatch_train.evaluation.embedding import Choice, hard_negatives
 
 SMALL = {"width": 16, "buckets": 512}
 
@@ -48,7 +48,7 @@ def dense(query, document, positive, choice, ids):
     ],
 )
 def test_what_a_full_sort_finds(monkeypatch, filters):
-    monkeypatch.setattr(mining, "ROWS", 5)
+    monkeypatch.setattr(embedding, "QUERIES_AT_ONCE", 5)
     query, document = unit(12, 6, seed=0), unit(30, 6, seed=1)
     positive = torch.arange(12) * 2
     ids = torch.arange(12) % 4, torch.arange(30) % 7
@@ -61,7 +61,7 @@ def test_what_a_full_sort_finds(monkeypatch, filters):
 
 @pytest.mark.parametrize("filters", [{}, {"range_min": 2, "range_max": 9}, {"absolute_margin": 0.1}])
 def test_no_document_of_a_query_is_its_negative(monkeypatch, filters):
-    monkeypatch.setattr(mining, "ROWS", 5)
+    monkeypatch.setattr(embedding, "QUERIES_AT_ONCE", 5)
     document, rows = unit(30, 6, seed=1), [(0, 1), (0, 2), (0, 3), (1, 3), (1, 4), (2, 4), (2, 5), (3, 9), (4, 9)]
     queries, positive = (torch.tensor(side) for side in zip(*rows, strict=True))
     query = unit(5, 6, seed=0)[queries]
@@ -88,10 +88,10 @@ def test_a_search_that_begins_later_draws_the_same(monkeypatch):
     query, document, positive = unit(9, 6, seed=0), unit(40, 6, seed=1), torch.arange(9)
     random = Choice(3, range_max=12, sampling="random")
     found = torch.cat(list(hard_negatives(query, document, positive, random)))
-    monkeypatch.setattr(mining, "ROWS", 2)
+    monkeypatch.setattr(embedding, "QUERIES_AT_ONCE", 2)
     rest = torch.cat(list(hard_negatives(query, document, positive, random, first=3)))
     assert torch.equal(rest, found[3:])
-    monkeypatch.setattr(mining, "ROWS", 1)
+    monkeypatch.setattr(embedding, "QUERIES_AT_ONCE", 1)
     same_query = hard_negatives(query[:1].expand(9, 6), document, positive[:1].expand(9), random)
     assert len(torch.cat(list(same_query)).unique(dim=0)) > 1  # rows draw differently
 
@@ -151,7 +151,7 @@ def test_the_table_is_one_of_pairs_with_negatives(place, capsys):
 def test_a_stopped_command_continues(place, monkeypatch):
     whole, output = place / "whole.jsonl", place / "stopped.jsonl"
     mine(place, "--output", whole)
-    monkeypatch.setattr(mining, "ROWS", 4)
+    monkeypatch.setattr(embedding, "QUERIES_AT_ONCE", 4)
     real, calls = mine_command.json.dumps, []
 
     def stops(line, **options):

@@ -190,7 +190,7 @@ def test_the_preprocessing_of_an_onnx_card_gives_the_inputs_of_the_towers(tmp_pa
 
     runtime.InferenceSession = Session
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
-    monkeypatch.setattr("megabatch_train.export.formats.export_onnx", lambda pair, folder: models.keep(pair, folder))
+    monkeypatch.setattr("megabatch_train.export.export_onnx", lambda pair, folder: models.keep(pair, folder))
     call(tmp_path / "run", "--to", "onnx", tmp_path / "onnx")
     names = {}
     exec(code_of(tmp_path / "onnx"), names)
@@ -205,7 +205,7 @@ def test_the_card_tells_the_run_and_push_uploads_it(tmp_path, monkeypatch, capsy
     import huggingface_hub
 
     made("small", tmp_path, monkeypatch)
-    monkeypatch.setattr("megabatch_train.export.formats.export_onnx", lambda pair, folder: None)
+    monkeypatch.setattr("megabatch_train.export.export_onnx", lambda pair, folder: None)
     (tmp_path / "run" / "config.toml").write_text("data = 'emoji'\nbatch_size = 2048\n")
     steps = [{"step": step, "loss": 3.0 - step, "pairs": 8} for step in (1, 2)]
     steps[1]["problem"] = "the embeddings have collapsed"

@@ -10,9 +10,7 @@ from torch import nn
 import runs
 from megabatch import ClipLoss, HostSource
 from megabatch.world import World
-from megabatch_train.towers import compiling
-from megabatch_train.towers.compiling import use_products
-from megabatch_train.towers.tower import Pair, Tower
+from megabatch_train.towers.tower import Pair, Tower, compile_towers, compiler_settings, use_products
 
 # The compiler imports modules that use what PyTorch has deprecated, and recommends TF32, which would round float32 steps.
 pytestmark = [
@@ -165,8 +163,8 @@ def test_the_fast_step_rounds_like_the_plain_one(capsys):
     padded = HostSource(texts, lengths=None)
     wanted = gradients(64, padded, "fp32")
     plain = [gradients(chunk, padded, "bf16") for chunk in (32, 128)]
-    assert compiling.compile_towers([model], World(torch.device("cuda")))
-    with compiling.settings():
+    assert compile_towers([model], World(torch.device("cuda")))
+    with compiler_settings():
         fast = gradients(64, texts, "bf16")
 
     def apart(one, other):

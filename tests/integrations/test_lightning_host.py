@@ -10,7 +10,7 @@ import loops
 import megabatch as mb
 from megabatch.integrations import trainers as host
 
-lightning = pytest.importorskip("lightning", reason='pip install lightning')
+lightning = pytest.importorskip("lightning", reason="pip install lightning")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),

@@ -320,7 +320,7 @@ def test_a_missing_package_is_named_with_what_brings_it(monkeypatch):
         if name.split(".")[0] == "sentence_transformers" or name == "megabatch.integrations.sentence_transformers":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "megabatch\[sentence_transformers\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "megabatch\[sentence-transformers\]"'):
         import megabatch.integrations.sentence_transformers  # noqa: F401
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import megabatch as mb
 from helpers import aligned_pairs, leaves, no_dense_path, outcomes, tile_size, unit
 from megabatch import reference, ring
-from megabatch.operators import team
+from megabatch.operators import autograd
 from megabatch.tiles import eager
 from rounding import similarities_rounded_twice
 
@@ -27,7 +27,7 @@ EPS = torch.finfo(torch.float32).eps
 @pytest.fixture
 def passes_without_kernels(monkeypatch):
     """One pass for each width, in PyTorch operations."""
-    monkeypatch.setattr(team, "backend_for", lambda name, block: eager)
+    monkeypatch.setattr(autograd, "backend_for", lambda name, block: eager)
     with no_dense_path():
         yield
 

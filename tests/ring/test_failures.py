@@ -49,16 +49,16 @@ def disagree(group, rank, what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("width", "the width of the embeddings is 6 on ranks 0 2, 5 on rank 1"),
+        ("width", "the embedding dimension is 6 on ranks 0 2, 5 on rank 1"),
         (
             "dtype",
             "the dtype of the embeddings is float32 and float32 on ranks 0 2, float64 and float64 on rank 1; the precision",
         ),
         ("backend", "the backend is eager on ranks 0 2, triton on rank 1"),
         ("route", "the route is ring on ranks 0 2, gather on rank 1"),
-        ("ids", "what is excluded is diagonal on ranks 0 2, ids and diagonal on rank 1"),
+        ("ids", "the set of excluded pairs is diagonal on ranks 0 2, ids and diagonal on rank 1"),
         ("operation", "the operation is logsumexp on ranks 0 2, sigmoid loss on rank 1"),
-        ("needs", "what needs a gradient is x y scale on ranks 0 2, x scale on rank 1"),
+        ("needs", "the set of inputs that need a gradient is x y scale on ranks 0 2, x scale on rank 1"),
         (
             "nobody has rows",
             "the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank",
@@ -190,7 +190,7 @@ SETTINGS = {
     "ids_are_positives": (
         lambda x, y, g, value: mb.siglip_loss(x, y, 3.0, 0.0, ids=torch.arange(4), ids_are_positives=value, group=g),
         (False, True),
-        "what ids mean is no negatives on rank 0, positives on rank 1",
+        "the meaning of equal ids is no negatives on rank 0, positives on rank 1",
     ),
 }
 

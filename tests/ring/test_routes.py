@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megabatch.ring import routes
-from megabatch.ring.ranks import Ranks, check_route, nodes_from, settle, use_route
+from megabatch.ring.ranks import Ranks, check_route, choose_route, nodes_from, use_route
 
 
 def even_nodes(k, size):
@@ -140,4 +140,4 @@ def test_the_usual_route_gathers_small_blocks(device, pairs, ranks, steps):
     counts = (pairs,) * ranks
     found = Ranks(torch.device(device), None, rows=counts, columns=counts, nodes=even_nodes(1, ranks))
     with mock.patch.object(Ranks, "size", ranks):
-        assert settle(found, column_bytes=512 * (2 + 4)).steps == steps
+        assert choose_route(found, column_bytes=512 * (2 + 4)).steps == steps

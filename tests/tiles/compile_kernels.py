@@ -17,14 +17,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megabatch.dispatch import Execution
 from megabatch.kernels import gradient, logsumexp, operands, pairs, ranking, small_gradients, two_models
 from megabatch.kernels import plan as kernel_plan
 from megabatch.late import kernels as late_kernels
-from megabatch.operators import dense_kernels, fused
+from megabatch.late.tiles import LateBlock, TokenRows
+from megabatch.operators import dense, fused
 from megabatch.tiles import eager, plan
-from megabatch.tiles.block import HALF_DTYPE, Block, ColumnGradients, Needs
+from megabatch.tiles.block import HALF_DTYPE, TRITON, Block, ColumnGradients, Needs
 from megabatch.tiles.sums import LogSum
-from megabatch.tiles.tokens import LateBlock, TokenRows
 
 SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}
 
@@ -139,7 +140,7 @@ def main(capability: int, precision: str, features: bool) -> None:
         (small_gradients, "rows_kernel"),
         (small_gradients, "sigmoid_kernel"),
         (small_gradients, "_finish_kernel"),
-        (small_gradients, "_multiply_kernel"),
+        (operands, "_multiply_kernel"),
     )
     for module, name in kernels:
         setattr(module, name, Compiles(getattr(module, name), target))
@@ -149,9 +150,7 @@ def main(capability: int, precision: str, features: bool) -> None:
         from megabatch.kernels import hopper as gluon
 
         gluon._warp_specialized_kernel = Compiles(gluon._warp_specialized_kernel, target, GluonASTSource)
-    dense_kernels.round_to_precision = lambda values, precision: (
-        values
-    )  # as on a GPU, where inputs of half precision are not widened
+    dense.round_to_precision = lambda values, precision: values  # as on a GPU, where inputs of half precision are not widened
     launch_small(precision, features, N=300)
     launch_small(precision, features, N=320)
     plan.SMALL_PRODUCT_ROWS = 300
@@ -179,17 +178,18 @@ def launch_small(precision: str, features: bool, N: int, D: int = 512) -> None:
     ids = make_ids(N) if features else None
     bias, labels = torch.tensor(-5.0, requires_grad=True), torch.arange(N) // 2
     options = {"ids_are_positives": features, "divisor": N}
-    for module in (dense_kernels, fused):
+    run = Execution(precision, TRITON, "")
+    for module in (dense, fused):
         for columns in (False, True):
-            loss = module.cross_entropy_loss(x, y, scale, ids, precision, columns=columns, divisor=N)
+            loss = module.cross_entropy_loss(x, y, scale, ids, run, columns=columns, divisor=N)
             torch.autograd.grad(loss, (x, scale))
-        torch.autograd.grad(module.nt_xent_loss(x, y, scale, precision, divisor=N), x)
-        torch.autograd.grad(module.sigmoid_loss(x, y, scale, bias, ids, precision, **options), (x, scale, bias))
-    torch.autograd.grad(dense_kernels.sup_con_loss(x, labels, scale, precision, mean_of_rows=True), x)
+        torch.autograd.grad(module.nt_xent_loss(x, y, scale, run, divisor=N), x)
+        torch.autograd.grad(module.sigmoid_loss(x, y, scale, bias, ids, run, **options), (x, scale, bias))
+    torch.autograd.grad(dense.sup_con_loss(x, labels, scale, run, mean_of_rows=True), x)
     with torch.no_grad():
         for columns in (False, True):
-            dense_kernels.cross_entropy_loss(x, y, scale, ids, precision, columns=columns, divisor=N)
-    loss = fused.sigmoid_loss(x, y.detach(), scale.detach(), bias, ids, precision, **options)
+            dense.cross_entropy_loss(x, y, scale, ids, run, columns=columns, divisor=N)
+    loss = fused.sigmoid_loss(x, y.detach(), scale.detach(), bias, ids, run, **options)
     torch.autograd.grad(loss, bias)
 
 

@@ -80,8 +80,7 @@ def test_a_weight_of_rows_against_themselves_is_at_most_1(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_student_s_weight_is_at_most_1(backend):
-    from megabatch.tiles.backends import backend_for
-    from megabatch.tiles.block import Block, ColumnGradients, Needs
+    from megabatch.tiles.block import Block, ColumnGradients, Needs, backend_for
 
     def block(x):
         return Block(x, HIGH, SCALE, "float32", second_model=Block(HIGH, HIGH, torch.tensor(0.0), "float32"))

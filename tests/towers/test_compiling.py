@@ -9,10 +9,8 @@ import decoders
 import megabatch as mb
 import runs
 from megabatch.world import World
-from megabatch_train.towers import compiling
 from megabatch_train.towers import tower as blocks
-from megabatch_train.towers.compiling import PatchConv2d
-from megabatch_train.towers.tower import Pair, Tower
+from megabatch_train.towers.tower import Pair, PatchConv2d, Tower
 
 QUICK = {"backend": "aot_eager"}  # traces and differentiates as always, and compiles nothing
 
@@ -50,7 +48,7 @@ def deep(dropout=0.0, dtype=torch.float64):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(compiling, "OPTIONS", QUICK)
+    monkeypatch.setattr(blocks, "COMPILER_OPTIONS", QUICK)
     yield
     torch._dynamo.reset()
 
@@ -115,13 +113,13 @@ def test_one_compilation_serves_all_layers_and_all_lengths(quick, lora):
         pytest.importorskip("peft", reason='pip install "megabatch[huggingface]"')
     way = decoders.Way(lora=lora, packed=True)
     encoder, plain = decoders.decoder(way), decoders.decoder(way)
-    assert compiling.compile_towers([encoder, encoder], World.of(None, torch.device("cpu")))
+    assert blocks.compile_towers([encoder, encoder], World.of(None, torch.device("cpu")))
     torch._dynamo.utils.counters.clear()
     for queries, negatives, chunk_size in ((5, 1, 6), (6, 7, 6), (7, 4, 8)):  # no chunk has one text, which is compiled apart
         inputs = decoders.batch(queries, negatives)
         for tower in (encoder, plain):
             tower.zero_grad()
-            with compiling.settings(strict=True):
+            with blocks.compiler_settings(strict=True):
                 mb.cached_backward(decoders.Loss(), [(tower, part) for part in inputs], chunk_size=chunk_size)
         wanted = decoders.gradients(plain)
         for name, gradient in decoders.gradients(encoder).items():
@@ -131,9 +129,9 @@ def test_one_compilation_serves_all_layers_and_all_lengths(quick, lora):
 
 def test_a_compiler_that_misses_evaluation_is_not_used(quick, monkeypatch, caplog):
     """As on Python 3.13.0: the compiled code of training is called in evaluation too."""
-    monkeypatch.setattr(compiling._CompiledLayer, "eval", lambda self: self)
+    monkeypatch.setattr(blocks._CompiledLayer, "eval", lambda self: self)
     tower = deep().towers[0].module
-    assert not compiling.compile_towers([tower], World.of(None, torch.device("cpu")))
+    assert not blocks.compile_towers([tower], World.of(None, torch.device("cpu")))
     assert "cannot be compiled" in caplog.text
     assert "keep their dropout in evaluation, a fault of Python 3.13.0" in caplog.text
     assert not any(part._compiled_call_impl for part in tower.modules())
@@ -146,7 +144,7 @@ def broken(graph, inputs):
 def test_a_compiler_that_fails_is_told_once_and_training_goes_on(tmp_path, quick, monkeypatch, caplog):
     plain = runs.trainer(tmp_path / "plain", {"compile": "off"}, pair=deep())
     plain.fit()
-    monkeypatch.setattr(compiling, "OPTIONS", {"backend": broken})
+    monkeypatch.setattr(blocks, "COMPILER_OPTIONS", {"backend": broken})
     made = runs.trainer(tmp_path / "broken", {"compile": "on"}, pair=deep())
     made.fit()
     told = [record.message for record in caplog.records if record.name == "megabatch" and "compil" in record.message]
@@ -161,14 +159,14 @@ def test_a_chunk_too_large_for_memory_is_left_to_the_step(tmp_path, quick, monke
     def runs_out(module, inputs):
         raise MemoryError("a chunk too large")
 
-    monkeypatch.setattr(compiling, "forward_backward", runs_out)
+    monkeypatch.setattr(blocks, "forward_backward", runs_out)
     memory = runs.Memory()
     runs.trainer(tmp_path, {"compile": "on", "steps": 1}, pair=deep(), observers=[memory]).fit()
     assert len(memory.records) == 1
 
 
 def on_rank(group, rank, folder, changes):
-    compiling.OPTIONS = QUICK
+    blocks.COMPILER_OPTIONS = QUICK
     made = runs.trainer(folder, changes, pair=deep(), world=World(torch.device("cpu"), group))
     made.fit()
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from decoders import Loss, Way, decoder
 from megabatch.world import World
 from megabatch_train import towers
 from megabatch_train.evaluation import encode
-from megabatch_train.export.formats import export
+from megabatch_train.export import export
 from megabatch_train.towers import huggingface_inputs
 from megabatch_train.towers.huggingface import TextEncoder
 from megabatch_train.towers.lora import LoraConfig

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from megabatch_train import settings, towers
 from megabatch_train.commands.train import _with_model_config
 from megabatch_train.evaluation import encode
-from megabatch_train.export.formats import export
+from megabatch_train.export import export
 from megabatch_train.towers.models import WEIGHTS
 from megabatch_train.towers.open_clip import CONFIG, find_architecture, read_config, split_name
 from megabatch_train.towers.tower import allow_remote_code

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from helpers import leaves
-from megabatch_train.towers.compiling import PatchConv2d, use_products
+from megabatch_train.towers.tower import PatchConv2d, use_products
 
 
 def both(*arguments, dtype=torch.float64, **options):

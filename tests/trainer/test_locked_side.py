@@ -7,7 +7,7 @@ import torch
 
 import runs
 from megabatch_train import towers
-from megabatch_train.trainer import build, step
+from megabatch_train.trainer import build, loss
 
 LIT = {"freeze": "first", "augment": False}
 
@@ -19,7 +19,7 @@ def trained(folder, changes, **options):
 
 
 def test_kept_embeddings_train_as_embeddings_made_every_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(step, "ROWS", 16)  # several blocks
+    monkeypatch.setattr(loss, "ROWS", 16)  # several blocks
     wanted = trained(tmp_path / "encoded", {**LIT, "keep_frozen": False}, pair=runs.tiny(0.3))
     data = runs.Numbers()
     made = trained(tmp_path / "kept", LIT, pair=runs.tiny(0.3), data=data)

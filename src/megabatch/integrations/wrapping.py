@@ -18,7 +18,7 @@ from megabatch.cached.sharding import find_distributed_modules, is_fully_sharded
 from megabatch.cached.sources import as_source
 from megabatch.cached.tower import as_encoded, call, modules_of
 from megabatch.dispatch import Backend, Reduction
-from megabatch.late.interaction import Similarities
+from megabatch.late import Similarities
 from megabatch.world import default_group
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.kernels import plan as kernel_plan
+from megabatch.kernels import two_models
 from megabatch.kernels.device import equal_ids, exponents, log1p, offsets, product_less_one, round_to_tf32
 from megabatch.kernels.launch import launch
 from megabatch.kernels.operands import (
@@ -337,6 +338,9 @@ def logsumexp_gradients(
     needs: Needs,
 ) -> Iterator[RowGradients]:
     """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
+    if block.second_model is not None:
+        assert dcol is None, "a guide excludes pairs of rows"
+        return two_models.row_gradients(block, row, drow, sums, needs)
     operands = exponent_operands(block)
     row_weights = side_weights(row, drow, operands.shift, block.N)
     col_weights = side_weights(col, dcol, operands.shift, block.M)

@@ -1,6 +1,4 @@
-"""Kernels of the forward pass: sums of exp(s) at a common shift, and an online softmax for the sums that fp32 cannot hold
-at it.
-"""
+"""The Triton engine, which has the same functions as `tiles.eager`, and its kernels for row and column sums of exp(s)."""
 
 import math
 from collections.abc import Iterator
@@ -12,12 +10,37 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.kernels import plan as kernel_plan
+from megabatch.kernels import two_models
 from megabatch.kernels.device import exponents, finite_or_zero, offsets, sum_parts
+from megabatch.kernels.gradient import (
+    gradient_strips,
+    logsumexp_gradients,
+    side_weights,
+    softmax_task,
+    softplus_gradients,
+    softplus_sums,
+)
 from megabatch.kernels.launch import launch
-from megabatch.kernels.operands import Operands, exponent_operands, kernel_options
+from megabatch.kernels.operands import Operands, exponent_operands, finish_rows, kernel_options, matching_products
+from megabatch.kernels.ranking import rank_counts, topk
+from megabatch.kernels.two_models import soft_gradients, soft_statistics
 from megabatch.tiles import plan
-from megabatch.tiles.block import Block, windows
+from megabatch.tiles.block import TRITON, Block, ColumnGradients, Needs, windows
 from megabatch.tiles.sums import LogSum
+from megabatch.tiles.symmetric import Triangle, TriangleSide
+
+__all__ = [
+    "finish_rows",
+    "logsumexp_gradients",
+    "logsumexp_statistics",
+    "matching_products",
+    "rank_counts",
+    "soft_gradients",
+    "soft_statistics",
+    "softplus_gradients",
+    "softplus_sums",
+    "topk",
+]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Adds partial sums of exp(s), and recomputes by online softmax the few that fp32 cannot hold at the block's common shift.
@@ -267,7 +290,11 @@ def _logsumexp_kernel(
 
 
 def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:  # (N,), (M,) or (0,)
-    """Row sums and column sums of exp(s), from one pass over the tiles; without `columns` the column sums are empty."""
+    """Computes row sums and column sums of exp(s) in one pass over the tiles. Without `columns` the column sums are empty."""
+    if block.second_model is not None:
+        assert not columns, "a guide excludes pairs of rows"
+        row_sums = two_models.row_statistics(block)
+        return row_sums, LogSum.empty(0, dtype=row_sums.shift.dtype, device=block.x.device)
     operands = exponent_operands(block)
     row, col = (OnlineSums(*torch.empty(2, length, dtype=block.dtype, device=block.x.device)) for length in (block.N, block.M))
     write_sums(operands, block, row, col if columns else None)
@@ -392,3 +419,41 @@ def _launch(
         **kernel_options(block, tile),
     )
     return col_part
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The upper half of a symmetric block by the Triton kernels; operands are prepared once and not for every rectangle.
+#
+# The sums of all rectangles share the block's shift C. So row sums and column sums are simply added, and become logarithms
+# at the end. Row weights and column weights of the gradient are the same vector.
+
+
+class KernelTriangle(Triangle):
+    """`Triangle` of a block by the Triton backend."""
+
+    def __init__(self) -> None:
+        super().__init__(TRITON)
+
+    def statistics(self, block: Block) -> LogSum:  # (N,)
+        """Row sums of exp(s)."""
+        if block.is_empty:
+            return super().statistics(block)
+        operands = exponent_operands(block)
+        total, shift = block.zeros(2, block.N)
+        for rows, columns in self.upper_triangle(block):
+            add_sums(operands, block, rows, columns, total, None if rows == columns else total)
+        complete_sums(operands, block, total[None], sums := OnlineSums(total, shift))
+        return log_sum(sums, operands)
+
+    def gradients(self, block: Block, side: TriangleSide, dscale: Tensor | None) -> None:
+        """Adds the gradients of ⟨dsums, log sums⟩."""
+        if block.is_empty:
+            return
+        operands = exponent_operands(block)
+        weights = side_weights(side.sums, side.dsums, operands.shift, block.N)
+        task = softmax_task(operands, block, weights, weights)
+        for rows, columns in self.upper_triangle(block):
+            needs = Needs(dx=True, dy=rows != columns, dscale=dscale is not None)
+            sums = ColumnGradients(side.dz if needs.dy else None, None)
+            strips = gradient_strips(task, sums, needs, within=(rows, columns))
+            self.take(strips, block, side.dz, dscale, share=1.0 if needs.dy else 0.5)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megabatch.kernels.device import finish_tile, load_embeddings, sum_parts
-from megabatch.kernels.launch import launch
+from megabatch.kernels.device import finish_tile, load_embeddings, sum_all_parts, sum_parts
+from megabatch.kernels.launch import Launcher, launch
 from megabatch.kernels.plan import KernelTile
 from megabatch.tiles import plan
 from megabatch.tiles.block import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPE, TF32, Block, round_to_tf32
@@ -436,3 +437,59 @@ def add_partial_sums(parts: Sequence[Tensor | None], sums: Sequence[Tensor | Non
         count, rows = present[0].shape
         grid = (-(-rows // 32),)
         launch(_add_partial_sums_kernel, grid, (*parts, *sums), (count, rows), BLOCK_P=64, BLOCK_N=32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Backward of a loss whose gradients were computed in forward: one launch multiplies all of them by the loss's gradient.
+
+_ELEMENTS = 4096  # of a gradient that a program multiplies
+_PARTS = 2048  # parts of d scale that are added at once
+
+
+@triton.jit
+def _multiply_kernel(
+    dx,  # or None
+    dy,  # or None
+    sums,  # d scale in scale_parts parts, d bias, …
+    dloss,  # ()
+    dx_out,  # x_count numbers, or None
+    dy_out,  # y_count numbers, or None
+    dscale_out,  # () or None
+    dbias_out,  # () or None
+    x_count,
+    y_count,
+    y_first,  # of dy
+    scale_parts,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """All gradients times the gradient of the loss."""
+    program, factor = tl.program_id(0), tl.load(dloss)
+    blocks = 0
+    if dx_out is not None:
+        blocks = tl.cdiv(x_count, BLOCK)
+        if program < blocks:
+            offs = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(dx + offs, offs < x_count, 0.0).to(tl.float32) * factor
+            tl.store(dx_out + offs, values.to(dx_out.dtype.element_ty), offs < x_count)
+    if dy_out is not None:
+        if program >= blocks:
+            offs = (program - blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(dy + y_first + offs, offs < y_count, 0.0).to(tl.float32) * factor
+            tl.store(dy_out + offs, values.to(dy_out.dtype.element_ty), offs < y_count)
+    if program == 0:
+        if dscale_out is not None:
+            tl.store(dscale_out, (sum_all_parts(sums, scale_parts, BLOCK_P) * factor).to(dscale_out.dtype.element_ty))
+        if dbias_out is not None:
+            tl.store(dbias_out, (tl.load(sums + scale_parts) * factor).to(dbias_out.dtype.element_ty))
+
+
+@lru_cache(maxsize=256)
+def multiply(x_count: int, y_count: int, y_first: int, scale_parts: int, given: tuple[Any, ...]) -> Launcher:
+    """Multiplies all gradients by the gradient of the loss; counts are 0 where there is none. Adds up the parts of d scale.
+
+    `given` decides how the kernel is compiled: the device, and the kinds of all tensors.
+    """
+    programs = max(1, -(-x_count // _ELEMENTS) + -(-y_count // _ELEMENTS))
+    numbers = x_count, y_count, y_first, scale_parts
+    return Launcher(_multiply_kernel, (programs,), numbers, BLOCK=_ELEMENTS, BLOCK_P=_PARTS, num_warps=8)

@@ -12,9 +12,9 @@ from megabatch.kernels import plan as kernel_plan
 from megabatch.kernels.device import equal_ids, offsets
 from megabatch.kernels.launch import launch
 from megabatch.kernels.operands import Operands, dot_precision, matching_products, similarity_operands
-from megabatch.tiles.block import HALF_DTYPE, Block, RankTargets, windows
-from megabatch.tiles.eager import rank_noise, targets_on_the_diagonal
-from megabatch.tiles.topk import Best
+from megabatch.tiles.block import HALF_DTYPE, Block, RankTargets, targets_on_the_diagonal, windows
+from megabatch.tiles.eager import rank_noise
+from megabatch.tiles.sums import Best
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The k largest products of each row, at nearly the speed of the bare product.

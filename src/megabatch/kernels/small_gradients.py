@@ -45,7 +45,6 @@ from megabatch.tiles.block import FLOAT16, HALF_DTYPE, TF32, product
 
 _ADDED = kernel_plan.KernelTile(rows=16, columns=1, width=256, warps=4, stages=1)  # of a gradient to which matches are added
 _BLOCK = 2048  # partial sums that are added at once
-_ELEMENTS = 4096  # of a gradient that a program multiplies
 
 
 @triton.jit
@@ -152,44 +151,6 @@ def _finish_kernel(
                 tl.store(sums + 1, sum_all_parts(tile_sums + THIRD * tiles, tiles, BLOCK) * share)
 
 
-@triton.jit
-def _multiply_kernel(
-    dx,  # or None
-    dy,  # or None
-    sums,  # d scale in scale_parts parts, d bias, …
-    dloss,  # ()
-    dx_out,  # x_count numbers, or None
-    dy_out,  # y_count numbers, or None
-    dscale_out,  # () or None
-    dbias_out,  # () or None
-    x_count,
-    y_count,
-    y_first,  # of dy
-    scale_parts,
-    BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """All gradients times the gradient of the loss."""
-    program, factor = tl.program_id(0), tl.load(dloss)
-    blocks = 0
-    if dx_out is not None:
-        blocks = tl.cdiv(x_count, BLOCK)
-        if program < blocks:
-            offs = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            values = tl.load(dx + offs, offs < x_count, 0.0).to(tl.float32) * factor
-            tl.store(dx_out + offs, values.to(dx_out.dtype.element_ty), offs < x_count)
-    if dy_out is not None:
-        if program >= blocks:
-            offs = (program - blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            values = tl.load(dy + y_first + offs, offs < y_count, 0.0).to(tl.float32) * factor
-            tl.store(dy_out + offs, values.to(dy_out.dtype.element_ty), offs < y_count)
-    if program == 0:
-        if dscale_out is not None:
-            tl.store(dscale_out, (sum_all_parts(sums, scale_parts, BLOCK_P) * factor).to(dscale_out.dtype.element_ty))
-        if dbias_out is not None:
-            tl.store(dbias_out, (tl.load(sums + scale_parts) * factor).to(dbias_out.dtype.element_ty))
-
-
 def finish(kind: int, sides: tuple[bool, bool], numbers: tuple[float, ...], *, learns: bool, multiplies: bool) -> Launcher:
     """Adds the matches to the gradients and multiplies them by scale and share; adds up loss, d scale and d bias.
 
@@ -206,17 +167,6 @@ def finish(kind: int, sides: tuple[bool, bool], numbers: tuple[float, ...], *, l
     blocks = {"BLOCK_N": tile.rows, "BLOCK_M": tile.columns, "BLOCK_D": tile.width, "BLOCK": _BLOCK}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return Launcher(_finish_kernel, grid, numbers, KIND=kind, LEARNS=learns, **blocks, **options)
-
-
-@lru_cache(maxsize=256)
-def multiply(x_count: int, y_count: int, y_first: int, scale_parts: int, given: tuple[Any, ...]) -> Launcher:
-    """Multiplies all gradients by the gradient of the loss; counts are 0 where there is none. Adds up the parts of d scale.
-
-    `given` decides how the kernel is compiled: the device, and the kinds of all tensors.
-    """
-    programs = max(1, -(-x_count // _ELEMENTS) + -(-y_count // _ELEMENTS))
-    numbers = x_count, y_count, y_first, scale_parts
-    return Launcher(_multiply_kernel, (programs,), numbers, BLOCK=_ELEMENTS, BLOCK_P=_BLOCK, num_warps=8)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Σ_t max_u ⟨q_it, d_ju⟩ and its gradient by Triton kernels: the same functions as in `maxsim`, without atomics."""
+"""Σ_t max_u ⟨q_it, d_ju⟩ and its gradient by Triton kernels: the same functions as in `tiles`, without atomics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +11,9 @@ from torch import Tensor
 from megabatch.kernels import plan as kernel_plan
 from megabatch.kernels.launch import launch
 from megabatch.kernels.operands import descriptor, operand
-from megabatch.late.maxsim import Kept, Weigh
+from megabatch.late.tiles import Kept, LateBlock, TokenRows, Weigh
 from megabatch.tiles import plan
 from megabatch.tiles.block import FLOAT32, windows
-from megabatch.tiles.tokens import LateBlock, TokenRows
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Queries and documents as the late-interaction kernels read them.
@@ -521,7 +520,7 @@ def add_strip_gradients(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What `maxsim` does in PyTorch operations, by the kernels above.
+# What `tiles` does in PyTorch operations, by the kernels above.
 #
 # Backward works on strips of queries and documents. The kernel of the scores stores the winners of the strip, PyTorch
 # operations turn the scores into weights, and kernels add up the gradients. The winners exist for one strip at a time. If

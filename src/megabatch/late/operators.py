@@ -11,30 +11,35 @@ import torch
 from torch import Tensor
 
 from megabatch.kernels import plan as kernel_plan
-from megabatch.late import maxsim
-from megabatch.late.maxsim import Kept, Weigh
-from megabatch.operators.autograd import define, derivative
-from megabatch.operators.gradients import choose_grad_scale, divide_gradient, fill_mean_weight, logit, statistic
+from megabatch.late import tiles
+from megabatch.late.tiles import Kept, LateBlock, TokenRows, Weigh
+from megabatch.operators.autograd import (
+    choose_grad_scale,
+    define,
+    derivative,
+    divide_gradient,
+    fill_mean_weight,
+    logit,
+    statistic,
+)
 from megabatch.operators.logsumexp import KEPT, SEPARATE
 from megabatch.ring.lap import Lap, Merge, Tensors, Work
 from megabatch.ring.passes import add
-from megabatch.ring.ranks import Ranks, agree, settle
+from megabatch.ring.ranks import Ranks, agree, choose_route
 from megabatch.ring.routes import Route
-from megabatch.tiles.backends import EAGER
-from megabatch.tiles.block import HALF_DTYPE, accumulator_dtype, windows
+from megabatch.tiles.block import EAGER, HALF_DTYPE, accumulator_dtype, windows
 from megabatch.tiles.eager import diagonal_of
 from megabatch.tiles.sums import LogSum, weighted_softmax
-from megabatch.tiles.tokens import LateBlock, TokenRows
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Logsumexps and their gradients, over the tiles of a backend: `maxsim` or `kernels`.
+# Logsumexps and their gradients, over the tiles of a backend: `tiles` or `kernels`.
 #
 # A tile here is a matrix of scores, one number for each query and document; the products of their vectors stay in the
 # backend.
 
 
 class LateBackend(Protocol):
-    """What `maxsim` has, which says what it means."""
+    """What `tiles` has, which says what it means."""
 
     def room_to_keep(self, block: LateBlock) -> Kept | None: ...  # noqa: D102
 
@@ -48,7 +53,7 @@ class LateBackend(Protocol):
 def backend_for(name: str, block: LateBlock) -> LateBackend:
     """By its name; a block without similarities needs no kernels."""
     if name == EAGER or block.is_empty:
-        return maxsim
+        return tiles
     from megabatch.late import kernels
 
     return kernels
@@ -120,7 +125,7 @@ def pair_scores(block: LateBlock, kept: Kept | None = None) -> Tensor:  # (N, K)
     """s of each query with its own K documents; −inf for documents without vectors. `kept` has those of one document each."""
     empty = _empty_documents(block)
     if kept is None:
-        parts = [pairs.sums() * block.factors(rows) for rows, pairs in maxsim.pair_tiles(block)]
+        parts = [pairs.sums() * block.factors(rows) for rows, pairs in tiles.pair_tiles(block)]
         scores = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else block.zeros(0, block.M)
     else:
         scores = kept.scores.diagonal()[:, None] * block.factors(slice(0, block.N))
@@ -132,7 +137,7 @@ def pair_gradients(
 ) -> None:  # (N, K)
     """Adds the gradients of ⟨dscores, pair_scores⟩ to those of the vectors and of the scale, as `tile_gradients`."""
     empty = _empty_documents(block)
-    for rows, pairs in maxsim.pair_tiles(block):
+    for rows, pairs in tiles.pair_tiles(block):
         (largest, winners), g = pairs.largest(), dscores[rows]
         if empty is not None:
             missing = empty.view(dscores.shape)[rows]
@@ -387,7 +392,7 @@ def _passes_for(given: MaxsimInputs, block: LateBlock, operation: str, *, mean: 
         _check_rows(ranks)
     column_bytes = block.document.D * (block.document.values.element_size() + block.dtype.itemsize)
     documents = Documents.of_all_ranks(block.document, ranks)
-    ring = RingLate(ranks, settle(ranks, column_bytes), given.backend, documents)
+    ring = RingLate(ranks, choose_route(ranks, column_bytes), given.backend, documents)
 
     def largest(number: Tensor) -> Tensor:
         return torch.cat(ranks.all_gather(number.reshape(1))).amax()
@@ -462,7 +467,7 @@ def maxsim_logsumexp_backward(
     dcol, dmatch = dcol if given.columns else None, dmatch if given.diagonal == SEPARATE else None
     used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "nothing"
     passes = _passes_for(given, block, "late interaction backward", used=used)
-    grad_scale = choose_grad_scale(block, drow, dcol, largest=passes.largest)
+    grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, largest=passes.largest)
     factor = block.scale * grad_scale
     dquery, ddocument = block.zeros(*given.query.shape), given.document.new_empty(given.document.shape)
     dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
@@ -519,7 +524,7 @@ def maxsim_pairs(given: MaxsimInputs) -> tuple[Tensor, Tensor]:
 def maxsim_pairs_backward(given: MaxsimInputs, dscores: Tensor, needs: list[bool]) -> tuple[Tensor, ...]:
     """(dquery, ddocument, dscale)."""
     block = given.block()
-    grad_scale = choose_grad_scale(block, dscores)
+    grad_scale = choose_grad_scale(block.scale, block.precision, dscores)
     dquery, ddocument = (block.zeros(*side.shape) for side in (given.query, given.document))
     dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
     pair_gradients(block, dscores / grad_scale, dquery, ddocument, dscale)

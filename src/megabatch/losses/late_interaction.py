@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megabatch import checks
 from megabatch.dispatch import Backend, Group, Reduction
-from megabatch.late.interaction import KEPT, SEPARATE, Similarities, Tokens
+from megabatch.late import KEPT, SEPARATE, Similarities, Tokens
 from megabatch.losses.formulas import cross_entropy, log_add, reduce_losses
 from megabatch.primitives import describe_loss
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from megabatch import checks, primitives
-from megabatch.dispatch import Backend, Group, Reduction
+from megabatch.dispatch import Backend, Execution, Group, Reduction
 from megabatch.losses.formulas import log_add, segment_logsumexp
 from megabatch.primitives import (
     SEPARATE,
     SKIPPED,
     Ceiling,
-    Execution,
     LogSums,
     ceiling_above,
     execution,

@@ -6,10 +6,9 @@ called by `apply`.
 """
 
 from megabatch.operators.autograd import apply
-from megabatch.operators.logsumexp import logsumexp, symmetric_logsumexp
+from megabatch.operators.logsumexp import logsumexp, soft_cross_entropy, symmetric_logsumexp
 from megabatch.operators.ranking import rank, topk
 from megabatch.operators.rowwise import matching, positives, total
-from megabatch.operators.soft_cross_entropy import soft_cross_entropy
 from megabatch.operators.softplus import sigmoid_loss, softplus
 
 __all__ = [

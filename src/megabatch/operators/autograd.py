@@ -1,27 +1,47 @@
-"""How an operator is defined with its derivative, and how it behaves under `torch.func` and `torch.compile`."""
+"""The parts that all operators share: their definition with a derivative, the passes that they run, and the last step from
+sums to gradients.
+"""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
-from megabatch import tracing
-from megabatch.tracing import transforms_are_active
+from megabatch.dispatch import constant, transforms_are_active
+from megabatch.ring.lap import Tensors
+from megabatch.ring.passes import RingPasses, RingTriangle
+from megabatch.ring.ranks import Ranks, agree, choose_route
+from megabatch.tiles.block import (
+    FLOAT16,
+    Block,
+    ColumnGradients,
+    Needs,
+    Passes,
+    RowGradients,
+    RowWork,
+    accumulator_dtype,
+    backend_for,
+    sums_dtype,
+)
+from megabatch.tiles.symmetric import Triangle
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Operators under `torch.func`: grad, vjp, jacrev and vmap work as elsewhere, and forward mode is refused.
+# Operators under `torch.func`: grad, vjp, jacrev and vmap work, and forward mode raises an error.
 #
-# PyTorch's custom operators have no part in these transforms: reverse mode raises an error about autograd.Function, and
-# forward mode drops the tangents without a word. So every operator is an `autograd.Function` as well, and is called as one
-# wherever a transform is active.
+# PyTorch's custom operators do not support these transforms: reverse mode raises an error about autograd.Function, and forward
+# mode drops the tangents silently. So every operator is an `autograd.Function` as well, and `apply` calls this function if a
+# transform is active.
 
 NO_FORWARD_MODE = (
     "megabatch's operations have no forward-mode derivative, which torch.func.jvp, jacfwd and hessian and "
-    "torch.autograd.forward_ad ask for. Use reverse mode: loss.backward(), torch.autograd.grad(), torch.func.grad() or vjp()."
+    "torch.autograd.forward_ad require. Use reverse mode: loss.backward(), torch.autograd.grad(), torch.func.grad() or vjp()."
 )
 
 _FUNCTIONS: dict[CustomOpDef, Callable[..., Any]] = {}
@@ -30,7 +50,7 @@ _FUNCTIONS: dict[CustomOpDef, Callable[..., Any]] = {}
 def differentiable(
     operator: CustomOpDef, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None
 ) -> None:
-    """Gives an operator its derivative and its rule for vmap; called by `apply`, it has them under transforms as well."""
+    """Gives an operator its derivative and its rule for vmap. If `apply` calls it, transforms support it as well."""
     operator.register_autograd(backward, setup_context=setup_context)
     loop_under_vmap(operator)
 
@@ -58,16 +78,16 @@ def differentiable(
 
 
 def apply(operator: CustomOpDef, *arguments: Any) -> Any:
-    """Calls an operator that is `differentiable`."""
+    """Calls a `differentiable` operator."""
     if transforms_are_active():
-        _tell_compiler()
+        _allow_in_graph()
         return _FUNCTIONS[operator](*arguments)
     return operator(*arguments)
 
 
-@tracing.constant
-def _tell_compiler() -> None:
-    """Has the compiler, if it is at work, take the functions as they are: it cannot look into a function with a jvp."""
+@constant
+def _allow_in_graph() -> None:
+    """Makes an active compiler call the functions without tracing them, because it cannot trace a function with a jvp."""
     if "torch._dynamo" in sys.modules:
         allow: Callable[..., Any] = torch.compiler.allow_in_graph
         for function in _FUNCTIONS.values():
@@ -75,7 +95,7 @@ def _tell_compiler() -> None:
 
 
 def loop_under_vmap(operator: CustomOpDef) -> None:
-    """The rule for vmap: one call after another. PyTorch's own does the same, with a warning."""
+    """Registers a vmap rule that calls the operator once per entry. PyTorch's default rule does the same, with a warning."""
 
     def loop(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         def entry(i: int) -> list[Any]:
@@ -91,14 +111,14 @@ def loop_under_vmap(operator: CustomOpDef) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How an operator is defined: its inputs are a named tuple, which its backward operator takes as well.
+# The definition of an operator. Its inputs are a named tuple, and its backward operator takes the same tuple.
 #
-# PyTorch operators take a flat list of arguments. `define` makes that list from the fields of the tuple, and `derivative`
+# PyTorch operators take a flat list of arguments. `define` derives the list from the fields of the tuple, and `derivative`
 # connects an operator with its backward operator.
 
 
 TWICE = (
-    "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, of which no graph is "
+    "megabatch's operations cannot be differentiated twice: gradients come from recomputed tiles, and no graph of them is "
     "recorded. Call backward() or torch.autograd.grad() without create_graph=True, or torch.func.grad() once."
 )
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "int", str: "str"}
@@ -107,17 +127,17 @@ _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "int", 
 def define(
     inputs: Callable[..., Any], more: str = "", *, results: int, fake: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes a function of (inputs, further arguments) an operator of PyTorch, with the function's name.
+    """Turns a function of (inputs, further arguments) into a PyTorch operator with the function's name.
 
     Args:
         inputs: a NamedTuple; tensors first, then booleans, integers and strings.
         more: the types and names of further arguments, as in PyTorch's schemas.
-        results: the number of tensors it returns.
+        results: the number of tensors that the function returns.
         fake: the same function for the shapes of the results.
     """
     fields = inputs.__annotations__
-    taken = [f"{_TYPES[kind]} {name}" for name, kind in fields.items()] + ([more] if more else [])
-    schema = f"({', '.join(taken)}) -> ({', '.join(['Tensor'] * results)})"
+    parameters = [f"{_TYPES[kind]} {name}" for name, kind in fields.items()] + ([more] if more else [])
+    schema = f"({', '.join(parameters)}) -> ({', '.join(['Tensor'] * results)})"
 
     def decorate(function: Callable[..., Any]) -> CustomOpDef:
         def run(*arguments: Any) -> Any:
@@ -134,9 +154,9 @@ def define(
 
 @contextmanager
 def _on_its_device(x: Tensor) -> Iterator[None]:
-    """Inside an operator: kernels are launched where x is, and autocast is off.
+    """Makes the device of x current, for kernel launches, and disables autocast.
 
-    Autocast was settled before (`compute_precision`); inside, it would round fp32 sums.
+    `compute_precision` has already applied autocast. Inside an operator, autocast would round fp32 sums.
     """
     with torch.autocast(x.device.type, enabled=False), torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         yield
@@ -145,9 +165,10 @@ def _on_its_device(x: Tensor) -> Iterator[None]:
 def derivative(
     operator: CustomOpDef, backward: CustomOpDef, taken: Any, *, learned: int, results: int, saved: int = 0, whole: bool = True
 ) -> None:
-    """Makes `backward` the derivative of `operator`; it has no derivative itself.
+    """Makes `backward` the derivative of `operator`. `backward` itself has no derivative.
 
-    It is called with the inputs and the last outputs of the operator, the gradients of the first outputs, and `needs`.
+    The arguments of `backward` are the inputs and the last outputs of the operator, the gradients of its first outputs, and
+    `needs`.
 
     Args:
         operator: has a derivative.
@@ -155,8 +176,8 @@ def derivative(
         taken: the NamedTuple of inputs that both are defined with.
         learned: the number of inputs that have a gradient.
         results: the number of outputs whose gradients `backward` takes.
-        saved: the number of outputs that it takes.
-        whole: whether an unused output has a gradient of zeros; otherwise it is None.
+        saved: the number of outputs that `backward` takes.
+        whole: whether an unused output has a gradient of zeros. Otherwise its gradient is None.
     """
     tensors = sum(kind in (Tensor, Tensor | None) for kind in taken.__annotations__.values())
 
@@ -172,8 +193,8 @@ def derivative(
         given = gradients[:results]
         if all(gradient is None for gradient in given):
             return *(None,) * learned, *nothing
-        found = apply(backward, *kept[:tensors], *ctx.options, *kept[tensors:], *given, needs)
-        return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *nothing
+        made = apply(backward, *kept[:tensors], *ctx.options, *kept[tensors:], *given, needs)
+        return *(gradient if need else None for gradient, need in zip(made, needs, strict=True)), *nothing
 
     differentiable(operator, run, save)
     differentiable(backward, _refuse)
@@ -183,8 +204,303 @@ def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
     raise RuntimeError(TWICE)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The passes over a block: of this process only, or of all ranks of a group.
+
+Visitor = Callable[[Tensors, bool], None]  # tensors of some blocks, and whether they are this rank's own
+
+
+@dataclass(frozen=True)
+class BlockPasses:
+    """The passes over a block, of one process or of all ranks, and the weight of a pair in a mean over the batch."""
+
+    tiles: Passes | RingPasses
+    local: RowWork  # the work on rows, which each rank does without the others
+    mean_weight: float  # Σ over local pairs · mean_weight, averaged over the ranks, is the mean over all pairs of the batch
+    rank: int = 0
+    size: int = 1
+
+    def visit(self, own: list[Tensor], visit_block: Visitor) -> None:
+        """Calls `visit_block` with the tensors of the own block, then with the tensors of all other ranks."""
+        if isinstance(self.tiles, RingPasses):
+            self.tiles.visit(own, visit_block)
+        else:
+            visit_block(own, True)
+
+    def largest(self, number: Tensor) -> Tensor:  # ()
+        """Returns the maximum over ranks, or NaN if a rank has NaN. The result is equal on all ranks."""
+        return (
+            torch.cat(self.tiles.ranks.all_gather(number.reshape(1))).amax() if isinstance(self.tiles, RingPasses) else number
+        )
+
+    def total(self, number: Tensor) -> Tensor:  # ()
+        """Returns the sum over ranks."""
+        return torch.cat(self.tiles.ranks.all_gather(number.reshape(1))).sum() if isinstance(self.tiles, RingPasses) else number
+
+    def symmetric(self, triangle: Triangle) -> Triangle | RingTriangle:
+        """Returns the passes over the upper triangle of a symmetric block."""
+        return RingTriangle(triangle, self.tiles) if isinstance(self.tiles, RingPasses) else triangle
+
+
+def passes_for(
+    group: str,
+    backend: str,
+    block: Block,
+    operation: str,
+    *,
+    needs: Needs | None = None,
+    mean: bool = False,
+    terms: Mapping[str, Any] = MappingProxyType({}),
+) -> BlockPasses:
+    """Returns the passes over `block`. In a group, all ranks have to call this function with the same terms.
+
+    Args:
+        group: an address (`ring.ranks`); empty for one process.
+        backend: the engine of this rank.
+        block: local rows and columns.
+        operation: its name, for messages.
+        needs: the gradients that the pass has to compute, if any.
+        mean: whether at least one rank must have a pair.
+        terms: further values, by name, that must be equal on all ranks.
+    """
+    if not group:
+        own = backend_for(backend, block)
+        return BlockPasses(own, own, 1 / max(block.N, 1))
+    ranks = Ranks.at(group, operation, block.x.device)
+    ranks = agree(ranks, {**_terms(ranks, backend, block, needs), **terms}, block.N, block.M)
+    if mean and sum(ranks.rows) == 0:
+        raise ValueError("the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank")
+    column_bytes = block.D * (block.y.element_size() + block.dtype.itemsize)
+    local = backend_for(backend, block)
+    around = RingPasses(
+        ranks, choose_route(ranks, column_bytes), partial(backend_for, backend), local, sums_dtype(backend, block.dtype)
+    )
+    return BlockPasses(around, local, ranks.size / max(sum(ranks.rows), 1), ranks.rank, ranks.size)
+
+
+def _terms(ranks: Ranks, backend: str, block: Block, needs: Needs | None) -> dict[str, Any]:
+    dtypes = " and ".join(str(side.dtype).removeprefix("torch.") for side in (block.x, block.y))
+    return {
+        "the embedding dimension": block.D,
+        "the dtype of the embeddings": dtypes,
+        "the precision": block.precision,
+        "the backend": backend,
+        "the device type": block.x.device.type,
+        "the route": ranks.route,
+        "the set of excluded pairs": _describe_exclusions(block),
+        "the meaning of equal ids": "positives" if block.ids_are_positives else "no negatives",
+        "the second model": _describe_second_model(block),
+        "the column bias": "given" if block.col_bias is not None else "None",
+        "the set of inputs that need a gradient": _describe_needs(needs),
+        "the set of outputs that have a gradient": "empty",
+    }
+
+
+def _describe_exclusions(block: Block) -> str:
+    two = block.row_ids is not None and block.row_ids.dim() == 2
+    ids = "ids in two columns" if two else "ids"
+    chosen = {ids: block.row_ids is not None, "diagonal": block.skip_diagonal, "above a limit": block.limit is not None}
+    return " and ".join(name for name, is_so in chosen.items() if is_so) or "nothing"
+
+
+def _describe_second_model(block: Block) -> str:
+    if block.second_model is None:
+        return "none"
+    return f"of dimension {block.second_model.D} in {str(block.second_model.y.dtype).removeprefix('torch.')}"
+
+
+def _describe_needs(needs: Needs | None) -> str:
+    if needs is None:
+        return "empty"
+    return " ".join(name[1:] for name, wanted in zip(Needs._fields, needs, strict=True) if wanted) or "empty"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From the sums of a pass to gradients.
+#
+# The sums of a pass are not yet multiplied by the scale, and they exclude the matching pairs if the diagonal is separate. A
+# matching pair is usually the largest entry of its row, and its gradient nearly cancels against the rest of the row. A tile in
+# half precision would lose this difference. So `finish` adds the matching pairs in full precision, before anything is rounded
+# to the dtype of the inputs.
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, drow_bias, dcol_bias; empty if not needed
+
+
+def fill_mean_weight(x: Tensor, mean_weight: float) -> Tensor:  # ()
+    """Returns the factor that turns a sum over local pairs into this rank's part of a mean, in float64."""
+    return torch.full((), mean_weight, dtype=torch.float64, device=x.device)
+
+
+def statistic(x: Tensor, *shape: int) -> Tensor:
+    """Returns an uninitialized tensor in the accumulator dtype of x."""
+    return x.new_empty(shape, dtype=accumulator_dtype(x.dtype))
+
+
+def logit(x: Tensor, *shape: int) -> Tensor:
+    """Returns an uninitialized float64 tensor for logits and logsumexps, because losses subtract them (`LogSum.value`)."""
+    return x.new_empty(shape, dtype=torch.float64)
+
+
+def empty_gradients(x: Tensor, y: Tensor, scale: Tensor, needs: Needs, dtype: torch.dtype | None = None) -> Gradients:
+    """Returns uninitialized gradients of the right shapes. `dtype` applies to dx and dy (default: the dtype of x and of y)."""
+    return (
+        x.new_empty(x.shape if needs.dx else (0,), dtype=dtype),
+        y.new_empty(y.shape if needs.dy else (0,), dtype=dtype),
+        torch.empty_like(scale),
+        statistic(x, x.shape[0] if needs.drow_bias else 0),
+        statistic(x, y.shape[0] if needs.dcol_bias else 0),
+    )
+
+
+def column_sums(block: Block, needs: Needs) -> ColumnGradients:
+    """Returns the zeroed accumulators of a gradient pass."""
+    return ColumnGradients(
+        dy=block.zeros(block.M, block.D) if needs.dy else None,
+        dcol_bias=block.zeros(block.M) if needs.dcol_bias else None,
+    )
+
+
+def choose_grad_scale(
+    scale: Tensor,  # () of the block
+    precision: str,
+    *weights: Tensor | None,
+    largest: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:  # ()
+    """Returns the divisor of gradients inside tiles: a power of two that makes the largest weight about 1.
+
+    For fp16, the largest weight becomes 2¹⁴. A softmax over a million columns reduces it to 2⁻⁶, which fp16 still represents
+    with all digits. The largest entry of a tile is the sum of two such weights, which is within the range of fp16. Sums that
+    travel between ranks need the same divisor on all ranks, so `largest` returns the maximum over ranks.
+    """
+    sizes = [w.abs().amax() for w in weights if w is not None and w.numel()]
+    size = torch.stack(sizes).amax() if len(sizes) > 1 else sizes[0] if sizes else torch.zeros_like(scale)
+    size = size.to(scale.dtype)  # one dtype on all ranks: gradients of logsumexps are float64, and a rank may have none
+    if largest is not None:
+        size = largest(size)
+    grad_scale = size.log2().ceil().exp2()
+    grad_scale = torch.where((size > 0) & grad_scale.isfinite(), grad_scale, 1.0)
+    if precision == FLOAT16:
+        grad_scale = grad_scale / 2**14
+    return grad_scale.clamp_min(torch.finfo(grad_scale.dtype).tiny)  # a smaller divisor would be denormal
+
+
+@overload
+def divide_gradient(gradient: Tensor, grad_scale: Tensor) -> Tensor: ...
+
+
+@overload
+def divide_gradient(gradient: Tensor | None, grad_scale: Tensor) -> Tensor | None: ...
+
+
+def divide_gradient(gradient: Tensor | None, grad_scale: Tensor) -> Tensor | None:
+    """Returns gradient / grad_scale in the dtype of `grad_scale`, which is the dtype inside tiles."""
+    return None if gradient is None else (gradient / grad_scale).to(grad_scale.dtype)
+
+
+def finish(
+    local: RowWork,
+    block: Block,
+    strips: Iterable[RowGradients],
+    sums: ColumnGradients,
+    needs: Needs,
+    *,
+    scale: Tensor,  # () the operator's argument
+    grad_scale: Tensor,  # ()
+    dmatch: Tensor | None = None,  # (N,) gradient of s_ii ÷ grad_scale if the diagonal is separate
+    dtype: torch.dtype | None = None,
+) -> Gradients:
+    """Runs the pass and turns its sums into gradients: adds the diagonal, multiplies by scale and grad_scale, rounds once."""
+    dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, scale, needs._replace(dy=False), dtype)
+    factor = block.scale * grad_scale
+    products: Tensor | None = None  # of the matching pairs, if needed
+    total_dscale = torch.zeros_like(dscale, dtype=torch.float64)  # float64 costs nothing for a sum over rows
+    for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
+        if dscale_rows is not None and dmatch is not None:
+            products = local.matching_products(block) if products is None else products
+            dscale_rows.addcmul_(dmatch[rows], products[rows])
+        if dx_rows is not None:
+            from_dx = local.finish_rows(
+                dx_rows,
+                dx[rows] if needs.dx else None,
+                factor,
+                own=block.x[rows] if needs.dscale and dscale_rows is None else None,
+                partners=block.y[rows],
+                dmatch=None if dmatch is None else dmatch[rows],
+                precision=block.precision,
+            )
+            dscale_rows = from_dx if dscale_rows is None else dscale_rows
+        if dscale_rows is not None:
+            total_dscale += dscale_rows.sum(dtype=torch.float64)
+        if drow_bias_rows is not None:
+            drow_bias[rows] = drow_bias_rows
+    dscale.copy_(total_dscale * grad_scale)
+    if sums.dy is not None:
+        final = dtype or block.y.dtype
+        dy = sums.dy if sums.dy.dtype == final else torch.empty_like(sums.dy, dtype=final)
+        local.finish_rows(sums.dy, dy, factor, own=None, partners=block.x, dmatch=dmatch, precision=block.precision)
+    if sums.dcol_bias is not None:
+        dcol_bias = sums.dcol_bias
+    for dbias in (drow_bias, dcol_bias):
+        if dbias.numel():
+            if dmatch is not None:
+                dbias += dmatch
+            dbias *= grad_scale
+    return dx, dy, dscale, drow_bias, dcol_bias
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Functions that compute their gradients in the forward pass (`dense`, `fused`). They are not operators, because a custom
+# operator takes the host longer than a small loss takes the device.
+
+
+_UNCHANGED = nullcontext()
+
+
+def use_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Makes the device of x the current one and disables autocast, because the precision is already chosen."""
+    device = x.device
+    kind = device.type
+    rounds, elsewhere = torch.is_autocast_enabled(kind), kind == "cuda" and torch.cuda.current_device() != device.index
+    if not rounds and not elsewhere:
+        return _UNCHANGED
+    contexts = ExitStack()
+    if rounds:
+        contexts.enter_context(torch.autocast(kind, enabled=False))
+    if elsewhere:
+        contexts.enter_context(torch.cuda.device(device))
+    return contexts
+
+
+def scale_gradients(
+    inputs: Sequence[Tensor | None],  # x, y, scale, and perhaps a bias
+    needs: Sequence[bool],
+    dloss: Tensor,  # ()
+    dx: Tensor | None,
+    dy: Tensor | None,  # None if the rows of dx continue with the rows of dy
+    numbers: Tensor | None,  # `scale_parts` parts of dscale, then dbias
+    scale_parts: int = 1,
+) -> list[Tensor | None]:
+    """Returns the gradients of all inputs that need one, multiplied by `dloss`, in one launch."""
+    from megabatch.kernels.launch import kinds
+    from megabatch.kernels.operands import multiply
+
+    outs: list[Tensor | None] = [
+        torch.empty_like(value, memory_format=torch.contiguous_format) if value is not None and need else None
+        for value, need in zip(inputs, needs, strict=False)
+    ]
+    x, x_count, y_count = inputs[0], *(0 if out is None else out.numel() for out in outs[:2])
+    assert x is not None
+    y_first = 0
+    if dy is None and y_count > 0:
+        dy, y_first = dx, x.numel()
+    given = dloss.device, tuple([None if out is None else out.dtype for out in outs]), kinds(dx, dy, numbers, dloss)
+    padded = outs if len(outs) == 4 else [*outs, None]
+    multiply(x_count, y_count, y_first, scale_parts, given)(dx, dy, numbers, dloss, *padded)
+    return refuse_second_derivative(inputs, outs) if torch.is_grad_enabled() else outs  # enabled by create_graph=True
+
+
 def refuse_second_derivative(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients for create_graph=True: they depend on the inputs, and cannot be differentiated."""
+    """Returns gradients for create_graph=True: they depend on the inputs, and differentiating them raises an error."""
     return list(_Refusing.apply(*inputs, *gradients))
 
 

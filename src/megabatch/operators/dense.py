@@ -1,24 +1,25 @@
-"""The dense path with PyTorch operations, for a CPU: one matrix of logits, and the gradients from it in the forward pass.
+"""The dense path: the whole matrix of logits in memory, and the gradients computed with the loss.
 
-A loss over tiles makes hundreds of calls into PyTorch, most of them for sums that wait for further tiles. If one tile holds all
-logits, the softmax of its rows and columns is complete at once, and so is the gradient, except for the factor that backward
-multiplies by. The matrix is freed before forward returns. As in the passes over tiles, neither a loss nor its gradient loses
-digits when the matching pair is almost certain, and a softmax weight is at most 1 by construction.
+One tile contains all logits, so the softmax of a row or a column is complete at once. The gradient is complete as well, except
+for the factor that backward multiplies by. The matrix is freed before forward returns. As on the tiled paths, neither a loss
+nor its gradient loses digits if the matching pair is almost certain, and a softmax weight is at most 1 by construction.
 
-`dense_kernels` has the same functions for the Triton engine, and `fused` for larger batches.
+Each function has two engines: PyTorch operations for a CPU, and Triton kernels. `fused` has the same functions for larger
+batches.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megabatch.operators.autograd import refuse_second_derivative
+from megabatch.dispatch import Execution
+from megabatch.operators.autograd import refuse_second_derivative, scale_gradients, use_device_of
 from megabatch.tiles import plan
-from megabatch.tiles.block import FLOAT32, equal_ids, round_to_precision, windows
+from megabatch.tiles.block import FLOAT32, TRITON, equal_ids, round_to_precision, windows
 
 Make = Callable[[], Tensor]  # a matrix of all logits, a new one each time
 Weigh = Callable[[Make], tuple[float, Tensor]]  # → the sum of all losses, and its gradient
@@ -29,12 +30,15 @@ def cross_entropy_loss(
     y: Tensor,  # (N, D)
     scale: Tensor,  # ()
     ids: Tensor | None,  # (N,) or (N, 2)
-    precision: str,
+    run: Execution,
     *,
     columns: bool,
     divisor: int,
 ) -> Tensor:  # ()
     """Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too, ÷ `divisor`; equal ids are left out."""
+
+    if run.backend == TRITON:
+        return _launch(x, y, scale, None, run, Task(MATCHES if columns else ROWS, divisor, ids))
 
     def weigh(make: Make) -> tuple[float, Tensor]:
         def similarities() -> Tensor:
@@ -50,18 +54,20 @@ def cross_entropy_loss(
             total, g = total + of_columns[0], g.add_(of_columns[1])
         return total, g
 
-    return _loss(x, y, scale, None, precision, divisor, weigh)
+    return _loss(x, y, scale, None, run.precision, divisor, weigh)
 
 
 def nt_xent_loss(
     z1: Tensor,  # (N, D)
     z2: Tensor,  # (N, D)
     scale: Tensor,  # ()
-    precision: str,
+    run: Execution,
     *,
     divisor: int,
 ) -> Tensor:  # ()
     """Σ_i of −log softmax(s)_ij over all views i of all samples, where j is the other view of the same sample, ÷ `divisor`."""
+    if run.backend == TRITON:
+        return _launch(z1, z2, scale, None, run, Task(VIEWS, divisor))
     N = len(z1)
 
     def partners(s: Tensor, dim: int) -> Tensor:  # (2, N, 1), of (2, N, 2N): the pairs (i, N + i), then (N + i, i)
@@ -74,7 +80,7 @@ def nt_xent_loss(
         total, g = _cross_entropy(similarities(), 2, similarities, partners, in_place=True)
         return total, g.view(2 * N, 2 * N)
 
-    return _loss(torch.cat((z1, z2)), None, scale, None, precision, divisor, weigh)
+    return _loss(torch.cat((z1, z2)), None, scale, None, run.precision, divisor, weigh)
 
 
 Matches = Callable[[Tensor, int], Tensor]  # (matrix, dim) → a view of its matches, one entry for each sum along `dim`
@@ -144,12 +150,15 @@ def sigmoid_loss(
     scale: Tensor,  # ()
     bias: Tensor,  # ()
     ids: Tensor | None,  # (N,) or (N, 2)
-    precision: str,
+    run: Execution,
     *,
     ids_are_positives: bool,
     divisor: int,
 ) -> Tensor:  # ()
     """Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] ÷ `divisor`; see `primitives.sigmoid_loss` for ids."""
+
+    if run.backend == TRITON:
+        return _launch(x, y, scale, bias, run, Task(SIGMOID, divisor, ids, ids_are_positives=ids_are_positives))
 
     def weigh_rows(s: Tensor, rows: slice) -> tuple[float, Tensor]:
         if ids is not None and ids_are_positives:
@@ -176,14 +185,14 @@ def sigmoid_loss(
             s[rows] = g
         return total, s
 
-    return _loss(x, y, scale, bias, precision, divisor, weigh)
+    return _loss(x, y, scale, bias, run.precision, divisor, weigh)
 
 
 def sup_con_loss(
     z: Tensor,  # (N, D)
     labels: Tensor,  # (N,)
     scale: Tensor,  # ()
-    precision: str,
+    run: Execution,
     *,
     mean_of_rows: bool,
 ) -> Tensor:  # ()
@@ -191,6 +200,9 @@ def sup_con_loss(
 
     A row is not compared with itself.
     """
+
+    if run.backend == TRITON:
+        return _launch(z, None, scale, None, run, Task(LABELS, 0 if mean_of_rows else 1, labels))
 
     def weigh(make: Make) -> tuple[float, Tensor]:
         s = make()
@@ -212,7 +224,7 @@ def sup_con_loss(
         g.mul_((count.clamp_max(1.0) / rows)[:, None])
         return losses.where(has_one, 0.0).sum(dtype=torch.float64).item() / rows, g
 
-    return _loss(z, None, scale, None, precision, 1, weigh)
+    return _loss(z, None, scale, None, run.precision, 1, weigh)
 
 
 def _softplus_(s: Tensor, g: Tensor) -> Tensor:
@@ -329,3 +341,86 @@ def _sum(matrix: Tensor) -> float:
     """Σ of all entries, those of rows added up in float64."""
     total: float = sum(matrix.sum(1).tolist())
     return total
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The Triton engine.
+#
+# Forward has four launches, or three for two views of one batch, or two for a sigmoid loss and for a softmax in one direction.
+# Backward has one launch, which multiplies by the incoming gradient. In half precision and up to `plan.SMALL_PRODUCT_ROWS`
+# rows, the kernels compute the matmuls, except the logits of two views and of labels. Otherwise there are three cuBLAS matmuls.
+# The tiled paths need more launches, and the host would need longer for these launches than the device for the work. The logits
+# fit the limit of a workspace (`dispatch.Limits.dense_triton`).
+#
+# Weights are multiplied in the precision of the inputs, as on the tiled paths, and matches are added in float32. Gradients are
+# float32 until backward multiplies them.
+
+MATCHES, ROWS, VIEWS, LABELS, SIGMOID = range(5)  # the kinds of `kernels.small`
+
+
+class Task(NamedTuple):
+    """Which loss."""
+
+    kind: int
+    divisor: int  # of the loss; 0 for the number of rows that share their label
+    ids: Tensor | None = None  # (N,) ids or labels, or (N, 2) ids
+    ids_are_positives: bool = False  # of SIGMOID
+
+
+def _launch(x: Tensor, y: Tensor | None, scale: Tensor, bias: Tensor | None, run: Execution, task: "Task") -> Tensor:  # ()
+    with use_device_of(x):
+        loss: Tensor = _DenseKernelLoss.apply(x, y, scale, bias, run.precision, task, torch.is_grad_enabled())
+    return loss
+
+
+class _DenseKernelLoss(torch.autograd.Function):
+    """Computes gradients with the loss, up to the factor that backward gets."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor | None,
+        scale: Tensor,
+        bias: Tensor | None,
+        precision: str,
+        task: Task,
+        learns: bool,
+    ) -> Tensor:
+        from megabatch.kernels.launch import kinds
+        from megabatch.kernels.operands import pack_ids
+        from megabatch.kernels.small_gradients import Form, launches_of
+
+        kind = task.kind
+        needs = ctx.needs_input_grad[:4] if learns else (False,) * 4
+        if kind in (VIEWS, LABELS):
+            rows = columns = round_to_precision(x if y is None else torch.cat((x, y)), precision)
+        else:
+            assert y is not None
+            rows, columns = round_to_precision(x, precision), round_to_precision(y, precision)
+        ids = None if task.ids is None else task.ids.contiguous() if task.ids.dim() == 1 else pack_ids(task.ids)
+        layout = rows.shape, rows.stride(), columns.stride(), rows.device, kinds(rows, columns, scale, bias, ids)
+        launches = launches_of(Form(kind, task.divisor, task.ids_are_positives, precision, needs, *layout))
+        *formed, products = launches.operands(rows, columns)
+        weights = launches.weights(products)
+        work, sums, loss = launches.room()
+        if kind == SIGMOID:
+            launches.sigmoid_weights(*formed, products, weights, scale, bias, ids, work, sums)
+        else:
+            if kind in (ROWS, VIEWS):
+                launches.rows(products, weights, scale, ids, work, sums)
+            else:
+                launches.partial_sums(*formed, products, scale, ids, work)
+                launches.combine(products, scale, work, sums)
+            if launches.learns and kind != ROWS:
+                launches.softmax_weights(products, weights, scale, ids, work, sums)
+        dx, dy = launches.gradients(weights, rows, columns)
+        launches.finish(rows, columns, weights if launches.multiplies else None, dx, dy, work, sums, scale, loss)
+        if learns:
+            ctx.save_for_backward(x, y, scale, bias, dx, dy, sums)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
+        *inputs, dx, dy, sums = ctx.saved_tensors
+        return *scale_gradients(inputs, ctx.needs_input_grad, dloss, dx, dy, sums), None, None, None

@@ -6,7 +6,7 @@ than an H200 up to 32k pairs. The matmuls of a cross-entropy are the matmuls of 
 sigmoid loss are the matmuls of `softplus.sigmoid_loss`. Until backward multiplies them by the factor, gradients are kept in the
 dtype of the inputs, or in float32 for float16.
 
-For one process, without offsets, limits or further negatives. `dense` and `dense_kernels` have the same functions.
+For one process, without offsets, limits or further negatives. `dense` has the same functions.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.operators.dense_kernels import scale_gradients, use_device_of
+from megabatch.dispatch import Execution
+from megabatch.operators.autograd import scale_gradients, use_device_of
 from megabatch.tiles.block import Block, Needs
 
 
@@ -24,29 +25,27 @@ def cross_entropy_loss(
     y: Tensor,  # (N, D)
     scale: Tensor,  # ()
     ids: Tensor | None,  # (N,) or (N, 2)
-    precision: str,
+    run: Execution,
     *,
     columns: bool,
     divisor: int,
 ) -> Tensor:  # ()
     """Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too, ÷ `divisor`; equal ids are excluded."""
-    return _compute_cross_entropy(x, y, scale, (ids, ids), precision, columns=columns, divisor=divisor)
+    return _compute_cross_entropy(x, y, scale, (ids, ids), run, columns=columns, divisor=divisor)
 
 
 def nt_xent_loss(
     z1: Tensor,  # (N, D)
     z2: Tensor,  # (N, D)
     scale: Tensor,  # ()
-    precision: str,
+    run: Execution,
     *,
     divisor: int,
 ) -> Tensor:  # ()
     """Σ_i of −log softmax(s)_ij over all views i of all samples, where j is the other view of the same sample, ÷ `divisor`."""
     own = torch.arange(2 * len(z1), device=z1.device)  # a view is not compared with itself
     ids = own, own.roll(len(z1))
-    return _compute_cross_entropy(
-        torch.cat((z1, z2)), torch.cat((z2, z1)), scale, ids, precision, columns=False, divisor=divisor
-    )
+    return _compute_cross_entropy(torch.cat((z1, z2)), torch.cat((z2, z1)), scale, ids, run, columns=False, divisor=divisor)
 
 
 def sigmoid_loss(
@@ -55,7 +54,7 @@ def sigmoid_loss(
     scale: Tensor,  # ()
     bias: Tensor,  # ()
     ids: Tensor | None,  # (N,) or (N, 2)
-    precision: str,
+    run: Execution,
     *,
     ids_are_positives: bool,
     divisor: int,
@@ -63,7 +62,7 @@ def sigmoid_loss(
     """Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] ÷ `divisor`; see `primitives.sigmoid_loss` for ids."""
     positives = ids_are_positives and ids is not None
     with use_device_of(x):
-        loss: Tensor = _Sigmoid.apply(x, y, scale, bias, ids, precision, positives, divisor, torch.is_grad_enabled())
+        loss: Tensor = _Sigmoid.apply(x, y, scale, bias, ids, run.precision, positives, divisor, torch.is_grad_enabled())
     return loss
 
 
@@ -72,13 +71,13 @@ def _compute_cross_entropy(
     y: Tensor,  # (N, D)
     scale: Tensor,  # ()
     ids: tuple[Tensor | None, Tensor | None],  # of rows and of columns
-    precision: str,
+    run: Execution,
     *,
     columns: bool,
     divisor: int,
 ) -> Tensor:  # ()
     with use_device_of(x):
-        loss: Tensor = _CrossEntropy.apply(x, y, scale, *ids, precision, columns, divisor, torch.is_grad_enabled())
+        loss: Tensor = _CrossEntropy.apply(x, y, scale, *ids, run.precision, columns, divisor, torch.is_grad_enabled())
     return loss
 
 

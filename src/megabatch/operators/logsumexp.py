@@ -5,23 +5,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.operators.autograd import define, derivative
-from megabatch.operators.gradients import (
+from megabatch.operators.autograd import (
+    BlockPasses,
     Gradients,
     choose_grad_scale,
     column_sums,
+    define,
+    derivative,
     divide_gradient,
     empty_gradients,
     fill_mean_weight,
     finish,
     logit,
+    passes_for,
+    statistic,
 )
-from megabatch.operators.team import BlockPasses, passes_for
 from megabatch.ring.passes import RingTriangle
-from megabatch.tiles.backends import EAGER, TRITON, sums_dtype
-from megabatch.tiles.block import Block, Needs, accumulator_dtype
-from megabatch.tiles.eager import match_logits
-from megabatch.tiles.sums import LogSum
+from megabatch.tiles.block import EAGER, TRITON, Block, Needs, accumulator_dtype, match_logits, sums_dtype
+from megabatch.tiles.sums import LOG_SUM_PLANES, SOFT_SUM_PLANES, LogSum, SoftSum
 from megabatch.tiles.symmetric import SameLabel, Triangle, TriangleSide
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -74,13 +75,13 @@ class LogsumexpInputs(NamedTuple):
 
     def terms(self) -> dict[str, Any]:
         """What ranks have to agree on."""
-        return {"what is summed": "rows and columns" if self.columns else "rows"}
+        return {"the direction of the sums": "rows and columns" if self.columns else "rows"}
 
 
 def _logsumexp_shapes(given: LogsumexpInputs) -> tuple[Tensor, ...]:
     N, M = given.x.shape[0], given.y.shape[0] if given.columns else 0
     dtype = sums_dtype(given.backend, accumulator_dtype(given.x.dtype))
-    row, col = (given.x.new_empty(2, size, dtype=dtype) for size in (N, M))
+    row, col = (given.x.new_empty(LOG_SUM_PLANES, size, dtype=dtype) for size in (N, M))
     match = logit(given.x, N if given.diagonal == SEPARATE else 0)
     return logit(given.x, N), logit(given.x, M), match, fill_mean_weight(given.x, 1.0), row, col
 
@@ -125,10 +126,10 @@ def logsumexp_backward(
     """(dx, dy, dscale, drow_bias, dcol_bias). The choice of the pairs that a limit leaves out has no gradient."""
     block, wanted = given.block(), Needs(*needs)
     dcol, dmatch = dcol if given.columns else None, dmatch if given.diagonal == SEPARATE else None
-    used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "nothing"
-    terms = {**given.terms(), "what has a gradient": used}
+    used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "empty"
+    terms = {**given.terms(), "the set of outputs that have a gradient": used}
     passes = passes_for(given.group, given.backend, block, "logsumexp backward", needs=wanted, terms=terms)
-    grad_scale = choose_grad_scale(block, drow, dcol, largest=passes.largest)
+    grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, largest=passes.largest)
     sums = column_sums(block, wanted)
     strips = passes.tiles.logsumexp_gradients(
         block,
@@ -197,7 +198,7 @@ class SymmetricInputs(NamedTuple):
 
     def passes(self, block: Block, operation: str, needs: Needs | None = None) -> BlockPasses:
         """The processes that work on the block."""
-        terms = {"which pairs are summed": self.pairs}
+        terms = {"the set of summed pairs": self.pairs}
         return passes_for(self.group, self.backend, block, operation, needs=needs, terms=terms)
 
     def triangle(self, passes: BlockPasses) -> Triangle | RingTriangle:
@@ -206,14 +207,14 @@ class SymmetricInputs(NamedTuple):
             return passes.symmetric(SameLabel())
         if self.backend == EAGER:
             return passes.symmetric(Triangle(EAGER))
-        from megabatch.kernels.backend import KernelTriangle
+        from megabatch.kernels.logsumexp import KernelTriangle
 
         return passes.symmetric(KernelTriangle())
 
 
 def _symmetric_shapes(given: SymmetricInputs) -> tuple[Tensor, Tensor]:
     N, dtype = given.z.shape[0], sums_dtype(given.backend, accumulator_dtype(given.z.dtype))
-    return logit(given.z, N), given.z.new_empty(2, N, dtype=dtype)
+    return logit(given.z, N), given.z.new_empty(LOG_SUM_PLANES, N, dtype=dtype)
 
 
 @define(SymmetricInputs, results=2, fake=_symmetric_shapes)
@@ -239,7 +240,7 @@ def symmetric_logsumexp_backward(
     block, order = given.block()
     passes = given.passes(block, "symmetric logsumexp backward", Needs(dx=True, dy=True, dscale=needs[1]))
     drow = drow if order is None else drow[order]
-    grad_scale = choose_grad_scale(block, drow, largest=passes.largest)
+    grad_scale = choose_grad_scale(block.scale, block.precision, drow, largest=passes.largest)
     side = TriangleSide(LogSum.unpack(row), divide_gradient(drow, grad_scale), block.zeros(block.N, block.D))
     dscale = torch.zeros_like(given.scale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
     given.triangle(passes).gradients(block, side, dscale if needs[1] else None)
@@ -255,3 +256,83 @@ def _in_order(values: Tensor, order: Tensor | None) -> Tensor:
 
 
 derivative(symmetric_logsumexp, symmetric_logsumexp_backward, SymmetricInputs, learned=2, results=1, saved=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Cross-entropies of rows and of columns under a teacher's softmax. One pass over the tiles of both models computes them, and
+# backward is one more pass.
+
+
+class SoftCrossEntropyInputs(NamedTuple):
+    """The student's and the teacher's embeddings."""
+
+    x: Tensor  # (N, D)
+    y: Tensor  # (M, D)
+    scale: Tensor  # ()
+    teacher_x: Tensor  # (N, E)
+    teacher_y: Tensor  # (M, E)
+    teacher_scale: Tensor  # ()
+    precision: str
+    teacher_precision: str
+    backend: str
+    group: str
+
+    def block(self) -> Block:
+        """The student's similarities, with the teacher's as second model."""
+        teacher = Block.of(self.teacher_x, self.teacher_y, self.teacher_scale, self.teacher_precision)
+        return Block.of(self.x, self.y, self.scale, self.precision, second_model=teacher)
+
+
+def _soft_shapes(given: SoftCrossEntropyInputs) -> tuple[Tensor, ...]:
+    x, N, M = given.x, given.x.shape[0], given.y.shape[0]
+    return (
+        statistic(x, N),
+        statistic(x, M),
+        fill_mean_weight(x, 1.0),
+        statistic(x, N, SOFT_SUM_PLANES),
+        statistic(x, M, SOFT_SUM_PLANES),
+    )
+
+
+@define(SoftCrossEntropyInputs, results=5, fake=_soft_shapes)
+def soft_cross_entropy(given: SoftCrossEntropyInputs) -> tuple[Tensor, ...]:
+    """(−Σ_j p_ij log softmax_j(s)_ij, −Σ_i q_ij log softmax_i(s)_ij, mean_weight, and for backward the sums, packed).
+
+    p and q are the teacher's softmaxes over columns and over rows.
+    """
+    block = given.block()
+    passes = passes_for(given.group, given.backend, block, "soft cross-entropy", mean=True)
+    row, col = passes.tiles.soft_statistics(block)
+    return row.value(), col.value(), fill_mean_weight(given.x, passes.mean_weight), row.pack(), col.pack()
+
+
+def _soft_gradient_shapes(given: SoftCrossEntropyInputs, *arguments: Any) -> tuple[Tensor, ...]:
+    return empty_gradients(given.x, given.y, given.scale, Needs(*arguments[-1]))[:3]
+
+
+@define(
+    SoftCrossEntropyInputs,
+    "Tensor row, Tensor col, Tensor drow, Tensor dcol, bool[] needs",
+    results=3,
+    fake=_soft_gradient_shapes,
+)
+def soft_cross_entropy_backward(
+    given: SoftCrossEntropyInputs,
+    row: Tensor,  # (N, 5)
+    col: Tensor,  # (M, 5)
+    drow: Tensor,  # (N,)
+    dcol: Tensor,  # (M,)
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    """(dx, dy, dscale)."""
+    block, wanted = given.block(), Needs(*needs)
+    passes = passes_for(given.group, given.backend, block, "soft cross-entropy backward", needs=wanted)
+    grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, largest=passes.largest)
+    sums = column_sums(block, wanted)
+    strips = passes.tiles.soft_gradients(
+        block, SoftSum.unpack(row), SoftSum.unpack(col), drow / grad_scale, dcol / grad_scale, sums, wanted
+    )
+    return finish(passes.local, block, strips, sums, wanted, scale=given.scale, grad_scale=grad_scale)[:3]
+
+
+derivative(soft_cross_entropy, soft_cross_entropy_backward, SoftCrossEntropyInputs, learned=3, results=2, saved=2)

@@ -5,9 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.operators.autograd import define, loop_under_vmap
-from megabatch.operators.gradients import statistic
-from megabatch.operators.team import passes_for
+from megabatch.operators.autograd import define, loop_under_vmap, passes_for, statistic
 from megabatch.tiles.block import Block, RankTargets
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -49,7 +47,7 @@ def rank(given: RankInputs) -> tuple[Tensor, Tensor]:
     """How many entries come before that of each row, and before that of each column: (N,) and (M,) int64."""
     block, targets = Block.of(given.x, given.y, None, given.precision), given.targets()
     ranked = "matching pairs" if targets is None else "given entries"
-    return passes_for(given.group, given.backend, block, "rank", terms={"what is ranked": ranked}).tiles.rank_counts(
+    return passes_for(given.group, given.backend, block, "rank", terms={"the set of ranked entries": ranked}).tiles.rank_counts(
         block, targets
     )
 

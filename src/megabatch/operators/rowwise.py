@@ -7,15 +7,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.operators.autograd import apply, define, derivative, differentiable
-from megabatch.operators.gradients import fill_mean_weight, logit, statistic
-from megabatch.operators.team import passes_for
+from megabatch.operators.autograd import (
+    apply,
+    define,
+    derivative,
+    differentiable,
+    fill_mean_weight,
+    logit,
+    passes_for,
+    statistic,
+)
 from megabatch.ring.lap import Tensors
 from megabatch.ring.ranks import Ranks, agree
 from megabatch.tiles import plan
-from megabatch.tiles.backends import EAGER, TRITON
-from megabatch.tiles.block import Block, by_matmul_setting, round_to_precision, windows
-from megabatch.tiles.eager import rank_noise, round_logits
+from megabatch.tiles.block import EAGER, TRITON, Block, by_matmul_setting, round_logits, round_to_precision, windows
+from megabatch.tiles.eager import rank_noise
 from megabatch.tiles.symmetric import SameId
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,11 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.operators.autograd import TWICE, define, derivative, differentiable
-from megabatch.operators.gradients import choose_grad_scale, column_sums, empty_gradients, finish, statistic
-from megabatch.operators.team import passes_for
-from megabatch.tiles.block import FLOAT16, Block, Needs
-from megabatch.tiles.eager import matching_similarities
+from megabatch.operators.autograd import (
+    TWICE,
+    choose_grad_scale,
+    column_sums,
+    define,
+    derivative,
+    differentiable,
+    empty_gradients,
+    finish,
+    passes_for,
+    statistic,
+)
+from megabatch.tiles.block import FLOAT16, Block, Needs, matching_similarities
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Row sums of softplus over the similarities; backward is a second pass, because every row may have a weight of its own.
@@ -74,7 +82,7 @@ def softplus_backward(
     """(dx, dy, dscale, drow_bias)."""
     block, wanted = given.block(), Needs(*needs)
     passes = passes_for(given.group, given.backend, block, "softplus backward", needs=wanted)
-    grad_scale = choose_grad_scale(block, dtotal, largest=passes.largest)
+    grad_scale = choose_grad_scale(block.scale, block.precision, dtotal, largest=passes.largest)
     sums = column_sums(block, wanted)
     strips = passes.tiles.softplus_gradients(block, dtotal / grad_scale, sums, wanted)
     own = dmatch / grad_scale if given.apart else None
@@ -118,7 +126,7 @@ def sigmoid_loss(given: SoftplusInputs, mean: bool, needs: list[bool]) -> tuple[
     if any(wanted):
         total = block.zeros(block.N)
         sums = column_sums(block, wanted)
-        grad_scale = choose_grad_scale(block, torch.ones_like(block.scale))
+        grad_scale = choose_grad_scale(block.scale, block.precision, torch.ones_like(block.scale))
         weight = torch.ones_like(total) / grad_scale if block.precision == FLOAT16 else None
         strips = passes.tiles.softplus_gradients(block, weight, sums, wanted, total=total)
         dmatch = -torch.sigmoid(-match) / grad_scale

@@ -10,12 +10,20 @@ from megabatch.ring.lap import Lap, Merge, Tensors, Work
 from megabatch.ring.ranks import Ranks
 from megabatch.ring.routes import Route
 from megabatch.tiles import plan
-from megabatch.tiles.backends import Passes, RowWork
-from megabatch.tiles.block import HALF_DTYPE, Block, ColumnGradients, Needs, RankTargets, RowGradients, windows
-from megabatch.tiles.eager import matching_similarities
-from megabatch.tiles.sums import LogSum, SoftSum
+from megabatch.tiles.block import (
+    HALF_DTYPE,
+    Block,
+    ColumnGradients,
+    Needs,
+    Passes,
+    RankTargets,
+    RowGradients,
+    RowWork,
+    matching_similarities,
+    windows,
+)
+from megabatch.tiles.sums import Best, LogSum, SoftSum
 from megabatch.tiles.symmetric import Rectangle, Triangle, TriangleSide, part_of
-from megabatch.tiles.topk import Best
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The passes over all ranks: the same functions as a backend's, where x and y are this rank's share of the batch.

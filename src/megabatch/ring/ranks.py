@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch import tracing
+from megabatch import dispatch
 from megabatch.ring import routes
 from megabatch.ring.routes import Nodes, Route
 from megabatch.world import World
@@ -73,7 +73,7 @@ def resolve(address: str) -> tuple[str, str, str, "dist.ProcessGroup"]:
     return route, purpose, loss, dist.distributed_c10d._resolve_process_group(name)  # type: ignore
 
 
-@tracing.constant
+@dispatch.constant
 def rank_at(address: str) -> int:
     """This process's rank in the group of an address."""
     return dist.get_rank(resolve(address)[-1]) if address else 0
@@ -347,7 +347,7 @@ def _gather_bytes(ranks: Ranks) -> int:
     return GATHER_BYTES_OF_SMALL_BLOCKS if is_small and ranks.device.type == "cuda" else GATHER_BYTES
 
 
-def settle(ranks: Ranks, column_bytes: int) -> Route:
+def choose_route(ranks: Ranks, column_bytes: int) -> Route:
     """The route that was asked for, made for these ranks; the same on all of them.
 
     "auto": gather while everything is small, two levels where several nodes have equally many ranks and more than one, or else

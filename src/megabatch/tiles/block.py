@@ -1,11 +1,14 @@
 """The description of the logits that a pass computes (`Block`), and the precision of their matmuls."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from megabatch.tiles.sums import Best, LogSum, SoftSum
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The precision of the matmuls: inputs are rounded to it once, and everything after that is exact or fp32.
@@ -272,3 +275,138 @@ def windows(whole: int | slice, size: int) -> Iterator[slice]:
 def part(values: Tensor, window: slice) -> Tensor:
     """values[window], and `values` itself if that is all of it: a view takes the host several microseconds."""
     return values if window.start == 0 and window.stop == len(values) else values[window]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logits of the matching pairs (i, i), rounded as in the tiles.
+
+
+def matching_similarities(block: Block, products: Tensor) -> Tensor:  # (N,)
+    """s_ii, from the products ⟨x_i, y_i⟩."""
+    out = products * block.scale
+    if block.row_bias is not None:
+        out.add_(block.row_bias)
+    if block.col_bias is not None:
+        out.add_(block.col_bias)
+    return out
+
+
+def match_logits(block: Block, products: Tensor, *, by_kernels: bool) -> Tensor:  # (N,)
+    """s_ii in float64, from the products ⟨x_i, y_i⟩, rounded as a backend rounds the logits of its tiles.
+
+    So equal products have equal logits, and their difference is 0 at every scale.
+    """
+    if not by_kernels or block.second_model is not None:  # with a second model, kernels read tiles that are rounded like these
+        return matching_similarities(block, products).double()
+    out = round_logits(products, block.scale, block.precision, by_kernels=True)
+    for bias in (block.row_bias, block.col_bias):
+        if bias is not None:
+            out.add_(bias)
+    return out
+
+
+def round_logits(products: Tensor, scale: Tensor, precision: str, *, by_kernels: bool) -> Tensor:  # (K,), ()
+    """scale·products in float64, rounded as a backend rounds the logits of its tiles.
+
+    PyTorch operations round to the type of sums. Kernels keep all digits of the logits, but round scale·log2 e to float32 for
+    products of half precision (`kernels.operands.kernel_options`). A logit beyond the range of the type is infinite.
+    """
+    factor = scale.to(products.dtype)
+    rounded_logits = (products * factor).double()
+    if not by_kernels:
+        return rounded_logits
+    factor = factor.double()
+    if precision in HALF_DTYPE:
+        factor = (factor / math.log(2)).float().double() * math.log(2)
+    return torch.where(rounded_logits.isfinite(), products.double() * factor, rounded_logits)
+
+
+def targets_on_the_diagonal(block: Block, products: Tensor) -> RankTargets:
+    """The matching pairs (i, i), from the products ⟨x_i, y_i⟩."""
+    match, index = matching_similarities(block, products), torch.arange(block.N, device=block.x.device)
+    return RankTargets(match, match, index, index, index, index)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The two engines behind one protocol. `dispatch` chooses one of them.
+
+EAGER: Final = "eager"
+TRITON: Final = "triton"
+
+
+class Passes(Protocol):
+    """The passes over the tiles of a block. `eager` says what each of them means."""
+
+    def logsumexp_statistics(self, block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]: ...  # noqa: D102
+
+    def logsumexp_gradients(  # noqa: D102
+        self,
+        block: Block,
+        row: LogSum,
+        col: LogSum | None,
+        drow: Tensor | None,
+        dcol: Tensor | None,
+        sums: ColumnGradients,
+        needs: Needs,
+    ) -> Iterator[RowGradients]: ...
+
+    def soft_statistics(self, block: Block) -> tuple[SoftSum, SoftSum]: ...  # noqa: D102
+
+    def soft_gradients(  # noqa: D102
+        self,
+        block: Block,
+        row: SoftSum,
+        col: SoftSum,
+        drow: Tensor,
+        dcol: Tensor,
+        sums: ColumnGradients,
+        needs: Needs,
+    ) -> Iterator[RowGradients]: ...
+
+    def softplus_sums(self, block: Block) -> Tensor: ...  # noqa: D102
+
+    def softplus_gradients(  # noqa: D102
+        self, block: Block, dtotal: Tensor | None, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
+    ) -> Iterator[RowGradients]: ...
+
+    def rank_counts(self, block: Block, targets: RankTargets | None = None) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+
+    def topk(self, block: Block, k: int) -> Best: ...  # noqa: D102
+
+
+class RowWork(Protocol):
+    """What is done row by row, without a pass over tiles. `eager` defines each of them."""
+
+    def matching_products(self, block: Block) -> Tensor: ...  # noqa: D102
+
+    def finish_rows(  # noqa: D102
+        self,
+        sums: Tensor,
+        out: Tensor | None,
+        factor: Tensor,
+        *,
+        own: Tensor | None,
+        partners: Tensor,
+        dmatch: Tensor | None,
+        precision: str,
+    ) -> Tensor | None: ...
+
+
+class Backend(Passes, RowWork, Protocol):
+    """A backend: passes over tiles and work on rows."""
+
+
+def sums_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
+    """In which type a backend keeps the sums of exponentials, for statistics of `dtype`."""
+    return torch.float64 if backend == TRITON else dtype
+
+
+def backend_for(name: str, block: Block) -> Backend:
+    """A backend by its name; a block without similarities needs no kernels."""
+    if name == EAGER or block.is_empty:
+        from megabatch.tiles import eager
+
+        return eager
+    from megabatch.kernels import logsumexp as triton_backend
+
+    return triton_backend

@@ -1,6 +1,5 @@
 """The PyTorch engine: every pass over the tiles of a block, for any device and dtype."""
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,7 +10,6 @@ from megabatch.tiles import plan
 from megabatch.tiles.block import (
     BFLOAT16,
     FLOAT16,
-    HALF_DTYPE,
     SOFTPLUS_IS_IDENTITY,
     TF32,
     Block,
@@ -25,10 +23,10 @@ from megabatch.tiles.block import (
     product_dtype,
     round_to_precision,
     round_to_tf32_,
+    targets_on_the_diagonal,
     windows,
 )
-from megabatch.tiles.sums import LogSum, SoftSum, weighted_softmax
-from megabatch.tiles.topk import Best, best_columns
+from megabatch.tiles.sums import Best, LogSum, SoftSum, best_columns, weighted_softmax
 
 __all__ = [
     "finish_rows",
@@ -57,52 +55,6 @@ def matching_products(block: Block) -> Tensor:  # (N,)
         y = round_to_precision(block.y[rows], block.precision).to(block.dtype)
         torch.sum(x * y, dim=1, out=out[rows])
     return out
-
-
-def matching_similarities(block: Block, products: Tensor) -> Tensor:  # (N,)
-    """s_ii, from the products ⟨x_i, y_i⟩."""
-    out = products * block.scale
-    if block.row_bias is not None:
-        out.add_(block.row_bias)
-    if block.col_bias is not None:
-        out.add_(block.col_bias)
-    return out
-
-
-def match_logits(block: Block, products: Tensor, *, by_kernels: bool) -> Tensor:  # (N,)
-    """s_ii in float64, from the products ⟨x_i, y_i⟩, rounded as a backend rounds the logits of its tiles.
-
-    So equal products have equal logits, and their difference is 0 at every scale.
-    """
-    if not by_kernels or block.second_model is not None:  # with a second model, kernels read tiles that are rounded like these
-        return matching_similarities(block, products).double()
-    out = round_logits(products, block.scale, block.precision, by_kernels=True)
-    for bias in (block.row_bias, block.col_bias):
-        if bias is not None:
-            out.add_(bias)
-    return out
-
-
-def round_logits(products: Tensor, scale: Tensor, precision: str, *, by_kernels: bool) -> Tensor:  # (K,), ()
-    """scale·products in float64, rounded as a backend rounds the logits of its tiles.
-
-    PyTorch operations round to the type of sums. Kernels keep all digits of the logits, but round scale·log2 e to float32 for
-    products of half precision (`kernels.operands.kernel_options`). A logit beyond the range of the type is infinite.
-    """
-    factor = scale.to(products.dtype)
-    rounded_logits = (products * factor).double()
-    if not by_kernels:
-        return rounded_logits
-    factor = factor.double()
-    if precision in HALF_DTYPE:
-        factor = (factor / math.log(2)).float().double() * math.log(2)
-    return torch.where(rounded_logits.isfinite(), products.double() * factor, rounded_logits)
-
-
-def targets_on_the_diagonal(block: Block, products: Tensor) -> RankTargets:
-    """The matching pairs (i, i), from the products ⟨x_i, y_i⟩."""
-    match, index = matching_similarities(block, products), torch.arange(block.N, device=block.x.device)
-    return RankTargets(match, match, index, index, index, index)
 
 
 def finish_rows(

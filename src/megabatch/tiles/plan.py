@@ -61,7 +61,7 @@ def topk_tile(device: torch.device, dtype: torch.dtype, k: int) -> TileSize:
 # Rows T of the squares on the diagonal of a symmetric block. Squares are computed whole: T/N more products than the upper half
 # needs, 12 % at 64k rows. T is a multiple of 256, which every kernel's tile divides. Smaller squares need more launches, and
 # the host makes few in a millisecond: H200, 64k × 768, squares of 4096, operands prepared for each: 159 ms, where the whole
-# matrix takes 40. Squares of 8192, operands prepared once (`kernels.backend`): 23 ms.
+# matrix takes 40. Squares of 8192, operands prepared once (`kernels.logsumexp`): 23 ms.
 SYMMETRIC_SQUARE = 8192
 
 

@@ -1,12 +1,15 @@
-"""`megabatch config`: all settings of a training run, from the comments beside their definitions."""
+"""`megabatch config`: all settings of a training run. The settings are also read here for the flags of `megabatch train`."""
 
 import argparse
+import ast
 import shutil
 import textwrap
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megabatch_train import settings
+from megabatch_train.commands import describe
 from megabatch_train.names import redact, tell
 from megabatch_train.settings import Setting
 
@@ -30,7 +33,7 @@ by --set KEY=VALUE; many have a flag of their own.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch config`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    describe(parser, DESCRIPTION)
     parser.add_argument("words", nargs="*", metavar="WORD", help="show settings with all of these words")
     parser.add_argument("--of", metavar="RUN", help="folder of a run whose values are shown instead of the defaults")
     parser.add_argument("--markdown", action="store_true", help="print the page docs/settings.md")
@@ -80,3 +83,43 @@ def _value(values: Any, setting: Setting) -> str:
             return ""
         values = values[part]
     return settings.format_value(values) if not isinstance(values, dict) else str(values)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Settings for `megabatch train --help`. They are read from the source of the dataclasses, because an import would import torch.
+
+
+class SourceField(NamedTuple):
+    """A setting as its dataclass defines it."""
+
+    annotation: ast.expr
+    default: Any  # None for a table
+    text: str  # the comment beside it
+
+
+def read_fields(
+    module: str = "megabatch_train.trainer.config", name: str = "TrainConfig", prefix: str = ""
+) -> dict[str, SourceField]:
+    """Reads all settings of a dataclass and of the dataclasses in it, by their keys, such as "optimizer.lr"."""
+    path = resources.files("megabatch_train").joinpath(*module.split(".")[1:])
+    source = Path(f"{path}.py").read_text("utf-8")
+    lines, classes, origins, aliases = source.splitlines(), {}, {}, {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            classes[node.name], origins[node.name] = node, (module, node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            origins |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            aliases[node.targets[0].id] = node.value
+    found: dict[str, SourceField] = {}
+    for field in classes[name].body:
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name) or field.value is None:
+            continue
+        key, hint = f"{prefix}{field.target.id}", field.annotation
+        if isinstance(hint, ast.Name) and hint.id in origins:  # a dataclass
+            found |= read_fields(*origins[hint.id], prefix=f"{key}.")
+            continue
+        default = None if isinstance(field.value, ast.Call) else ast.literal_eval(field.value)
+        text = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")[2]
+        found[key] = SourceField(aliases.get(hint.id, hint) if isinstance(hint, ast.Name) else hint, default, text)
+    return found

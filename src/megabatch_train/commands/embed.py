@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabatch_train.commands import model
-from megabatch_train.commands.model import IMAGES_ALONE, add_dim, add_model_arguments
+from megabatch_train.commands import describe, model
+from megabatch_train.commands.model import add_dim, add_model_arguments
 from megabatch_train.names import redact, tell
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ continues where it was when it is called again. At the end the folder is removed
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch embed`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
-    add_model_arguments(parser, IMAGES_ALONE)
+    describe(parser, DESCRIPTION)
+    add_model_arguments(parser)
     add_dim(parser)
     parser.add_argument("--output", required=True, metavar="FILE", help="file to write, .npy or .parquet")
     parser.add_argument("--side", choices=SIDES, help="side of the data to embed (default: images or documents)")

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabatch_train.commands import model
+from megabatch_train.commands import describe, model
 from megabatch_train.commands.model import add_dim, add_model_arguments
 from megabatch_train.names import redact, tell
 
@@ -45,7 +45,7 @@ open_clip's names, to evaluation.jsonl in the run's folder, or to --output.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch eval`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    describe(parser, DESCRIPTION)
     add_model_arguments(parser)
     add_dim(parser)
     parser.add_argument("--zero-shot", action="store_true", help="classify images; captions are the class names")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from megabatch_train import names
-from megabatch_train.commands import model
+from megabatch_train.commands import describe, model
 from megabatch_train.commands.model import add_trust
 from megabatch_train.names import tell
 
@@ -30,7 +30,7 @@ batch, evaluation, curves, settings.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch export`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    describe(parser, DESCRIPTION)
     parser.add_argument(
         "model", metavar="MODEL", help=f"folder of a run or a checkpoint, or towers by name: {'; '.join(names.MODELS)}"
     )
@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from megabatch_train.data.dataset import IMAGE, TEXT
-    from megabatch_train.export.card import write_card
-    from megabatch_train.export.formats import check_token, export, push
+    from megabatch_train.export import check_token, export, push, write_card
 
     folder = Path(args.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

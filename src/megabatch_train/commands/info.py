@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megabatch import __version__
 from megabatch_train import machine
+from megabatch_train.commands import describe
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ Prints versions, devices, the default backend of each device, and the installed 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`megabatch info` has no arguments."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    describe(parser, DESCRIPTION)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,5 +112,7 @@ def _describe_backend(device: torch.device) -> str:
     from megabatch import dispatch
     from megabatch.tiles.block import BFLOAT16
 
+    if device.type == "cpu":
+        return f"{dispatch.default_engine(BFLOAT16, device)}; the Triton kernels need an NVIDIA GPU"
     reason = dispatch.why_not_triton(BFLOAT16, device)
     return str(dispatch.default_engine(BFLOAT16, device)) + ("" if reason is None else f"; no triton, because {reason}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megabatch_train.evaluation.mining import Choice
+    from megabatch_train.evaluation.embedding import Choice
 
 
 LOG = logging.getLogger("megabatch")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Mines, and writes the table."""
     from megabatch.world import join_world
     from megabatch_train.evaluation import embedding
-    from megabatch_train.evaluation.mining import Choice
+    from megabatch_train.evaluation.embedding import Choice
 
     names = ("negatives", "range_min", "range_max", "max_score", "min_score", "absolute_margin", "relative_margin", "sampling")
     choice = Choice(**{name: getattr(args, name) for name in names})
@@ -141,7 +141,7 @@ class Mine:
 
         from megabatch_train.data.dataset import TEXT
         from megabatch_train.evaluation import embedding
-        from megabatch_train.evaluation.mining import hard_negatives
+        from megabatch_train.evaluation.embedding import hard_negatives
 
         numbers, kept = self._distinct()
         names = [*SIDES[self.dataset.sides[0] == TEXT], *(f"negative_{place + 1}" for place in range(choice.negatives))]

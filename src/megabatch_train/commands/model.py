@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabatch_train import names
-from megabatch_train.commands import whole
+from megabatch_train.commands import CHUNK_HELP, DATA_HELP, MODEL_HELP, RUNS, WORKERS_HELP, whole
 from megabatch_train.names import sanitize
 
 if TYPE_CHECKING:
@@ -23,19 +23,17 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("megabatch")
 NEGATIVE, OPTIONAL = "negative", ("negative", "label", "score")  # roles of columns that a table need not have
-IMAGES_ALONE = "a folder of images without captions"
+NAMED_RUNS = 8  # in the message for an unknown run
 
 
-def add_columns(parser: argparse.ArgumentParser) -> None:
+def add_columns(parser: argparse._ActionsContainer) -> None:
     """Adds `--columns`, which is a dict afterwards."""
     parser.add_argument(
         "--columns",
         nargs="+",
         action=_Columns,
         metavar="ROLE=NAME",
-        help="columns of a table: image=NAME text=NAME, or query=NAME document=NAME; in training also negative=NAME, once for "
-        "each column of negatives, and label=NAME, in evaluation score=NAME. Roles that are not named are found by common "
-        "names; negative= without a name uses none (default: all found by common names)",
+        help="columns of a table, such as image=file text=description (see megabatch help data; default: common names)",
     )
 
 
@@ -57,10 +55,10 @@ class _Columns(argparse.Action):
         setattr(namespace, self.dest, {role: given[0] if len(given) == 1 else given for role, given in found.items()})
 
 
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Adds --trust-remote-code."""
+def add_trust(parser: argparse._ActionsContainer) -> None:
+    """Adds `--trust-remote-code`."""
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code of the model's files, with all rights that you have"
+        "--trust-remote-code", action="store_true", help="run Python code in the model's files, with all your rights"
     )
 
 
@@ -70,30 +68,24 @@ def add_dim(parser: argparse.ArgumentParser) -> None:
         "--dim",
         type=whole,
         metavar="N",
-        help="cut embeddings to their first N dimensions, of a model trained with --loss matryoshka (default: all)",
+        help="keep the first N dimensions of embeddings, for --loss matryoshka (default: all)",
     )
 
 
 def add_model_arguments(
-    parser: argparse.ArgumentParser,
-    *further: str,
-    default: str = "the run's validation data, or else its training data",
+    parser: argparse.ArgumentParser, default: str = "the run's validation data, or else its training data"
 ) -> None:
-    """Adds the arguments that name the model and the data, which may be of further kinds and has a default."""
-    parser.add_argument(
-        "model", metavar="MODEL", help=f"folder of a run or a checkpoint, or towers by name: {'; '.join(names.MODELS)}"
-    )
-    parser.add_argument("--data", help=f"{'; '.join((*names.DATA, *further))} (default: {default})")
+    """Adds the arguments that name the model and the data, which has a default."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--data", help=f"{DATA_HELP} (default: {default})")
     add_columns(parser)
     add_trust(parser)
     parser.add_argument(
-        "--split", choices=("train", "test", "all"), help="split of emoji and wordnet (default: that of the run, or test)"
+        "--split", choices=("train", "test", "all"), help="split of emoji and wordnet (default: as in the run, or test)"
     )
     parser.add_argument("--device", default="auto", help='"cpu", "cuda" or "auto" (default): CUDA if there is a device')
-    parser.add_argument("--chunk-size", type=whole, default=256, metavar="N", help="samples encoded at once (default: 256)")
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="threads that read data (default: 0, the main thread)"
-    )
+    parser.add_argument("--chunk-size", type=whole, default=256, metavar="N", help=f"{CHUNK_HELP} (default: 256)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help=f"{WORKERS_HELP} (default: 0)")
 
 
 @dataclass(frozen=True)
@@ -209,9 +201,24 @@ def run_of(spec: str) -> Path | None:
     """The folder of the run, which the path may be in; None for towers by name; an error if it can be neither."""
     folder = _run_of(Path(spec))
     if folder is None and spec != "small" and ":" not in spec:
-        near = names.nearest(spec, ["small"])
-        raise ValueError(f"No such run or model: {spec}{near}. Possible are the folder of a run; {'; '.join(names.MODELS)}")
+        runs = list_runs(Path(spec).parent)
+        near = names.nearest(spec, ["small", *runs])
+        raise ValueError(f"No such run or model: {spec}{near}. {describe_runs(runs)}; `megabatch help models` lists the models")
     return folder
+
+
+def list_runs(folder: Path) -> list[str]:
+    """The runs in a folder and in `runs/`, newest first."""
+    from megabatch_train.evaluation.results import CONFIG
+
+    configs = {file for parent in (folder, Path(RUNS)) for file in parent.glob(f"*/{CONFIG}")}
+    return [str(file.parent) for file in sorted(configs, key=lambda file: file.stat().st_mtime, reverse=True)]
+
+
+def describe_runs(runs: Sequence[str]) -> str:
+    """The runs in words, for the message that a run does not exist."""
+    more = f" and {len(runs) - NAMED_RUNS:,} more" if len(runs) > NAMED_RUNS else ""
+    return f"Runs: {', '.join(runs[:NAMED_RUNS])}{more}" if runs else f"There are no runs in {RUNS}/"
 
 
 def _run_of(path: Path) -> Path | None:
@@ -232,7 +239,7 @@ def load_run(place: Path, device: torch.device, *, trust: bool = False) -> tuple
     from megabatch_train.towers import models
     from megabatch_train.towers.tower import allow_remote_code
     from megabatch_train.trainer.checkpoints import CheckpointError
-    from megabatch_train.trainer.storage import load_newest
+    from megabatch_train.trainer.run import load_newest
 
     try:
         with allow_remote_code(trust):
@@ -274,7 +281,7 @@ def _data(args: argparse.Namespace, folder: Path | None, *, training: bool) -> t
         found = None if run is None else run.training_part if training else run.test_data
         if run is None or found is None:
             raise ValueError(
-                f"--data must be given, because {args.model!r} does not name any; possible are: {'; '.join(names.DATA)}"
+                f"--data must be given, because {args.model!r} is no run with data; `megabatch help data` lists what it can be"
             )
         spec, chosen_split = run.locate(found[0]), found[1]
         options = run.training_options if training else run.test_options

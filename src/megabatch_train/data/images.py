@@ -19,17 +19,17 @@ from megabatch.cached.streaming import join_rows
 from megabatch_train.data.dataset import UnreadableSampleError
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Decodes images: (3, H, W) uint8, transparency on white, rotated by the EXIF orientation.
+# Decoding to (3, H, W) uint8. Transparent pixels become white, and the EXIF orientation is applied.
 #
-# Ordinary JPEGs are decoded by torchvision where it is installed: as exact as Pillow, and without the interpreter lock, so
-# that threads decode side by side. Pillow decodes everything else, and every file that torchvision rejects, since its
-# messages name the damage.
+# torchvision, if installed, decodes ordinary JPEGs. It is as exact as Pillow and releases the interpreter lock, so threads
+# decode in parallel. Pillow decodes all other files, and every file that torchvision rejects, because Pillow's messages
+# describe the damage.
 
-_ADDRESS = re.compile(r" <[^>]* at 0x[0-9a-f]+>")  # the address of a buffer in Pillow's messages
-_START, _END = b"\xff\xd8\xff", b"\xff\xd9"  # of a JPEG
+_ADDRESS = re.compile(r" <[^>]* at 0x[0-9a-f]+>")  # the memory address of a buffer in Pillow's messages
+_START, _END = b"\xff\xd8\xff", b"\xff\xd9"  # first and last bytes of a JPEG
 _XMP = b"http://ns.adobe.com/xap/1.0/"
-MOST_PIXELS = 1 << 26  # of an image that is decoded without Pillow, which refuses files that claim to be huge
-_FRAMES = (0xC0, 0xC1, 0xC2)  # markers with an image's size: baseline, extended, progressive
+MOST_PIXELS = 1 << 26  # limit for decoding without Pillow, which itself refuses files that claim to be huge
+_FRAMES = (0xC0, 0xC1, 0xC2)  # markers that precede an image's size: baseline, extended, progressive
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class EncodedImage:
     """An image as it is stored."""
 
     data: bytes
-    name: str  # for error messages
+    name: str  # name for error messages
 
 
 def decode(image: EncodedImage) -> Tensor:  # (3, H, W) uint8
@@ -51,21 +51,21 @@ def decode(image: EncodedImage) -> Tensor:  # (3, H, W) uint8
             )
             return found
         except RuntimeError:
-            pass  # Pillow may read it, or says what is wrong
+            pass  # Pillow can decode it or describes the damage
     pillow = extras.load("PIL.Image", purpose="Reading images")
     try:
         with pillow.open(io.BytesIO(image.data)) as opened:
             opened.load()
             return to_tensor(upright(opened))
-    except Exception as error:  # Pillow's decoders raise almost anything for damaged files
+    except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
         reason = _ADDRESS.sub("", f"{type(error).__name__}: {error}")
         raise UnreadableSampleError(f"{image.name} is not an image that can be read: {reason}") from error
 
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG of which any decoder gives the upright RGB image; None for other files.
+    """Returns height and width of a JPEG that every decoder decodes to the same upright RGB image; None for other files.
 
-    Such a JPEG is complete, has three channels of 8 bits and at most `MOST_PIXELS`, and is not rotated by EXIF.
+    Such a JPEG is complete, has three channels of 8 bits and at most `MOST_PIXELS`, and has no EXIF rotation.
     """
     if data[:3] != _START or _END not in data[-64:]:
         return None
@@ -84,7 +84,7 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 @cache
 def torchvision_io() -> Any | None:
-    """The module torchvision.io; None if it is not installed, or does not fit this version of PyTorch."""
+    """Returns the module torchvision.io; None if it is not installed or does not fit this version of PyTorch."""
     if not extras.is_installed("torchvision"):
         return None
     try:
@@ -94,7 +94,7 @@ def torchvision_io() -> Any | None:
 
 
 def _is_rotated(exif: bytes) -> bool:
-    """Whether an APP1 segment has an orientation other than upright; XMP may have one too, and then Pillow decides."""
+    """Returns whether an APP1 segment has an orientation other than upright. Pillow decides if XMP has an orientation."""
     if exif.startswith(_XMP):
         return b"Orientation" in exif
     if exif[:6] != b"Exif\0\0" or len(exif) < 14:
@@ -109,12 +109,12 @@ def _is_rotated(exif: bytes) -> bool:
 
 
 def upright(image: Any) -> Any:
-    """Rotates an image by its EXIF orientation."""
+    """Rotates a Pillow image by its EXIF orientation."""
     return extras.load("PIL.ImageOps", purpose="Reading images").exif_transpose(image)
 
 
 def to_tensor(image: Any) -> Tensor:  # (3, H, W) uint8
-    """A Pillow image as a tensor, with transparency on white."""
+    """Converts a Pillow image to a tensor. Transparent pixels become white."""
     pillow = extras.load("PIL.Image", purpose="Reading images")
     if image.mode != "RGB":
         rgba = image.convert("RGBA")
@@ -125,7 +125,7 @@ def to_tensor(image: Any) -> Tensor:  # (3, H, W) uint8
 
 
 def to_pillow(image: Tensor) -> Any:
-    """A tensor as a Pillow image."""
+    """Converts a tensor to a Pillow image."""
     pillow = extras.load("PIL.Image", purpose="Drawing images")
     _, height, width = image.shape
     pixels = image.permute(1, 2, 0).contiguous()  # (H, W, 3)
@@ -133,7 +133,7 @@ def to_pillow(image: Tensor) -> Any:
 
 
 def fit_to_square(image: Tensor, size: int) -> Tensor:  # (3, H, W) uint8 -> (3, size, size) uint8
-    """Resizes the shorter side to `size`, and crops the centre."""
+    """Resizes the shorter side to `size`, and crops the center."""
     _, height, width = image.shape
     if (height, width) == (size, size):
         return image
@@ -146,36 +146,36 @@ def fit_to_square(image: Tensor, size: int) -> Tensor:  # (3, H, W) uint8 -> (3,
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Random shifts, rotations and colours, in two steps: numbers are drawn per sample, images are changed per chunk.
+# Augmentation by random shifts, rotations and colors.
 #
-# A sample's numbers come from its own generator, so they are the same in every reading. They are applied to a whole chunk
-# in a few tensor operations, which makes augmentation cheap on a CPU.
+# The random numbers of a sample come from its own generator, so they are equal in every reading. They are applied to a whole
+# chunk by a few tensor operations, so augmentation is cheap on a CPU.
 
 
 AUGMENT_NUMBERS = 10  # drawn for each sample
-_LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
+_LUMINANCE = (0.299, 0.587, 0.114)  # weights of red, green and blue, ITU-R BT.601
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Ranges of the random changes; 0 switches one off. Pixels from outside of an image are white."""
+    """Ranges of the random changes. A range of 0 disables a change. Pixels from outside of an image are white."""
 
     zoom: float = 0.1  # largest relative change of size
     stretch: float = 0.05  # largest relative change of the aspect ratio
-    shift: float = 0.05  # of the side, in each direction
-    turn: float = 5.0  # degrees, either way
-    flip: bool = False  # left to right; off, because a flipped "left arrow" has a wrong caption
-    brightness: float = 0.1  # largest change, up or down
-    contrast: float = 0.2  # relative change of the distance from grey
-    saturation: float = 0.4  # relative change of the distance from the pixel's grey
-    hue: float = 0.05  # of a full circle, either way
+    shift: float = 0.05  # fraction of the side, in each direction
+    turn: float = 5.0  # degrees, in both directions
+    flip: bool = False  # left to right; off by default, because a flipped "left arrow" has a wrong caption
+    brightness: float = 0.1  # largest change, in both directions
+    contrast: float = 0.2  # relative change of the distance from gray
+    saturation: float = 0.4  # relative change of the distance from the pixel's gray value
+    hue: float = 0.05  # fraction of a full circle, in both directions
 
     def draw(self, generator: torch.Generator) -> Tensor:  # (NUMBERS,)
-        """The random numbers of a sample, uniform in [−1, 1]."""
+        """Draws the random numbers of a sample, uniform in [−1, 1]."""
         return torch.rand(AUGMENT_NUMBERS, generator=generator).mul_(2).sub_(1)
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:  # (n, 3, H, W) uint8, (n, NUMBERS) -> (n, 3, H, W) float32
-        """The changed images, in [0, 1]."""
+        """Returns the changed images in [0, 1]."""
         zoom, stretch, right, down, turn, flip, *colours = numbers.unbind(1)  # (n,) each
         moved = self._move(images, (zoom, stretch, right, down, turn, flip))
         return self._change_colors(moved, colours).clamp_(0, 1)
@@ -186,7 +186,7 @@ class Augmentation:
         angle = turn * (self.turn * math.pi / 180)
         mirror = torch.where((flip > 0) & self.flip, -1.0, 1.0)
         cosine, sine = angle.cos(), angle.sin()
-        # The source position of each output pixel, so every change is inverted.
+        # The matrix maps output pixels to source positions, so every change is inverted.
         across, along = size * shape, size / shape
         matrix = torch.stack(
             [
@@ -196,7 +196,7 @@ class Augmentation:
             1,
         )  # (n, 2, 3)
         grid = F.affine_grid(matrix, list(images.shape), align_corners=False)
-        dark = 1 - images.float() / 255  # outside is 0, which is white
+        dark = 1 - images.float() / 255  # so that 0, the value outside of the image, is white
         return 1 - F.grid_sample(dark, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
     def _change_colors(self, images: Tensor, numbers: list[Tensor]) -> Tensor:
@@ -209,12 +209,12 @@ class Augmentation:
 
 
 def leave_unchanged(images: Tensor) -> Tensor:  # (n, 3, H, W) uint8 -> float32
-    """The images without changes, in [0, 1]."""
+    """Returns the images without changes, in [0, 1]."""
     return images.float() / 255
 
 
 def _rotate_colors(colour: Tensor, angle: Tensor) -> Tensor:
-    """Rotates colours about the grey axis of the colour cube (Rodrigues' formula)."""
+    """Rotates colors about the gray axis of the color cube (Rodrigues' formula)."""
     cosine, sine = angle.cos(), angle.sin() / 3**0.5
     same, up, down = (1 + 2 * cosine) / 3, (1 - cosine) / 3 - sine, (1 - cosine) / 3 + sine
     rows = [torch.stack(row, 1) for row in ((same, up, down), (down, same, up), (up, down, same))]
@@ -222,19 +222,19 @@ def _rotate_colors(colour: Tensor, angle: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Images of training: decoded, randomly cropped and normalised.
+# Training images: decoded, randomly cropped and normalized.
 #
-# A reader draws the numbers of a crop from the sample's own generator, so the crop is the same for any number of readers,
-# ranks and chunks, and in both passes. Readers decode and crop (`images.decode`, then PyTorch's antialiased bicubic
-# resizing of bytes); the tower's device normalises. A GPU could decode as well, but beside training its decoder is slower
-# than a few cores.
+# A worker draws the random numbers of a crop from the sample's own generator. Therefore the crop is equal in both passes, for
+# any number of workers and ranks and any chunk size. Workers decode and crop (`images.decode`, then PyTorch's antialiased
+# bicubic resizing of bytes), and the device of the tower normalizes. During training, the JPEG decoder of a GPU is slower than
+# a few CPU cores.
 
 
 CROP_NUMBERS = 5  # drawn for each crop
 
 
 class Box(NamedTuple):
-    """The part of an image that becomes the crop."""
+    """The part of an image that is cropped."""
 
     top: int
     left: int
@@ -245,19 +245,19 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """A random resized crop, as in the training of CLIP on photographs."""
+    """A random resized crop, as in CLIP training on photographs."""
 
     size: tuple[int, int]  # height, width
-    area: tuple[float, float] = (0.9, 1.0)  # least and most of the image's area
-    shape: tuple[float, float] = (3 / 4, 4 / 3)  # least and most aspect ratio, width over height
-    flip: bool = False  # left to right, half of the images; off, because "left of" in a caption would become wrong
+    area: tuple[float, float] = (0.9, 1.0)  # smallest and largest fraction of the image's area
+    shape: tuple[float, float] = (3 / 4, 4 / 3)  # smallest and largest aspect ratio, width over height
+    flip: bool = False  # left to right, for half of the images; off by default, because of captions with "left of"
 
     def draw(self, generator: torch.Generator) -> tuple[float, ...]:
-        """The random numbers of one crop, uniform in [0, 1)."""
+        """Draws the random numbers of one crop, uniform in [0, 1)."""
         return tuple(torch.rand(CROP_NUMBERS, generator=generator).tolist())
 
     def box(self, numbers: Sequence[float], height: int, width: int) -> Box:
-        """The crop of an image of this size."""
+        """Returns the crop of an image of this size."""
         area, shape, down, right, mirror = numbers
         wanted = height * width * (self.area[0] + area * (self.area[1] - self.area[0]))
         ratio = math.exp(math.log(self.shape[0]) + shape * (math.log(self.shape[1]) - math.log(self.shape[0])))
@@ -266,7 +266,7 @@ class RandomCrop:
         return Box(int(down * (height - h + 1)), int(right * (width - w + 1)), h, w, self.flip and mirror < 0.5)
 
     def parts(self, numbers: Tensor, shapes: Tensor) -> Tensor:  # (n, NUMBERS), (n,) aspect ratios -> (n, 5)
-        """`box` of many images, in fractions of their sides: top, left, height, width; then -1 if mirrored, else 1."""
+        """Returns `box` of many images as fractions of their sides: top, left, height, width; then -1 if mirrored, else 1."""
         area, shape, down, right, mirror = numbers.unbind(1)
         wanted = self.area[0] + area * (self.area[1] - self.area[0])
         low, high = (math.log(limit) for limit in self.shape)
@@ -277,9 +277,9 @@ class RandomCrop:
         return torch.stack([down * (1 - height), right * (1 - width), height, width, side], 1)
 
     def many(self, images: Tensor, parts: Tensor) -> Tensor:  # (n, 3, H, W) float32, (n, 5) -> (n, 3, *size) float32
-        """The crops of images that are little larger than a crop: sampled bilinearly, without antialiasing.
+        """Crops images that are slightly larger than a crop. Samples bilinearly without antialiasing.
 
-        Positions are from -1 to 1. Not by `F.affine_grid`: autocast would round its matrix product, by up to half a pixel.
+        Positions range from -1 to 1. `F.affine_grid` is not used, because autocast would round its matmul by half a pixel.
         """
         top, left, height, width, side = (part[:, None] for part in parts.unbind(1))
         down, right = ((2 * torch.arange(n, device=images.device) + 1) / n - 1 for n in self.size)
@@ -290,7 +290,7 @@ class RandomCrop:
         return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
     def one(self, image: Tensor, box: Box) -> Tensor:  # (3, H, W) uint8 -> (3, *size) uint8
-        """The crop of an image."""
+        """Crops one image."""
         part = image[None, :, box.top : box.top + box.height, box.left : box.left + box.width]
         crop = F.interpolate(part, self.size, mode="bicubic", antialias=True)[0]
         return (crop.flip(2) if box.mirrored else crop).contiguous()
@@ -298,13 +298,13 @@ class RandomCrop:
 
 @dataclass(frozen=True)
 class TrainingImages:
-    """From stored images to the inputs of a tower, in training.
+    """Converts stored images to the inputs of a tower during training.
 
     Args:
-        crop: of each image.
-        mean: of the channels of normalised images, in [0, 1].
-        deviation: of the channels.
-        key: the name of the tower's argument.
+        crop: the random crop.
+        mean: mean of each channel for normalization, in [0, 1].
+        deviation: standard deviation of each channel.
+        key: name of the tower's argument.
     """
 
     crop: RandomCrop
@@ -313,23 +313,23 @@ class TrainingImages:
     key: str
 
     def read(self, image: EncodedImage | Tensor, generator: torch.Generator) -> Tensor:  # (3, *size) uint8
-        """The crop of an image as it is stored. Runs in readers, beside others."""
+        """Returns a crop of a stored image. Runs in data-loader workers."""
         numbers = self.crop.draw(generator)
         pixels = decode(image) if isinstance(image, EncodedImage) else image
         return self.crop.one(pixels, self.crop.box(numbers, *pixels.shape[1:]))
 
     def inputs(self, crops: list[Tensor], device: torch.device | None) -> dict[str, Tensor]:  # (n, 3, *size) float32
-        """The inputs of the tower, on `device` (None for the CPU): normalised crops. Bytes are copied, not floats."""
+        """Returns normalized crops on `device` (None for the CPU) as tower inputs. Bytes are copied, not floats."""
         return self.normalize(join_rows(crops, device or torch.device("cpu")).float())
 
     def normalize(self, pixels: Tensor) -> dict[str, Tensor]:  # (n, 3, *size) float32
-        """The inputs of the tower, from crops with values of bytes, which are overwritten."""
+        """Returns tower inputs from crops with values from 0 to 255. The crops are overwritten."""
         factor, offset = _normalisation(self.mean, self.deviation, pixels.device)
         return {self.key: torch.addcmul(offset, pixels, factor, out=pixels)}
 
 
 @cache
 def _normalisation(mean: tuple[float, ...], deviation: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Factor and offset (3, 1, 1) of the pixels. On the device once, because a copy waits for all kernels before it."""
+    """Returns factor and offset (3, 1, 1) of the pixels. They are cached, because each copy waits for all earlier kernels."""
     centre, spread = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (mean, deviation))
     return (1 / (255 * spread)).float().to(device), (-centre / spread).float().to(device)

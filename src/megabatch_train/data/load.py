@@ -1,4 +1,4 @@
-"""From what the user writes after `--data` to datasets: loads, mixes and splits them, and finds their negatives."""
+"""Datasets by name: loads, mixes and splits the data that the user names, and finds hard negatives."""
 
 import bisect
 import glob
@@ -39,18 +39,18 @@ from megabatch_train.data.tables import PREFIX, HubDataset, Table, is_saved
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Several datasets as one, in given proportions: "3 * photos/*.tar + 1 * drawings.csv".
+# A mixture of several datasets, such as "3 * photos/*.tar + 1 * drawings.csv".
 #
-# An epoch has as many samples as all sources together, and each source has its share of them. A source whose share is
-# larger than itself is repeated; one whose share is smaller goes on in the next epoch where it stopped. `Order` decides
-# which samples these are, from the seed and the number of the epoch alone. Without weights, an epoch has each sample once.
+# An epoch has as many samples as all sources together, and each source contributes its share. If the share is larger than
+# the source, samples are repeated. If the share is smaller, the next epoch continues where this one stopped. `Order` chooses
+# the samples by the seed and the number of the epoch. Without weights, an epoch has each sample once.
 
 BETWEEN = " + "
 _WEIGHT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*\*(\s*)(.*)", re.DOTALL)
 
 
 def parse_spec(spec: str) -> tuple[list[str], list[float] | None]:
-    """The names of the sources, and their weights; None if none has one."""
+    """Returns the names of the sources and their weights, or None instead of weights if no source has one."""
     specs = [part.strip() for part in spec.split(BETWEEN)]
     found = [_parse_weight(part) for part in specs]
     if any(found) and not all(found):
@@ -62,7 +62,7 @@ def parse_spec(spec: str) -> tuple[list[str], list[float] | None]:
 
 
 def anchor_mixture(spec: str, anchor_one: Callable[[str], str]) -> str:
-    """The mixture with each name as `anchor_one` returns it, and with the same weights."""
+    """Returns the mixture with `anchor_one` applied to each name. The weights stay the same."""
     found = []
     for part in (part.strip() for part in spec.split(BETWEEN)):
         weighted = _parse_weight(part)
@@ -72,7 +72,7 @@ def anchor_mixture(spec: str, anchor_one: Callable[[str], str]) -> str:
 
 
 def _parse_weight(spec: str) -> tuple[float, str] | None:
-    """A weight and the name of its source; None without a weight, as in "3*.csv" if files match this pattern."""
+    """Returns a weight and its source; None without a weight, which includes "3*.csv" if files match this pattern."""
     found = _WEIGHT.fullmatch(spec)
     if found is None or (not found[2] and glob.glob(spec)):
         return None
@@ -80,11 +80,11 @@ def _parse_weight(spec: str) -> tuple[float, str] | None:
 
 
 class Mix(Wrapper):
-    """The samples of several datasets, one after another.
+    """The samples of several datasets, one dataset after another.
 
     Args:
-        sources: of one kind of pairs.
-        weights: share of each source in an epoch; they need not sum to one (default: its number of samples).
+        sources: datasets with the same kinds of sides.
+        weights: share of each source in an epoch. They need not sum to one (default: the number of samples of each source).
     """
 
     def __init__(self, sources: Sequence[Dataset], weights: Sequence[float] | None = None) -> None:
@@ -106,7 +106,7 @@ class Mix(Wrapper):
         self.groups = Mixture(parts, tuple(map(float, weights or map(len, sources))))
 
     def __len__(self) -> int:
-        """The number of samples of all sources."""
+        """Returns the number of samples of all sources."""
         return self._ends[-1]
 
     def find(self, index: int) -> tuple[Dataset, int]:
@@ -115,7 +115,7 @@ class Mix(Wrapper):
         return self.sources[number], index - (self._ends[number - 1] if number else 0)
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) or (n, 2) int64
-        """As in the sources. A sample without an id gets one, because a repeated sample may be in a batch twice."""
+        """Returns the ids of the sources. Samples without an id get one, because a batch can contain a sample twice."""
         samples = torch.as_tensor(indices, dtype=torch.int64)
         numbers = torch.bucketize(samples, torch.tensor(self._ends), right=True)
         found = torch.empty(len(samples), 2, dtype=torch.int64)
@@ -126,25 +126,25 @@ class Mix(Wrapper):
             known = source.ids(own.tolist())
             known = own if known is None else known
             columns = max(columns, known.dim())
-            # One id stands in both columns. Sources have no id in common.
+            # A single id is in both columns. Sources have no id in common.
             found[here] = (known[:, None] if known.dim() == 1 else known).expand(-1, 2) ^ text_id(str(number))
         return found if columns == 2 else found[:, 0].contiguous()
 
     def items(self) -> Tensor | None:  # (samples,) int64
-        """As in the sources."""
+        """Joins the items of the sources."""
         return self._join_ids([source.items() for source in self.sources])
 
     def documents(self) -> Tensor | None:  # (samples,) int64
-        """As in the sources."""
+        """Joins the documents of the sources."""
         return self._join_ids([source.documents() for source in self.sources])
 
     def _join_ids(self, found: list[Tensor | None]) -> Tensor | None:
-        """One id per sample of all sources. Sources share none; a sample of a source without ids has one of its own."""
+        """Returns one id per sample. Sources share no ids. If a source has no ids, each of its samples gets a unique id."""
         if all(ids is None for ids in found):
             return None
         joined, first = [], 0
         for source, ids in zip(self.sources, found, strict=True):
-            # Numbered from 0 on: a part of a dataset keeps the ids of the whole, which may be any numbers.
+            # Ids are renumbered from 0 because a part of a dataset keeps the ids of the full dataset, which can be any numbers.
             own = torch.arange(len(source)) if ids is None else torch.unique(ids, return_inverse=True)[1]
             joined.append(first + own)
             first += len(source)
@@ -152,21 +152,22 @@ class Mix(Wrapper):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Holds out a part of a dataset for evaluation. Names of samples decide, so it is the same in every run and on every rank.
+# The holdout: a part of a dataset for evaluation. It depends on the names of samples, so every run and every rank has the
+# same part.
 #
-# Samples that share an image or a text, directly or through other samples, stay on one side of the split, so that no image
-# and no text is on both sides. Such a group is drawn by the names of its samples; one of more than half of all samples is
-# never held out. In a folder of classes, where equal ids mean one class, each image is drawn on its own. Sources of a
-# mixture are split together: images with one name or one path stay on one side.
+# Samples that share an image or a text, directly or through other samples, stay together, so that no image and no text is in
+# both parts. The names of the samples of such a group decide where the group goes. A group of more than half of all samples is
+# always trained on. In a folder of classes, equal ids mean equal classes, so each image is drawn separately. Sources of a
+# mixture are split together, so images with the same name or path stay together.
 
 
 STEPS = 10**9  # the fraction is rounded to a multiple of 1 / STEPS
 
 
 def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, Dataset]]:
-    """The training part and the held-out part of each dataset, neither empty. About `fraction` of the samples are held out.
+    """Splits each dataset into a training part and a held-out part of about `fraction`. Neither part is empty.
 
-    Across datasets, samples with one name, one path or (in tables) one second text stay together.
+    Across datasets, samples with the same name, the same path or (in tables) the same second text stay together.
     """
 
     def each(value: Callable[[Dataset, int], Any]) -> list[Any]:
@@ -179,7 +180,7 @@ def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, D
         texts = each(lambda one, index: one.read_stored(index, 1) if isinstance(one, Table) else (id(one), index))
         for shared in (names, places, texts):
             units = find_components(units, number_values(shared))
-    least: dict[int, int] = {}  # the smallest key of a unit's samples decides, whatever their order
+    least: dict[int, int] = {}  # the smallest key of a unit decides, so the order of samples does not matter
     keys, numbers = [text_id(name) for name in names], units.tolist()
     for number, key in zip(numbers, keys, strict=True):
         least[number] = min(key, least.get(number, key))
@@ -191,20 +192,20 @@ def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, D
 
 
 def _path(dataset: Dataset, index: int) -> str | None:
-    """The path or address of the image; None if it has no file of its own, or if its name already is the address."""
+    """Returns the path or URL of the image; None if the image has no file, or if its name is already the URL."""
     found = None if is_url(dataset.name(index)) else dataset.place(index)
     return found and os.path.abspath(found)
 
 
 def _units(dataset: Dataset) -> Tensor:  # (samples,) int64
-    """Samples with equal numbers stay together."""
+    """Returns a number per sample. Samples with equal numbers stay together."""
     found = None if isinstance(dataset, Folders) else dataset.ids(range(len(dataset)))
     found = dataset.items() if found is None else found
     return torch.arange(len(dataset)) if found is None else components(found)
 
 
 def _split(dataset: Dataset, held: list[bool], fraction: float, largest: int) -> tuple[Dataset, Dataset]:
-    """The two parts. `largest` is the number of samples of the largest group that stays together."""
+    """Returns both parts. `largest` is the number of samples in the largest group that stays together."""
     train, test = ([index for index, out in enumerate(held) if out is wanted] for wanted in (False, True))
     if not train or not test:
         why = ""
@@ -221,14 +222,14 @@ def _split(dataset: Dataset, held: list[bool], fraction: float, largest: int) ->
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Hard negatives of a table: further texts that a step encodes with the second side of its pairs.
+# Hard negatives of a table: additional texts that a step encodes together with the second side of its pairs.
 
 
 class WithNegatives(Part):
-    """A table whose second side has, after the texts of the samples, the hard negatives of these samples.
+    """A table whose second side ends with the hard negatives of the samples.
 
     Args:
-        table: with columns of negatives.
+        table: a table with columns of negatives.
     """
 
     def __init__(self, table: Table) -> None:
@@ -236,17 +237,17 @@ class WithNegatives(Part):
         self.table, self.failures = table, table.failures
 
     def source(self, indices: Sequence[int], side: int, preparation: Preparation, **options: Any) -> Source:
-        """The second side is longer by the negatives, in the order of `Table.negatives_of`."""
+        """Returns a source. The second side has the negatives after the samples, in the order of `Table.negatives_of`."""
         further = self.table.negatives_of(indices).tolist() if side == 1 else []
         return self.table.source([*indices, *further], side, preparation, **options)
 
     def owners(self, indices: Sequence[int]) -> Tensor:  # (m,) int64
-        """The position in `indices` of the sample that each negative belongs to."""
+        """Returns, for each negative, the position of its sample in `indices`."""
         counts = [self.table.negative_count(index) for index in indices]
         return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
 
     def negative_ids(self, indices: Sequence[int]) -> Tensor:  # (m,) or (m, 2) int64
-        """The ids of the samples that have the same text on their second side; else a number that no sample has."""
+        """Returns the ids of samples with the same text on their second side. A text of no sample gets an unused number."""
         return self.table.negative_ids(self.table.negatives_of(indices))
 
 
@@ -262,16 +263,16 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
 
     Args:
         spec: see `megabatch_train.names.DATA`.
-        split: "train" (default), "test" or "all" of a dataset with splits; files have none without `holdout`.
-        size: pixels of a side of emoji; photographs keep their size.
-        holdout: fraction of the samples that is held out: split "test" is this part, "train" the rest. For files only.
-        options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
-            `Shards`. In a mixture they hold for all sources; options of one source are a table under its number, from "1" on.
+            split: "train" (default), "test" or "all" for a dataset with splits. Files have splits only with `holdout`.
+            size: side length of emoji in pixels. Photographs keep their size.
+            holdout: fraction of the samples that is held out. The split "test" is this part, "train" the rest. Only for files.
+            options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
+                `Shards`. In a mixture they apply to all sources. Options of a source are a table under its number, from "1".
     """
-    if BETWEEN in spec and not os.path.exists(spec):  # a Path refuses long names
+    if BETWEEN in spec and not os.path.exists(spec):  # a Path raises an error for long names
         return _mixture(spec, split, size, holdout, options)
     if holdout and spec in WITH_SPLITS:
-        raise ValueError(f"holdout must be 0 for {spec}, which has a test split of its own, got {holdout}")
+        raise ValueError(f"holdout must be 0 for {spec}, which has its own test split, got {holdout}")
     if spec == "emoji":
         given = {"size": size, **options} if size is not None else options
         return demo.Emoji(split or "train", **_check_options(demo.Emoji, given))
@@ -295,7 +296,7 @@ def _mixture(spec: str, split: str | None, size: int | None, holdout: float, opt
             raise ValueError(f"options of a source must have its number, from 1 to {len(specs)}, got {name}")
         if not isinstance(options[name], dict):
             raise ValueError(f"options of source {name} must be a table, got {options[name]!r}")
-    # Sources are split together, so that an image of two sources is on one side.
+    # Sources are split together, so that an image of two sources is in one part.
     together = bool(holdout) and split in ("train", "test")
     sources = [
         load(one, "all" if together else split, size=size, holdout=holdout, **{**common, **options.get(number, {})})
@@ -305,14 +306,14 @@ def _mixture(spec: str, split: str | None, size: int | None, holdout: float, opt
 
 
 def _hold_out(specs: list[str], datasets: list[Dataset], test: bool, holdout: float) -> list[Dataset]:
-    """The held-out part of each dataset for `test`, else the rest."""
+    """Returns the held-out part of each dataset if `test` is true, and otherwise the other part."""
     found = parts(datasets, holdout)
     for spec, (kept, held) in zip(specs, found, strict=True):
         share = len(held) / (len(kept) + len(held))
         if not test and abs(share - holdout) > holdout / 10:
             LOG.info(
                 "holdout: %.1f %% of %s is held out instead of %.1f %%, because samples that share an image or a text stay "
-                "together, and each of the others is drawn on its own",
+                "together, and each other sample is drawn separately",
                 *(100 * share, spec, 100 * holdout),
             )
     return [held if test else kept for kept, held in found]
@@ -330,7 +331,7 @@ def _from_files(spec: str, options: dict[str, Any]) -> Dataset:
         return _from_folder(path, options)
     if not path.is_dir():
         if path.exists():
-            return _with_images(Table, spec, options)  # says which endings a table may have
+            return _with_images(Table, spec, options)  # raises an error with the possible endings
         raise ValueError(f"No such data: {spec}. Possible are: {'; '.join(names.DATA)}")
     if shards := sorted(path.glob("*.tar")):
         return _with_images(Shards, shards, options)
@@ -340,7 +341,7 @@ def _from_files(spec: str, options: dict[str, Any]) -> Dataset:
 
 
 def _from_folder(folder: Url, options: dict[str, Any]) -> Dataset:
-    """The shards of a remote folder, or its table."""
+    """Loads the shards of a remote folder, or its table."""
     if shards := (folder / "*.tar").matches():
         return _with_images(Shards, shards, options)
     tables = [table for ending in names.TABLES for table in (folder / f"*{ending}").matches()]
@@ -353,7 +354,7 @@ def _from_folder(folder: Url, options: dict[str, Any]) -> Dataset:
 
 
 def _with_images(kind: type[Dataset], files: Any, options: dict[str, Any]) -> Dataset:
-    """The dataset; if it has images, the package that reads them must be installed."""
+    """Creates the dataset. If it has images, checks that the package that reads images is installed."""
     made: Dataset = kind(files, **_check_options(kind, options))  # type: ignore[call-arg]
     if IMAGE in made.sides:
         extras.load("PIL.Image", purpose="Reading images")
@@ -361,7 +362,7 @@ def _with_images(kind: type[Dataset], files: Any, options: dict[str, Any]) -> Da
 
 
 def _check_options(kind: type[Dataset], options: dict[str, Any]) -> dict[str, Any]:
-    """The options, if the dataset's class has all of them."""
+    """Returns the options. Raises an error if the class of the dataset lacks one of them."""
     parameters = inspect.signature(kind).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for name in options:
@@ -375,13 +376,13 @@ def _check_options(kind: type[Dataset], options: dict[str, Any]) -> dict[str, An
 
 
 def anchor(spec: str, directory: Path) -> str:
-    """The data with the relative paths that exist in a directory made absolute.
+    """Returns the data specification with absolute paths, for relative paths that exist in a directory.
 
     Args:
         spec: see `megabatch_train.names.DATA`.
-        directory: that relative paths are relative to.
+        directory: the directory that relative paths start from.
     """
-    if has_magic(str(directory)) or BETWEEN in str(directory):  # would be read as a part of a pattern or a mixture
+    if has_magic(str(directory)) or BETWEEN in str(directory):  # the directory name would be parsed as a pattern or a mixture
         return spec
     if BETWEEN in spec and not (directory / spec).exists():
         return anchor_mixture(spec, lambda name: _anchor_one(name, directory))
@@ -396,12 +397,12 @@ def _anchor_one(spec: str, directory: Path) -> str:
     plain = Path(name)
     while has_magic(str(plain)):
         plain = plain.parent
-    known = (plain, Path(name.partition("@")[0]))  # a split may follow the folder of a dataset
+    known = (plain, Path(name.partition("@")[0]))  # the folder of a dataset can be followed by a split
     return f"{prefix}{directory / name}" if any((directory / path).exists() for path in known) else spec
 
 
 def anchor_options(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Options of data with the folder of a table's files (`root`) made absolute, as `anchor` does."""
+    """Returns options of data in which `root`, the folder of a table's files, is absolute as in `anchor`."""
     return {
         key: anchor_options(value, directory)
         if isinstance(value, Mapping) and key.isdecimal()
@@ -413,5 +414,5 @@ def anchor_options(options: Mapping[str, Any], directory: Path) -> dict[str, Any
 
 
 def credits(spec: str) -> tuple[str, ...]:
-    """Attribution of a dataset by name, without loading it; empty for files."""
+    """Returns the attribution of a dataset by name without loading it. Files have none."""
     return {"emoji": demo.EMOJI_CREDITS, "wordnet": demo.WORDNET_CREDITS}.get(spec, ())

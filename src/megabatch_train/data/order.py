@@ -1,7 +1,7 @@
-"""Which samples are in which batch: a shuffle that follows from (seed, epoch), cut into batches, shared out over ranks.
+"""The batches of a run: each epoch is shuffled by (seed, epoch), cut into batches, and each batch is split over ranks.
 
-Batches are numbered through all epochs, and each batch follows from the seed and its number alone. So a run continues in the
-middle of an epoch. Batches are the same on one rank as on eight: each rank has a stretch of every batch.
+Batches are numbered across all epochs. Each batch depends only on the seed and its number, so a run can continue in the
+middle of an epoch. Batches do not depend on the number of ranks, because each rank has a contiguous part of every batch.
 """
 
 import math
@@ -16,20 +16,20 @@ from megabatch.cached.replay import sample_seed
 
 
 class Batch(NamedTuple):
-    """This rank's shard of one batch."""
+    """The shard of one batch on this rank."""
 
-    number: int  # of the batch, from the start of the run
+    number: int  # number of the batch, from the start of the run
     epoch: int
     indices: Tensor  # (n,) int64 sample indices
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Samples of several sources, numbered one source after another.
+    """A mixture of several sources. Samples are numbered one source after another.
 
     Args:
-        parts: the number of samples of each source, or the sizes of its shards.
-        weights: share of each source in an epoch; they need not sum to one.
+            parts: the number of samples of each source, or the sizes of its shards.
+            weights: share of each source in an epoch. The weights need not sum to one.
     """
 
     parts: "tuple[int | tuple[int, ...] | Mixture, ...]"
@@ -44,7 +44,7 @@ class Mixture:
             )
 
     def shares(self) -> list[int]:
-        """Samples of each source in an epoch of as many samples as all sources together. The largest remainders round up."""
+        """Returns the samples of each source in an epoch of as many samples as all sources have. Largest fractions round up."""
         total, whole = sum(map(_count, self.parts)), sum(self.weights)
         exact = [total * weight / whole for weight in self.weights]
         found = [int(share) for share in exact]
@@ -64,14 +64,14 @@ class Order:
     """Shuffled batches of samples. The last, incomplete batch of an epoch is dropped.
 
     Args:
-        samples: number of samples, or the sizes of shards, or a mixture. Shards are shuffled, and samples within `window`
-            shards at a time, so that few shards are read at once. Each source of a mixture is shuffled like this on its own,
-            and the sources take turns at random.
-        batch_size: pairs in a batch, over all ranks.
-        seed: of the run.
-        rank: of this process.
+        samples: number of samples, or the sizes of shards, or a mixture. Shards are shuffled first. Then samples are shuffled
+            within `window` shards at a time, so that only a few shards are read at once. Each source of a mixture is shuffled
+            like this on its own, and the sources alternate at random.
+        batch_size: number of pairs in a batch, over all ranks.
+        seed: seed of the run.
+        rank: number of this process.
         world_size: number of ranks that each batch is split over.
-        window: shards whose samples are shuffled together.
+        window: number of shards whose samples are shuffled together.
     """
 
     samples: int | tuple[int, ...] | Mixture
@@ -95,11 +95,11 @@ class Order:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Complete batches in an epoch."""
+        """The number of complete batches in an epoch."""
         return _count(self.samples) // self.batch_size
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Batches `start` to `stop - 1`, or without end."""
+        """Yields the batches `start` to `stop - 1`, or batches without end."""
         number, known, order = start, None, torch.empty(0)
         first = self.rank * self.batch_size // self.world_size
         last = (self.rank + 1) * self.batch_size // self.world_size
@@ -112,7 +112,7 @@ class Order:
             number += 1
 
     def epoch(self, epoch: int) -> Tensor:  # (samples,) int64
-        """All sample indices in the order of an epoch."""
+        """Returns all sample indices in the order of an epoch."""
         generator = torch.Generator().manual_seed(sample_seed(self.seed, epoch))
         if isinstance(self.samples, int):
             return torch.randperm(self.samples, generator=generator)
@@ -140,7 +140,7 @@ class Order:
         return found
 
     def stretch(self, start: int, count: int) -> Tensor:  # (count,) int64
-        """Samples `start` to `start + count - 1` of the sequence of all epochs."""
+        """Returns samples `start` to `start + count - 1` of the sequence of all epochs."""
         size, end, found = _count(self.samples), start + count, [torch.empty(0, dtype=torch.int64)]
         for epoch in range(start // size, -(-end // size)):
             found.append(self.epoch(epoch)[max(start - epoch * size, 0) : end - epoch * size])

@@ -1,4 +1,4 @@
-"""Paths and addresses of data: the cache folder, files at an address, read in pieces that are kept, and local files."""
+"""Paths and URLs of data: the cache folder, remote files that are read in cached pieces, and local files."""
 
 import errno
 import functools
@@ -28,11 +28,11 @@ from megabatch_train.names import redact
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Cached files, written atomically, and locks that processes hold on them.
+# Cached files, which are written atomically.
 
 
 def folder() -> Path:
-    """The folder `MEGABATCH_CACHE`, or `megabatch` in the user's cache folder."""
+    """Returns the folder `MEGABATCH_CACHE`, or `megabatch` in the user's cache folder."""
     chosen = os.environ.get("MEGABATCH_CACHE")
     if chosen:
         return Path(chosen)
@@ -40,11 +40,11 @@ def folder() -> Path:
 
 
 def load_or_make(path: Path, make: Callable[[], Any]) -> Any:
-    """The contents of the file, memory-mapped; if it is missing or unreadable, `make` computes and writes them."""
+    """Returns the contents of a file, memory-mapped. If it is missing or unreadable, the result of `make` is written."""
     if path.exists():
         try:
             return torch.load(path, weights_only=True, mmap=True)
-        except Exception:  # a truncated file, or another format: written again
+        except Exception:  # the file is truncated or has another format, so it is written again
             path.unlink(missing_ok=True)
     value = make()
     file_io.write(path, lambda file: torch.save(value, file))
@@ -52,26 +52,26 @@ def load_or_make(path: Path, make: Callable[[], Any]) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Pieces of remote files on the local disk: a cache of bounded size that any number of processes share.
+# Pieces of remote files on the local disk. The cache has a limited size, and any number of processes share it.
 #
-# A piece is a file of its own, written under another name and renamed, so readers see all of it or nothing. The piece that
-# was not used for longest is deleted first. A reader that has opened a deleted piece still reads it; others fetch it again.
-# Of several processes that need the same piece, one fetches it, and the others wait. The limit may be exceeded by the
-# pieces that are being written, one for each process.
+# Each piece is one file. It is written under another name and then renamed, so a process never reads an incomplete piece.
+# The least recently used piece is deleted first. A process that has opened a deleted piece can still read it, and other
+# processes fetch the piece again. If several processes need the same piece, one process fetches it and the others wait. The
+# total size can exceed the limit by the pieces that are being written, one for each process.
 
-DEFAULT_GIB = 64.0  # at most, and at most half of what the disk has left
-KEPT = 0.9  # fraction of the limit that is left after pieces were deleted
-RECENT = 60  # seconds after which a piece is marked as used again
-ABANDONED = 3600  # seconds after which an unfinished file belongs to nobody
-END = b"\nthis is the end\n"  # of each piece; missing if the machine stopped before the file was on the disk
-LOCKS = 64  # files that processes lock while they fetch; each serves many pieces
+DEFAULT_GIB = 64.0  # upper limit; half of the free disk space is another limit
+KEPT = 0.9  # fraction of the limit that remains after pieces are deleted
+RECENT = 60  # seconds after which a use of a piece is recorded again
+ABANDONED = 3600  # seconds after which an unfinished file is treated as abandoned
+END = b"\nthis is the end\n"  # end of each piece; it is missing if the machine stopped before the file was on the disk
+LOCKS = 64  # number of lock files for fetching; several pieces share a lock file
 _warned = False
 
 
 def part(name: str, start: int, size: int | None, fetch: Callable[[], bytes]) -> bytes:
-    """Bytes of a piece from `start` on, `size` of them or all. `fetch` gets a piece that is not in the cache.
+    """Returns `size` bytes of a piece from `start` on, or all bytes. `fetch` downloads a piece that is not in the cache.
 
-    If the cache cannot be written, the piece is fetched each time.
+    If the cache is not writable, each call fetches the piece.
     """
     place = folder() / "remote" / name
     if (found := _read_stored(place, start, size)) is not None:
@@ -100,7 +100,7 @@ def _read_stored(place: Path, start: int, size: int | None) -> bytes | None:
         status = os.fstat(number)
         if time.time() - status.st_mtime > RECENT:
             with suppress(OSError):
-                os.utime(number)  # used now
+                os.utime(number)  # records the use
         end = status.st_size - len(END)
         if end < 0 or os.pread(number, len(END), end) != END:
             return None
@@ -110,7 +110,7 @@ def _read_stored(place: Path, start: int, size: int | None) -> bytes | None:
 
 
 def _store(place: Path, data: bytes) -> None:
-    """Counts the piece, deletes others until it fits, and writes it. A piece above the limit is not written."""
+    """Writes a piece and counts it. Other pieces are deleted until it fits. A piece above the limit is not written."""
     size = len(data) + len(END)
     with file_io.hold_lock(place.parent / "size") as number:
         counted = os.pread(number, 32, 0)
@@ -136,7 +136,7 @@ def _limit(folder: Path, total: int) -> int:
 
 
 def _pieces(folder: Path) -> list[tuple[float, str, int]]:
-    """The time of last use, path and bytes of each piece. Deletes abandoned files."""
+    """Returns the time of last use, the path and the size of each piece. Deletes abandoned files."""
     pieces, now = [], time.time()
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):
@@ -149,7 +149,7 @@ def _pieces(folder: Path) -> list[tuple[float, str, int]]:
 
 
 def _shrink(folder: Path, most: int) -> int:
-    """Deletes the pieces unused for longest until at most `most` bytes are left. Returns the bytes left."""
+    """Deletes the least recently used pieces until at most `most` bytes remain. Returns the remaining bytes."""
     pieces = sorted(_pieces(folder))
     total = sum(size for _, _, size in pieces)
     for _, path, size in pieces:
@@ -173,20 +173,19 @@ def _warn(folder: Path, error: OSError) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Files behind an address (s3://, gs://, hf://, http://, https://), read by byte ranges through fsspec.
+# Remote files (s3://, gs://, hf://, http://, https://), which are read by byte ranges through fsspec.
 #
-# A file is cut into blocks of `BLOCK` bytes, and a block is fetched when a byte of it is needed: samples are read in any
-# order, as from a local file. Blocks stay in a cache on the local disk. Their names follow from address, size
-# and version, so a file that has changed on the server is not mixed with the blocks of the old one. The version is the
-# server's ETag or date; after each block that was fetched the server is asked for it again, because a file may change
-# during a run.
+# A file consists of blocks of `BLOCK` bytes. A block is fetched when one of its bytes is needed, because samples are read in
+# any order, as from a local file. Blocks stay in a cache on the local disk. The name of a block depends on the URL, size and
+# version of the file, so blocks of an old and a new file are never mixed. The version is the ETag or the date that the server
+# sends. After each fetched block, the version is checked again, because a file can change during a run.
 #
-# A request that fails for a reason that may pass (no connection, a busy server) is repeated after a growing pause. If it
-# fails for good, a `RemoteError` ends the run, because a skipped sample would change its results. A file that does not
-# exist raises FileNotFoundError, as on a disk.
+# A request that fails for a temporary reason (no connection, a busy server) is repeated after a pause, and each pause is
+# longer than the one before. After the last attempt, a `RemoteError` ends the run, because a skipped sample would change the
+# results. A file that does not exist raises a FileNotFoundError, as on a local disk.
 
-BLOCK = 1 << 23  # bytes: a request takes about 0.1 s, so that the latency of an object store is a small part
-PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)  # seconds between attempts, about two minutes in all
+BLOCK = 1 << 23  # bytes; a request takes about 0.1 s, so the latency of an object store is small in comparison
+PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)  # seconds between attempts, about two minutes in total
 PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -196,13 +195,13 @@ PACKAGES = {
     "http": "aiohttp",
     "https": "aiohttp",
 }
-ACCESS = {  # advice by package
+ACCESS = {  # advice for each package
     "s3fs": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads public buckets",
     "gcsfs": "run `gcloud auth application-default login`; FSSPEC_GS_TOKEN=anon reads public buckets",
     "huggingface_hub": "run `hf auth login`, or set HF_TOKEN, and accept the terms of the dataset on its page",
-    "aiohttp": "check the address and the token in it; images with relative names are requested without the table's token",
+    "aiohttp": "check the URL and the token in it; images with relative names are requested without the table's token",
 }
-VERSIONS = (  # the first that the server sends counts; later ones may differ between a listing and the file itself
+VERSIONS = (  # the first key that the server sends is used; later ones may differ between a listing and the file
     "ETag",
     "etag",
     "Content-MD5",
@@ -214,34 +213,34 @@ VERSIONS = (  # the first that the server sends counts; later ones may differ be
     "LastModified",
     "Last-Modified",
 )
-UNCHECKED = ("hf",)  # protocols without the check for a change after each block: the hub limits the number of requests
-AGAIN = (408, 425, 429)  # HTTP statuses below 500 that may pass
-_JITTER = random.Random()  # apart from the program's random numbers, which stay as they are
+UNCHECKED = ("hf",)  # protocols without a check after each block, because the hub limits the number of requests
+AGAIN = (408, 425, 429)  # HTTP statuses below 500 that can be temporary
+_JITTER = random.Random()  # separate from the random generators of the program, which stay unchanged
 _Result = TypeVar("_Result")
 
 
 class RemoteError(ConnectionError):
-    """A remote file cannot be read, and no further attempt is made."""
+    """A remote file cannot be read, and no further attempt follows."""
 
 
 class About(NamedTuple):
-    """A file as the server describes it."""
+    """The server's description of a file."""
 
     size: int
-    version: str  # changes with the contents
+    version: str  # differs if the contents differ
 
 
 def is_url(spec: str) -> bool:
-    """Whether the text begins with a protocol."""
+    """Returns whether the text begins with a protocol."""
     return re.match(r"\w[\w+.-]*://", spec) is not None
 
 
 class Url:
-    """The part of `pathlib.Path` that datasets use, for an address.
+    """A URL with the methods of `pathlib.Path` that datasets use.
 
     Args:
-        address: of the file or folder.
-        about: size and version of the file (default: asked for when needed). Pickled copies keep them.
+        address: URL of the file or folder.
+        about: size and version of the file (default: requested when needed). Pickled copies keep them.
     """
 
     def __init__(self, address: str, about: About | None = None) -> None:
@@ -249,22 +248,22 @@ class Url:
         self.protocol = address.partition("://")[0].lower()
 
     def __str__(self) -> str:
-        """The address as it may be printed: without a user, a password and a query, which may hold a token."""
+        """Returns the URL without user, password and query, because these can contain a token."""
         return str(redact(self._path))
 
     @property
     def _path(self) -> str:
-        """The address without its query."""
+        """The URL without its query."""
         return self.address.partition("?")[0] if self.protocol.startswith("http") else self.address
 
     __repr__ = __str__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy keeps size and version, if they are known."""
+        """Pickles the URL with size and version, if they are known."""
         return Url, (self.address, self._about)
 
     def __truediv__(self, name: str) -> "Url":
-        """An address in this folder, or the other one if it is whole. For HTTP, a name is quoted; a pattern stays one."""
+        """Returns a URL in this folder. If `name` is a URL, returns it unchanged. HTTP names are quoted, except `*` and `/`."""
         if is_url(name):
             return Url(name)
         if self.protocol.startswith("http"):
@@ -273,12 +272,12 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part of the address."""
+        """The last part of the URL."""
         return self._path.rstrip("/").rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
-        """The ending of the name."""
+        """The extension of the name."""
         return PurePosixPath(self.name).suffix
 
     @property
@@ -288,7 +287,7 @@ class Url:
 
     @property
     def about(self) -> About:
-        """Size and version.
+        """Size and version of the file.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -303,26 +302,26 @@ class Url:
     def _ask(self) -> About:
         found = self._patiently(lambda: _filesystem(self.protocol).info(self.address))
         if found.get("size") is None or found.get("type") == "directory":
-            raise RemoteError(f"{self} must be a file whose size the server knows, got none; is it a folder or a web page?")
+            raise RemoteError(f"{self} must be a file with a size, got none from the server; is it a folder or a web page?")
         if found.get("partial") is False:
             raise self._without_ranges()
         return About(int(found["size"]), next((f"{key}={found[key]}" for key in VERSIONS if found.get(key)), ""))
 
     def exists(self) -> bool:
-        """Whether there is such a file."""
+        """Returns whether the file exists."""
         try:
             return self.about.size >= 0
         except FileNotFoundError:
             return False
 
     def matches(self) -> "list[Url]":
-        """The files that match the pattern in the address, sorted."""
+        """Returns the files that match the pattern in the URL, sorted."""
         filesystem = _filesystem(self.protocol)
         found = self._patiently(lambda: filesystem.glob(self.address))
         return [Url(filesystem.unstrip_protocol(name)) for name in sorted(found)]
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes of the file; fewer than `size` at its end."""
+        """Returns `size` bytes from `offset` on, or fewer at the end of the file."""
         end, found = min(offset + size, self.about.size), []
         while offset < end:
             number, start = divmod(offset, BLOCK)
@@ -332,7 +331,7 @@ class Url:
         return b"".join(found)
 
     def read_bytes(self) -> bytes:
-        """The whole file, in one request. Its version is not asked for, so it must not change; images of a table do not.
+        """Returns the whole file by one request. The version is not checked, so the file must not change.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -340,7 +339,7 @@ class Url:
         return part(self._key("whole"), 0, None, lambda: self._fetch(None, None))
 
     def open(self, mode: str = "r", encoding: str | None = None, newline: str | None = None) -> Any:
-        """A file object that reads and seeks."""
+        """Returns a file object that reads and seeks."""
         file = io.BufferedReader(_Raw(self), 1 << 16)
         return file if "b" in mode else io.TextIOWrapper(file, encoding=encoding, newline=newline)
 
@@ -353,13 +352,13 @@ class Url:
         try:
             data = self._fetch(start, end)
             if self.protocol not in UNCHECKED:
-                with suppress(KeyError):  # another thread does the same
-                    _filesystem(self.protocol).invalidate_cache(self.address)  # of listings
+                with suppress(KeyError):  # another thread has removed the entry
+                    _filesystem(self.protocol).invalidate_cache(self.address)  # a cached listing would hide a change
                 now = self._ask()
                 if len(data) == end - start and now != (self.about if now.version else (self.about.size, "")):
                     raise RemoteError(f"{self} has changed since the run began; start the run again")
-        except FileNotFoundError as error:  # no sample is skipped that was there at the start
-            raise RemoteError(f"{self} has gone from the server since the run began") from error
+        except FileNotFoundError as error:  # a sample that existed at the start must not be skipped
+            raise RemoteError(f"{self} has been removed from the server since the run began") from error
         if len(data) > end - start:
             raise self._without_ranges()
         if len(data) < end - start:
@@ -377,7 +376,7 @@ class Url:
         )
 
     def _patiently(self, request: Callable[[], _Result]) -> _Result:
-        """Makes a request, and repeats it after failures that may pass."""
+        """Makes a request, and repeats it after temporary failures."""
         for attempt, pause in enumerate((*PAUSES, None), 1):
             try:
                 return request()
@@ -394,9 +393,9 @@ class Url:
         raise AssertionError("the last attempt returns or raises")
 
     def _reason_to_retry(self, error: Exception) -> str:
-        """The reason of a failure that may pass. Raises an error for any other failure."""
+        """Returns the reason of a temporary failure. Raises an error for any other failure."""
         if self.protocol.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-            error = error.__cause__  # fsspec says of every failure of a HEAD request that there is no file
+            error = error.__cause__  # fsspec reports every failed HEAD request as a missing file
         response = getattr(error, "response", None)
         status = getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", None)
         status = status if isinstance(status, int) else 0
@@ -415,7 +414,7 @@ class Url:
 
 
 class _Raw(io.RawIOBase):
-    """A remote file as a raw stream of `io`."""
+    """A remote file as a raw stream for `io`."""
 
     def __init__(self, url: Url) -> None:
         self._url, self._position = url, 0
@@ -443,10 +442,10 @@ class _Raw(io.RawIOBase):
 
 @functools.cache
 def _version_of_this_run(server: str) -> str:
-    """A version for files whose server sends none: new in every run, so that blocks of earlier runs are not used."""
+    """Returns a new version in every run, for files without a version from the server. Blocks of earlier runs are not used."""
     LOG.warning(
         "%s sends neither ETag nor Last-Modified, so a changed file of the same size is not noticed. Its files are fetched "
-        "anew in every run, and must not change during one",
+        "again in every run, and must not change during a run",
         server,
     )
     return f"{os.getpid()} {time.time_ns()}"
@@ -454,27 +453,27 @@ def _version_of_this_run(server: str) -> str:
 
 @functools.cache
 def _filesystem(protocol: str) -> Any:
-    """One file system for the whole process: fsspec would make one for each thread, with connections of its own."""
+    """Returns one file system for the whole process. fsspec would make one with separate connections for each thread."""
     package = PACKAGES.get(protocol)
     if package is None:
         known = ", ".join(f"{name}://" for name in PACKAGES)
-        raise ValueError(f"an address must begin with {known} or file://, got {protocol}://")
+        raise ValueError(f"a URL must begin with {known} or file://, got {protocol}://")
     for module in ("fsspec", package):
-        extras.load(module, purpose=f"Reading {protocol}:// addresses")
+        extras.load(module, purpose=f"Reading {protocol}:// URLs")
     options = {"headers": {"Accept-Encoding": "identity"}} if protocol.startswith("http") else {}
-    return extras.load("fsspec", purpose="Reading addresses").filesystem(protocol, **options)
+    return extras.load("fsspec", purpose="Reading URLs").filesystem(protocol, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Files by path or address: patterns, names of cached files, and reading parts of local files.
+# Files by path or URL: patterns, names of cached files, and reading parts of local files.
 
 
 Place = Path | Url
-MOST_BYTES = 1 << 30  # of an image or a caption
+MOST_BYTES = 1 << 30  # size limit of an image or a caption file
 
 
 def place(spec: str | Place) -> Place:
-    """A path, or an address. A `file://` address is a path."""
+    """Returns a path or a URL. A `file://` URL becomes a path."""
     if not isinstance(spec, str):
         return spec
     if spec.startswith("file://"):
@@ -483,7 +482,7 @@ def place(spec: str | Place) -> Place:
 
 
 def expand_pattern(files: str | Path | Sequence[str | Place]) -> list[Place]:
-    """The files of a pattern; no match is an error. An existing file is no pattern; a plain name need not exist."""
+    """Returns the files of a pattern. Raises an error if a pattern matches nothing. A name without wildcards need not exist."""
     if not isinstance(files, str | Path):
         return [place(path) for path in files]
     named = place(files)
@@ -504,12 +503,12 @@ def expand_pattern(files: str | Path | Sequence[str | Place]) -> list[Place]:
 
 
 def has_magic(spec: str) -> bool:
-    """Whether a path or address is a pattern. In an address, `?` begins the query."""
+    """Returns whether a path or URL is a pattern. In a URL, `?` begins the query, so it is not a wildcard."""
     return glob.has_magic(spec.partition("?")[0] if is_url(spec) else spec) or "{" in spec
 
 
 def identity(path: Place) -> tuple[str, str, int]:
-    """A hash of the file's path or address, its version, and its size in bytes; for names of cached files."""
+    """Returns a hash of the path or URL, the version and the size in bytes, for names of cached files."""
     if isinstance(path, Url):
         where, size = path.address, path.about.size
         version = hashlib.blake2b(path.about.version.encode(), digest_size=8).hexdigest()
@@ -520,17 +519,17 @@ def identity(path: Place) -> tuple[str, str, int]:
 
 
 def read_file(path: Place) -> bytes:
-    """The contents of a file that a table or a folder names.
+    """Returns the contents of a file that a table or a folder names.
 
     Raises:
-        OSError: it cannot be read, has more than `MOST_BYTES`, or is no regular file. A pipe would block, and a device may have
-            no end.
+        OSError: the file cannot be read, is larger than `MOST_BYTES`, or is not a regular file. A pipe would block, and a
+            device may have no end.
     """
     if isinstance(path, Url):
         return path.read_bytes()
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    # A few files in /proc are regular and block all the same.
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    # Opening does not block, because a few files in /proc are regular and would block.
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         data = file.read(MOST_BYTES + 1) or b""
     if len(data) > MOST_BYTES:
@@ -539,7 +538,7 @@ def read_file(path: Place) -> bytes:
 
 
 class OpenFiles:
-    """Reads parts of files, and keeps the last `most` open. Threads may share it; a pickled copy opens its own files."""
+    """Reads parts of files, and keeps the last `most` files open. Threads can share it. A pickled copy opens its own files."""
 
     def __init__(self, most: int = 64) -> None:
         self._most = most
@@ -547,21 +546,21 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
-        """Bytes of a file; fewer than `size` at its end."""
+        """Returns `size` bytes from `offset` on, or fewer at the end of the file."""
         with self._lock:
             file = self._open.pop(path, None) or _OpenFile(path)
-            self._open[path] = file  # the last one used comes last
+            self._open[path] = file  # the most recently used file is the last entry
             if len(self._open) > self._most:
                 del self._open[next(iter(self._open))]
         return os.pread(file.number, size, offset)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has no open files."""
+        """Pickles without the open files."""
         return OpenFiles, (self._most,)
 
 
 class _OpenFile:
-    """An open file, which is closed when no thread uses it any more."""
+    """An open file, which is closed when no thread uses it any longer."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY)

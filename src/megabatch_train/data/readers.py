@@ -1,12 +1,12 @@
-"""Reader processes: an executor whose work runs in other Python processes, beside the thread that keeps the GPU busy.
+"""Data-loader workers: an executor that runs tasks in other Python processes, so that one thread keeps the GPU busy.
 
-Threads share Python's interpreter lock, which reading, tokenizing and queueing kernels would fight over. Each reader is a fresh
-Python process that imports this package and nothing of the program that started it, so it works from any script and after CUDA
-was initialised. Objects that every task needs (datasets, tokenizers) are sent once. A reader ends when its socket closes, so
-also if the program is killed.
+Threads share Python's interpreter lock, so reading, tokenizing and launching kernels would compete for it. Each worker is a
+new Python process. It imports this package, but nothing from the program that started it, so it works from any script and
+after CUDA was initialized. Objects that every task needs (datasets, tokenizers) are sent once. A worker ends when its socket
+closes, including when the program is killed.
 
-The memory of tensors is sent as it is, beside the pickled rest, and received into memory that the tensors then use. Tensors of
-one shape are received together: each operation on a tensor may wait for the interpreter lock, and there are many samples.
+The memory of tensors is sent separately from the pickled data, and is received directly into the memory of the new tensors.
+Tensors of one shape are received together, because each operation on a tensor may wait for the interpreter lock.
 """
 
 import ctypes
@@ -31,19 +31,19 @@ from torch import Tensor
 
 LOG = logging.getLogger("megabatch")
 SLAB = 1 << 28  # bytes of pinned memory allocated at once
-NICENESS = 10  # of readers: the thread that queues kernels comes first
-ALIGNED = 64  # bytes: tensors of any dtype begin at a multiple
-_LENGTH = struct.Struct("<Q")  # of the part of a message that is pickled
+NICENESS = 10  # of workers; the thread that launches kernels has priority
+ALIGNED = 64  # bytes; each tensor begins at a multiple
+_LENGTH = struct.Struct("<Q")  # length of the pickled part of a message
 
 
 @contextmanager
 def open_readers(count: int, shared: Sequence[Any], *, processes: bool) -> Iterator[int | Executor]:
-    """Readers, as `ReplaySource` takes them: 0, or an executor. Work that is still waiting at the end is dropped.
+    """Yields workers for `ReplaySource`: 0, or an executor. Tasks that are still waiting at the end are dropped.
 
     Args:
-        count: of readers; 0 to read in the main thread.
+        count: number of workers; 0 reads in the main thread.
         shared: objects that tasks refer to, such as datasets.
-        processes: whether readers are processes; otherwise threads, and also if an object cannot be pickled.
+        processes: whether workers are processes. Otherwise, or if an object cannot be pickled, they are threads.
     """
     if count == 0:
         yield 0
@@ -62,17 +62,17 @@ def open_readers(count: int, shared: Sequence[Any], *, processes: bool) -> Itera
 
 
 class ReaderProcesses(ThreadPoolExecutor):
-    """An executor of `count` processes; a thread for each sends it tasks and waits for results.
+    """An executor of `count` processes. One thread per process sends tasks and waits for results.
 
     Args:
-        count: of processes. They start at once, and load the shared objects and their packages while the program goes on.
-        shared: objects that tasks may refer to. They are pickled once; in tasks only their number is sent.
+        count: number of processes. They load the shared objects and their packages while the program continues.
+        shared: objects that tasks can refer to. They are pickled once, and tasks contain only their numbers.
     """
 
     def __init__(self, count: int, shared: Sequence[Any] = ()) -> None:
         super().__init__(count, thread_name_prefix="megabatch-read")
         self._numbers = {id(value): number for number, value in enumerate(shared)}
-        self._shared = list(shared)  # kept alive: the id of a freed object could become another's
+        self._shared = list(shared)  # kept alive, because the id of a freed object can become the id of another object
         first = _dump(list(shared), {})
         memory = _Memory(pinned=torch.cuda.is_available())
         self._processes = [_Process(first, memory) for _ in range(count)]
@@ -83,13 +83,13 @@ class ReaderProcesses(ThreadPoolExecutor):
             self.submit(_nothing)
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Runs `function(*args, **kwargs)` in a process. All of it must be picklable."""
+        """Runs `function(*args, **kwargs)` in a process. The function and its arguments must be picklable."""
         return super().submit(self._run, function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         task = _dump((function, args, kwargs), self._numbers)
         with self._lock:
-            process = self._free.pop()  # there are as many as threads
+            process = self._free.pop()  # there are as many processes as threads
         try:
             problem = process.introduce()
             if problem is None:
@@ -104,7 +104,7 @@ class ReaderProcesses(ThreadPoolExecutor):
         return function(*args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the threads, then the processes."""
+        """Ends the threads, and then the processes."""
         super().shutdown(wait=wait, cancel_futures=cancel_futures)
         for process in self._processes:
             process.connection.close()
@@ -113,17 +113,17 @@ class ReaderProcesses(ThreadPoolExecutor):
 
 
 class _Process:
-    """One reader: a Python process and the socket to it.
+    """One worker: a Python process and the socket to it.
 
     Args:
-        first: the shared objects, which the process gets before its first task.
-        memory: for results.
+        first: message with the shared objects, which the process gets before its first task.
+        memory: memory for results.
     """
 
     def __init__(self, first: "Message", memory: "_Memory") -> None:
         self.connection, theirs = socket.socketpair()
         for end in (self.connection, theirs):
-            end.settimeout(None)  # the program may have set a default
+            end.settimeout(None)  # the program can have set a default timeout
         self._first: Message | None = first
         self._memory = memory
         self._problem: str | None = None
@@ -136,7 +136,7 @@ class _Process:
         theirs.close()
 
     def introduce(self) -> str | None:
-        """Sends the shared objects, once. Returns why the process cannot load them, such as a class of the user's script."""
+        """Sends the shared objects once. Returns why the process cannot load them, for example a class of the user's script."""
         if self._first is not None:
             try:
                 self.answer(self._first)
@@ -161,7 +161,7 @@ class _Process:
         return result
 
     def end(self) -> None:
-        """Waits for the process, whose socket is closed."""
+        """Waits for the process after its socket was closed."""
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -170,11 +170,11 @@ class _Process:
 
 
 def _nothing() -> None:
-    """The first task of a process, which gets it to load the shared objects."""
+    """Does nothing. As the first task of a process, it makes the process load the shared objects."""
 
 
 def serve(number: int) -> None:
-    """The main function of a reader: answers tasks from the socket with this file descriptor until it is closed."""
+    """Runs a worker: answers tasks from the socket with this file descriptor until the socket is closed."""
     torch.set_num_threads(1)
     os.nice(NICENESS)
     connection = socket.socket(fileno=number)
@@ -198,7 +198,7 @@ def serve(number: int) -> None:
 
 
 class Message(NamedTuple):
-    """A value that is sent: pickled, but for its tensors."""
+    """A message: pickled data, and tensors that are sent separately."""
 
     pickled: bytes
     groups: list[list[Tensor]]  # tensors of one dtype and shape each
@@ -237,15 +237,15 @@ def _fill(connection: socket.socket, room: Any) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """The memory of a contiguous tensor. The tensor must stay alive."""
+    """Returns the memory of a contiguous tensor. The tensor must stay alive."""
     return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 class _Memory:
-    """Memory for tensors that are received; never zeroed, which would take the interpreter lock.
+    """Memory for received tensors. It is never zeroed, because zeroing would take the interpreter lock.
 
-    Pinned memory is allocated in slabs that many tensors share, since PyTorch rounds its size up to a power of two. PyTorch
-    keeps a slab when its last tensor is gone, so the next batch is received into memory that is pinned already.
+    Pinned memory is allocated in slabs that many tensors share, because PyTorch rounds sizes up to a power of two. PyTorch
+    keeps a slab after its last tensor is freed, so the next batch is received into memory that is already pinned.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -254,7 +254,7 @@ class _Memory:
         self._lock = threading.Lock()
 
     def take(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """An uninitialised tensor."""
+        """Returns an uninitialized tensor."""
         if not self._pinned:
             return torch.empty(shape, dtype=dtype)
         size = math.prod(shape) * dtype.itemsize
@@ -269,7 +269,7 @@ class _Memory:
 def _dump_error(error: Exception) -> Message:
     try:
         answer = pickle.dumps((None, error))
-        pickle.loads(answer)  # some exceptions cannot be built again
+        pickle.loads(answer)  # some exceptions cannot be unpickled
     except Exception:
         answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
     return Message(answer, [])
@@ -287,12 +287,12 @@ def _load(message: Message, shared: list[Any]) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends shared objects by their number. Tensors are sent beside the rest, tensors of one dtype and shape together."""
+    """Replaces shared objects by their numbers. Groups tensors by dtype and shape, and excludes them from the pickled data."""
 
     def __init__(self, stream: io.BytesIO, numbers: dict[int, int]) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
         self._numbers = numbers
-        self._places: dict[int, tuple[int, int]] = {}  # of tensors, by id
+        self._places: dict[int, tuple[int, int]] = {}  # group and position of each tensor, by its id
         self.groups: dict[Any, list[Tensor]] = {}
 
     def persistent_id(self, value: Any) -> int | tuple[int, int] | None:

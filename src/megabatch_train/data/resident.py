@@ -1,4 +1,4 @@
-"""A dataset that is held on the training device, with random crops made there."""
+"""A dataset that is kept on the training device. Random crops are made there."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -17,18 +17,18 @@ from megabatch_train.data.dataset import IMAGE, Dataset, Part, Preparation, firs
 from megabatch_train.data.images import CROP_NUMBERS, TrainingImages
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Random numbers of many samples at once, on their device: the bits of `sample_seed`, which computes one at a time.
+# Random numbers of many samples at once, computed on their device. They are bitwise identical to those of `sample_seed`.
 
 
 def uniform(seed: int, indices: Tensor, count: int) -> Tensor:  # (n,) int64 -> (n, count) float32
-    """`count` numbers in [0, 1) for each sample: the upper bits of `sample_seed(sample_seed(seed, index), number)`."""
+    """Returns `count` numbers in [0, 1) per sample: the upper bits of `sample_seed(sample_seed(seed, index), number)`."""
     seeds = _sample_seeds(torch.full_like(indices, _to_signed(seed)), indices)  # (n,)
     bits = _sample_seeds(seeds[:, None], torch.arange(count, device=indices.device))  # (n, count)
-    return (bits >> 39).float() / 2**24  # 24 of 63 bits, all of which float32 can hold
+    return (bits >> 39).float() / 2**24  # 24 of 63 bits, which float32 represents exactly
 
 
 def _sample_seeds(seed: Tensor, position: Tensor) -> Tensor:
-    """`sample_seed` line by line. int64 wraps around like the 64 bits there."""
+    """Repeats `sample_seed` line by line. int64 wraps around like the 64-bit integers there."""
     state = seed * _to_signed(0xD1342543DE82EF95) + (position + 1) * _to_signed(0x9E3779B97F4A7C15)
     state = (state ^ _shift_right(state, 30)) * _to_signed(0xBF58476D1CE4E5B9)
     state = (state ^ _shift_right(state, 27)) * _to_signed(0x94D049BB133111EB)
@@ -36,42 +36,42 @@ def _sample_seeds(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def _shift_right(state: Tensor, count: int) -> Tensor:
-    """An unsigned shift to the right: bits that the sign fills are cleared."""
+    """Shifts to the right without a sign: clears the bits that the sign fills."""
     return (state >> count) & ((1 << (64 - count)) - 1)
 
 
 def _to_signed(number: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Returns the int64 with the same 64 bits."""
     number %= 1 << 64
     return number - (1 << 64) if number >> 63 else number
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A dataset in the memory of a device: images are decoded once, texts are tokenized once, and random crops are made there.
+# A dataset in the memory of a device. Images are decoded once and texts are tokenized once.
 #
-# Readers decode and crop every image again in every epoch, and a small model waits for them. A dataset that fits into the
-# memory of the device needs no reader after the first pass.
+# Without it, data-loader workers decode and crop every image in every epoch, and a small model waits for them. A dataset that
+# fits into device memory needs no workers after the first pass.
 #
-# An image is stored in a size a little larger than the tower's input. A crop is sampled bilinearly from a random part of
-# it; readers resize this part of the original image instead. The random numbers of a crop follow from (seed, epoch, sample,
-# side), so they are the same on any rank and in both passes of a step.
+# A stored image is slightly larger than the input of the tower. A crop is sampled bilinearly from a random part of the stored
+# image, whereas workers resize this part of the original image. The random numbers of a crop depend only on (seed, epoch,
+# sample, side), so they are equal on every rank and in both passes of a step.
 
 
-MARGIN = 1.125  # side of a stored image over that of a crop: parts of 80 % of it are then not enlarged much
-CHUNK = 1024  # images read, and cropped, at once
+MARGIN = 1.125  # side of a stored image divided by the side of a crop, so that crops of 80 % are hardly enlarged
+CHUNK = 1024  # images that are read or cropped at once
 
 
 class Resident(Part):
     """All samples of a dataset, kept on a device for training.
 
     Args:
-        dataset: is read once.
-        preparations: of both sides; a `towers.Tower` is one.
-        device: where the samples are kept.
-        sides: that are kept; the others are read as usual.
-        augment: whether images are cropped at random. Their preparation must then have `training_images`.
-        workers: of the first reading, as for `ReplaySource`.
-        limit: bytes that the samples may take (default: no limit).
+        dataset: the dataset, which is read once.
+        preparations: preprocessing of both sides, such as two `towers.Tower`.
+        device: the device that keeps the samples.
+        sides: the sides that are kept. The other sides are read as usual.
+        augment: whether images are cropped at random. If so, their preparation must have `training_images`.
+        workers: workers of the first reading, as for `ReplaySource`.
+        limit: maximum size of the samples in bytes (default: no limit).
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Resident(Part):
             training: Any = getattr(preparation, "training_images", None)
             if images and augment and training is None:
                 raise ValueError(
-                    "memory.resident must be 0 for a model whose readers augment images, or augment be false; models of "
+                    "memory.resident must be 0 for a model whose workers augment images, or augment be false; models of "
                     "open_clip and transformers are cropped on the device"
                 )
             first, rows = self._distinct(side)
@@ -102,12 +102,12 @@ class Resident(Part):
             if images and augment:
                 self._kept[side] = _ResidentImages.read(prepared, rows, training, device, room)
             else:
-                chunk = CHUNK if images else len(first)  # all texts at once: they are padded to one width
+                chunk = CHUNK if images else len(first)  # all texts at once, because they are padded to a common length
                 self._kept[side] = _Fixed.read(prepared(preparation), rows, preparation, device, room, chunk)
             self._spread_failures(first, rows)
 
     def _distinct(self, side: int) -> tuple[list[int], Tensor]:
-        """The first sample of each item, and the item of each sample. Captions of one image share its pixels."""
+        """Returns the first sample of each item, and the item of each sample. Captions of one image share its pixels."""
         items = self.whole.items() if side == 0 else None
         if items is None:
             return list(range(len(self.whole))), torch.arange(len(self.whole))
@@ -115,7 +115,7 @@ class Resident(Part):
         return first_places(rows).tolist(), rows
 
     def _spread_failures(self, first: list[int], rows: Tensor) -> None:
-        """Every sample of an unreadable image fails for the same reason."""
+        """Marks every sample of an unreadable image as failed, for the same reason."""
         if len(first) < len(rows):
             broken = {row: self.failures[index] for row, index in enumerate(first) if index in self.failures}
             for row, reason in broken.items():
@@ -133,7 +133,7 @@ class Resident(Part):
         augment: bool = True,
         **options: Any,
     ) -> Source:
-        """The kept samples; for evaluation, and for a side that is not kept, the dataset's own source with `options`."""
+        """Returns the kept samples. Evaluation and sides that are not kept use the source of the dataset with `options`."""
         kept = self._kept.get(side)
         if kept is None or (isinstance(kept, _ResidentImages) and not augment):
             return self.whole.source(indices, side, preparation, seed=seed, epoch=epoch, augment=augment, **options)
@@ -141,7 +141,7 @@ class Resident(Part):
 
 
 class _DeviceBuffers:
-    """Memory for all sides together."""
+    """The memory budget of all sides."""
 
     def __init__(self, limit: float) -> None:
         self._limit, self._used = limit, 0
@@ -157,7 +157,7 @@ class _DeviceBuffers:
 
 @dataclass(frozen=True)
 class _Fixed:
-    """Inputs that are the same in every epoch: tokens, and images that are not augmented."""
+    """Inputs that are equal in every epoch: tokens, and images without augmentation."""
 
     inputs: Any  # one row for each distinct sample, on the device
     rows: Tensor  # (samples,) int64 on the host
@@ -183,7 +183,6 @@ class _Fixed:
         return cls(_join([inputs for inputs, _ in parts]), rows, lengths)
 
     def source(self, indices: Tensor, seed: int) -> Source:
-        """The inputs of some samples."""
         chosen = self.rows[indices]
         places: dict[torch.device, Tensor] = {}
 
@@ -198,10 +197,10 @@ class _Fixed:
 
 @dataclass(frozen=True)
 class _ResidentImages:
-    """Images, cropped anew in each epoch."""
+    """Images that are cropped again in each epoch."""
 
-    pixels: Tensor  # (images, 3, H, W) uint8 on the device, each image stretched to this size
-    shapes: Tensor  # (images,) float32 on the device, aspect ratios before that
+    pixels: Tensor  # (images, 3, H, W) uint8 on the device, each image stretched to (H, W)
+    shapes: Tensor  # (images,) float32 on the device, aspect ratios of the original images
     rows: Tensor  # (samples,) int64 on the device
     training: TrainingImages
 
@@ -226,11 +225,10 @@ class _ResidentImages:
         return cls(pixels, shapes, rows.to(device), training)
 
     def source(self, indices: Tensor, seed: int) -> "_Crops":
-        """Crops of some samples."""
         return _Crops(self, indices.to(self.pixels.device), seed)
 
     def crops(self, indices: Tensor, seed: int) -> dict[str, Tensor]:  # (n, 3, *size) float32
-        """The inputs of the tower."""
+        """Returns the inputs of the tower."""
         rows = self.rows[indices]
         numbers = uniform(seed, indices, CROP_NUMBERS)
         crop = self.training.crop
@@ -241,7 +239,7 @@ class _ResidentImages:
 
 
 class _Crops(Source):
-    """Crops of a batch, made when their chunk is due."""
+    """The crops of a batch. Each chunk is cropped when it is due."""
 
     def __init__(self, images: _ResidentImages, indices: Tensor, seed: int) -> None:
         self._images, self._indices, self._seed = images, indices, seed
@@ -256,7 +254,7 @@ class _Crops(Source):
 
 @dataclass(frozen=True)
 class _Stretched:
-    """Preprocessing of stored images: the whole image stretched to `size`, and its aspect ratio."""
+    """Preprocessing of stored images: stretches the whole image to `size`, and records its aspect ratio."""
 
     size: tuple[int, int]
     training_images: None = None
@@ -279,7 +277,7 @@ def _chunks(source: Source, size: int) -> Iterator[Any]:
 
 
 def _join(parts: list[Any]) -> Any:
-    """Inputs of several chunks as one."""
+    """Joins the inputs of several chunks."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], Tensor):

@@ -1,4 +1,4 @@
-"""Rows of tables that are read by index, images that are stored in a table, and folders of images."""
+"""Rows of tables that are read by index, images that are stored in tables, and folders of images."""
 
 import codecs
 import csv
@@ -26,38 +26,38 @@ from megabatch_train.names import TABLES
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Images that are stored in a table, copied once into a file in which each of them can be read by itself.
+# Images inside tables. They are copied once to a file from which each image can be read alone.
 #
-# Parquet holds many images in one compressed column, which is read as a whole. The copy has the bytes of all images one
-# after another, each distinct image once; a table beside it has the place of each row's image. Both are in the cache
-# folder, and are made again if the table changes.
+# Parquet stores many images in one compressed column chunk, which must be read as a whole. The copy contains the bytes of all
+# images, each distinct image once. An index next to it has the offset and the size of the image of each row. Both files are in
+# the cache folder. They are made again if the table changes.
 
 _FORMAT = 1  # version of the copies
 
 
 class Embedded(NamedTuple):
-    """An image that was stored in a row."""
+    """An image that is stored in a row."""
 
-    digest: str  # of its bytes
-    name: str  # the path that is stored with it, or the digest
-    file: Path  # the copy
+    digest: str  # digest of the image's bytes
+    name: str  # path that is stored with the image, or else the digest
+    file: Path  # file with the copies
     offset: int
     size: int
 
 
 def copy_images(key: str, column: str, table: str, values: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """The images of a column, in order. A row without bytes gives its path, or None if it has no path either.
+    """Yields the images of a column, in order. A row without image bytes yields its path, or None if it has no path.
 
     Args:
-        key: name of the table and its version.
+        key: name and version of the table.
         column: name of the column.
         table: name of the table, for messages.
-        values: gives the values of the column: encoded images as bytes, or `{"bytes": …, "path": …}`.
+        values: returns the values of the column: encoded images as bytes, or `{"bytes": …, "path": …}`.
     """
     folder = paths.folder() / "images"
     key = hashlib.blake2b(f"{key} {column} {_FORMAT}".encode(), digest_size=16).hexdigest()
     index, file = folder / f"{key}.pt", folder / f"{key}.bin"
-    with file_io.hold_lock(folder / f"{key}.lock"):  # ranks wait for the one that copies
+    with file_io.hold_lock(folder / f"{key}.lock"):  # other ranks wait for the rank that copies
         if not file.exists():
             index.unlink(missing_ok=True)
         found = paths.load_or_make(index, lambda: _copy(values(), file, f"{table}, column {column}"))
@@ -73,8 +73,8 @@ def copy_images(key: str, column: str, table: str, values: Callable[[], Iterable
 
 
 def _copy(values: Iterable[Any], file: Path, what: str) -> dict[str, Any]:
-    """Writes the copy. Returns for each row the place of its image (offset −1 if there is none), its digest and its path."""
-    LOG.info("the images of %s are copied once to %s, so that each can be read by itself", what, file)
+    """Writes the copy. Returns offset, size, digest and path of the image of each row. The offset is −1 without an image."""
+    LOG.info("the images of %s are copied once to %s, so that each can be read alone", what, file)
     places: list[tuple[int, int]] = []
     digests: list[bytes] = []
     names: list[bytes] = []
@@ -99,47 +99,49 @@ def _copy(values: Iterable[Any], file: Path, what: str) -> dict[str, Any]:
         "places": torch.tensor(places, dtype=torch.int64).view(-1, 2),
         "digests": torch.frombuffer(bytearray(b"".join(digests) or bytes(16)), dtype=torch.uint8).view(-1, 16),
         "names": torch.tensor(list(b"".join(names)), dtype=torch.uint8),
-        "ends": torch.tensor([0, *itertools.accumulate(map(len, names))], dtype=torch.int64),  # of name i: i and i + 1
+        "ends": torch.tensor(
+            [0, *itertools.accumulate(map(len, names))], dtype=torch.int64
+        ),  # name i is between entries i and i + 1
     }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rows of pairs, whatever they are stored in: CSV, TSV, JSON lines, Parquet, captions beside images.
+# Rows of pairs from CSV, TSV, JSON lines, Parquet, and folders of images with caption files.
 #
-# A source of rows knows the names of its columns, and gives the rows with some of them. Damaged rows come with a problem in
-# place of values. An image is a path or address, or, if it is stored in the row, an `Embedded`.
+# A row source has the names of its columns and yields rows. A damaged row has a problem instead of values. An image is a path
+# or URL, or an `Embedded` if it is stored in the row.
 
-CAPTION_KEYS = ("caption", "text")  # in JSON
+CAPTION_KEYS = ("caption", "text")  # keys of the caption in JSON
 ROWS_AT_ONCE = 1024
 
 
 class Row(NamedTuple):
     """A row of a table."""
 
-    number: int  # from 1
+    number: int  # number of the row, from 1
     values: dict[str, Any] | None
-    problem: str = ""  # if there are no values
+    problem: str = ""  # empty if there are values
 
 
 class RowSource(Protocol):
-    """A table, or anything else with rows."""
+    """A table or another source of rows."""
 
-    name: str  # for messages
-    folder: Place  # that paths of images are relative to
+    name: str  # name for messages
+    folder: Place  # folder that image paths are relative to
 
     def columns(self) -> list[str]:
-        """The names of the columns; none if there is no intact row."""
+        """Returns the names of the columns; none if there is no intact row."""
 
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
-        """The rows, with these columns at least; the column `image` may hold images instead of paths."""
+        """Yields rows with at least these columns. The column `image` can contain images instead of paths."""
 
 
 class TextRows:
-    """CSV, TSV or JSON lines.
+    """A CSV, TSV or JSON lines file.
 
     Args:
-        path: of the file.
-        encoding: of its text.
+        path: path or URL of the file.
+        encoding: encoding of its text.
     """
 
     def __init__(self, path: Place, encoding: str) -> None:
@@ -147,19 +149,19 @@ class TextRows:
         try:
             codecs.lookup(encoding)
         except LookupError as error:
-            raise ValueError(f"encoding must be one that Python knows, such as utf-8 or latin-1, got {encoding!r}") from error
-        self._quoted: bool | None = None  # whether quotes have the meaning of CSV; found when needed
+            raise ValueError(f"encoding must be an encoding of Python, such as utf-8 or latin-1, got {encoding!r}") from error
+        self._quoted: bool | None = None  # whether quotes have their meaning in CSV; found when needed
         self._encoding = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
 
     def columns(self) -> list[str]:
-        """The names of the header; for JSON lines the keys of all rows, because each row has its own."""
+        """Returns the names in the header. For JSON lines, returns the keys of all rows, because each row has its own keys."""
         found = (row.values for row in self.rows() if row.values is not None)
         if self._path.suffix != ".jsonl":
             return list(next(found, {}))
         return list(dict.fromkeys(name for values in found for name in values))
 
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
-        """All columns. Values of CSV and TSV are texts."""
+        """Yields rows with all columns. Values of CSV and TSV are texts."""
         try:
             if self._path.suffix == ".jsonl":
                 yield from _json_rows(self._path, self._encoding)
@@ -172,27 +174,27 @@ class TextRows:
 
 
 class ParquetRows:
-    """Parquet. Images that are stored in it are copied once, because it cannot be read row by row.
+    """A Parquet file. Its images are copied once, because a single row cannot be read.
 
     Args:
-        path: of the file.
+        path: path or URL of the file.
     """
 
     def __init__(self, path: Place) -> None:
         self.name, self.folder, self._path = path.name, path.parent, path
 
     def columns(self) -> list[str]:
-        """The columns of the schema."""
+        """Returns the columns of the schema."""
         with self._open() as file:
             return list(file.schema_arrow.names) if file.metadata.num_rows else []
 
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
-        """Reads the named columns alone."""
+        """Yields rows with only the named columns."""
         with self._open() as file:
             schema = file.schema_arrow
         wanted = [name for name in schema.names if columns is None or name in columns]
         if image not in schema.names or re.match(r"(dictionary<values=)?(large_)?string", str(schema.field(image).type)):
-            image = None  # paths
+            image = None  # the column contains paths
         return number_rows(self._read, wanted, image, "-".join(map(str, identity(self._path))), self.name)
 
     def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -215,7 +217,7 @@ class ParquetRows:
 def number_rows(
     read: Callable[[list[str]], Iterator[dict[str, Any]]], columns: list[str], image: str | None, key: str, table: str
 ) -> Iterator[Row]:
-    """Numbers the rows that `read` yields for some columns. Images of the column `image` are copied once (`Embedded`)."""
+    """Numbers the rows that `read` yields. Images of the column `image` are copied once and yielded as `Embedded`."""
     if image is None:
         yield from (Row(number, values) for number, values in enumerate(read(columns), 1))
         return
@@ -226,10 +228,10 @@ def number_rows(
 
 
 class CaptionedImages:
-    """Images of a folder and its subfolders, each with a caption in a file of the same name, `.txt` or `.json`.
+    """Images of a folder and its subfolders. Each has its caption in a file of the same name, `.txt` or `.json`.
 
     Args:
-        folder: of the images.
+        folder: folder of the images.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -237,11 +239,11 @@ class CaptionedImages:
         self.folder: Place = folder
 
     def columns(self) -> list[str]:
-        """The path of the image, and the caption."""
+        """Returns the names of the image path and the caption."""
         return ["image", "caption"]
 
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
-        """Images in the order of their paths."""
+        """Yields rows in the order of the image paths."""
         found = (path for path in sorted(self._folder.rglob("*")) if is_image(path))
         for number, path in enumerate(found, 1):
             name = str(path.relative_to(self._folder))
@@ -264,15 +266,15 @@ class CaptionedImages:
 
 
 def has_captions(folder: Path) -> bool:
-    """Whether images of a folder have captions beside them. If it could be a folder of classes, at least half must have one."""
+    """Returns whether images have caption files. If it could be a folder of classes, at least half of them must have one."""
     files = list(folder.rglob("*"))
     stems = [path.with_suffix("") for path in files if is_image(path)]
     captions = {path.with_suffix("") for path in files if path.suffix.lower() in CAPTIONS}
     count = sum(stem in captions for stem in stems)
     if 0 < 2 * count < len(stems) and class_folders(folder):
         LOG.warning(
-            "%s: the folders' names are the captions; %s files beside %d of %d images are not read, because captions beside "
-            "images must be there for at least half of them",
+            "%s: the names of the folders are used as captions. %s files of %d of %d images are not read, because at least "
+            "half of the images must have one",
             *(folder, " and ".join(CAPTIONS), count, len(stems)),
         )
         return False
@@ -295,7 +297,7 @@ def _describe_encoding_error(path: Place, encoding: str) -> str:
 def _csv_rows(path: Place, encoding: str, quoted: bool) -> Iterator[Row]:
     separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
     with path.open(encoding=encoding, newline="") as file:
-        taken: list[str] = []  # lines of a row
+        taken: list[str] = []  # lines of the current row
         lines = _keep_lines(file, taken)
         reader = csv.DictReader(lines, delimiter=separator, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
         try:
@@ -319,7 +321,7 @@ def _csv_rows(path: Place, encoding: str, quoted: bool) -> Iterator[Row]:
                 continue
             if quoted and (problem := _find_misquote(taken, separator, expected)):
                 yield Row(number, None, f"{_lines(reader, taken)}: {problem}")
-            elif None in values:  # more fields than the header: an unquoted comma would cut a caption
+            elif None in values:  # more fields than the header, for example because an unquoted comma divides a caption
                 came = len(values) - 1 + len(values[None])
                 told = f"must have {expected} fields, got {came}; a {called} in a text needs quotes around the text"
                 yield Row(number, None, told)
@@ -328,19 +330,19 @@ def _csv_rows(path: Place, encoding: str, quoted: bool) -> Iterator[Row]:
 
 
 def _lines(reader: "csv.DictReader[str]", taken: list[str]) -> str:
-    last = reader.reader.line_num  # DictReader's own number does not count lines that cannot be read
+    last = reader.reader.line_num  # DictReader's own number excludes lines that cannot be read
     return f"line {last}" if len(taken) == 1 else f"lines {last - len(taken) + 1} to {last}"
 
 
 def _keep_lines(file: Iterable[str], taken: list[str]) -> Iterator[str]:
-    """The lines of a file; each is also appended to `taken`."""
+    """Yields the lines of a file, and appends each to `taken`."""
     for line in file:
         taken.append(line.replace("\0", ""))
         yield taken[-1]
 
 
 def _find_misquote(lines: list[str], separator: str, fields: int) -> str:
-    """The problem with the quotes of a row, given its lines; empty if there is none."""
+    """Returns the problem with the quotes of a row, given its lines; empty if there is none."""
     if len(lines) < 2 and not sum(line.count('"') for line in lines) % 2:
         return ""
     how = 'a text with quotation marks needs quotes around it, and each mark of its own twice ("")'
@@ -348,14 +350,14 @@ def _find_misquote(lines: list[str], separator: str, fields: int) -> str:
         list(csv.reader(lines, delimiter=separator, strict=True))
     except csv.Error as error:
         return f"a quoted field does not end where it should ({error}); {how}"
-    rows = list(itertools.dropwhile(lambda line: not line.strip(), lines))  # with the row come empty lines before it
+    rows = list(itertools.dropwhile(lambda line: not line.strip(), lines))  # the lines of a row include empty lines before it
     if len(rows) > 1 and all(line.count(separator) == fields - 1 for line in rows):
         return f"a quoted field has whole rows in it; {how}"
     return ""
 
 
 def _is_well_quoted(path: Place, encoding: str) -> bool:
-    """Whether the quotes of a TSV file have the meaning of CSV. Otherwise they are part of the texts."""
+    """Returns whether the quotes of a TSV file have their meaning in CSV. If not, they are part of the texts."""
     with path.open(encoding=encoding, newline="") as file:
         taken: list[str] = []
         reader, fields = csv.reader(_keep_lines(file, taken), delimiter="\t", strict=True), 0
@@ -371,7 +373,7 @@ def _is_well_quoted(path: Place, encoding: str) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text; a ValueError if it is no JSON, or nested more deeply than Python's stack allows."""
+    """Returns the value of a JSON text. Raises a ValueError if it is invalid, or too deeply nested for Python's stack."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -392,20 +394,20 @@ def _json_rows(path: Place, encoding: str) -> Iterator[Row]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Folders of images: one for each class, whose name is the caption, with spaces for underscores; or one of images alone.
+# Folders of images. Either each class has a folder whose name is the caption, or the images have no captions.
 
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
-CAPTIONS = (".txt", ".json")  # endings of a caption beside an image; upper case counts too
+CAPTIONS = (".txt", ".json")  # extensions of caption files, in lower or upper case
 
 
 class _ImageFiles(Dataset):
-    """Image files, each with a text that follows from its path.
+    """Image files. The text of each image follows from its path.
 
     Args:
-        path: of the folder that all files are in.
+        path: folder that contains all files.
         files: the images.
-        texts: of each file.
+        texts: text of each file.
     """
 
     def __init__(self, path: Path, files: list[Path], texts: list[str]) -> None:
@@ -414,16 +416,13 @@ class _ImageFiles(Dataset):
         self._ids = number_values(texts)
 
     def __len__(self) -> int:
-        """The number of images."""
         return len(self._files)
 
     def read(self, index: int, side: int) -> Any:
-        """The image, or its text."""
         found = self.read_stored(index, side)
         return images.decode(found) if side == 0 else found
 
     def read_stored(self, index: int, side: int) -> Any:
-        """The encoded image, or its text."""
         place = self._files[self.check(index)]
         if side == 1:
             return self._texts[index]
@@ -433,27 +432,25 @@ class _ImageFiles(Dataset):
             raise UnreadableSampleError(f"{place} cannot be read: {error.strerror}") from error
 
     def name(self, index: int) -> str:
-        """The image's path in the folder."""
         return str(self._files[self.check(index)].relative_to(self.path))
 
     def place(self, index: int) -> str:
-        """The image's path."""
         return str(self._files[self.check(index)])
 
     def ids(self, indices: Any) -> Tensor:  # (n,) int64
-        """Images with one text are not each other's negatives."""
+        """Images with the same text are not each other's negatives."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
 
     def documents(self) -> Tensor:  # (samples,) int64
-        """Images with one text are of one class."""
+        """Images with the same text belong to one class."""
         return self._ids
 
 
 class Folders(_ImageFiles):
-    """Images in folders, one for each class. The text of an image is the name of its class, with spaces for underscores.
+    """Images in one folder for each class. The text of an image is the name of its class, with spaces instead of underscores.
 
     Args:
-        path: of the folder that has the classes' folders.
+        path: folder that contains the folders of the classes.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -465,10 +462,10 @@ class Folders(_ImageFiles):
 
 
 class ImageFolder(_ImageFiles):
-    """Images without captions, to search or embed. The text of an image is its path in the folder.
+    """Images without captions, for search and embedding. The text of an image is its path in the folder.
 
     Args:
-        path: of the folder; images in its subfolders belong to it too.
+        path: folder of the images, including its subfolders.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -478,8 +475,8 @@ class ImageFolder(_ImageFiles):
 
 
 def is_plain(path: Path) -> bool:
-    """Whether a folder has images, and beside them no captions of them, tables or shards."""
-    if not os.path.isdir(path):  # a Path refuses long names
+    """Returns whether a folder has images, but no caption files of them, no tables and no shards."""
+    if not os.path.isdir(path):  # a Path raises an error for long names
         return False
     files = [entry for entry in path.iterdir() if entry.is_file()]
     captions = {file.stem for file in files if file.suffix.lower() in CAPTIONS}
@@ -488,11 +485,11 @@ def is_plain(path: Path) -> bool:
 
 
 def class_folders(path: Path) -> list[Path]:
-    """The folders in a folder that have images."""
+    """Returns the subfolders that contain images."""
     found = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     return [folder for folder in found if any(is_image(file) for file in folder.rglob("*"))]
 
 
 def is_image(path: Path) -> bool:
-    """Whether the name is an image's."""
+    """Returns whether the name has the extension of an image."""
     return path.suffix.lower() in ENDINGS

@@ -1,13 +1,13 @@
 """webdataset shards as img2dataset writes them: tar files of images and captions, with random access, local or remote.
 
-Each shard's table of contents (name, offset and size of each member) is made once and cached. Samples can then be read in any
-order, by any rank or worker, and again for a second pass. The tables are memory-mapped, so all readers of a machine share them,
-and a local shard stays open between samples. The table of a remote shard needs all blocks that have a member's header: the
-whole shard, unless images are larger than a block. `groups` is the number of samples of each shard; `Order` uses it to shuffle
-so that few shards are read at a time.
+The index of a shard has name, offset and size of each member. It is made once and cached. With it, samples can be read in any
+order, by any rank or worker, and again for a second pass. Indexes are memory-mapped, so all workers of a machine share them. A
+local shard stays open between samples. The index of a remote shard needs all blocks that contain a header of a member, which
+is the whole shard unless images are larger than a block. `groups` has the number of samples of each shard. `Order` uses it to
+shuffle so that only a few shards are read at a time.
 
-Damaged data does not end a run. Of a truncated shard the intact samples are used; samples without image or caption are skipped;
-`problems` lists both. An image that cannot be decoded is found when it is read, and listed in `failures`.
+Damaged data does not end a run. The intact samples of a truncated shard are used, and samples without image or caption are
+skipped. `problems` lists both. An image that cannot be decoded is detected when it is read, and listed in `failures`.
 """
 
 import bisect
@@ -29,19 +29,19 @@ from megabatch_train.data.rows import parse_json
 from megabatch_train.names import sanitize
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
-TEXTS = ("txt", "json")  # the caption, or img2dataset's JSON with the key "caption"
-_FORMAT = 2  # version of the cached tables of contents
-REMOTE_SHARDS = 16  # whose tables of contents are made at once
+TEXTS = ("txt", "json")  # the caption, or a JSON object of img2dataset with the key "caption"
+_FORMAT = 2  # version of the cached indexes
+REMOTE_SHARDS = 16  # number of remote shards that are indexed at once
 
 
 class Shards(Dataset):
     """Images and captions in tar files.
 
     Args:
-        shards: paths or addresses of tar files; or one pattern with `*` or braces, as in "s3://bucket/{00000..00099}.tar".
-        caption_ids: whether samples with equal captions are not each other's negatives. The captions of each batch are then
-            read once more.
-        cache_folder: for tables of contents (default: `cache.folder()`).
+        shards: paths or URLs of tar files, or one pattern with `*` or braces, as in "s3://bucket/{00000..00099}.tar".
+        caption_ids: whether samples with equal captions are not each other's negatives. If so, the captions of each batch are
+            read one more time.
+        cache_folder: folder for the indexes (default: `paths.folder()`).
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Shards(Dataset):
         cache_folder: str | Path | None = None,
     ) -> None:
         super().__init__()
-        self.problems: list[str] = []  # missing shards and samples, by name
+        self.problems: list[str] = []  # names of missing shards and samples
         self._caption_ids = caption_ids
         self.paths: list[Place] = []
         self._tables: list[dict[str, Any]] = []
@@ -71,20 +71,20 @@ class Shards(Dataset):
         self._folder, self._files = folder, OpenFiles()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in a reader process maps the same tables of contents."""
+        """Pickles the paths. A copy in a worker process maps the same indexes."""
         return _reopen, (self.paths, self._caption_ids, self._folder, self.groups)
 
     def __len__(self) -> int:
-        """The number of samples that have an image and a caption."""
+        """Returns the number of samples that have an image and a caption."""
         return self._ends[-1]
 
     def read(self, index: int, side: int) -> Any:
-        """The image, or the caption."""
+        """Returns the image or the caption."""
         found = self.read_stored(index, side)
         return images.decode(found) if side == 0 else found
 
     def read_stored(self, index: int, side: int) -> Any:
-        """The encoded image, or the caption."""
+        """Returns the encoded image or the caption."""
         shard, row = self._find(index)
         offset, size, kind = self._tables[shard]["places"][row, side].tolist()
         name = f"{self._name(shard, row)}.{(IMAGES, TEXTS)[side][kind]}"
@@ -100,11 +100,11 @@ class Shards(Dataset):
         return images.EncodedImage(data, name) if side == 0 else _caption(data, TEXTS[kind], name)
 
     def name(self, index: int) -> str:
-        """The shard and the key."""
+        """Returns the name of the shard and the key of the sample."""
         return self._name(*self._find(index))
 
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) int64
-        """Ids of the captions, with `caption_ids`."""
+        """Returns ids of the captions if `caption_ids` is true."""
         if not self._caption_ids:
             return None
         found = []
@@ -112,7 +112,7 @@ class Shards(Dataset):
             try:
                 found.append(text_id(self.read(index, 1)))
             except UnreadableSampleError:
-                found.append(text_id(self.name(index)))  # unreadable caption: a unique id
+                found.append(text_id(self.name(index)))  # an unreadable caption gets a unique id
         return torch.tensor(found, dtype=torch.int64)
 
     def _name(self, shard: int, row: int) -> str:
@@ -137,7 +137,7 @@ _Contents = tuple[dict[str, Any] | None, list[str]]
 
 
 def _all_contents(paths: list[Place], folder: Path) -> Iterator[tuple[Place, _Contents]]:
-    """The tables of contents of all shards; of remote ones several at once."""
+    """Yields the indexes of all shards. Several remote shards are indexed at once."""
     progress, at_once = (
         ReadingProgress("shards listed", len(paths)),
         REMOTE_SHARDS if any(isinstance(p, Url) for p in paths) else 1,
@@ -149,7 +149,7 @@ def _all_contents(paths: list[Place], folder: Path) -> Iterator[tuple[Place, _Co
 
 
 def _contents(path: Place, folder: Path) -> _Contents:
-    """The table of contents of one shard, cached until the file changes, and its problems."""
+    """Returns the index and the problems of one shard. They are cached until the file changes."""
     try:
         name, version, size = identity(path)
     except RemoteError:
@@ -163,7 +163,7 @@ def _contents(path: Place, folder: Path) -> _Contents:
 
 
 def _list_samples(path: Place, length: int) -> dict[str, Any]:
-    """The keys of all samples with both sides, as UTF-8 in one tensor; and offset, size and kind of the member of each side."""
+    """Returns the keys of samples with both sides, as UTF-8 in one tensor, and offset, size and kind of each side's member."""
     members, problems = _members(path, length)
     keys, places = [], []
     for key, by_ending in members.items():
@@ -179,14 +179,16 @@ def _list_samples(path: Place, length: int) -> dict[str, Any]:
             places.append(chosen)
     return {
         "keys": torch.tensor(list(b"".join(keys)), dtype=torch.uint8),
-        "ends": torch.tensor([0, *itertools.accumulate(map(len, keys))], dtype=torch.int64),  # of key i: i and i + 1
+        "ends": torch.tensor(
+            [0, *itertools.accumulate(map(len, keys))], dtype=torch.int64
+        ),  # key i is between entries i and i + 1
         "places": torch.tensor(places, dtype=torch.int64).view(-1, 2, 3),
         "problems": problems,
     }
 
 
 def _members(path: Place, length: int) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str]]:
-    """(key, extension) → offset and size of every complete member; the key is the name up to its first dot."""
+    """Returns offset and size of every complete member by key and extension. The key is the name up to its first dot."""
     members: dict[str, dict[str, tuple[int, int]]] = {}
     problems: list[str] = []
     end = 0
@@ -216,7 +218,7 @@ def _members(path: Place, length: int) -> tuple[dict[str, dict[str, tuple[int, i
 
 
 def _ends_at(path: Place, end: int) -> bool:
-    """Whether the final block of zeros is there. `tarfile` does not report a truncated file without it."""
+    """Returns whether the final block of zeros exists. `tarfile` does not report if a truncated file lacks it."""
     with path.open("rb") as file:
         file.seek(end)
         return file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)

@@ -32,9 +32,8 @@ from megabatch_train.names import TABLES, sanitize
 # ----------------------------------------------------------------------------------------------------------------------
 # The roles of a table's columns: image or query, text or document, hard negatives, label, score.
 #
-# A column is found by its usual name, or named for its role: `columns={"image": "file", "text": "description"}`. Several
-# columns of negatives are a list, and an empty name stands for no column: `{…, "negative": ["worse", "worst"], "label":
-# ""}`.
+# A column is found by its usual name, or it is named by its role, as in `columns={"image": "file", "text": "description"}`.
+# Several columns of negatives are a list. An empty name means that the role has no column, as in `{…, "label": ""}`.
 
 IMAGE_COLUMNS = ("image", "image_path", "filepath", "file_name", "filename", "path")
 TEXT_COLUMNS = ("caption", "text", "title", "sentence", "raw_caption")
@@ -51,7 +50,7 @@ PAIR_COLUMNS = (
 FIRST_ROLES, SECOND_ROLES = ("image", "query"), ("text", "document")
 NEGATIVE, LABEL, SCORE = "negative", "label", "score"
 SCORE_COLUMNS = ("score", "similarity_score", "similarity")
-Named = Mapping[str, str | Sequence[str]]  # columns by role
+Named = Mapping[str, str | Sequence[str]]  # names of columns by role
 _NEGATIVES = re.compile(r"(hard_)?negatives?(_?\d+)?")  # usual names
 
 
@@ -59,7 +58,7 @@ class Columns(NamedTuple):
     """The names of columns by role."""
 
     pair: tuple[str, str]
-    texts: bool  # whether both are texts
+    texts: bool  # whether both sides are texts
     negatives: tuple[str, ...]
     label: str | None
     score: str | None
@@ -72,7 +71,7 @@ class Columns(NamedTuple):
 
 
 def choose(columns: Named | Sequence[str] | None, names: list[str], table: str) -> Columns:
-    """The columns of the table with these names. Negatives, label and score that are not named are found by usual names."""
+    """Returns the columns of the table. If negatives, label and score are not named, they are found by their usual names."""
     if columns is None:
         pair, texts = _usual_columns(names, table)
         return _complete(pair, texts, {}, names)
@@ -92,7 +91,7 @@ def choose(columns: Named | Sequence[str] | None, names: list[str], table: str) 
 
 
 def _complete(pair: tuple[str, str], texts: bool, by_role: Mapping[str, tuple[str, ...]], names: list[str]) -> Columns:
-    """The columns of the pair, with negatives, label and score as they are named, or else by their usual names."""
+    """Adds negatives, label and score to the columns of the pair, as they are named or else by their usual names."""
     negatives = tuple(name for name in names if _NEGATIVES.fullmatch(name.lower()))
     label, score = (
         next(iter(by_role.get(role, [name for name in usual if name in names])), None)
@@ -102,7 +101,7 @@ def _complete(pair: tuple[str, str], texts: bool, by_role: Mapping[str, tuple[st
 
 
 def _by_role(columns: Named | Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The names by role; none if the name is empty. Two names without roles are those of an image and a text."""
+    """Returns the names by role, without empty names. Two names without roles are the columns of image and text."""
     given = columns if isinstance(columns, Mapping) else {}
     if isinstance(columns, list | tuple) and len(columns) == 2:
         given = {"image": columns[0], "text": columns[1]}
@@ -119,7 +118,7 @@ def _describe_columns(by_role: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _usual_columns(names: list[str], table: str) -> tuple[tuple[str, str], bool]:
-    """The two columns, and whether both are texts."""
+    """Returns the two columns, and whether both contain texts."""
     for pair in PAIR_COLUMNS:
         if set(pair) <= set(names):
             return pair, True
@@ -128,37 +127,38 @@ def _usual_columns(names: list[str], table: str) -> tuple[tuple[str, str], bool]
     if image is None or text is None:
         first, second = [*names, "NAME", "NAME"][:2]
         raise ValueError(
-            f"{table} has the columns {', '.join(names) or '(none)'}. Say which ones to use: --columns image={first} "
+            f"{table} has the columns {', '.join(names) or '(none)'}. Name the columns to use: --columns image={first} "
             f"text={second} for images and texts, --columns query={first} document={second} for texts"
         )
     return (image, text), False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A table of pairs: image paths and captions, or texts and texts, in CSV, TSV, JSON lines or Parquet.
+# A table of pairs in CSV, TSV, JSON lines or Parquet. Pairs are image paths and captions, or two texts.
 #
-# The table is in memory, images are read when they are needed. Their paths are relative to the table's folder, or
-# addresses. Damaged and empty rows are skipped and listed in `problems`. Unreadable images are found when they are read,
-# and listed in `failures`.
+# The table is kept in memory, and images are read when they are needed. Image paths are relative to the table's folder, or they
+# are URLs. Damaged and empty rows are skipped and listed in `problems`. Unreadable images are detected when they are read, and
+# listed in `failures`.
 #
-# Rows that share an image or a caption are not each other's negatives. `Columns` has their roles; rows.py reads the rows.
+# Rows that share an image or a caption are not each other's negatives. `Columns` has the roles of columns, and rows.py reads
+# the rows.
 
 
-LONGEST_TOLD = 60  # characters of a value in a message
+LONGEST_TOLD = 60  # maximum number of characters of a value in a message
 
 
 class Table(Dataset):
     """Pairs from one or more files.
 
     Args:
-        path: of the table; of a folder with one table, or with images that have captions beside them; a pattern of tables; or
-            sources of rows.
-        columns: names of the two columns; or by role, as in {"image": "file", "text": "description"} or {"query": "question",
-            "document": "answer", "negative": ["worse", "worst"]} (default: found by common names, like every role that is not
-            named; an empty name stands for no column).
-        texts: whether the first column holds texts too (default: found by its name or role).
-        root: folder that image paths are relative to (default: the table's).
-        encoding: of CSV, TSV and JSON lines.
+            path: path or URL of the table, or a pattern of tables; or a folder with one table, or with captioned images;
+                or sources of rows.
+            columns: names of the two columns; or names by role, as in {"image": "file", "text": "description"} or {"query":
+                "question", "document": "answer", "negative": ["worse", "worst"]}. A role that is not named is found by common
+                names, and an empty name means that the role has no column (default: all roles are found by common names).
+            texts: whether the first column also contains texts (default: found by its name or role).
+            root: folder that image paths are relative to (default: folder of the table).
+            encoding: encoding of CSV, TSV and JSON lines.
     """
 
     def __init__(
@@ -186,10 +186,10 @@ class Table(Dataset):
         self.sides = (TEXT if (chosen.texts if texts is None else texts) else IMAGE, TEXT)
         self._first: list[str] = []  # texts, paths, or digests of images that are stored in the table
         self._second: list[str] = []
-        self._embedded: dict[str, Embedded] = {}  # by digest
+        self._embedded: dict[str, Embedded] = {}  # images by digest
         self._files = OpenFiles()
-        self._negatives: list[str] = []  # of all rows, in order
-        self._negative_ends: list[int] = []  # of each row
+        self._negatives: list[str] = []  # negatives of all rows, in order
+        self._negative_ends: list[int] = []  # end of the negatives of each row
         self._labels: list[str] = []
         self._unlabelled: list[int] = []  # rows without a label
         self._score_list: list[float] = []
@@ -200,21 +200,21 @@ class Table(Dataset):
             raise self._without_pairs(self.problems)
         self._items, self._documents = number_values(self._first), number_values(self._second)
         self._label_numbers = number_values(self._labels)
-        self._rows_of: dict[str, list[int]] | None = None  # by the text of the second side; made when it is needed
+        self._rows_of: dict[str, list[int]] | None = None  # rows by the text of the second side; made when needed
         self._scores = torch.tensor(self._score_list, dtype=torch.float64)
         self._ids = relate(self._items, self._documents)
 
     def __len__(self) -> int:
-        """The number of pairs."""
+        """Returns the number of pairs."""
         return len(self._first)
 
     def read(self, index: int, side: int) -> Any:
-        """The image, or the text."""
+        """Returns the image or the text."""
         found = self.read_stored(index, side)
         return images.decode(found) if isinstance(found, images.EncodedImage) else found
 
     def read_stored(self, index: int, side: int) -> Any:
-        """The file of the image, or the text."""
+        """Returns the encoded image or the text."""
         if index >= len(self) and side == 1:
             return self._negatives[index - len(self)]
         value = (self._first, self._second)[side][self.check(index)]
@@ -229,16 +229,16 @@ class Table(Dataset):
             raise
         except OSError as error:
             raise UnreadableSampleError(f"{file} cannot be read: {error.strerror}") from error
-        except ValueError as error:  # no path at all, such as one with a zero byte
+        except ValueError as error:  # not a valid path, for example because of a zero byte
             raise UnreadableSampleError(f"{str(file)!r} cannot be read: {error}") from error
 
     def name(self, index: int) -> str:
-        """The image's path, or the first text."""
+        """Returns the path of the image, or the first text."""
         value = self._first[self.check(index)]
         return value if value not in self._embedded else self._embedded[value].name
 
     def place(self, index: int) -> str | None:
-        """The image's address, or its path with the folder it is relative to; None for texts and images inside the table."""
+        """Returns the URL or path of the image, including the folder; None for texts and for images inside the table."""
         value = self._first[self.check(index)]
         if self.sides[0] == TEXT or value in self._embedded:
             return None
@@ -249,11 +249,11 @@ class Table(Dataset):
         return place(name) if is_url(name) else self.root / name
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) or (n, 2) int64
-        """Ids of rows that share an image or a text; two ids per row, of the image and the text, if one is not enough."""
+        """Returns ids of rows that share an image or a text. If one id is not enough, a row has an image id and a text id."""
         return self._ids[torch.as_tensor(indices, dtype=torch.int64)]
 
     def part(self, indices: Sequence[int]) -> "Table":
-        """A table with some of the rows, in this order. Ids stay the same."""
+        """Returns a table with some of the rows, in this order. The rows keep their ids."""
         made, chosen = copy.copy(self), torch.as_tensor(indices, dtype=torch.int64)
         made.failures, made.problems = {}, list(self.problems)
         rows = chosen.tolist()
@@ -268,23 +268,23 @@ class Table(Dataset):
         return made
 
     def scores(self) -> Tensor | None:  # (samples,) float64
-        """The similarity of the two texts by the column of scores, NaN where it has no number; None without this column."""
+        """Returns the scores of the rows, NaN where the column has no number; None without a column of scores."""
         return None if self.score_column is None or self.sides[0] == IMAGE else self._scores
 
     def negative_count(self, index: int) -> int:
-        """The number of hard negatives of a sample."""
+        """Returns the number of hard negatives of a sample."""
         return self._negative_ends[index] - (self._negative_ends[index - 1] if index else 0)
 
     def negatives_of(self, indices: Sequence[int]) -> Tensor:  # (m,) int64
-        """The hard negatives of samples, as indices beyond the samples, which `read` takes for the second side."""
+        """Returns the hard negatives of samples. Their indices, which `read` accepts for side 1, begin after the samples."""
         ends = [(self._negative_ends[index], self.negative_count(index)) for index in indices]
         return torch.tensor([len(self) + end - count + i for end, count in ends for i in range(count)], dtype=torch.int64)
 
     def negative_ids(self, negatives: Tensor) -> Tensor:  # (m,) int64 -> (m,) or (m, 2) int64
-        """The ids of the samples with the same second text as a negative; else a negative number of its own.
+        """Returns the ids of a sample whose second text equals the negative, or else an unused negative number.
 
-        Of two ids the first belongs to one sample. If several samples have this text, a sample with the first side of the
-        negative's owner is preferred.
+        If each row has two ids, both are taken from one sample. If several samples have this text, a sample that shares the
+        first side of the negative's owner is preferred.
         """
         if self._rows_of is None:
             self._rows_of = {}
@@ -302,20 +302,20 @@ class Table(Dataset):
         return torch.tensor(found, dtype=torch.int64).view(len(found), *self._ids.shape[1:])
 
     def labels(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
-        """The class of each sample, by the column of labels.
+        """Returns the class of each sample from the column of labels.
 
         Raises:
-            ValueError: rows have no label; as one class they would be each other's positives.
+            ValueError: some rows have no label. As one class, they would be each other's positives.
         """
         if self._unlabelled:
             raise ValueError(
                 f"{self.path} must have a label ({self.label_column}) in every row, got none in {len(self._unlabelled):,} "
-                f"rows, the first of them row {self._unlabelled[0]}; label these rows or leave them out"
+                f"rows, the first of them row {self._unlabelled[0]}; label or remove these rows"
             )
         return self._label_numbers[torch.as_tensor(indices, dtype=torch.int64)]
 
     def items(self) -> Tensor:  # (samples,) int64
-        """Rows with the same image, or the same first text, are one item with several captions."""
+        """Rows with the same image or first text are one item with several captions."""
         return self._items
 
     def documents(self) -> Tensor:  # (samples,) int64
@@ -327,7 +327,7 @@ class Table(Dataset):
         return ValueError(f"{self.path} must have at least one pair, got none: {told}")
 
     def _add(self, source: RowSource, row: Row, columns: tuple[str, str]) -> None:
-        """Adds the pair of a row, or its problem."""
+        """Adds the pair of a row, or the problem of the row."""
         values, problem = row.values or {}, row.problem
         pair = []
         for column, kind in zip(columns, self.sides, strict=True):
@@ -346,7 +346,7 @@ class Table(Dataset):
         self._negative_ends.append(len(self._negatives))
         if self.label_column is not None:
             label = values.get(self.label_column)
-            if label is None or label != label or not str(label).strip():  # nothing, NaN, an empty cell
+            if label is None or label != label or not str(label).strip():  # missing, NaN, or an empty cell
                 self._unlabelled.append(row.number)
             self._labels.append(str(label))
         if self.score_column is not None:
@@ -357,7 +357,7 @@ class Table(Dataset):
 
 
 def _problem_with(value: Any, column: str, kind: str) -> str:
-    """The reason why a value cannot be one side of a pair; empty if it can."""
+    """Returns why a value cannot be one side of a pair; empty if it can."""
     if not isinstance(value, str) or not value.strip():
         came = "nothing" if value is None or value == "" else _short(value)
         hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
@@ -368,7 +368,7 @@ def _problem_with(value: Any, column: str, kind: str) -> str:
 
 
 def _texts(source: RowSource, row: Row, column: str) -> list[str]:
-    """The text of a cell, or its list of texts, without empty ones."""
+    """Returns the text or the list of texts in a cell, without empty texts."""
     value = (row.values or {}).get(column)
     found = value if isinstance(value, list | tuple) else [value]
     wrong = next((entry for entry in found if entry is not None and not isinstance(entry, str)), None)
@@ -383,7 +383,7 @@ def _describe_problem(source: RowSource, row: Row, problem: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value as messages show it; bytes, which may be an image, by their number."""
+    """Returns a value as it is shown in messages. Bytes can be an image, so only their number is shown."""
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
     try:
@@ -395,11 +395,11 @@ def _short(value: Any) -> str:
     return told if len(told) <= LONGEST_TOLD else f"{told[:LONGEST_TOLD]}…"
 
 
-_SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON may escape one alone; no encoding and no tokenizer takes it
+_SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON can escape a single surrogate, but no encoding and no tokenizer accepts one
 
 
 def _sources(spec: str | Path, encoding: str) -> list[RowSource]:
-    """The tables of a path, folder, address or pattern."""
+    """Returns the tables of a path, folder, URL or pattern."""
     path = place(spec)
     if isinstance(path, Path) and path.is_dir():
         tables = sorted(entry for entry in path.iterdir() if entry.suffix in TABLES)
@@ -437,26 +437,26 @@ def _root(sources: Sequence[RowSource]) -> Place:
 # ----------------------------------------------------------------------------------------------------------------------
 # Datasets of the Hugging Face library `datasets`: a folder that `save_to_disk` wrote, or a dataset by path or name.
 #
-# A saved dataset is recognised as a folder. `datasets:PATH` loads a folder or a name with `datasets.load_dataset`, and
-# `datasets:PATH@SPLIT` another split than "train".
+# A saved dataset is recognized by its files. `datasets:PATH` loads a folder or a name with `datasets.load_dataset`.
+# `datasets:PATH@SPLIT` loads a split other than "train".
 
 
 PREFIX = "datasets:"
 ROWS_AT_ONCE = 256
-TEXTS = ("string", "large_string")  # features
-MISSING = -1  # the class of a sample without one, in test splits
-SAVED = ("dataset_dict.json", "state.json")  # in the folder of save_to_disk, with and without splits
+TEXTS = ("string", "large_string")  # dtypes of text features
+MISSING = -1  # class of a sample without a class, in test splits
+SAVED = ("dataset_dict.json", "state.json")  # files in a folder of save_to_disk, with and without splits
 
 
 class HubDataset(Table):
-    """Pairs of a dataset.
+    """Pairs of a Hugging Face dataset.
 
     Args:
-        spec: a folder of `save_to_disk`, or what `load_dataset` takes; both with "@SPLIT" for another split than "train".
-        columns: as of `Table`.
-        texts: as of `Table`.
-        root: as of `Table`.
-        config: the configuration of a dataset that has several.
+        spec: a folder of `save_to_disk`, or an argument of `load_dataset`. "@SPLIT" selects a split other than "train".
+        columns: as for `Table`.
+        texts: as for `Table`.
+        root: as for `Table`.
+        config: name of the configuration, for a dataset with several configurations.
         streaming: must be False.
     """
 
@@ -472,20 +472,15 @@ class HubDataset(Table):
     ) -> None:
         if streaming:
             raise ValueError(
-                "streaming must be false, got true: a stream gives only the next sample, and a run reads samples by number, in "
-                "an order that follows from its seed, and again for a second pass or after --resume. Without streaming the "
-                'dataset is on the disk; shards ("hf://datasets/NAME/*.tar") are read from the hub by byte ranges'
+                "streaming must be false, got true: a stream gives only the next sample, but a run reads samples by index, in "
+                "an order that depends on its seed, and again for a second pass or after --resume. Without streaming, the "
+                'dataset is on the disk. Shards ("hf://datasets/NAME/*.tar") are read from the hub by byte ranges'
             )
         super().__init__([HubRows(spec, config)], columns=columns, texts=texts, root=root)
 
 
 class HubRows:
-    """The rows of a dataset.
-
-    Args:
-        spec: see `HubDataset`.
-        config: see `HubDataset`.
-    """
+    """The rows of a Hugging Face dataset. The arguments are described at `HubDataset`."""
 
     def __init__(self, spec: str, config: str | None) -> None:
         self._library = extras.load("datasets", purpose="Reading a Hugging Face dataset")
@@ -511,13 +506,13 @@ class HubRows:
         return found[chosen]
 
     def columns(self) -> list[str]:
-        """The names of the features."""
+        """Returns the names of the features."""
         return list(self._data.column_names) if len(self._data) else []
 
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
-        """Classes are given by their names."""
+        """Yields rows. Classes are replaced by their names."""
         if image is not None and getattr(self._data.features[image], "dtype", None) in TEXTS:
-            image = None  # paths
+            image = None  # the column contains paths
         return number_rows(self._read, list(columns or self._data.column_names), image, self._data._fingerprint, self.name)
 
     def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -535,5 +530,5 @@ class HubRows:
 
 
 def is_saved(folder: str) -> bool:
-    """Whether `save_to_disk` wrote the folder."""
+    """Returns whether `save_to_disk` wrote the folder."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in SAVED)

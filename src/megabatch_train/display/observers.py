@@ -102,9 +102,7 @@ class ProgressDisplay:
         return self._stream or sys.stdout
 
     def _start_bar(self) -> None:
-        progress, console = (
-            extras.load(f"rich.{name}", purpose="A progress bar") for name in ("progress", "console")
-        )
+        progress, console = (extras.load(f"rich.{name}", purpose="A progress bar") for name in ("progress", "console"))
         self._bar = progress.Progress(
             progress.TextColumn("{task.completed:,}/{task.total:,}", style="bold"),
             progress.BarColumn(bar_width=None),

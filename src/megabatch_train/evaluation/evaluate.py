@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import pairwise
-from megabatch.dispatch import Backend
+from megabatch.dispatch import Backend, Execution
 from megabatch.losses import clip_loss
 from megabatch.pairwise import PairRanks
-from megabatch.primitives import Execution, RankedEntries, accumulator_dtype, execution, matching_products, rank
+from megabatch.primitives import RankedEntries, accumulator_dtype, execution, matching_products, rank
 from megabatch.world import World
 from megabatch_train.data.dataset import Dataset, first_places
 from megabatch_train.evaluation.embedding import device_of, embed

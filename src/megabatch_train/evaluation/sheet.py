@@ -50,8 +50,7 @@ def draw(
 class _Sheet:
     def __init__(self, columns: int, rows: int, title: str, credits: Sequence[str]) -> None:
         self.pillow, drawing, fonts = (
-            extras.load(f"PIL.{name}", purpose="Drawing a contact sheet")
-            for name in ("Image", "ImageDraw", "ImageFont")
+            extras.load(f"PIL.{name}", purpose="Drawing a contact sheet") for name in ("Image", "ImageDraw", "ImageFont")
         )
         self.font, self.small = fonts.load_default(TEXT_SIZE), fonts.load_default(SMALL_SIZE)
         self.top = GAP + (round(TEXT_SIZE * 2.2) if title else 0)

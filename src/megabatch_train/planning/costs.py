@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megabatch import dispatch
 from megabatch.ring import routes
 from megabatch.ring.routes import Hop, Nodes, Route
-from megabatch.tiles.backends import TRITON
+from megabatch.tiles.block import TRITON
 from megabatch.tiles.plan import pair_strip, strip_size
 from megabatch_train.planning import gpus
 from megabatch_train.planning.gpus import Gpu

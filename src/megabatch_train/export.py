@@ -1,11 +1,9 @@
-"""Trained models for other programs: folders that transformers, sentence-transformers, open_clip and onnxruntime load."""
+"""Trained models for other programs: folders for transformers, sentence-transformers, open_clip and ONNX, with a model card."""
 
 import copy
 import dataclasses
 import json
 import logging
-import math
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,20 +15,25 @@ from torch import Tensor, nn
 
 from megabatch import extras, file_io
 from megabatch_train import towers
+from megabatch_train.data import load as data
 from megabatch_train.data.dataset import IMAGE
+from megabatch_train.display import plots, report, tables
+from megabatch_train.display.report import setting
+from megabatch_train.evaluation import results
+from megabatch_train.names import sanitize
 from megabatch_train.towers import Pair, Tower, huggingface, lora, models, open_clip
 from megabatch_train.towers.huggingface import TextEncoder
 from megabatch_train.towers.huggingface_inputs import HashedWords, ImageInputs, TokenInputs
 from megabatch_train.towers.models import TEXT_OPTIONS
+from megabatch_train.towers.open_clip import TOLERANCE
 from megabatch_train.towers.sentence_transformer import write_tensors
+from megabatch_train.towers.tower import sample_inputs
 
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # ONNX: a file for each side, `image.onnx` and `text.onnx`, from the inputs of the tower to embeddings of unit length.
 
-SAMPLE_TEXTS = ("a photo of a cat", "two dogs", "")
-TOLERANCE = 1e-4  # of embeddings of unit length, in float32
 _PURPOSE = "Export to ONNX"
 
 
@@ -46,14 +49,6 @@ def export_onnx(pair: Pair, folder: Path) -> None:
     for tower in {tower.kind: tower for tower in pair.towers}.values():
         _write(tower, folder / f"{tower.kind}.onnx")
     models.keep(pair, folder)
-
-
-def sample_inputs(tower: Tower) -> dict[str, Tensor]:
-    """Inputs of the tower's module for three samples: noise, or texts of different lengths."""
-    noise = torch.randint(0, 256, (3, 3, 64, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    samples = list(noise if tower.kind == IMAGE else SAMPLE_TEXTS)
-    inputs = tower.collate([tower.prepare(sample, None) for sample in samples])
-    return inputs if isinstance(inputs, dict) else {"images": inputs}
 
 
 def _write(tower: Tower, path: Path) -> None:
@@ -256,154 +251,6 @@ def _choose(pair: Pair, tower: Tower) -> tuple[_Code, dict[str, Any]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A CLIP model of open_clip as `CLIPModel` of transformers, with tokenizer and image processor.
-
-
-_CLIP_PURPOSE = "Export to transformers"
-_BLOCK = {  # of a transformer
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "attn.out_proj": "self_attn.out_proj",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-}
-_NAMES = {
-    "token_embedding": "text_model.embeddings.token_embedding",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "ln_final": "text_model.final_layer_norm",
-    "visual.conv1": "vision_model.embeddings.patch_embedding",
-    "visual.class_embedding": "vision_model.embeddings.class_embedding",
-    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.ln_pre": "vision_model.pre_layrnorm",  # spelled so in transformers
-    "visual.ln_post": "vision_model.post_layernorm",
-    "logit_scale": "logit_scale",
-}
-_RESBLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)")
-
-
-def export_clip(pair: Pair, folder: Path) -> None:
-    """Writes the model; an error for models that are no plain CLIP with a vision transformer.
-
-    The embeddings of both are compared before anything is written.
-    """
-    transformers = extras.load("transformers", purpose=_CLIP_PURPOSE)
-    module: Any = pair.first.module
-    described = dict(open_clip.Description.of(pair).config.model)
-    try:
-        config = _config(transformers, described, module.model)
-        model = transformers.CLIPModel(config)
-        state = convert_weights(module.model.state_dict())
-        state["logit_scale"] = torch.tensor(math.log(pair.logit_scale))
-        model.load_state_dict(state)
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"--to hf must have a CLIP model with a vision transformer and a plain text transformer, got {pair.name!r}; "
-            f"--to open_clip and --to onnx take it ({str(error).splitlines()[0]})"
-        ) from error
-    model.eval()
-    _compare_clip(model.get_image_features, pair.first, "pixel_values")
-    _compare_clip(model.get_text_features, pair.second, "input_ids")
-    model.save_pretrained(folder)
-    _processor(transformers, module.model).save_pretrained(folder)
-    _write_tokenizer(transformers, pair.second, config.text_config.max_position_embeddings, folder)
-
-
-def _config(transformers: Any, described: dict[str, Any], model: Any) -> Any:
-    vision, text = described["vision_cfg"], described["text_cfg"]
-    activation = "quick_gelu" if described.get("quick_gelu") else "gelu"
-    shared = {"projection_dim": described["embed_dim"], "hidden_act": activation, "layer_norm_eps": 1e-5}
-    width = vision["width"]
-    return transformers.CLIPConfig(
-        projection_dim=described["embed_dim"],
-        vision_config={
-            **shared,
-            "hidden_size": width,
-            "intermediate_size": int(width * vision.get("mlp_ratio", 4.0)),
-            "num_hidden_layers": vision["layers"],
-            "num_attention_heads": width // vision.get("head_width", 64),
-            "image_size": vision["image_size"],
-            "patch_size": vision["patch_size"],
-        },
-        text_config={
-            **shared,
-            "vocab_size": model.token_embedding.num_embeddings,
-            "hidden_size": text["width"],
-            "intermediate_size": int(text["width"] * text.get("mlp_ratio", 4.0)),
-            "num_hidden_layers": text["layers"],
-            "num_attention_heads": text["heads"],
-            "max_position_embeddings": model.context_length,
-            # Any value but 2, which old configs have: the embedding is that of the first end token.
-            "bos_token_id": model.token_embedding.num_embeddings - 2,
-            "eos_token_id": model.token_embedding.num_embeddings - 1,
-            "pad_token_id": model.token_embedding.num_embeddings - 1,
-        },
-    )
-
-
-def convert_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of an open_clip model by transformers' names."""
-    found: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if name in ("visual.proj", "text_projection"):
-            found[{"visual.proj": "visual_projection"}.get(name, name) + ".weight"] = value.T.contiguous()
-        elif block := _RESBLOCK.fullmatch(name):
-            prefix = f"{'vision' if block[1] else 'text'}_model.encoder.layers.{block[2]}"
-            inner, _, kind = block[3].rpartition(".")
-            if kind.startswith("in_proj_"):
-                for part, piece in zip("qkv", value.chunk(3), strict=True):
-                    found[f"{prefix}.self_attn.{part}_proj.{kind.removeprefix('in_proj_')}"] = piece.contiguous()
-            else:
-                found[f"{prefix}.{_BLOCK[inner]}.{kind}"] = value
-        elif name in _NAMES:
-            found[_NAMES[name]] = value
-        elif name != "attn_mask":
-            inner, _, kind = name.rpartition(".")
-            found[f"{_NAMES[inner]}.{kind}"] = value
-    return found
-
-
-@torch.no_grad()
-def _compare_clip(features: Any, tower: Tower, name: str) -> None:
-    inputs = sample_inputs(tower)
-    made = features(**{name: next(iter(inputs.values()))})
-    made = getattr(made, "pooler_output", made)  # transformers 5 returns the states too
-    worst = (torch.nn.functional.normalize(made, dim=-1) - tower.module(**inputs)).abs().max().item()
-    if not worst <= TOLERANCE:
-        raise ValueError(
-            f"--to hf must have a model that transformers' CLIPModel computes too, got a difference of {worst:.1e} in the "
-            f"embeddings of {tower.kind}s; --to open_clip and --to onnx take it"
-        )
-    LOG.info("embeddings of %ss by transformers' CLIPModel differ from the model's by at most %.1e", tower.kind, worst)
-
-
-def _processor(transformers: Any, model: Any) -> Any:
-    visual = model.visual
-    size = visual.image_size if isinstance(visual.image_size, int) else visual.image_size[0]
-    return transformers.CLIPImageProcessor(
-        size={"shortest_edge": size},
-        crop_size={"height": size, "width": size},
-        image_mean=list(visual.image_mean),
-        image_std=list(visual.image_std),
-    )
-
-
-def _write_tokenizer(transformers: Any, tower: Tower, longest: int, folder: Path) -> None:
-    """CLIP's tokenizer from the vocabulary of open_clip's; another one is left to the user."""
-    texts: Any = getattr(tower.collate, "__self__", None)
-    own: Any = getattr(texts, "tokenizer", None)
-    if not hasattr(own, "bpe_ranks"):
-        return
-    # The last two are the tokens before and after a text, which transformers looks for by its own names.
-    words = [*list(own.encoder)[:-2], "<|startoftext|>", "<|endoftext|>"]
-    vocabulary = json.dumps({word: number for number, word in enumerate(words)})
-    merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in own.bpe_ranks)])
-    for name, text in (("vocab.json", vocabulary), ("merges.txt", merges)):
-        file_io.write(folder / name, lambda file, text=text: file.write(text.encode()))  # type: ignore[misc]
-    files = (str(folder / name) for name in ("vocab.json", "merges.txt"))
-    transformers.CLIPTokenizer(*files, model_max_length=longest).save_pretrained(folder)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # A model in one of the formats.
 
 
@@ -420,7 +267,7 @@ def export(pair: Pair, form: str, folder: Path) -> None:
     """
     family = pair.name.partition(":")[0]
     writers: dict[str, dict[str, Callable[[Pair, Path], object]]] = {
-        "hf": {"hf": _transformers, "hf-config": _transformers, "open_clip": export_clip},
+        "hf": {"hf": _transformers, "hf-config": _transformers, "open_clip": open_clip.export_clip},
         "open_clip": {"open_clip": _open_clip},
         "onnx": dict.fromkeys(("hf", "hf-config", "open_clip", "small"), export_onnx),
     }
@@ -475,3 +322,191 @@ def push(folder: Path, name: str) -> str:
     address = api.create_repo(name, repo_type="model", private=True, exist_ok=True)
     api.upload_folder(folder_path=str(folder), repo_id=address.repo_id, repo_type="model", commit_message="megabatch export")
     return str(address)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model card: how to load the export, and the data, batch, evaluation, curves and settings of its run.
+
+
+CARD = "README.md"
+# Code that loads a model from its folder, or by its name on the hub.
+_LOAD_OPEN_CLIP = """
+import open_clip
+
+model, _, transform = open_clip.create_model_and_transforms("{scheme}:{folder}")
+tokenizer = open_clip.get_tokenizer("{scheme}:{folder}")
+"""
+_LOAD_CLIP = """
+import html
+
+import ftfy
+from transformers import CLIPModel, CLIPProcessor
+
+model, processor = CLIPModel.from_pretrained("{folder}"), CLIPProcessor.from_pretrained("{folder}")
+
+
+def cleaned(text):  # by open_clip's tokenizer in training, and not by transformers': quotation marks, ligatures, HTML
+    return html.unescape(ftfy.fix_text(text))
+
+
+tokens = processor(text=[cleaned("a dog’s tail")], padding=True, return_tensors="pt")
+"""
+_LOAD_SENTENCES = """
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("{folder}")
+queries, documents = model.encode_query(["a question"]), model.encode_document(["an answer"])
+"""
+_LOAD_ENCODER = """
+import torch
+from megabatch_train.towers.huggingface_inputs import HashedWords
+from transformers import AutoModel
+
+model, words = AutoModel.from_pretrained("{folder}"), HashedWords({vocabulary}, {longest})
+inputs = words.collate([words.prepare(text, None) for text in ("a question", "an answer")])
+states, mask = model(**inputs).last_hidden_state, inputs["attention_mask"]  # (n, T, H), (n, T)
+embeddings = torch.nn.functional.normalize((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=-1)
+"""
+_LOAD_TWO = """
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+image = Image.new("RGB", (256, 256), "red")  # or Image.open("photo.jpg").convert("RGB")
+{pixels}
+
+images = AutoModel.from_pretrained(folder + "/image")
+projection = load_file(folder + "/image/projection.safetensors")["weight"]
+states = images(pixel_values=pixels).last_hidden_state  # (n, places, H), or (n, H, h, w)
+pooled = states.mean(1) if states.dim() == 3 else states.mean((2, 3))
+image_embeddings = torch.nn.functional.normalize(pooled @ projection.T, dim=-1)
+"""
+_LOAD_PROCESSED = """
+from transformers import AutoImageProcessor
+
+pixels = AutoImageProcessor.from_pretrained(folder + "/image")(images=[image], return_tensors="pt")["pixel_values"]
+"""
+_LOAD_FITTED = """
+import numpy
+from megabatch_train.towers.huggingface_inputs import ImageInputs
+from transformers import AutoConfig
+
+processor = ImageInputs(AutoConfig.from_pretrained(folder + "/image"), None)
+pixels = processor.prepare(torch.from_numpy(numpy.array(image)).permute(2, 0, 1), None)[None]
+"""
+_LOAD_TEXTS = """
+from sentence_transformers import SentenceTransformer
+
+texts = SentenceTransformer(folder + "/text")
+text_embeddings = texts.encode_document(["a photo of a cat"])
+"""
+
+
+def write_card(
+    pair: Pair, form: str, folder: Path, *, run: Path | None, step: int | None = None, name: str | None = None
+) -> Path:
+    """Writes README.md, and its pictures if the run has curves.
+
+    Args:
+        pair: the exported model.
+        form: its format.
+        folder: of the export.
+        run: the folder of its run; None for a model by name.
+        step: of the run that the weights are from (default: its last one).
+        name: on the hub (default: the folder).
+    """
+    parts = [_card_header(pair, form), f"# {(name or folder.resolve().name).rpartition('/')[2]}", _card_about(pair, run)]
+    parts += ["## Use", *_card_use(pair, form, name or str(folder), on_hub=name is not None)]
+    if run is not None:
+        parts += _card_run(results.read_run(run), folder, step)
+    path = folder / CARD
+    file_io.write(path, lambda file: file.write(("\n\n".join(part for part in parts if part) + "\n").encode()))
+    return path
+
+
+def _card_header(pair: Pair, form: str) -> str:
+    texts = pair.first.kind == pair.second.kind
+    library = {"onnx": "onnx", "open_clip": "open_clip", "hf": "sentence-transformers" if texts else "transformers"}[form]
+    lines = [
+        f"library_name: {library}",
+        f"pipeline_tag: {'sentence-similarity' if texts else 'zero-shot-image-classification'}",
+        "tags: [contrastive, megabatch]",
+    ]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _card_about(pair: Pair, run: Path | None) -> str:
+    sides = " and ".join(dict.fromkeys(f"{tower.kind}s" for tower in pair.towers))
+    bias = "" if pair.logit_bias is None else f" and adds {tables.short(pair.logit_bias)}"
+    told = f"Embeddings of {sides}, of unit length; the similarity of two is their product. Towers: `{_public_name(pair)}`."
+    scaled = f"The loss multiplies similarities by {tables.short(pair.logit_scale)}{bias}."
+    return " ".join([told, scaled, *(["Trained with megabatch."] if run is not None else [])])
+
+
+def _public_name(pair: Pair) -> str:
+    """The pair's name, without the places of folders on this machine."""
+    family, colon, name = pair.name.partition(":")
+    between, parts = (
+        ("@", [part for part in open_clip.split_name(name) if part]) if family == "open_clip" else ("+", name.split("+"))
+    )
+    return family + colon + between.join(Path(part).name if Path(part).is_absolute() else part for part in parts)
+
+
+def _card_use(pair: Pair, form: str, folder: str, *, on_hub: bool) -> list[str]:
+    prompts = [
+        f"Texts of the {side} side begin with {json.dumps(pair.options[key])}."
+        for side, key in (("first", "query_prompt"), ("second", "document_prompt"))
+        if pair.options.get(key)
+    ]
+    images, texts = (getattr(tower.collate, "__self__", None) for tower in pair.towers)
+    download = ["from huggingface_hub import snapshot_download", f"folder = snapshot_download({json.dumps(folder)})"]
+    place = download if on_hub else [f"folder = {json.dumps(folder)}"]
+    if form == "open_clip":
+        code = _LOAD_OPEN_CLIP.format(scheme="hf-hub" if on_hub else "local-dir", folder=folder)
+    elif form == "onnx":
+        code = write_code(pair, place)
+    elif pair.name.startswith("open_clip:"):
+        code = _LOAD_CLIP.format(folder=folder)
+    elif isinstance(images, ImageInputs):
+        pixels = _LOAD_FITTED if images.processor is None else _LOAD_PROCESSED
+        code = (
+            "\n\n".join(place)
+            + "\n"
+            + _LOAD_TWO.format(pixels=pixels.strip())
+            + (_LOAD_TEXTS if isinstance(texts, TokenInputs) else "")
+        )
+    elif isinstance(texts, HashedWords):
+        code = _LOAD_ENCODER.format(folder=folder, vocabulary=texts.vocabulary, longest=texts.longest)
+    else:
+        code = _LOAD_SENTENCES.format(folder=folder)
+    return [f"```python\n{code.strip()}\n```", *prompts]
+
+
+def _card_run(run: results.SavedRun, folder: Path, step: int | None) -> list[str]:
+    """Data, batch, evaluation of the exported weights, curves and settings."""
+    batch = f", in batches of {run.config['batch_size']:,} pairs" if "batch_size" in run.config else ""
+    parts = ["## Training", f"Data: `{sanitize(run.training_data)}`{batch}." if run.training_data else ""]
+    if step is not None:
+        best = ", the step with the best evaluation" if run.best.get("step") == step else ""
+        parts.append(f"The weights are from step {step:,}{best}.")
+    if (table := setting(run)) is not None:
+        parts.append(table.markdown())
+    evaluations = [found for found in run.evaluations if step in (None, found["step"])]
+    if evaluations:
+        last = evaluations[-1]
+        part = "the held-out part of " if run.config.get("holdout") else ""
+        on = f" on {part}`{sanitize(run.test_data[0])}`" if run.test_data else ""
+        told = tables.table(last["evaluation"]).markdown()
+        parts += ["## Evaluation", f"After step {last['step']:,}{on}:", told]
+    if run.problems:
+        parts += ["## Problems in training", "\n".join(f"- {problem}" for problem in run.problems)]
+    if plots.available() and (drawn := [one for one in (report.loss(run), report.recalls(run)) if one is not None]):
+        parts.append("## Curves")
+        for number, (described, figure) in enumerate(drawn, 1):
+            plots.save(figure, folder / f"curve_{number}.png")
+            parts.append(f"![{described}](curve_{number}.png)")
+    if run.config_text:
+        parts += ["## Settings", f"```toml\n{sanitize(run.config_text).strip()}\n```"]
+    credits = data.credits(run.training_data)
+    return [*parts, *(["## Credits", *credits] if credits else [])]

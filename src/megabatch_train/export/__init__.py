@@ -1,1 +1,0 @@
-"""Trained models for other programs, with a model card."""
