@@ -99,7 +99,13 @@ def test_every_optional_module_has_an_install_command():
 
 def test_every_page_names_extras_that_exist(project):
     known = set(project["project"]["optional-dependencies"])
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.*"), ROOT / "Makefile", *ROOT.glob("tools/*.py")]
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("examples/*.*"),
+        ROOT / "Makefile",
+        *ROOT.glob("tools/*.py"),
+    ]
     for page in pages:
         if page.name in ("log.md", "CHANGELOG.md"):
             continue

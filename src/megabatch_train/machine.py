@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from megabatch.world import World
+
 VERSIONS_OF = ("megabatch", "torch", "triton", "open_clip_torch")
 PEERS = ("transformers", "sentence-transformers", "pytorch-metric-learning", "info-nce-pytorch", "lightly")
 
@@ -76,6 +78,17 @@ def describe(*packages: str) -> dict[str, str | int | None]:
         "cuda": torch.version.cuda,
         **{name: version(name) for name in (*VERSIONS_OF, *packages)},
     }
+
+
+def describe_device(world: "World") -> str:
+    """The devices of all ranks, for people: "CPU, 2 threads" or "8 ranks, each NVIDIA H200"."""
+    import torch
+
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+    else:
+        name = f"{world.device.type.upper()}, {torch.get_num_threads()} threads"
+    return name if world.size == 1 else f"{world.size} ranks, each {name}"
 
 
 def summary(machine: dict[str, str | int | None]) -> str:

@@ -60,6 +60,11 @@ def sanitize(text: str) -> str:
     return escape(redact(text))
 
 
+def format_row(label: str, value: str) -> str:
+    """A line of the header of a run: the label, and the value in a column of its own."""
+    return f"{label + ':':<15}{value}"
+
+
 def tell(text: str, file: TextIO | None = None) -> None:
     """Prints a text as `sanitize` to standard output or another stream."""
     print(sanitize(text), file=file or sys.stdout, flush=True)

@@ -268,15 +268,15 @@ def test_the_start_of_a_run_counts_its_data(pairs, caplog):
     assert call("--steps", "1", "--holdout", "0.3", "--set", "batch_size=4", "--output", "held") == 0
     held = len(data.load("pairs.jsonl", "test", holdout=0.3))
     batches = (12 - held) // 4
-    told = next(line for line in caplog.messages if line.startswith("data: "))
-    assert told.startswith(f"data: {12 - held} pairs of pairs.jsonl (columns query, document), {held} held out; ")
-    assert told.endswith(f"an epoch has {4 * batches} samples in {batches} {'batch' if batches == 1 else 'batches'} of 4")
+    told = next(line for line in caplog.messages if line.startswith("data: ")).removeprefix("data:").lstrip()
+    assert told.startswith(f"{12 - held} pairs of pairs.jsonl (columns query, document), {held} held out; ")
+    assert told.endswith(f"an epoch has {4 * batches} samples in {batches} {'batch' if batches == 1 else 'batches'}")
     caplog.clear()
     assert call("--steps", "1", "--validation", "pairs.jsonl", "--output", "tested") == 0
     assert "12 pairs of pairs.jsonl (columns query, document), 12 to evaluate on; an epoch has 12" in caplog.text
     caplog.clear()
     assert call("--steps", "1", "--output", "alone") == 0
-    assert "none to evaluate on; an epoch has 12 samples in 2 batches of 6" in caplog.text
+    assert "none to evaluate on; an epoch has 12 samples in 2 batches" in caplog.text
 
 
 def test_commands_say_which_data_they_use(pairs, caplog, capsys):

@@ -62,19 +62,22 @@ def test_lines_come_at_intervals_and_at_the_end(tmp_path):
         display.step(record(step))
         if step == 60:
             display.on_evaluation({"step": 60, "evaluation": EVALUATION})
-    display.on_save(tmp_path / "step-100")
+        if step in (50, 75, 100):
+            display.on_save(tmp_path / f"step_{step}")
+    display.on_save(tmp_path / "model.safetensors")
     display.finish(Run(tmp_path))
     lines = out.getvalue().splitlines()
-    assert lines[0] == f"100 steps of 2,048 pairs from step 40, in {tmp_path}"
+    assert lines[0] == f"run:           100 steps of 2,048 pairs, from step 40; folder {tmp_path}"
     # 3 s a step since step 40: 59 steps are left after the first.
-    assert lines[1] == "step  41/100  loss 7.654  12.3k pairs/s  3.0 GiB  2:57 left"
+    assert lines[1] == "step  41/100  loss 7.654  12.3k pairs/s  peak memory 3.00 GiB  2:57 left"
     steps = [int(line.split()[1].split("/")[0]) for line in lines if "/100" in line]
     assert steps == [*range(41, 100, 4), 100]  # 4 steps are the first 12 s of 10 or more
     assert "step 60: image → text R@1 25.0 %, text → image R@1/10 34.5 60.0 %" in lines
-    assert "R@1 34.5%" in lines[-3]
-    assert lines[-2] == f"saved {tmp_path / 'step-100'}"
-    assert lines[-1].startswith("60 steps in 3:00")
-    assert lines[-1].endswith(str(tmp_path))
+    assert "R@1 34.5%" in lines[-2]
+    assert [line for line in lines if str(tmp_path) in line][1:] == [
+        f"first checkpoint: {tmp_path / 'step_50'}",
+        f"60 steps in 3:00; last checkpoint: {tmp_path / 'step_100'}",
+    ]
 
 
 def test_numbers_that_are_missing_or_not_finite_are_shown_as_such(tmp_path):
@@ -92,7 +95,7 @@ def test_lines_say_how_long_the_device_waits_for_data_and_how_busy_it_is(tmp_pat
     display = ProgressDisplay(out, clock=Clock())
     display.start(Run(tmp_path))
     display.step(record(1, phases={"data": 0.5, "forward": 1.0, "backward": 2.5}, mfu=0.314))
-    assert "12.3k pairs/s  data 12.5%  MFU 31.4%  3.0 GiB" in out.getvalue()
+    assert "12.3k pairs/s  waiting for data 12.5%  MFU 31.4%  peak memory 3.00 GiB" in out.getvalue()
 
 
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
@@ -109,7 +112,7 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     display.finish(Run(tmp_path))
     shown = out.getvalue()
     stays = shown.rpartition("100/100")[2]  # in the terminal, when all is done
-    assert "loss 7.654 · 12.3k pairs/s · 3.0 GiB · R@1 50.0% · 0 s left" in stays
+    assert "loss 7.654 · 12.3k pairs/s · peak memory 3.00 GiB · R@1 50.0% · 0 s left" in stays
     assert "text → image R@1/10 34.5 60.0 %" in shown
     assert "\x1b[?25h" in shown  # the cursor is back
 

@@ -28,7 +28,7 @@ from megabatch.tiles.sums import LogSum
 # The passes of a backend already give both directions of a rectangle from one pass; cut along the diagonal, they need no
 # kernel of their own. In backward one recomputed rectangle of g_ij = drow_i·exp(s_ij)/row_i + drow_j·exp(s_ij)/row_j gives
 # both dz_i += Σ_j g_ij·z_j and dz_j += Σ_i g_ij·z_i. Squares on the diagonal are computed whole; g is symmetric there too,
-# and the first of the two products is all they need. docs/losses.md counts the operations. `kernels.logsumexp` does the same
+# and the first of the two products is all they need. docs/kernels.md counts the operations. `kernels.logsumexp` does the same
 # with less around every launch.
 
 Rectangle = tuple[slice, slice]  # rows and columns of a block

@@ -20,7 +20,7 @@ from megabatch_train import settings
 from megabatch_train.commands import CHUNK_HELP, DATA_HELP, RUNS, WORKERS_HELP, describe
 from megabatch_train.commands.config import SourceField, read_fields
 from megabatch_train.commands.model import add_columns, add_trust, describe_runs, list_runs
-from megabatch_train.names import sanitize
+from megabatch_train.names import format_row, sanitize
 
 if TYPE_CHECKING:
     from megabatch.world import World
@@ -204,7 +204,8 @@ def run(args: argparse.Namespace) -> int:
         folder = _lock_folder(folder, world, args, held)
         trainer = _trainer(config, folder, world, observers)
         _continue(trainer, args.resume, checkpoint)
-        LOG.info("%s", _describe_data(trainer))
+        for label, value in trainer.describe().items():
+            LOG.info("%s", format_row(label, value))
         try:
             trainer.fit()
         except StoppedError as stopped:
@@ -379,23 +380,6 @@ def _trainer(config: TrainConfig, folder: Path, world: World, observers: Sequenc
     )
 
 
-def _describe_data(trainer: Trainer) -> str:
-    """The data of a run in a line: pairs, columns of a table, pairs to evaluate on, and samples of an epoch."""
-    from megabatch_train.data.tables import Table
-
-    config, dataset = trainer.config, trainer.dataset
-    columns = f" (columns {', '.join(dataset.columns.all)})" if isinstance(dataset, Table) else ""
-    others = [f"{len(found):,}{f' of {name}' if name else ''}" for name, found in trainer.validation.items()]
-    tested = " and ".join(others) or "none"
-    held = f"{tested} held out" if config.holdout else f"{tested} to evaluate on"
-    batches = trainer.order.batches_per_epoch
-    used = batches * config.batch_size
-    return (
-        f"data: {len(dataset):,} pairs of {sanitize(config.data)}{columns}, {held}; an epoch has {used:,} samples in "
-        f"{batches:,} {'batch' if batches == 1 else 'batches'} of {config.batch_size:,}"
-    )
-
-
 def _name_problems(problems: Sequence[str]) -> None:
     """Logs missing parts of a dataset: the first few, and how many more."""
     for problem in problems[:PROBLEMS_NAMED]:
@@ -472,11 +456,12 @@ def _finish(folder: Path, args: argparse.Namespace) -> None:
     from megabatch_train.towers import models
 
     _write_report(folder, args)
-    LOG.info("model: %s", folder / models.WEIGHTS)
+    LOG.info("%s", format_row("model", str(folder / models.WEIGHTS)))
+    LOG.info("%s", format_row("next", f'megabatch search {shlex.quote(str(folder))} "a text to search for"'))
 
 
 def _write_report(folder: Path, args: argparse.Namespace) -> None:
     if not args.no_report:
         from megabatch_train.display.report import write_report
 
-        LOG.info("report: %s", write_report(folder))
+        LOG.info("%s", format_row("report", str(write_report(folder))))

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from megabatch import extras
 from megabatch_train.display import tables
-from megabatch_train.names import redact, sanitize, tell
+from megabatch_train.names import format_row, redact, sanitize, tell
 
 LOG = logging.getLogger("megabatch")
 
@@ -24,7 +24,7 @@ LINE_SECONDS = 10.0  # between lines if the output is not a terminal
 
 
 class ProgressDisplay:
-    """An observer that shows step, loss, pairs a second, memory, time left and the last recall.
+    """An observer that shows step, loss, pairs per second, waiting for data, peak memory, the last recall and the time left.
 
     Args:
         stream: output (default: standard output).
@@ -44,6 +44,7 @@ class ProgressDisplay:
         self._total = self._first = self._done = self._batch_size = 0
         self._began = self._last_line = 0.0
         self._recall = ""
+        self._saved: Path | None = None  # the last checkpoint
         self._record: Mapping[str, Any] = {}  # of the last step
 
     def start(self, run: Any) -> None:
@@ -52,9 +53,9 @@ class ProgressDisplay:
         self._done = self._first
         self._began = self._clock()
         self._last_line = self._began - self._line_seconds  # the first step is shown at once
-        self._recall = ""
-        where = f" from step {self._first:,}" if self._first else ""
-        self._print(f"{self._total:,} steps of {self._batch_size:,} pairs{where}, in {run.folder}")
+        self._recall, self._saved = "", None
+        where = f", from step {self._first:,}" if self._first else ""
+        self._print(format_row("run", f"{self._total:,} steps of {self._batch_size:,} pairs{where}; folder {run.folder}"))
         if self._output.isatty() and extras.is_installed("rich"):
             self._start_bar()
 
@@ -83,9 +84,12 @@ class ProgressDisplay:
             self._update_bar()  # with the new recall: after the last step there is no other update
 
     def on_save(self, path: Path) -> None:
-        """A checkpoint is written."""
-        if self._bar is None:
-            self._print(f"saved {path}")
+        """A checkpoint or the model is written. The first checkpoint is announced here, and the last one by `finish`."""
+        if path.suffix:
+            return  # the file of the model
+        if self._bar is None and self._saved is None:
+            self._print(f"first checkpoint: {path}")
+        self._saved = path
 
     def finish(self, run: Any) -> None:
         """The run has ended or was stopped."""
@@ -95,7 +99,8 @@ class ProgressDisplay:
         if self._done == self._first < self._total:
             return  # failed before its first step: nothing was written
         took = tables.duration(self._clock() - self._began)
-        self._print(f"{self._done - self._first:,} steps in {took}; written to {run.folder}")
+        saved = f"; last checkpoint: {self._saved}" if self._saved is not None else ""
+        self._print(f"{self._done - self._first:,} steps in {took}{saved}")
 
     @property
     def _output(self) -> TextIO:
@@ -116,7 +121,7 @@ class ProgressDisplay:
         self._bar.update(self._bar.task_ids[0], completed=self._done, shown=" · ".join(self._describe_progress()))
 
     def _describe_progress(self) -> list[str]:
-        """Loss, speed, share of waiting for data, model FLOPs utilisation, memory, recall and time left, as far as known."""
+        """Loss, speed, share of waiting for data, model FLOPs utilization, memory, recall and time left, as far as known."""
         record, steps = self._record, self._done - self._first
         left = (self._clock() - self._began) / steps * (self._total - self._done) if steps > 0 else float("inf")
         speed, memory, mfu = (record.get(name) for name in ("pairs_per_second", "memory_bytes", "mfu"))
@@ -125,9 +130,9 @@ class ProgressDisplay:
         return [
             f"loss {tables.short(record.get('loss'))}",
             *([] if speed is None else [f"{tables.count(speed)} pairs/s"]),
-            *([f"data {tables.percent(phases.get('data', 0.0) / seconds)}"] if seconds else []),
+            *([f"waiting for data {tables.percent(phases.get('data', 0.0) / seconds)}"] if seconds else []),
             *([] if mfu is None else [f"MFU {tables.percent(mfu)}"]),
-            *([tables.size(memory)] if memory else []),
+            *([f"peak memory {tables.gibibytes(memory)}"] if memory else []),
             *([self._recall] if self._recall else []),
             f"{tables.duration(left)} left",
         ]
@@ -176,7 +181,8 @@ class TensorBoardLog:
             self._writer.add_text(
                 "config", "".join(f"    {line}\n" for line in sanitize(config.read_text("utf-8")).splitlines())
             )
-        LOG.info("curves: tensorboard --logdir %s, then %s in a browser", shlex.quote(str(self._folder)), ADDRESS)
+        where = f"tensorboard --logdir {shlex.quote(str(self._folder))}, then {ADDRESS} in a browser"
+        LOG.info("%s", format_row("curves", where))
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step has ended."""

@@ -24,7 +24,7 @@ from megabatch_train.evaluation import embed, encode, search
 from megabatch_train.evaluation.embedding import read_or_none
 from megabatch_train.evaluation.results import BEST, CONFIG, METRICS, SavedRun, read_run
 from megabatch_train.evaluation.sheet import Found, Shown
-from megabatch_train.names import sanitize
+from megabatch_train.names import format_row, sanitize
 from megabatch_train.towers import Pair
 from megabatch_train.towers.models import WEIGHTS, image_size, load_saved
 
@@ -499,7 +499,7 @@ class LiveReport:
     def start(self, run: Any) -> None:
         """The run begins; its first page comes after `EVERY` seconds."""
         self._folder, self._written = run.folder, time.monotonic()
-        LOG.info("report, every %d minutes: %s", EVERY / 60, self._folder / NAME)
+        LOG.info("%s", format_row("report", f"{self._folder / NAME}, written every {EVERY / 60:.0f} minutes"))
 
     def step(self, record: dict[str, Any]) -> None:
         """Does nothing."""

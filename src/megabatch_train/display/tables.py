@@ -45,6 +45,11 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def gibibytes(value: float) -> str:
+    """Bytes in GiB with two decimals, for columns in which the unit must not change."""
+    return f"{value / 2**30:.2f} GiB"
+
+
 def duration(seconds: float) -> str:
     """4 s, 1:02, 3:04:05, 2 d 3 h."""
     if not math.isfinite(seconds) or seconds < 0:

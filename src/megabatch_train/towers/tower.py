@@ -134,6 +134,15 @@ class Pair:
         """The parameters of both towers, each once."""
         return list({id(p): p for tower in self.towers for p in tower.module.parameters()}.values())
 
+    def describe_parameters(self) -> str:
+        """The number of parameters of each tower, and how many are trained if some are frozen."""
+        total, learned = (sum(p.numel() for p in self.parameters() if p.requires_grad or kind) for kind in (True, False))
+        trained = "" if learned == total else f", {learned:,} of them trained"
+        if self.first.module is self.second.module:
+            return f"one tower for both sides, {total:,} parameters{trained}"
+        counts = (f"{tower.kind} tower {sum(p.numel() for p in tower.module.parameters()):,}" for tower in self.towers)
+        return f"{' + '.join(counts)} parameters{trained}"
+
 
 SAMPLE_TEXTS = ("a photo of a cat", "two dogs", "")
 

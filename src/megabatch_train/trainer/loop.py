@@ -27,7 +27,8 @@ from megabatch_train.data.order import Order
 from megabatch_train.data.resident import Resident
 from megabatch_train.data.tables import Table
 from megabatch_train.evaluation import evaluate
-from megabatch_train.machine import peak_bytes
+from megabatch_train.machine import describe_device, peak_bytes
+from megabatch_train.names import format_row, sanitize
 from megabatch_train.towers.tower import SIDES, Pair, compiler_settings, warm_up, without_compiler
 from megabatch_train.trainer import run
 from megabatch_train.trainer.build import autocast, build, fast_products, whole
@@ -206,6 +207,24 @@ class Trainer:
         """Steps done so far."""
         return self.run.step
 
+    def describe(self) -> dict[str, str]:
+        """Returns the header of a run: model, data, device, batch and learning rate."""
+        config, schedule, batches = self.config, self.config.schedule, self.order.batches_per_epoch
+        others = [f"{len(found):,}{f' of {name}' if name else ''}" for name, found in self.validation.items()]
+        tested = f"{' and '.join(others) or 'none'} {'held out' if config.holdout else 'to evaluate on'}"
+        columns = f" (columns {', '.join(self.dataset.columns.all)})" if isinstance(self.dataset, Table) else ""
+        after = "constant" if schedule.name == "constant" else f"a cosine to {schedule.end * self._rate:.2g}"
+        size = "" if config.chunk_size == "auto" else f" in chunks of {config.chunk_size:,}"
+        return {
+            "model": f"{sanitize(config.model)}: {self.pair.describe_parameters()}",
+            "data": f"{len(self.dataset):,} pairs of {sanitize(config.data)}{columns}, {tested}; an epoch has "
+            f"{batches * config.batch_size:,} samples in {batches:,} {'batch' if batches == 1 else 'batches'}",
+            "device": f"{describe_device(self.world)}, {config.precision}{', compiled' if self._trained.compiled else ''}",
+            "batch": f"{config.batch_size:,} pairs{size}, loss {config.loss.name}",
+            "learning rate": f"up to {self._rate:.2g} after {schedule.warm_up(self.steps):,} of {self.steps:,} steps, then "
+            f"{after}",
+        }
+
     def resume(self, checkpoint: Path | None = None) -> bool:
         """Resumes from a checkpoint, or from the newest intact one of the run's folder.
 
@@ -247,15 +266,6 @@ class Trainer:
     def _run_to_the_end(self) -> dict[str, float] | None:
         self.run.first_step = self.step
         self._storage.open()
-        if self.world.rank == 0:
-            schedule = self.config.schedule
-            LOG.info(
-                "learning rate: up to %.2g after %d of %d steps, then %s",
-                self._rate,
-                schedule.warm_up(self.steps),
-                self.steps,
-                "constant" if schedule.name == "constant" else f"a cosine to {schedule.end * self._rate:.2g}",
-            )
         self._observers.start(self.run)
         try:
             products = fast_products(self.config.precision, self.world.device)
@@ -296,6 +306,10 @@ class Trainer:
             share = -(-self.config.batch_size // self.world.size)
             with without_compiler(modules), autocast(self.config.precision, self.world.device):
                 self._fit = what_fits(self.config.memory, self.config.chunk_size, modules, self._samples, share, self.world)
+            if self.config.chunk_size == "auto" and self.world.rank == 0:
+                of_towers = zip(self._fit.chunk_sizes, self.pair.towers, strict=True)
+                chunks = " and ".join(dict.fromkeys(f"{size:,} {tower.kind}s" for size, tower in of_towers))
+                LOG.info("%s", format_row("chunk size", chunks))
         loss, taught = self.config.loss, None
         if spec := loss.teacher or loss.guide:
             place, chunk_size = self.run.folder / TEACHER, min(self._fit.chunk_sizes)
