@@ -1,4 +1,4 @@
-"""Draws docs/tiles.svg: one tile of the similarity matrix, and the sums or gradients that it adds to.
+"""Draws docs/tiles.svg: one tile of the logits, and the sums or gradients that the tile adds to.
 
 python docs/tiles_picture.py
 """
@@ -6,20 +6,20 @@ python docs/tiles_picture.py
 from pathlib import Path
 from typing import Any
 
-ROWS, AT = 6, (2, 3)  # tiles of a side; the one that is being worked on
-EMBEDDING, SUM, TILE, GONE = "#a9cbb9", "#b8860b", "#0b6e4f", "#dddddd"
+ROWS, AT = 6, (2, 3)  # tiles per side, and the tile that is computed
+EMBEDDING, SUM, TILE, ABSENT = "#a9cbb9", "#b8860b", "#0b6e4f", "#dddddd"
 
 
-def square(axes: Any, x: float, y: float, width: float, height: float, colour: str, **options: Any) -> None:
-    """A rectangle with its upper left corner at (x, y), y downwards."""
+def square(axes: Any, x: float, y: float, width: float, height: float, color: str, **options: Any) -> None:
+    """Adds a rectangle with its upper left corner at (x, y); y points down."""
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle((x + 0.06, -y - height + 0.06), width - 0.12, height - 0.12, facecolor=colour, **options))
+    axes.add_patch(Rectangle((x + 0.06, -y - height + 0.06), width - 0.12, height - 0.12, facecolor=color, **options))
 
 
 def draw(axes: Any, title: str, *, back: bool) -> None:
-    """One pass: embeddings at the left and above, their sums or gradients at the right and below."""
-    dotted = {"edgecolor": GONE, "linestyle": ":", "linewidth": 1}
+    """Draws one pass: embeddings at the left and above, their sums or gradients at the right and below."""
+    dotted = {"edgecolor": ABSENT, "linestyle": ":", "linewidth": 1}
     for i in range(ROWS):
         for j in range(ROWS):
             now = (i, j) == AT
@@ -41,20 +41,21 @@ def draw(axes: Any, title: str, *, back: bool) -> None:
     arrow = {"arrowstyle": "->", "color": "#c1440e", "linewidth": 1.6}
     axes.annotate("", (ROWS + 0.35, -i - 0.5), (j + 0.95, -i - 0.5), arrowprops=arrow)
     axes.annotate("", (j + 0.5, -ROWS - 0.35), (j + 0.5, -i - 0.95), arrowprops=arrow)
-    axes.set(title=title, xlim=(-2.8, ROWS + 2.6), ylim=(-ROWS - 2.6, 2.5), aspect="equal")
+    axes.set_title(title, fontsize=11)
+    axes.set(xlim=(-2.8, ROWS + 2.6), ylim=(-ROWS - (2.6 if back else 1.6), 2.5), aspect="equal")
     axes.axis("off")
 
 
 def main() -> None:
-    """Forward and backward beside each other."""
+    """Draws the forward pass and the backward pass, one below the other."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "tiles"  # the same bytes every time
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    draw(left, "forward: a tile adds to sums of rows and columns", back=False)
-    draw(right, "backward: formed again, it adds to both gradients", back=True)
+    figure = Figure(figsize=(4.6, 8), layout="constrained")
+    above, below = figure.subplots(2, 1)
+    draw(above, "Forward: a tile adds to row sums and column sums", back=False)
+    draw(below, "Backward: the tile is recomputed\nand adds to both gradients", back=True)
     figure.savefig(Path(__file__).with_name("tiles.svg"), metadata={"Date": None})
 
 

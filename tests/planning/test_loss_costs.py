@@ -102,7 +102,7 @@ def test_a_dense_loss_is_its_tensors(dtype, half):
     ],
 )
 def test_the_papers_loss_memory(system, batch, paper, tolerance):
-    """Table 2 of arXiv 2410.17243: ViT-L/14, eight A800; docs/plan.md explains what is left."""
+    """Table 2 of arXiv 2410.17243: ViT-L/14, eight A800; docs/plan_accuracy.md explains what is left."""
     assert loss_bytes(system, Shape(batch * 1024, 8, 1, 768, 4, True)) / GIB == pytest.approx(paper, rel=tolerance)
 
 
