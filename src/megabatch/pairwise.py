@@ -71,8 +71,10 @@ def pairwise_logsumexp(
     Sums and exponentials are float32 (float64 for float64 inputs) in every case. The products ⟨x_i, y_j⟩, before the scale,
     must be within the range of float32.
 
-    Example:
+    Examples:
+        ```python
         row, col = mb.pairwise_logsumexp(x, y, 20.0, exclude="diagonal")
+        ```
 
     Args:
         x: (N, D) embeddings.
@@ -122,8 +124,10 @@ def pairwise_symmetric_logsumexp(
     with half the work of `pairwise_logsumexp(z, z, scale, exclude="diagonal").row`. Differentiable once, in z and scale. A row
     without pairs is −inf, with gradient 0.
 
-    Example:
+    Examples:
+        ```python
         row = mb.pairwise_symmetric_logsumexp(z, 10.0, exclude=labels)
+        ```
 
     Args:
         z: (N, D) embeddings.
@@ -157,8 +161,10 @@ def pairwise_softplus(
 
     Differentiable once, in all four.
 
-    Example:
+    Examples:
+        ```python
         total = mb.pairwise_softplus(x, y, 10.0, -10.0)
+        ```
 
     Args:
         x: (N, D) embeddings.
@@ -191,8 +197,10 @@ def pairwise_rank(
     Similarities that are equal up to rounding are ordered by their index, so embeddings that are all alike do not rank
     perfectly. NaN ranks last.
 
-    Example:
+    Examples:
+        ```python
         recall_at_5 = (mb.pairwise_rank(image, text).row < 5).float().mean()
+        ```
 
     Args:
         x: (N, D) embeddings.
@@ -225,8 +233,10 @@ def pairwise_topk(
     chosen, nor is any in a row whose bound is NaN. Values are float32 (float64 for float64 inputs). On a GPU, kernels serve k
     up to M / 1024; beyond it library products form tiles in memory.
 
-    Example:
+    Examples:
+        ```python
         hard = mb.pairwise_topk(query, document, 8, exclude=(query_ids, document_ids), below=positive - 0.1).indices
+        ```
 
     Args:
         x: (N, D) embeddings.

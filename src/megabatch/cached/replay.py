@@ -61,9 +61,11 @@ class ReplaySource(Source):
         ahead: chunks that workers read in advance.
         hold: bytes of host memory for samples that wait for the second pass. Samples beyond are read again.
 
-    Example:
+    Examples:
+        ```python
         source = mb.ReplaySource(paths, lambda path, generator: crop(decode(path), generator), seed=step, workers=8)
         mb.cached_backward(loss_fn, [(image_tower, source), (text_tower, tokens)])
+        ```
     """
 
     def __init__(

@@ -247,8 +247,10 @@ class HostSource(Source):
             "auto" reads the lengths from `attention_mask`, if the inputs are a mapping that has one. None keeps the order and
             all padding, which a tower needs whose embeddings depend on padding.
 
-    Example:
+    Examples:
+        ```python
         mb.cached_backward(loss_fn, [(image_tower, mb.HostSource(images.pin_memory())), (text_tower, tokens)])
+        ```
     """
 
     reuses_memory = True

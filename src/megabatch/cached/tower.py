@@ -42,10 +42,12 @@ class Encoded(NamedTuple):
         auxiliary_loss: a scalar (the mean over the chunk), or (n,) with one number for each sample; None for no loss. The
             cached step adds its mean over the whole batch to the loss.
 
-    Example:
+    Examples:
+        ```python
         class Tower(nn.Module):
             def forward(self, x):
                 return megabatch.Encoded(self.head(x), self.router_loss(x))
+        ```
     """
 
     embeddings: Tensor

@@ -30,9 +30,11 @@ class Tokens(NamedTuple):
         mask: (N, L) or (T,) bool; vectors where it is False do not count. None if all do.
         lengths: (N,) integers of at least 1, for packed items: how many vectors each has.
 
-    Example:
+    Examples:
+        ```python
         document = mb.Tokens(vectors, lengths=lengths)  # (T, D) and (N,), without padding
         loss = mb.late_interaction_loss(query, document, scale=20.0)
+        ```
     """
 
     values: Tensor
@@ -181,8 +183,10 @@ def maxsim_logsumexp(
     sums. Memory beyond inputs and gradients is a float32 sum of the gradients and a workspace of fixed size. See
     `pairwise_logsumexp` for the precision.
 
-    Example:
+    Examples:
+        ```python
         row, col = mb.maxsim_logsumexp(query, document, 20.0, document_mask=mask)
+        ```
 
     Args:
         query: (N, Lq, D) vectors, or `Tokens`.

@@ -54,8 +54,10 @@ def clip_loss(
 
     Never negative, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
 
-    Example:
+    Examples:
+        ```python
         loss = mb.clip_loss(F.normalize(image, dim=1), F.normalize(text, dim=1), log_scale.exp())
+        ```
 
     Args:
         image: (N, D) embeddings, usually of unit length.
@@ -120,8 +122,10 @@ def siglip_loss(
     If a gradient is needed, it is computed in the forward pass, which then takes three quarters of the whole time. With
     `reduction="none"` backward is a second pass.
 
-    Example:
+    Examples:
+        ```python
         loss = mb.siglip_loss(F.normalize(image, dim=1), F.normalize(text, dim=1), log_scale.exp(), bias)
+        ```
 
     Args:
         image: (N, D) embeddings, usually of unit length.
@@ -173,8 +177,10 @@ def soft_clip_loss(
     Never below the entropy of the targets, differentiable once, float32 (float64 for float64 inputs). The teacher gets no
     gradient. On a GPU, library products form both similarities in memory, tile by tile, and kernels read them.
 
-    Example:
+    Examples:
+        ```python
         loss = mb.soft_clip_loss(image, text, log_scale.exp(), teacher_image, teacher_text, 100.0)
+        ```
 
     Args:
         image: (N, D) embeddings, usually of unit length.
@@ -235,9 +241,11 @@ def matryoshka_clip_loss(
 
     Columns beyond the largest width get no gradient. So include D, the full width, unless embeddings are always cut.
 
-    Example:
+    Examples:
+        ```python
         widths = [64, 128, image.shape[1]]
         loss = mb.matryoshka_clip_loss(image, text, logit_scale, widths=widths, weights=[0.25, 0.5, 1.0])
+        ```
 
     Args:
         image: (N, D) embeddings; they need no unit length, because every prefix is normalised.

@@ -42,8 +42,10 @@ def info_nce_loss(
     Negatives and contrasts add columns to the logits; ids, margin and guide set some logits to −inf. Never negative without
     label smoothing, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
 
-    Example:
+    Examples:
+        ```python
         loss = mb.info_nce_loss(query, key, scale=50.0, negatives=hard)  # hard: (N, K, D), K hard negatives of each query
+        ```
 
     Args:
         query: (N, D) embeddings, usually of unit length.
@@ -152,8 +154,10 @@ def dcl_loss(
     It may be negative. The loss of a query without negatives is 0. The paper's form for two views is
     `contrast=("query-key", "query-query"), symmetric=True`.
 
-    Example:
+    Examples:
+        ```python
         loss = mb.dcl_loss(query, key, scale=10.0)
+        ```
 
     Args:
         query: (N, D) embeddings, usually of unit length.
@@ -227,8 +231,10 @@ def hcl_loss(
     `contrast=("query-key", "query-query"), symmetric=True`. There is no `log_q`: the loss depends on the number of negatives,
     and a correction for their sampling would change it.
 
-    Example:
+    Examples:
+        ```python
         loss = mb.hcl_loss(query, key, scale=2.0, beta=1.0, tau_plus=0.1, negatives=[hard, bank])
+        ```
 
     Args:
         query: (N, D) embeddings of unit length.

@@ -38,8 +38,10 @@ def late_interaction_loss(
     document without vectors is nobody's negative, and as the document of a pair it makes the loss of the pair infinite.
     Never negative, differentiable once, float32 (float64 for float64 inputs).
 
-    Example:
+    Examples:
+        ```python
         loss = mb.late_interaction_loss(query, document, scale=20.0, document_mask=mask, negatives=hard)  # hard: (N, K, L, D)
+        ```
 
     Args:
         query: (N, Lq, D) vectors, usually of unit length, or `Tokens`.
@@ -110,8 +112,10 @@ def late_distillation_loss(
     found again in backward. A document without vectors is left out, of the teacher's softmax as well; a query all of whose
     documents have none has the loss 0.
 
-    Example:
+    Examples:
+        ```python
         loss = mb.late_distillation_loss(query, document, teacher, document_mask=mask)
+        ```
 
     Args:
         query: (N, Lq, D) vectors, or `Tokens`.

@@ -40,9 +40,11 @@ class Negatives(NamedTuple):
         private: whether they are negatives of their owner alone.
         guide: (M, E) or (N, K, E), the guide's embeddings of them.
 
-    Example:
+    Examples:
+        ```python
         hard = mb.Negatives(hard, private=True)  # (N, K, D): K negatives of each query, for that query alone
         loss = mb.info_nce_loss(query, key, scale=50.0, negatives=[hard, bank])
+        ```
     """
 
     keys: Tensor

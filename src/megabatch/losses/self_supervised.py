@@ -45,8 +45,10 @@ def nt_xent_loss(
 
     Never negative, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
 
-    Example:
+    Examples:
+        ```python
         loss = mb.nt_xent_loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), scale=10.0)
+        ```
 
     Args:
         z1: (N, D) embeddings of one view, usually of unit length.
@@ -103,8 +105,10 @@ def sup_con_loss(
     and 0 if there are no such rows. Never negative, differentiable once, float32 (float64 for float64 inputs). See
     `pairwise_logsumexp` for the precision.
 
-    Example:
+    Examples:
+        ```python
         loss = mb.sup_con_loss(F.normalize(z, dim=1), labels, scale=10.0)
+        ```
 
     Args:
         z: (N, D) embeddings, usually of unit length.
