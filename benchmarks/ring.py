@@ -1,12 +1,18 @@
-"""The loss over ranks on one CPU: memory of each rank, time and bytes sent, beside open_clip's losses and Inf-CL's exchange.
+"""Memory, time and traffic of the loss over ranks on one CPU: megabatch, open_clip, and the schemes of Inf-CL and DisCo-CLIP.
 
-This is the ablation of Inf-CL's table 4. Ranks are processes that share the cores, so the time shows how much work there is
-in all, not how it scales. Every measurement starts fresh processes. The loss and sampled rows of both gradients, averaged over
-ranks as DDP would, are compared with float64 first. Bytes are counted where they are sent.
+This is the ablation of Inf-CL's table 4. The ranks are processes that share the cores. So the time shows the total work, and
+it does not show how a system scales. Every measurement starts fresh processes. Before a system is timed, its loss and sampled
+rows of both gradients are averaged over ranks, as DDP does, and compared with float64. Bytes are counted where they are sent.
 
-Two systems are only measured here. "Two rings" follows the scheme of Inf-CL (arXiv 2410.17243): row sums of x against the
-travelling y, then of y against the travelling x. Backward makes one lap for each again, in which a block's gradient makes R
-hops. The logits are computed in megabatch's tiles, so that only the schemes differ.
+Two schemes of other projects are implemented here, so that only the schemes differ:
+
+- "Two rings" follows Inf-CL (arXiv 2410.17243). One lap computes the row sums of x against the travelling y, and another lap
+  computes the row sums of y against the travelling x. Backward makes one lap for each again, in which the gradient of a block
+  makes R hops. The logits are computed in megabatch's tiles.
+- "DisCo-CLIP" follows arXiv 2304.08480. Every rank gathers all embeddings and forms the logits of its own rows and its own
+  columns. In the backward pass, an all-reduce sums the gradients of the gathered embeddings, and every rank takes its own.
+
+The sigmoid loss has a float64 reference of its own.
 """
 
 import argparse
@@ -19,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch
@@ -29,22 +36,28 @@ from megabatch.tiles import eager
 from megabatch.tiles.block import Block, ColumnGradients, Needs
 from megabatch.tiles.sums import LogSum
 from megabatch_train.bench import losses
-from megabatch_train.bench.losses import ClipTruth, Loss, pairs, truth_of
+from megabatch_train.bench.losses import ClipTruth, Loss, pairs, sample_rows, truth_of
 from megabatch_train.bench.measure import OK, Record, arguments, fresh_process, paragraphs
 from megabatch_train.commands import whole
 from megabatch_train.display import plots
 from megabatch_train.display.tables import TextTable, cell
 
 BATCH, WIDTH, WORLDS = 8192, 256, [1, 2, 4, 8]
-SYNCHRONOUS, GATHER, TWO_RINGS = "ring, synchronous", "gather, tiles", "two rings"
+SYNCHRONOUS, GATHER, TWO_RINGS, DISCO = "ring, synchronous", "gather, tiles", "two rings", "DisCo-CLIP"
+SIGMOID_DENSE, SIGMOID_TILES = "sigmoid, open_clip", "sigmoid, megabatch"
+SIGMOID = (SIGMOID_DENSE, SIGMOID_TILES)
+SIGMOID_BIAS = -10.0  # the first bias of SigLIP
 ABOUT = {  # in the order of the table
     losses.VANILLA: losses.ABOUT_LEVELS[losses.VANILLA],
     losses.LOCAL: losses.ABOUT_LEVELS[losses.LOCAL],
+    DISCO: "gathered embeddings, the rank's own rows and columns of logits, gradients by all-reduce",
     TWO_RINGS: "Inf-CL's exchange, one ring for each direction, in our tiles",
     losses.BLOCKS: losses.ABOUT_LEVELS[losses.BLOCKS],
     SYNCHRONOUS: "tiles, without overlap: every message is waited for",
     GATHER: "tiles, after an all-gather",
     losses.TILES: losses.ABOUT_LEVELS[losses.TILES],
+    SIGMOID_DENSE: "SigLIP's ring (`SigLipLoss`, dist_impl bidir), each block of logits held whole until backward",
+    SIGMOID_TILES: "`siglip_loss` over the ring, tiles",
 }
 
 
@@ -114,6 +127,43 @@ class _RowSums(torch.autograd.Function):
         return dx * scale, dy_coming() * scale, dscale
 
 
+class _Gather(torch.autograd.Function):
+    """The tensors of all ranks. Backward sums the gradients of all ranks by an all-reduce and returns the rank's own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, tensor.contiguous())
+        return torch.cat(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def disco(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """The same loss as `clip_loss` over the default group, for ranks with equally many pairs."""
+    images, texts = _Gather.apply(image), _Gather.apply(text)
+    labels = len(image) * dist.get_rank() + torch.arange(len(image))
+    rows = slice(int(labels[0]), int(labels[-1]) + 1)
+    return (
+        F.cross_entropy(scale * images[rows] @ texts.T, labels) + F.cross_entropy(scale * texts[rows] @ images.T, labels)
+    ) / 2
+
+
+def sigmoid_ring(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    with ring.use_route("ring"):
+        return megabatch.siglip_loss(image, text, scale, SIGMOID_BIAS, group=dist.group.WORLD)
+
+
+def sigmoid_dense(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    loss = losses.open_clip_losses().SigLipLoss(rank=dist.get_rank(), world_size=dist.get_world_size())
+    value: Tensor = loss(image, text, scale, torch.tensor(SIGMOID_BIAS))
+    return value
+
+
 def _ranks(x: Tensor) -> Ranks:
     return Ranks(x.device, dist.group.WORLD, "two rings")
 
@@ -138,16 +188,22 @@ SYSTEMS = losses.LEVELS | {
     SYNCHRONOUS: synchronous,
     GATHER: partial(losses.leave_unchanged, gather_loss),
     TWO_RINGS: partial(losses.leave_unchanged, two_rings),
+    DISCO: partial(losses.leave_unchanged, disco),
+    SIGMOID_DENSE: partial(losses.leave_unchanged, sigmoid_dense),
+    SIGMOID_TILES: partial(losses.leave_unchanged, sigmoid_ring),
 }
+COLLECTIVES = (losses.VANILLA, losses.LOCAL, DISCO, SIGMOID_DENSE)  # their bytes are not counted
+BASELINES = {name: SIGMOID_DENSE if name in SIGMOID else losses.LOCAL for name in SYSTEMS}
 
 
 MIB = 2**20
-HEADINGS = ["ranks", "system", "peak MiB of a rank", "s, all ranks on these cores"]
+HEADINGS = ["ranks", "system", "peak MiB of a rank", "s, all ranks on these cores", "× open_clip"]
 HEADINGS += ["MiB sent by a rank", "loss error", "grad. error"]
 LEGEND = (
-    "Peak: resident memory beyond the inputs, gradients included, of the rank that needs most. Sent: forward and backward, "
-    "without the small messages in which ranks agree; open_clip's collectives are not counted. Errors: of the mean over ranks, "
-    "relative to float64."
+    "Peak: resident memory beyond the inputs, gradients included, of the rank that needs most. × open_clip: the time divided "
+    "by the time of `open_clip local` on as many ranks or, for the sigmoid loss, by the time of `sigmoid, open_clip`. "
+    "Sent: forward and backward, without the small messages in which ranks agree; the bytes of other libraries' exchanges and "
+    "of collectives are not counted. Errors: of the mean over ranks, relative to float64."
 )
 PANELS = (
     ("peak memory of a rank, MiB", "peak", MIB),
@@ -156,31 +212,53 @@ PANELS = (
 )
 
 
+COLOURS = {
+    losses.VANILLA: plots.ORANGE,
+    losses.LOCAL: plots.OCHRE,
+    DISCO: plots.INK,
+    TWO_RINGS: plots.BLUE,
+    losses.BLOCKS: plots.VIOLET,
+    SYNCHRONOUS: plots.GREY,
+    GATHER: plots.MINT,
+    losses.TILES: plots.GREEN,
+    SIGMOID_DENSE: plots.OCHRE,
+    SIGMOID_TILES: plots.GREEN,
+}
+
+
+def _systems(record: dict[str, Any]) -> list[str]:
+    """The systems of a record, in the order of the table."""
+    measured = {r["system"] for r in record["results"]}
+    return [name for name in ABOUT if name in measured]
+
+
 def _title(record: dict[str, Any]) -> str:
-    return f"CLIP loss over ranks, forward and backward, float32, {record['batch']:,} pairs in all, D = {record['width']}"
+    return f"CLIP loss over ranks, forward and backward, float32, {record['batch']:,} pairs in total, D = {record['width']}"
 
 
 def markdown(record: dict[str, Any]) -> str:
     """Markdown."""
     rows = []
+    seconds_of = {(r["world"], r["system"]): r["seconds"] for r in record["results"]}
     for r in record["results"]:
         peak, sent = (None if r[key] is None else r[key] / MIB for key in ("peak", "sent"))
         seconds = f"{r['seconds']:.2f}" if r["status"] == OK else r["status"].split(":")[0]
-        cells = [r["world"], r["system"], cell(peak, ".0f"), seconds, cell(sent, ".2f")]
+        baseline = seconds_of.get((r["world"], BASELINES[r["system"]]))
+        ratio = None if baseline is None or r["seconds"] is None else r["seconds"] / baseline
+        cells = [r["world"], r["system"], cell(peak, ".0f"), seconds, cell(ratio, ".2f"), cell(sent, ".2f")]
         rows.append([*cells, cell(r["loss_error"], ".0e"), cell(r["gradient_error"], ".0e")])
-    systems = "\n".join(f"- {system}: {about}" for system, about in ABOUT.items())
+    systems = "\n".join(f"- {system}: {ABOUT[system]}" for system in _systems(record))
     return paragraphs(TextTable(HEADINGS, rows, f"{_title(record)}.", LEGEND, names=(1,)).markdown(), systems)
 
 
 def draw(record: dict[str, Any]) -> Any:
     """Memory, time and bytes sent against the number of ranks."""
     figure, panels = plots.panels(_title(record), 3)
-    others = iter((plots.ORANGE, plots.OCHRE, plots.BLUE, plots.VIOLET, plots.GREY, plots.MINT))
-    colours = {name: plots.GREEN if name == losses.TILES else next(others) for name in ABOUT}
     for axes, (label, key, unit) in zip(panels, PANELS, strict=True):
-        for name in ABOUT:
+        for name in _systems(record):
             points = [(r["world"], r[key] / unit) for r in record["results"] if r["system"] == name and r[key]]
-            plots.line(axes, points, name, colours[name], linewidth=2.4 if name == losses.TILES else 1.2)
+            width, style = 2.4 if name in (losses.TILES, SIGMOID_TILES) else 1.2, "--" if name in SIGMOID else "-"
+            plots.line(axes, points, name, COLOURS[name], linewidth=width, linestyle=style)
         axes.set_ylabel(label)
         plots.batch_axis(axes, [r["world"] for r in record["results"]], "ranks")
         plots.log_axis(axes)
@@ -193,23 +271,42 @@ def truth(batch: int, width: int) -> ClipTruth:
     return truth_of(*pairs(batch, width))
 
 
+def sigmoid_truth(batch: int, width: int) -> ClipTruth:
+    """The sigmoid loss and sampled gradient rows in float64, by autograd over a few whole rows of logits at a time."""
+    image, text, log_scale = (tensor.detach().double() for tensor in pairs(batch, width))
+    x, y, total = image.requires_grad_(), text.requires_grad_(), 0.0
+    for start in range(0, batch, 512):
+        rows = torch.arange(start, min(start + 512, batch))
+        signs = -torch.ones(len(rows), batch, dtype=torch.float64)
+        signs[torch.arange(len(rows)), rows] = 1.0
+        part = -F.logsigmoid(signs * (log_scale.exp() * x[rows] @ y.T + SIGMOID_BIAS)).sum() / batch
+        part.backward()  # type: ignore[no-untyped-call]
+        total += part.item()
+    sample = sample_rows(batch)
+    assert x.grad is not None
+    assert y.grad is not None
+    return ClipTruth(total, x.grad[sample], y.grad[sample])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=whole, nargs="+", default=WORLDS, metavar="R", help="numbers of ranks (1 2 4 8)")
     parser.add_argument("--batch", type=whole, default=BATCH, metavar="B", help=f"pairs of all ranks together ({BATCH})")
     parser.add_argument("--width", type=whole, default=WIDTH, metavar="D", help=f"embedding width ({WIDTH})")
     parser.add_argument("--repeats", type=whole, default=3, metavar="N", help="timed steps; the fastest counts (3)")
+    parser.add_argument("--systems", nargs="+", choices=list(ABOUT), default=list(ABOUT), metavar="S", help=", ".join(ABOUT))
     arguments(parser, "ring")
     args = parser.parse_args()
     record = Record.of_script("ring", args, batch=args.batch, width=args.width)
     record.say("float64 reference")
-    right = fresh_process(truth, args.batch, args.width)
+    right = {sigmoid: fresh_process(sigmoid_truth if sigmoid else truth, args.batch, args.width) for sigmoid in (False, True)}
     for world in args.worlds:
-        for name in ABOUT:
+        for name in args.systems:
             record.say(f"{world} ranks: {name}")
-            (result,) = losses.measure_levels({name: SYSTEMS[name]}, world, args.batch, args.width, args.repeats, right)
-            if name in (losses.VANILLA, losses.LOCAL):
-                result.sent = None  # collectives are not counted
+            reference = right[name in SIGMOID]
+            (result,) = losses.measure_levels({name: SYSTEMS[name]}, world, args.batch, args.width, args.repeats, reference)
+            if name in COLLECTIVES:
+                result.sent = None
             record["results"].append({"world": world, **asdict(result)})
             record.save()
     record.finish(markdown, draw)
