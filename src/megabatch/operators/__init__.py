@@ -1,8 +1,7 @@
 """The pairwise operations as PyTorch operators: forward, backward, and the shapes that torch.compile needs.
 
-An operator describes a block, runs a backend's pass over its tiles, and turns the sums of the pass into results
-(`gradients.py`). Arguments are tensors, strings and booleans, and were checked before. Operators with a derivative are
-called by `apply`.
+An operator describes a block, runs one pass of an engine over its tiles, and converts the sums of the pass to results.
+Arguments are tensors, strings and booleans, which the caller has checked. `apply` calls operators that have a derivative.
 """
 
 from megabatch.operators.autograd import apply
