@@ -48,7 +48,7 @@ def test_the_first_use_says_that_it_draws_and_the_second_is_silent(tmp_path, mon
     monkeypatch.setattr(demo, "_names", lambda: few)
     with caplog.at_level("INFO", logger="megabatch"):
         data = Emoji("all", size=8, cache_folder=tmp_path)
-        assert caplog.messages == [f"drawing {len(data.names)} emoji by two artists, once"]
+        assert caplog.messages == [f"rendering {len(data.names)} emoji by two artists; the cache keeps them for the next run"]
         caplog.clear()
         Emoji("train", size=8, cache_folder=tmp_path)
         assert not caplog.messages

@@ -176,7 +176,7 @@ def test_captions_that_cannot_be_read_are_named(tmp_path):
         "02.json must be a JSON object with the key caption or text",
         "03.json must be a JSON object with the key caption or text",
         "caption must be a text, got nothing",
-        "05.png has no caption beside it (.txt or .json)",
+        "05.png has no caption file with its name (.txt or .json)",
     ]
 
 

@@ -132,7 +132,7 @@ def test_addresses_that_cannot_be_read_say_what_to_do(server, monkeypatch):
         ("https://b/x.csv", "check the URL and the token"),
     ):
         with pytest.raises(RemoteError, match=rf"{address} cannot be read, .*; {advice}"):
-            Url(address)._patiently(refused)
+            Url(address)._retry(refused)
 
 
 def test_a_missing_image_is_skipped_and_a_lost_server_is_not(server, tmp_path):

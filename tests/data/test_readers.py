@@ -72,7 +72,7 @@ def test_work_runs_in_other_processes(timeout):
         with pytest.raises(RuntimeError, match="AwkwardError: awkward 2"):
             executor.submit(raises, "awkward").result()
         os.kill(executor.submit(os.getpid).result(), signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="a reader process ended unexpectedly"):
+        with pytest.raises(RuntimeError, match="a data-loader worker ended unexpectedly"):
             executor.submit(os.getpid).result()
 
 

@@ -189,7 +189,7 @@ def test_nothing_there(folder):
     with pytest.raises(ValueError, match=r"at least one sample, got none in .*: shard .* cannot be read: No such file"):
         Shards(folder / "missing.tar")
     (folder / "text.tar").write_text("not a tar file")
-    with pytest.raises(ValueError, match="is not a whole tar file"):
+    with pytest.raises(ValueError, match="is not a complete tar file"):
         Shards(folder / "text.tar")
 
 

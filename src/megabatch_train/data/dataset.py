@@ -33,12 +33,12 @@ class ReadingProgress:
     """Logs the progress and the remaining time every few seconds.
 
     Args:
-            told: noun and participle for the log, such as "images embedded".
-            total: total number of units.
+        description: noun and participle for the log, such as "images embedded".
+        total: total number of units.
     """
 
-    def __init__(self, told: str, total: int) -> None:
-        self._told, self._total = told, total
+    def __init__(self, description: str, total: int) -> None:
+        self._description, self._total = description, total
         self._began = self._last = time.monotonic()
 
     def tell(self, done: int) -> None:
@@ -46,11 +46,12 @@ class ReadingProgress:
         now = time.monotonic()
         if done < self._total and now - self._last >= SECONDS:
             self._last, left = now, (now - self._began) / done * (self._total - done)
-            LOG.info("%s of %s %s, %s left", f"{done:,}", f"{self._total:,}", self._told, timedelta(seconds=round(left)))
+            left_text = timedelta(seconds=round(left))
+            LOG.info("%s of %s %s, %s left", f"{done:,}", f"{self._total:,}", self._description, left_text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ids of samples: one or two integers per sample, equal where samples belong together.
+# Ids of samples. Each sample has one or two integers, and samples that belong together have equal ids.
 
 
 def number_values(values: Sequence[Hashable]) -> Tensor:  # (n,) int64
@@ -70,9 +71,9 @@ def find_components(first: Tensor, second: Tensor) -> Tensor:  # (n,), (n,) int6
         return row
 
     for side in (first, second):
-        seen: dict[int, int] = {}
+        first_row: dict[int, int] = {}
         for row, value in enumerate(side.tolist()):
-            a, b = root(row), root(seen.setdefault(value, row))
+            a, b = root(row), root(first_row.setdefault(value, row))
             parent[max(a, b)] = min(a, b)
     return torch.tensor([root(row) for row in range(len(first))], dtype=torch.int64)
 
@@ -111,13 +112,13 @@ def count_others(ids: Tensor) -> Tensor:  # (n,) or (n, 2) int64 -> (n,) int64
 
 def _count_equal(values: Tensor) -> Tensor:  # (n,) -> (n,) int64
     """Returns how many rows equal each row, including the row itself."""
-    _, place, count = torch.unique(values, return_inverse=True, return_counts=True)
-    found: Tensor = count[place]
-    return found
+    _, group, sizes = torch.unique(values, return_inverse=True, return_counts=True)
+    counts: Tensor = sizes[group]
+    return counts
 
 
 def first_places(numbers: Tensor) -> Tensor:  # (n,) int64 -> (K,) int64
-    """Returns the first place of each number from 0 to K − 1."""
+    """Returns the index of the first occurrence of each number from 0 to K − 1."""
     places = torch.arange(len(numbers))
     return torch.full((int(numbers.max()) + 1,), len(numbers)).scatter_reduce(0, numbers, places, "amin")
 
@@ -136,7 +137,7 @@ def text_id(text: str) -> int:
 # worker. Therefore a run can be repeated with any number of ranks and workers.
 #
 # An unreadable sample does not end a run. A blank sample replaces it, `failures` records its index and the reason, and
-# `usable` returns which pairs the loss has to skip.
+# `usable` returns a mask of the pairs that the loss uses.
 
 
 IMAGE, TEXT = "image", "text"
@@ -197,7 +198,7 @@ class Dataset(ABC):
         """Returns the name of a sample for messages and contact sheets."""
 
     def place(self, index: int) -> str | None:
-        """Returns the path or URL of the image of a sample; None if the image has no file of its own."""
+        """Returns the path or URL of the image of a sample; None if the image is not a separate file."""
         return None
 
     def ids(self, indices: Sequence[int]) -> Tensor | None:  # (n,) or (n, 2) int64
@@ -238,12 +239,12 @@ class Dataset(ABC):
         """Returns a source of tower inputs for one side of some samples. Each reading gives the same inputs.
 
         Args:
-                indices: sample indices.
-                side: 0 or 1.
-                preparation: preprocessing of the tower, such as a `towers.Tower`.
-                seed: seed of the run.
-                epoch: number of the epoch, because each epoch augments differently.
-                augment: False for evaluation.
+            indices: sample indices.
+            side: 0 or 1.
+            preparation: preprocessing of the tower, such as a `towers.Tower`.
+            seed: seed of the run.
+            epoch: number of the epoch, because each epoch augments differently.
+            augment: False for evaluation.
             workers: as for `ReplaySource`.
             hold: as for `ReplaySource`.
         """
@@ -269,7 +270,7 @@ class Dataset(ABC):
 
 
 class Wrapper(Dataset):
-    """A dataset whose samples are those of one or more other datasets. Subclasses define `__len__` and `find`."""
+    """A dataset that contains the samples of one or more other datasets. Subclasses define `__len__` and `find`."""
 
     @abstractmethod
     def find(self, index: int) -> tuple[Dataset, int]:
@@ -331,13 +332,13 @@ class Part(Wrapper):
 
     def items(self) -> Tensor | None:  # (samples,) int64
         """Returns the items of the full dataset for these samples."""
-        found = self.whole.items()
-        return None if found is None else found[self.indices]
+        items = self.whole.items()
+        return None if items is None else items[self.indices]
 
     def documents(self) -> Tensor | None:  # (samples,) int64
         """Returns the documents of the full dataset for these samples."""
-        found = self.whole.documents()
-        return None if found is None else found[self.indices]
+        documents = self.whole.documents()
+        return None if documents is None else documents[self.indices]
 
 
 class _Failure(str):

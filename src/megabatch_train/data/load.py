@@ -52,31 +52,31 @@ _WEIGHT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*\*(\s*)(.*)", re.DOTALL)
 def parse_spec(spec: str) -> tuple[list[str], list[float] | None]:
     """Returns the names of the sources and their weights, or None instead of weights if no source has one."""
     specs = [part.strip() for part in spec.split(BETWEEN)]
-    found = [_parse_weight(part) for part in specs]
-    if any(found) and not all(found):
+    weighted = [_parse_weight(part) for part in specs]
+    if any(weighted) and not all(weighted):
         raise ValueError(f'every source or none must have a weight, as in "3 * photos.csv + 1 * drawings.csv", got {spec!r}')
-    names = [part[1] for part in found if part] or specs
+    names = [part[1] for part in weighted if part] or specs
     if not all(names):
         raise ValueError(f"every source must have a name, got {spec!r}")
-    return names, [part[0] for part in found if part] or None
+    return names, [part[0] for part in weighted if part] or None
 
 
 def anchor_mixture(spec: str, anchor_one: Callable[[str], str]) -> str:
     """Returns the mixture with `anchor_one` applied to each name. The weights stay the same."""
-    found = []
+    anchored = []
     for part in (part.strip() for part in spec.split(BETWEEN)):
         weighted = _parse_weight(part)
         name = part if weighted is None else weighted[1]
-        found.append(part.removesuffix(name) + anchor_one(name))
-    return BETWEEN.join(found)
+        anchored.append(part.removesuffix(name) + anchor_one(name))
+    return BETWEEN.join(anchored)
 
 
 def _parse_weight(spec: str) -> tuple[float, str] | None:
     """Returns a weight and its source; None without a weight, which includes "3*.csv" if files match this pattern."""
-    found = _WEIGHT.fullmatch(spec)
-    if found is None or (not found[2] and glob.glob(spec)):
+    match = _WEIGHT.fullmatch(spec)
+    if match is None or (not match[2] and glob.glob(spec)):
         return None
-    return float(found[1]), found[3]
+    return float(match[1]), match[3]
 
 
 class Mix(Wrapper):
@@ -91,8 +91,8 @@ class Mix(Wrapper):
         super().__init__()
         for source in sources:
             if tuple(source.sides) != tuple(sources[0].sides):
-                told = " and ".join(" to ".join(one.sides) for one in (sources[0], source))
-                raise ValueError(f"sources that are mixed must have the same sides, got {told}")
+                kinds = " and ".join(" to ".join(one.sides) for one in (sources[0], source))
+                raise ValueError(f"sources that are mixed must have the same sides, got {kinds}")
             if columns := source.negative_columns:
                 raise ValueError(
                     f"sources that are mixed must be pairs, got hard negatives in the column {columns[0]}; "
@@ -118,17 +118,17 @@ class Mix(Wrapper):
         """Returns the ids of the sources. Samples without an id get one, because a batch can contain a sample twice."""
         samples = torch.as_tensor(indices, dtype=torch.int64)
         numbers = torch.bucketize(samples, torch.tensor(self._ends), right=True)
-        found = torch.empty(len(samples), 2, dtype=torch.int64)
+        ids = torch.empty(len(samples), 2, dtype=torch.int64)
         columns = 1
         for number, source in enumerate(self.sources):
-            here = numbers == number
-            own = samples[here] - (self._ends[number] - len(source))
-            known = source.ids(own.tolist())
-            known = own if known is None else known
-            columns = max(columns, known.dim())
+            of_source = numbers == number
+            own = samples[of_source] - (self._ends[number] - len(source))
+            source_ids = source.ids(own.tolist())
+            source_ids = own if source_ids is None else source_ids
+            columns = max(columns, source_ids.dim())
             # A single id is in both columns. Sources have no id in common.
-            found[here] = (known[:, None] if known.dim() == 1 else known).expand(-1, 2) ^ text_id(str(number))
-        return found if columns == 2 else found[:, 0].contiguous()
+            ids[of_source] = (source_ids[:, None] if source_ids.dim() == 1 else source_ids).expand(-1, 2) ^ text_id(str(number))
+        return ids if columns == 2 else ids[:, 0].contiguous()
 
     def items(self) -> Tensor | None:  # (samples,) int64
         """Joins the items of the sources."""
@@ -138,12 +138,12 @@ class Mix(Wrapper):
         """Joins the documents of the sources."""
         return self._join_ids([source.documents() for source in self.sources])
 
-    def _join_ids(self, found: list[Tensor | None]) -> Tensor | None:
+    def _join_ids(self, ids_by_source: list[Tensor | None]) -> Tensor | None:
         """Returns one id per sample. Sources share no ids. If a source has no ids, each of its samples gets a unique id."""
-        if all(ids is None for ids in found):
+        if all(ids is None for ids in ids_by_source):
             return None
         joined, first = [], 0
-        for source, ids in zip(self.sources, found, strict=True):
+        for source, ids in zip(self.sources, ids_by_source, strict=True):
             # Ids are renumbered from 0 because a part of a dataset keeps the ids of the full dataset, which can be any numbers.
             own = torch.arange(len(source)) if ids is None else torch.unique(ids, return_inverse=True)[1]
             joined.append(first + own)
@@ -193,20 +193,20 @@ def parts(datasets: Sequence[Dataset], fraction: float) -> list[tuple[Dataset, D
 
 def _path(dataset: Dataset, index: int) -> str | None:
     """Returns the path or URL of the image; None if the image has no file, or if its name is already the URL."""
-    found = None if is_url(dataset.name(index)) else dataset.place(index)
-    return found and os.path.abspath(found)
+    path = None if is_url(dataset.name(index)) else dataset.place(index)
+    return path and os.path.abspath(path)
 
 
 def _units(dataset: Dataset) -> Tensor:  # (samples,) int64
     """Returns a number per sample. Samples with equal numbers stay together."""
-    found = None if isinstance(dataset, Folders) else dataset.ids(range(len(dataset)))
-    found = dataset.items() if found is None else found
-    return torch.arange(len(dataset)) if found is None else components(found)
+    ids = None if isinstance(dataset, Folders) else dataset.ids(range(len(dataset)))
+    ids = dataset.items() if ids is None else ids
+    return torch.arange(len(dataset)) if ids is None else components(ids)
 
 
 def _split(dataset: Dataset, held: list[bool], fraction: float, largest: int) -> tuple[Dataset, Dataset]:
     """Returns both parts. `largest` is the number of samples in the largest group that stays together."""
-    train, test = ([index for index, out in enumerate(held) if out is wanted] for wanted in (False, True))
+    train, test = ([index for index, out in enumerate(held) if out is held_out] for held_out in (False, True))
     if not train or not test:
         why = ""
         if largest > 1:
@@ -263,11 +263,11 @@ def load(spec: str, split: str | None = None, *, size: int | None = None, holdou
 
     Args:
         spec: see `megabatch_train.names.DATA`.
-            split: "train" (default), "test" or "all" for a dataset with splits. Files have splits only with `holdout`.
-            size: side length of emoji in pixels. Photographs keep their size.
-            holdout: fraction of the samples that is held out. The split "test" is this part, "train" the rest. Only for files.
-            options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
-                `Shards`. In a mixture they apply to all sources. Options of a source are a table under its number, from "1".
+        split: "train" (default), "test" or "all" for a dataset with splits. Files have splits only with `holdout`.
+        size: side length of emoji in pixels. Photographs keep their size.
+        holdout: fraction of the samples that is held out, for files. The split "test" is this part, and "train" is the rest.
+        options: arguments of the dataset's class: `columns`, `texts`, `root` and `encoding` of a `Table`, `caption_ids` of
+            `Shards`. In a mixture they apply to all sources. Options of one source are a table under its number, from "1".
     """
     if BETWEEN in spec and not os.path.exists(spec):  # a Path raises an error for long names
         return _mixture(spec, split, size, holdout, options)
@@ -307,8 +307,8 @@ def _mixture(spec: str, split: str | None, size: int | None, holdout: float, opt
 
 def _hold_out(specs: list[str], datasets: list[Dataset], test: bool, holdout: float) -> list[Dataset]:
     """Returns the held-out part of each dataset if `test` is true, and otherwise the other part."""
-    found = parts(datasets, holdout)
-    for spec, (kept, held) in zip(specs, found, strict=True):
+    splits = parts(datasets, holdout)
+    for spec, (kept, held) in zip(specs, splits, strict=True):
         share = len(held) / (len(kept) + len(held))
         if not test and abs(share - holdout) > holdout / 10:
             LOG.info(
@@ -316,7 +316,7 @@ def _hold_out(specs: list[str], datasets: list[Dataset], test: bool, holdout: fl
                 "together, and each other sample is drawn separately",
                 *(100 * share, spec, 100 * holdout),
             )
-    return [held if test else kept for kept, held in found]
+    return [held if test else kept for kept, held in splits]
 
 
 def _from_files(spec: str, options: dict[str, Any]) -> Dataset:
@@ -346,19 +346,19 @@ def _from_folder(folder: Url, options: dict[str, Any]) -> Dataset:
         return _with_images(Shards, shards, options)
     tables = [table for ending in names.TABLES for table in (folder / f"*{ending}").matches()]
     if len(tables) != 1:
-        found = ", ".join(table.name for table in tables) or "none"
+        table_names = ", ".join(table.name for table in tables) or "none"
         raise ValueError(
-            f"{folder} must have shards (.tar) or one table ({', '.join(names.TABLES)}), got {found}; name the file"
+            f"{folder} must have shards (.tar) or one table ({', '.join(names.TABLES)}), got {table_names}; name the file"
         )
     return _with_images(Table, tables[0].address, options)
 
 
 def _with_images(kind: type[Dataset], files: Any, options: dict[str, Any]) -> Dataset:
     """Creates the dataset. If it has images, checks that the package that reads images is installed."""
-    made: Dataset = kind(files, **_check_options(kind, options))  # type: ignore[call-arg]
-    if IMAGE in made.sides:
+    dataset: Dataset = kind(files, **_check_options(kind, options))  # type: ignore[call-arg]
+    if IMAGE in dataset.sides:
         extras.load("PIL.Image", purpose="Reading images")
-    return made
+    return dataset
 
 
 def _check_options(kind: type[Dataset], options: dict[str, Any]) -> dict[str, Any]:
@@ -397,8 +397,8 @@ def _anchor_one(spec: str, directory: Path) -> str:
     plain = Path(name)
     while has_magic(str(plain)):
         plain = plain.parent
-    known = (plain, Path(name.partition("@")[0]))  # the folder of a dataset can be followed by a split
-    return f"{prefix}{directory / name}" if any((directory / path).exists() for path in known) else spec
+    candidates = (plain, Path(name.partition("@")[0]))  # the folder of a dataset can be followed by a split
+    return f"{prefix}{directory / name}" if any((directory / path).exists() for path in candidates) else spec
 
 
 def anchor_options(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:

@@ -28,8 +28,8 @@ class Mixture:
     """A mixture of several sources. Samples are numbered one source after another.
 
     Args:
-            parts: the number of samples of each source, or the sizes of its shards.
-            weights: share of each source in an epoch. The weights need not sum to one.
+        parts: the number of samples of each source, or the sizes of its shards.
+        weights: share of each source in an epoch. The weights need not sum to one.
     """
 
     parts: "tuple[int | tuple[int, ...] | Mixture, ...]"
@@ -44,13 +44,13 @@ class Mixture:
             )
 
     def shares(self) -> list[int]:
-        """Returns the samples of each source in an epoch of as many samples as all sources have. Largest fractions round up."""
+        """Returns how many samples of each source an epoch has. An epoch has as many samples as all sources together."""
         total, whole = sum(map(_count, self.parts)), sum(self.weights)
         exact = [total * weight / whole for weight in self.weights]
-        found = [int(share) for share in exact]
-        for number in sorted(range(len(found)), key=lambda i: found[i] - exact[i])[: total - sum(found)]:
-            found[number] += 1
-        return found
+        counts = [int(share) for share in exact]
+        for number in sorted(range(len(counts)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
+            counts[number] += 1  # the largest fractions round up
+        return counts
 
 
 def _count(samples: "int | tuple[int, ...] | Mixture") -> int:
@@ -99,14 +99,14 @@ class Order:
         return _count(self.samples) // self.batch_size
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Yields the batches `start` to `stop - 1`, or batches without end."""
-        number, known, order = start, None, torch.empty(0)
+        """Yields the batches `start` to `stop - 1`. Without `stop`, the batches never end."""
+        number, current, order = start, None, torch.empty(0)
         first = self.rank * self.batch_size // self.world_size
         last = (self.rank + 1) * self.batch_size // self.world_size
         while stop is None or number < stop:
             epoch, position = divmod(number, self.batches_per_epoch)
-            if epoch != known:
-                known, order = epoch, self.epoch(epoch)
+            if epoch != current:
+                current, order = epoch, self.epoch(epoch)
             begin = position * self.batch_size
             yield Batch(number, epoch, order[begin + first : begin + last])
             number += 1
@@ -132,16 +132,16 @@ class Order:
         shares = mixture.shares()
         turns = torch.arange(len(shares)).repeat_interleave(torch.tensor(shares))
         turns = turns[torch.randperm(len(turns), generator=generator)]
-        found, first = torch.empty_like(turns), 0
+        samples, first = torch.empty_like(turns), 0
         for number, (part, share) in enumerate(zip(mixture.parts, shares, strict=True)):
             own = Order(part, 1, sample_seed(self.seed, number), window=self.window)
-            found[turns == number] = first + own.stretch(epoch * share, share)
+            samples[turns == number] = first + own.stretch(epoch * share, share)
             first += _count(part)
-        return found
+        return samples
 
     def stretch(self, start: int, count: int) -> Tensor:  # (count,) int64
         """Returns samples `start` to `start + count - 1` of the sequence of all epochs."""
-        size, end, found = _count(self.samples), start + count, [torch.empty(0, dtype=torch.int64)]
+        size, end, pieces = _count(self.samples), start + count, [torch.empty(0, dtype=torch.int64)]
         for epoch in range(start // size, -(-end // size)):
-            found.append(self.epoch(epoch)[max(start - epoch * size, 0) : end - epoch * size])
-        return torch.cat(found)
+            pieces.append(self.epoch(epoch)[max(start - epoch * size, 0) : end - epoch * size])
+        return torch.cat(pieces)

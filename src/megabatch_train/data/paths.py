@@ -73,21 +73,21 @@ def part(name: str, start: int, size: int | None, fetch: Callable[[], bytes]) ->
 
     If the cache is not writable, each call fetches the piece.
     """
-    place = folder() / "remote" / name
-    if (found := _read_stored(place, start, size)) is not None:
-        return found
+    file = folder() / "remote" / name
+    if (stored := _read_stored(file, start, size)) is not None:
+        return stored
     with ExitStack() as held:
         try:
-            held.enter_context(file_io.hold_lock(place.parent / f"lock-{zlib.crc32(name.encode()) % LOCKS}"))
+            held.enter_context(file_io.hold_lock(file.parent / f"lock-{zlib.crc32(name.encode()) % LOCKS}"))
         except OSError as error:
-            _warn(place.parent, error)
-        if (found := _read_stored(place, start, size)) is not None:
-            return found
+            _warn(file.parent, error)
+        if (stored := _read_stored(file, start, size)) is not None:
+            return stored
         data = fetch()
         try:
-            _store(place, data)
+            _store(file, data)
         except OSError as error:
-            _warn(place.parent, error)
+            _warn(file.parent, error)
     return data[start:] if size is None else data[start : start + size]
 
 
@@ -110,11 +110,11 @@ def _read_stored(place: Path, start: int, size: int | None) -> bytes | None:
 
 
 def _store(place: Path, data: bytes) -> None:
-    """Writes a piece and counts it. Other pieces are deleted until it fits. A piece above the limit is not written."""
+    """Writes a piece and adds its size to the total. Deletes other pieces until it fits. Skips a piece above the limit."""
     size = len(data) + len(END)
     with file_io.hold_lock(place.parent / "size") as number:
-        counted = os.pread(number, 32, 0)
-        total = int(counted) if counted.isdigit() else sum(size for _, _, size in _pieces(place.parent))
+        recorded = os.pread(number, 32, 0)
+        total = int(recorded) if recorded.isdigit() else sum(size for _, _, size in _pieces(place.parent))
         most = _limit(place.parent, total)
         if size > most:
             return
@@ -126,13 +126,13 @@ def _store(place: Path, data: bytes) -> None:
 
 
 def _limit(folder: Path, total: int) -> int:
-    asked = os.environ.get("MEGABATCH_CACHE_GIB")
-    if asked is None:
+    setting = os.environ.get("MEGABATCH_CACHE_GIB")
+    if setting is None:
         return min(int(DEFAULT_GIB * 2**30), total + shutil.disk_usage(folder).free // 2)
     try:
-        return int(float(asked) * 2**30)
+        return int(float(setting) * 2**30)
     except (ValueError, OverflowError):
-        raise ValueError(f"MEGABATCH_CACHE_GIB must be a number of GiB, such as 64, got {asked!r}") from None
+        raise ValueError(f"MEGABATCH_CACHE_GIB must be a number of GiB, such as 64, got {setting!r}") from None
 
 
 def _pieces(folder: Path) -> list[tuple[float, str, int]]:
@@ -165,7 +165,7 @@ def _warn(folder: Path, error: OSError) -> None:
     global _warned
     if not _warned:
         LOG.warning(
-            "remote data is not cached, because %s cannot be written to: %s; MEGABATCH_CACHE names a folder",
+            "remote data is not cached, because %s cannot be written to: %s; set MEGABATCH_CACHE to another folder",
             folder,
             error.strerror,
         )
@@ -282,7 +282,7 @@ class Url:
 
     @property
     def parent(self) -> "Url":
-        """The folder."""
+        """The URL of the folder."""
         return Url(self._path.rstrip("/").rpartition("/")[0])
 
     @property
@@ -293,19 +293,19 @@ class Url:
             FileNotFoundError: there is no such file.
         """
         if self._about is None:
-            found = self._ask()
-            if not found.version:
-                found = found._replace(version=_version_of_this_run(urlsplit(self.address).netloc.rpartition("@")[2]))
-            self._about = found
+            about = self._request_about()
+            if not about.version:
+                about = about._replace(version=_version_of_this_run(urlsplit(self.address).netloc.rpartition("@")[2]))
+            self._about = about
         return self._about
 
-    def _ask(self) -> About:
-        found = self._patiently(lambda: _filesystem(self.protocol).info(self.address))
-        if found.get("size") is None or found.get("type") == "directory":
+    def _request_about(self) -> About:
+        info = self._retry(lambda: _filesystem(self.protocol).info(self.address))
+        if info.get("size") is None or info.get("type") == "directory":
             raise RemoteError(f"{self} must be a file with a size, got none from the server; is it a folder or a web page?")
-        if found.get("partial") is False:
+        if info.get("partial") is False:
             raise self._without_ranges()
-        return About(int(found["size"]), next((f"{key}={found[key]}" for key in VERSIONS if found.get(key)), ""))
+        return About(int(info["size"]), next((f"{key}={info[key]}" for key in VERSIONS if info.get(key)), ""))
 
     def exists(self) -> bool:
         """Returns whether the file exists."""
@@ -317,18 +317,18 @@ class Url:
     def matches(self) -> "list[Url]":
         """Returns the files that match the pattern in the URL, sorted."""
         filesystem = _filesystem(self.protocol)
-        found = self._patiently(lambda: filesystem.glob(self.address))
-        return [Url(filesystem.unstrip_protocol(name)) for name in sorted(found)]
+        names = self._retry(lambda: filesystem.glob(self.address))
+        return [Url(filesystem.unstrip_protocol(name)) for name in sorted(names)]
 
     def read(self, offset: int, size: int) -> bytes:
         """Returns `size` bytes from `offset` on, or fewer at the end of the file."""
-        end, found = min(offset + size, self.about.size), []
+        end, pieces = min(offset + size, self.about.size), []
         while offset < end:
             number, start = divmod(offset, BLOCK)
-            here = min(end - offset, BLOCK - start)
-            found.append(part(self._key(number), start, here, functools.partial(self._block, number)))
-            offset += here
-        return b"".join(found)
+            count = min(end - offset, BLOCK - start)
+            pieces.append(part(self._key(number), start, count, functools.partial(self._block, number)))
+            offset += count
+        return b"".join(pieces)
 
     def read_bytes(self) -> bytes:
         """Returns the whole file by one request. The version is not checked, so the file must not change.
@@ -344,8 +344,8 @@ class Url:
         return file if "b" in mode else io.TextIOWrapper(file, encoding=encoding, newline=newline)
 
     def _key(self, piece: int | str) -> str:
-        whose = self.address if piece == "whole" else f"{self.address} {self.about} {BLOCK}"
-        return f"{hashlib.blake2b(whose.encode(), digest_size=12).hexdigest()}-{piece}"
+        source = self.address if piece == "whole" else f"{self.address} {self.about} {BLOCK}"
+        return f"{hashlib.blake2b(source.encode(), digest_size=12).hexdigest()}-{piece}"
 
     def _block(self, number: int) -> bytes:
         start, end = number * BLOCK, min((number + 1) * BLOCK, self.about.size)
@@ -354,7 +354,7 @@ class Url:
             if self.protocol not in UNCHECKED:
                 with suppress(KeyError):  # another thread has removed the entry
                     _filesystem(self.protocol).invalidate_cache(self.address)  # a cached listing would hide a change
-                now = self._ask()
+                now = self._request_about()
                 if len(data) == end - start and now != (self.about if now.version else (self.about.size, "")):
                     raise RemoteError(f"{self} has changed since the run began; start the run again")
         except FileNotFoundError as error:  # a sample that existed at the start must not be skipped
@@ -366,7 +366,7 @@ class Url:
         return data
 
     def _fetch(self, start: int | None, end: int | None) -> bytes:
-        data: bytes = self._patiently(lambda: _filesystem(self.protocol).cat_file(self.address, start=start, end=end))
+        data: bytes = self._retry(lambda: _filesystem(self.protocol).cat_file(self.address, start=start, end=end))
         return data
 
     def _without_ranges(self) -> RemoteError:
@@ -375,7 +375,7 @@ class Url:
             "file to a disk, an object store or a server with ranges, such as nginx"
         )
 
-    def _patiently(self, request: Callable[[], _Result]) -> _Result:
+    def _retry(self, request: Callable[[], _Result]) -> _Result:
         """Makes a request, and repeats it after temporary failures."""
         for attempt, pause in enumerate((*PAUSES, None), 1):
             try:
@@ -433,9 +433,9 @@ class _Raw(io.RawIOBase):
         self._position = max(0, start + offset)
         return self._position
 
-    def readinto(self, room: Any) -> int:
-        data = self._url.read(self._position, len(room))
-        room[: len(data)] = data
+    def readinto(self, buffer: Any) -> int:
+        data = self._url.read(self._position, len(buffer))
+        buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
@@ -456,8 +456,8 @@ def _filesystem(protocol: str) -> Any:
     """Returns one file system for the whole process. fsspec would make one with separate connections for each thread."""
     package = PACKAGES.get(protocol)
     if package is None:
-        known = ", ".join(f"{name}://" for name in PACKAGES)
-        raise ValueError(f"a URL must begin with {known} or file://, got {protocol}://")
+        prefixes = ", ".join(f"{name}://" for name in PACKAGES)
+        raise ValueError(f"a URL must begin with {prefixes} or file://, got {protocol}://")
     for module in ("fsspec", package):
         extras.load(module, purpose=f"Reading {protocol}:// URLs")
     options = {"headers": {"Accept-Encoding": "identity"}} if protocol.startswith("http") else {}
@@ -491,12 +491,12 @@ def expand_pattern(files: str | Path | Sequence[str | Place]) -> list[Place]:
         return [Path(pattern)]
     if "{" in pattern:
         library = extras.load("webdataset.shardlists", purpose="A pattern with braces")
-        found: Iterable[str | Url] = library.expand_urls(pattern)
+        files_or_urls: Iterable[str | Url] = library.expand_urls(pattern)
     elif not has_magic(pattern):
-        found = [pattern]
+        files_or_urls = [pattern]
     else:
-        found = Url(pattern).matches() if is_url(pattern) else sorted(glob.glob(pattern))
-    paths = [place(path) for path in found]
+        files_or_urls = Url(pattern).matches() if is_url(pattern) else sorted(glob.glob(pattern))
+    paths = [place(path) for path in files_or_urls]
     if not paths:
         raise FileNotFoundError(f"a pattern must match files, got {pattern!r}, which matches none")
     return paths

@@ -80,7 +80,7 @@ class ReaderProcesses(ThreadPoolExecutor):
         self._lock = threading.Lock()
         self._warned = False
         for _ in range(count):
-            self.submit(_nothing)
+            self.submit(_do_nothing)
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs `function(*args, **kwargs)` in a process. The function and its arguments must be picklable."""
@@ -121,19 +121,19 @@ class _Process:
     """
 
     def __init__(self, first: "Message", memory: "_Memory") -> None:
-        self.connection, theirs = socket.socketpair()
-        for end in (self.connection, theirs):
+        self.connection, worker_end = socket.socketpair()
+        for end in (self.connection, worker_end):
             end.settimeout(None)  # the program can have set a default timeout
         self._first: Message | None = first
         self._memory = memory
         self._problem: str | None = None
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
         environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        program = f"from megabatch_train.data.readers import serve; serve({theirs.fileno()})"
+        program = f"from megabatch_train.data.readers import serve; serve({worker_end.fileno()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program], pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+            [sys.executable, "-c", program], pass_fds=[worker_end.fileno()], env=environment, start_new_session=True
         )
-        theirs.close()
+        worker_end.close()
 
     def introduce(self) -> str | None:
         """Sends the shared objects once. Returns why the process cannot load them, for example a class of the user's script."""
@@ -155,7 +155,7 @@ class _Process:
                 code: int | None = self._process.wait(1)
             except subprocess.TimeoutExpired:
                 code = None
-            raise RuntimeError(f"a reader process ended unexpectedly, with exit code {code}") from broken
+            raise RuntimeError(f"a data-loader worker ended unexpectedly, with exit code {code}") from broken
         if error is not None:
             raise error
         return result
@@ -169,7 +169,7 @@ class _Process:
             self._process.wait()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Does nothing. As the first task of a process, it makes the process load the shared objects."""
 
 
@@ -225,15 +225,15 @@ def _receive(connection: socket.socket, memory: "_Memory") -> Message:
     return Message(pickled, groups)
 
 
-def _fill(connection: socket.socket, room: Any) -> Any:
-    """Waits until `room` is full, and returns it."""
-    rest = memoryview(room).cast("B")
+def _fill(connection: socket.socket, buffer: Any) -> Any:
+    """Waits until `buffer` is full, and returns it."""
+    rest = memoryview(buffer).cast("B")
     while rest:
         got = connection.recv_into(rest, len(rest), socket.MSG_WAITALL)
         if got == 0:
             raise EOFError
         rest = rest[got:]
-    return room
+    return buffer
 
 
 def _bytes_of(tensor: Tensor) -> Any:

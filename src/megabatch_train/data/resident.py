@@ -88,7 +88,7 @@ class Resident(Part):
         super().__init__(dataset, range(len(dataset)))
         self.failures = dataset.failures
         self._kept: dict[int, _ResidentImages | _Fixed] = {}
-        room = _DeviceBuffers(limit)
+        budget = _DeviceBuffers(limit)
         for side in sides:
             preparation, images = preparations[side], dataset.sides[side] == IMAGE
             training: Any = getattr(preparation, "training_images", None)
@@ -100,10 +100,10 @@ class Resident(Part):
             first, rows = self._distinct(side)
             prepared = partial(dataset.source, first, side, augment=False, workers=workers)
             if images and augment:
-                self._kept[side] = _ResidentImages.read(prepared, rows, training, device, room)
+                self._kept[side] = _ResidentImages.read(prepared, rows, training, device, budget)
             else:
                 chunk = CHUNK if images else len(first)  # all texts at once, because they are padded to a common length
-                self._kept[side] = _Fixed.read(prepared(preparation), rows, preparation, device, room, chunk)
+                self._kept[side] = _Fixed.read(prepared(preparation), rows, preparation, device, budget, chunk)
             self._spread_failures(first, rows)
 
     def _distinct(self, side: int) -> tuple[list[int], Tensor]:
@@ -170,16 +170,16 @@ class _Fixed:
         rows: Tensor,
         preparation: Any,
         device: torch.device,
-        room: _DeviceBuffers,
+        budget: _DeviceBuffers,
         chunk: int,
     ) -> "_Fixed":
         parts = []
         for inputs in _chunks(source, chunk):
-            room.take(sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(inputs, "inputs")))
-            counted = getattr(preparation, "lengths", None)
-            known = None if counted is None else counted(inputs)
-            parts.append((map_rows(lambda tensor: tensor.to(device), inputs), known))
-        lengths = None if parts[0][1] is None else torch.cat([known for _, known in parts if known is not None])
+            budget.take(sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(inputs, "inputs")))
+            count_tokens = getattr(preparation, "lengths", None)
+            counts = None if count_tokens is None else count_tokens(inputs)
+            parts.append((map_rows(lambda tensor: tensor.to(device), inputs), counts))
+        lengths = None if parts[0][1] is None else torch.cat([counts for _, counts in parts if counts is not None])
         return cls(_join([inputs for inputs, _ in parts]), rows, lengths)
 
     def source(self, indices: Tensor, seed: int) -> Source:
@@ -211,11 +211,11 @@ class _ResidentImages:
         rows: Tensor,
         training: TrainingImages,
         device: torch.device,
-        room: _DeviceBuffers,
+        budget: _DeviceBuffers,
     ) -> "_ResidentImages":
         height, width = (round(MARGIN * length) for length in training.crop.size)
         source, begin = prepared(_Stretched((height, width))), 0
-        room.take(len(source) * 3 * height * width)
+        budget.take(len(source) * 3 * height * width)
         pixels = torch.empty(len(source), 3, height, width, dtype=torch.uint8, device=device)
         shapes = torch.empty(len(source), device=device)
         for stretched, ratios in _chunks(source, CHUNK):
@@ -234,8 +234,8 @@ class _ResidentImages:
         crop = self.training.crop
         parts = crop.parts(numbers, self.shapes[rows])
         pieces = zip(torch.split(rows, CHUNK), torch.split(parts, CHUNK), strict=True)
-        made = [crop.many(self.pixels[some].float(), part) for some, part in pieces]
-        return self.training.normalize(torch.cat(made) if len(made) > 1 else made[0])
+        crops = [crop.many(self.pixels[some].float(), part) for some, part in pieces]
+        return self.training.normalize(torch.cat(crops) if len(crops) > 1 else crops[0])
 
 
 class _Crops(Source):
@@ -271,9 +271,9 @@ class _Stretched:
 
 def _chunks(source: Source, size: int) -> Iterator[Any]:
     spans = [(begin, min(begin + size, len(source))) for begin in range(0, len(source), size)]
-    made = source.chunks(spans, None)
-    with close_at_the_end(made):
-        yield from made
+    chunks = source.chunks(spans, None)
+    with close_at_the_end(chunks):
+        yield from chunks
 
 
 def _join(parts: list[Any]) -> Any:

@@ -26,7 +26,7 @@ from megabatch_train.names import TABLES
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Images inside tables. They are copied once to a file from which each image can be read alone.
+# Images inside tables. They are copied once to a file from which each image can be read separately.
 #
 # Parquet stores many images in one compressed column chunk, which must be read as a whole. The copy contains the bytes of all
 # images, each distinct image once. An index next to it has the offset and the size of the image of each row. Both files are in
@@ -60,9 +60,9 @@ def copy_images(key: str, column: str, table: str, values: Callable[[], Iterable
     with file_io.hold_lock(folder / f"{key}.lock"):  # other ranks wait for the rank that copies
         if not file.exists():
             index.unlink(missing_ok=True)
-        found = paths.load_or_make(index, lambda: _copy(values(), file, f"{table}, column {column}"))
-    places, digests = found["places"].tolist(), found["digests"]
-    names, ends = bytes(found["names"].tolist()), found["ends"].tolist()
+        stored = paths.load_or_make(index, lambda: _copy(values(), file, f"{table}, column {column}"))
+    places, digests = stored["places"].tolist(), stored["digests"]
+    names, ends = bytes(stored["names"].tolist()), stored["ends"].tolist()
     for row, (offset, size) in enumerate(places):
         name = names[ends[row] : ends[row + 1]].decode("utf-8", "surrogatepass")
         if offset < 0:
@@ -74,22 +74,22 @@ def copy_images(key: str, column: str, table: str, values: Callable[[], Iterable
 
 def _copy(values: Iterable[Any], file: Path, what: str) -> dict[str, Any]:
     """Writes the copy. Returns offset, size, digest and path of the image of each row. The offset is −1 without an image."""
-    LOG.info("the images of %s are copied once to %s, so that each can be read alone", what, file)
+    LOG.info("the images of %s are copied once to %s, so that each image can be read separately", what, file)
     places: list[tuple[int, int]] = []
     digests: list[bytes] = []
     names: list[bytes] = []
-    known: dict[bytes, tuple[int, int]] = {}
+    stored: dict[bytes, tuple[int, int]] = {}
 
-    def save(opened: Any) -> None:
+    def save(output: Any) -> None:
         for value in values:
             data, name = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
             place, digest = (-1, 0), bytes(16)
             if isinstance(data, bytes) and data:
                 digest = hashlib.blake2b(data, digest_size=16).digest()
-                if digest not in known:
-                    known[digest] = opened.tell(), len(data)
-                    opened.write(data)
-                place = known[digest]
+                if digest not in stored:
+                    stored[digest] = output.tell(), len(data)
+                    output.write(data)
+                place = stored[digest]
             places.append(place)
             digests.append(digest)
             names.append(name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b"")
@@ -150,15 +150,15 @@ class TextRows:
             codecs.lookup(encoding)
         except LookupError as error:
             raise ValueError(f"encoding must be an encoding of Python, such as utf-8 or latin-1, got {encoding!r}") from error
-        self._quoted: bool | None = None  # whether quotes have their meaning in CSV; found when needed
+        self._quoted: bool | None = None  # whether quotes have their meaning in CSV; None until a row is read
         self._encoding = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
 
     def columns(self) -> list[str]:
         """Returns the names in the header. For JSON lines, returns the keys of all rows, because each row has its own keys."""
-        found = (row.values for row in self.rows() if row.values is not None)
+        values_of_rows = (row.values for row in self.rows() if row.values is not None)
         if self._path.suffix != ".jsonl":
-            return list(next(found, {}))
-        return list(dict.fromkeys(name for values in found for name in values))
+            return list(next(values_of_rows, {}))
+        return list(dict.fromkeys(name for values in values_of_rows for name in values))
 
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
         """Yields rows with all columns. Values of CSV and TSV are texts."""
@@ -192,10 +192,10 @@ class ParquetRows:
         """Yields rows with only the named columns."""
         with self._open() as file:
             schema = file.schema_arrow
-        wanted = [name for name in schema.names if columns is None or name in columns]
+        selected = [name for name in schema.names if columns is None or name in columns]
         if image not in schema.names or re.match(r"(dictionary<values=)?(large_)?string", str(schema.field(image).type)):
             image = None  # the column contains paths
-        return number_rows(self._read, wanted, image, "-".join(map(str, identity(self._path))), self.name)
+        return number_rows(self._read, selected, image, "-".join(map(str, identity(self._path))), self.name)
 
     def _read(self, columns: list[str]) -> Iterator[dict[str, Any]]:
         with self._open() as file:
@@ -206,7 +206,7 @@ class ParquetRows:
     def _open(self) -> Iterator[Any]:
         parquet = extras.load("pyarrow.parquet", purpose="Reading Parquet")
         try:
-            with self._path.open("rb") as opened, parquet.ParquetFile(opened) as file:
+            with self._path.open("rb") as stream, parquet.ParquetFile(stream) as file:
                 yield file
         except RemoteError:
             raise
@@ -223,8 +223,8 @@ def number_rows(
         return
     copies = copy_images(key, image, table, lambda: (values[image] for values in read([image])))
     others = read([name for name in columns if name != image])
-    for number, (values, found) in enumerate(zip(others, copies, strict=True), 1):
-        yield Row(number, {**values, image: found})
+    for number, (values, embedded) in enumerate(zip(others, copies, strict=True), 1):
+        yield Row(number, {**values, image: embedded})
 
 
 class CaptionedImages:
@@ -244,13 +244,13 @@ class CaptionedImages:
 
     def rows(self, columns: Sequence[str] | None = None, image: str | None = None) -> Iterator[Row]:
         """Yields rows in the order of the image paths."""
-        found = (path for path in sorted(self._folder.rglob("*")) if is_image(path))
-        for number, path in enumerate(found, 1):
+        image_paths = (path for path in sorted(self._folder.rglob("*")) if is_image(path))
+        for number, path in enumerate(image_paths, 1):
             name = str(path.relative_to(self._folder))
             endings = (form for ending in CAPTIONS for form in (ending, ending.upper()))
             caption = next((file for ending in endings if (file := path.with_suffix(ending)).exists()), None)
             if caption is None:
-                yield Row(number, None, f"{name} has no caption beside it ({' or '.join(CAPTIONS)})")
+                yield Row(number, None, f"{name} has no caption file with its name ({' or '.join(CAPTIONS)})")
                 continue
             try:
                 text = read_file(caption).decode("utf-8-sig")
@@ -295,78 +295,78 @@ def _describe_encoding_error(path: Place, encoding: str) -> str:
 
 
 def _csv_rows(path: Place, encoding: str, quoted: bool) -> Iterator[Row]:
-    separator, called = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
+    separator, separator_name = ("\t", "tab") if path.suffix == ".tsv" else (",", "comma")
     with path.open(encoding=encoding, newline="") as file:
-        taken: list[str] = []  # lines of the current row
-        lines = _keep_lines(file, taken)
+        row_lines: list[str] = []  # lines of the current row
+        lines = _keep_lines(file, row_lines)
         reader = csv.DictReader(lines, delimiter=separator, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
         try:
             counts = Counter(reader.fieldnames or ())
         except csv.Error as error:
             raise ValueError(f"{path} must have a line of column names, which cannot be read: {error}") from error
         expected = len(reader.fieldnames or ())
-        if quoted and (problem := _find_misquote(taken, separator, expected)):
+        if quoted and (problem := _find_misquote(row_lines, separator, expected)):
             raise ValueError(f"{path} must begin with a line of column names: {problem}")
         twice = next((name for name, count in counts.items() if name and count > 1), None)
         if twice is not None:
             raise ValueError(f"{path} must name each column once, got {twice} more than once")
         for number in itertools.count(1):
-            taken.clear()
+            row_lines.clear()
             try:
                 values = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Row(number, None, f"cannot be read: {error}, {_lines(reader, taken)}")
+                yield Row(number, None, f"cannot be read: {error}, {_lines(reader, row_lines)}")
                 continue
-            if quoted and (problem := _find_misquote(taken, separator, expected)):
-                yield Row(number, None, f"{_lines(reader, taken)}: {problem}")
+            if quoted and (problem := _find_misquote(row_lines, separator, expected)):
+                yield Row(number, None, f"{_lines(reader, row_lines)}: {problem}")
             elif None in values:  # more fields than the header, for example because an unquoted comma divides a caption
-                came = len(values) - 1 + len(values[None])
-                told = f"must have {expected} fields, got {came}; a {called} in a text needs quotes around the text"
-                yield Row(number, None, told)
+                count = len(values) - 1 + len(values[None])
+                problem = f"must have {expected} fields, got {count}; a {separator_name} in a text needs quotes around the text"
+                yield Row(number, None, problem)
             else:
                 yield Row(number, dict(values))
 
 
-def _lines(reader: "csv.DictReader[str]", taken: list[str]) -> str:
+def _lines(reader: "csv.DictReader[str]", row_lines: list[str]) -> str:
     last = reader.reader.line_num  # DictReader's own number excludes lines that cannot be read
-    return f"line {last}" if len(taken) == 1 else f"lines {last - len(taken) + 1} to {last}"
+    return f"line {last}" if len(row_lines) == 1 else f"lines {last - len(row_lines) + 1} to {last}"
 
 
-def _keep_lines(file: Iterable[str], taken: list[str]) -> Iterator[str]:
-    """Yields the lines of a file, and appends each to `taken`."""
+def _keep_lines(file: Iterable[str], kept: list[str]) -> Iterator[str]:
+    """Yields the lines of a file, and appends each to `kept`."""
     for line in file:
-        taken.append(line.replace("\0", ""))
-        yield taken[-1]
+        kept.append(line.replace("\0", ""))
+        yield kept[-1]
 
 
 def _find_misquote(lines: list[str], separator: str, fields: int) -> str:
     """Returns the problem with the quotes of a row, given its lines; empty if there is none."""
     if len(lines) < 2 and not sum(line.count('"') for line in lines) % 2:
         return ""
-    how = 'a text with quotation marks needs quotes around it, and each mark of its own twice ("")'
+    how = 'a text that contains quotation marks needs quotes around it, and each of its marks must be doubled ("")'
     try:
         list(csv.reader(lines, delimiter=separator, strict=True))
     except csv.Error as error:
         return f"a quoted field does not end where it should ({error}); {how}"
     rows = list(itertools.dropwhile(lambda line: not line.strip(), lines))  # the lines of a row include empty lines before it
     if len(rows) > 1 and all(line.count(separator) == fields - 1 for line in rows):
-        return f"a quoted field has whole rows in it; {how}"
+        return f"a quoted field contains whole rows; {how}"
     return ""
 
 
 def _is_well_quoted(path: Place, encoding: str) -> bool:
     """Returns whether the quotes of a TSV file have their meaning in CSV. If not, they are part of the texts."""
     with path.open(encoding=encoding, newline="") as file:
-        taken: list[str] = []
-        reader, fields = csv.reader(_keep_lines(file, taken), delimiter="\t", strict=True), 0
+        row_lines: list[str] = []
+        reader, fields = csv.reader(_keep_lines(file, row_lines), delimiter="\t", strict=True), 0
         try:
             for row in reader:
                 fields = fields or len(row)
-                if len(taken) > 1 and _find_misquote(taken, "\t", fields):
+                if len(row_lines) > 1 and _find_misquote(row_lines, "\t", fields):
                     return False
-                taken.clear()
+                row_lines.clear()
         except csv.Error:
             return False
     return True
@@ -419,8 +419,8 @@ class _ImageFiles(Dataset):
         return len(self._files)
 
     def read(self, index: int, side: int) -> Any:
-        found = self.read_stored(index, side)
-        return images.decode(found) if side == 0 else found
+        stored = self.read_stored(index, side)
+        return images.decode(stored) if side == 0 else stored
 
     def read_stored(self, index: int, side: int) -> Any:
         place = self._files[self.check(index)]
@@ -486,8 +486,8 @@ def is_plain(path: Path) -> bool:
 
 def class_folders(path: Path) -> list[Path]:
     """Returns the subfolders that contain images."""
-    found = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    return [folder for folder in found if any(is_image(file) for file in folder.rglob("*"))]
+    subfolders = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return [folder for folder in subfolders if any(is_image(file) for file in folder.rglob("*"))]
 
 
 def is_image(path: Path) -> bool:

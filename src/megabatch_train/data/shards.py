@@ -80,8 +80,8 @@ class Shards(Dataset):
 
     def read(self, index: int, side: int) -> Any:
         """Returns the image or the caption."""
-        found = self.read_stored(index, side)
-        return images.decode(found) if side == 0 else found
+        stored = self.read_stored(index, side)
+        return images.decode(stored) if side == 0 else stored
 
     def read_stored(self, index: int, side: int) -> Any:
         """Returns the encoded image or the caption."""
@@ -107,13 +107,13 @@ class Shards(Dataset):
         """Returns ids of the captions if `caption_ids` is true."""
         if not self._caption_ids:
             return None
-        found = []
+        ids = []
         for index in map(int, indices):
             try:
-                found.append(text_id(self.read(index, 1)))
+                ids.append(text_id(self.read(index, 1)))
             except UnreadableSampleError:
-                found.append(text_id(self.name(index)))  # an unreadable caption gets a unique id
-        return torch.tensor(found, dtype=torch.int64)
+                ids.append(text_id(self.name(index)))  # an unreadable caption gets a unique id
+        return torch.tensor(ids, dtype=torch.int64)
 
     def _name(self, shard: int, row: int) -> str:
         table = self._tables[shard]
@@ -211,7 +211,7 @@ def _members(path: Place, length: int) -> tuple[dict[str, dict[str, tuple[int, i
         raise
     except (tarfile.TarError, OSError, EOFError) as error:
         if not any("is cut off" in problem for problem in problems):
-            problems.append(f"shard {path} is not a whole tar file: {error}; the samples before the damage are used")
+            problems.append(f"shard {path} is not a complete tar file: {error}; the samples before the damage are used")
     if not problems and not _ends_at(path, end):
         problems.append(f"shard {path} has no end mark, so it may be cut off; its samples are used")
     return members, problems

@@ -79,7 +79,7 @@ def choose(columns: Named | Sequence[str] | None, names: list[str], table: str) 
     unknown = [role for role in by_role if role not in (*FIRST_ROLES, *SECOND_ROLES, NEGATIVE, LABEL, SCORE)]
     sides = [[role for role in roles if role in by_role] for roles in (FIRST_ROLES, SECOND_ROLES)]
     several = [role for role, given in by_role.items() if role != NEGATIVE and len(given) > 1]
-    if unknown or several or any(len(found) != 1 or not by_role[found[0]] for found in sides):
+    if unknown or several or any(len(roles) != 1 or not by_role[roles[0]] for roles in sides):
         raise ValueError(f"columns must be image=NAME text=NAME or query=NAME document=NAME, got {_describe_columns(by_role)}")
     missing = [name for given in by_role.values() for name in given if name not in names]
     if missing:
@@ -105,12 +105,12 @@ def _by_role(columns: Named | Sequence[str]) -> dict[str, tuple[str, ...]]:
     given = columns if isinstance(columns, Mapping) else {}
     if isinstance(columns, list | tuple) and len(columns) == 2:
         given = {"image": columns[0], "text": columns[1]}
-    found = {role: tuple(value) if isinstance(value, list | tuple) else (value,) for role, value in given.items()}
-    if not found or not all(isinstance(name, str) for value in found.values() for name in value):
+    by_role = {role: tuple(value) if isinstance(value, list | tuple) else (value,) for role, value in given.items()}
+    if not by_role or not all(isinstance(name, str) for value in by_role.values() for name in value):
         raise ValueError(
             f'columns must be two names, or names by role as in {{"image": "file", "text": "title"}}, got {columns!r}'
         )
-    return {role: tuple(name for name in value if name) for role, value in found.items()}
+    return {role: tuple(name for name in value if name) for role, value in by_role.items()}
 
 
 def _describe_columns(by_role: Mapping[str, tuple[str, ...]]) -> str:
@@ -144,21 +144,21 @@ def _usual_columns(names: list[str], table: str) -> tuple[tuple[str, str], bool]
 # the rows.
 
 
-LONGEST_TOLD = 60  # maximum number of characters of a value in a message
+LONGEST_VALUE = 60  # maximum number of characters of a value in a message
 
 
 class Table(Dataset):
     """Pairs from one or more files.
 
     Args:
-            path: path or URL of the table, or a pattern of tables; or a folder with one table, or with captioned images;
-                or sources of rows.
-            columns: names of the two columns; or names by role, as in {"image": "file", "text": "description"} or {"query":
-                "question", "document": "answer", "negative": ["worse", "worst"]}. A role that is not named is found by common
-                names, and an empty name means that the role has no column (default: all roles are found by common names).
-            texts: whether the first column also contains texts (default: found by its name or role).
-            root: folder that image paths are relative to (default: folder of the table).
-            encoding: encoding of CSV, TSV and JSON lines.
+        path: path or URL of the table, or a pattern of tables; or a folder with one table, or with captioned images; or
+            sources of rows.
+        columns: names of the two columns; or names by role, as in {"image": "file", "text": "description"} or {"query":
+            "question", "document": "answer", "negative": ["worse", "worst"]}. A role that is not named is found by common
+            names, and an empty name means that the role has no column (default: all roles are found by common names).
+        texts: whether the first column also contains texts (default: found by its name or role).
+        root: folder that image paths are relative to (default: folder of the table).
+        encoding: encoding of CSV, TSV and JSON lines.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Table(Dataset):
         self._negatives: list[str] = []  # negatives of all rows, in order
         self._negative_ends: list[int] = []  # end of the negatives of each row
         self._labels: list[str] = []
-        self._unlabelled: list[int] = []  # rows without a label
+        self._unlabeled: list[int] = []  # rows without a label
         self._score_list: list[float] = []
         for source in sources:
             for row in source.rows(chosen.all, chosen.pair[0] if self.sides[0] == IMAGE else None):
@@ -210,8 +210,8 @@ class Table(Dataset):
 
     def read(self, index: int, side: int) -> Any:
         """Returns the image or the text."""
-        found = self.read_stored(index, side)
-        return images.decode(found) if isinstance(found, images.EncodedImage) else found
+        stored = self.read_stored(index, side)
+        return images.decode(stored) if isinstance(stored, images.EncodedImage) else stored
 
     def read_stored(self, index: int, side: int) -> Any:
         """Returns the encoded image or the text."""
@@ -242,8 +242,8 @@ class Table(Dataset):
         value = self._first[self.check(index)]
         if self.sides[0] == TEXT or value in self._embedded:
             return None
-        found = self._file(value)
-        return found.address if isinstance(found, Url) else str(found)
+        file = self._file(value)
+        return file.address if isinstance(file, Url) else str(file)
 
     def _file(self, name: str) -> Place:
         return place(name) if is_url(name) else self.root / name
@@ -254,18 +254,18 @@ class Table(Dataset):
 
     def part(self, indices: Sequence[int]) -> "Table":
         """Returns a table with some of the rows, in this order. The rows keep their ids."""
-        made, chosen = copy.copy(self), torch.as_tensor(indices, dtype=torch.int64)
-        made.failures, made.problems = {}, list(self.problems)
+        table, chosen = copy.copy(self), torch.as_tensor(indices, dtype=torch.int64)
+        table.failures, table.problems = {}, list(self.problems)
         rows = chosen.tolist()
-        made._first, made._second = [self._first[row] for row in rows], [self._second[row] for row in rows]
-        made._items, made._documents, made._ids = self._items[chosen], self._documents[chosen], self._ids[chosen]
+        table._first, table._second = [self._first[row] for row in rows], [self._second[row] for row in rows]
+        table._items, table._documents, table._ids = self._items[chosen], self._documents[chosen], self._ids[chosen]
         for name in ("_label_numbers", "_scores"):
             values = getattr(self, name)
-            setattr(made, name, values[chosen] if len(values) else values)
+            setattr(table, name, values[chosen] if len(values) else values)
         texts = [self._negatives[end - self.negative_count(row) : end] for row in rows for end in [self._negative_ends[row]]]
-        made._negatives, made._rows_of = [text for found in texts for text in found], None
-        made._negative_ends = list(itertools.accumulate(map(len, texts)))
-        return made
+        table._negatives, table._rows_of = [text for row_texts in texts for text in row_texts], None
+        table._negative_ends = list(itertools.accumulate(map(len, texts)))
+        return table
 
     def scores(self) -> Tensor | None:  # (samples,) float64
         """Returns the scores of the rows, NaN where the column has no number; None without a column of scores."""
@@ -290,16 +290,16 @@ class Table(Dataset):
             self._rows_of = {}
             for row, text in enumerate(self._second):
                 self._rows_of.setdefault(text, []).append(row)
-        found = []
+        ids = []
         for position, number in enumerate((negatives - len(self)).tolist()):
             rows = self._rows_of.get(self._negatives[number], [])
             if rows:
                 owner = bisect.bisect_right(self._negative_ends, number)
                 row = next((row for row in rows if self._first[row] == self._first[owner]), rows[-1])
-                found.append(self._ids[row].view(-1).tolist())
+                ids.append(self._ids[row].view(-1).tolist())
             else:
-                found.append([-1 - position] * self._ids.dim())
-        return torch.tensor(found, dtype=torch.int64).view(len(found), *self._ids.shape[1:])
+                ids.append([-1 - position] * self._ids.dim())
+        return torch.tensor(ids, dtype=torch.int64).view(len(ids), *self._ids.shape[1:])
 
     def labels(self, indices: Sequence[int]) -> Tensor:  # (n,) int64
         """Returns the class of each sample from the column of labels.
@@ -307,10 +307,10 @@ class Table(Dataset):
         Raises:
             ValueError: some rows have no label. As one class, they would be each other's positives.
         """
-        if self._unlabelled:
+        if self._unlabeled:
             raise ValueError(
-                f"{self.path} must have a label ({self.label_column}) in every row, got none in {len(self._unlabelled):,} "
-                f"rows, the first of them row {self._unlabelled[0]}; label or remove these rows"
+                f"{self.path} must have a label ({self.label_column}) in every row, got none in {len(self._unlabeled):,} "
+                f"rows, the first of them row {self._unlabeled[0]}; label or remove these rows"
             )
         return self._label_numbers[torch.as_tensor(indices, dtype=torch.int64)]
 
@@ -323,8 +323,8 @@ class Table(Dataset):
         return self._documents
 
     def _without_pairs(self, problems: list[str]) -> ValueError:
-        told = "; ".join(problems[:5]) or "it has no rows"
-        return ValueError(f"{self.path} must have at least one pair, got none: {told}")
+        reasons = "; ".join(problems[:5]) or "it has no rows"
+        return ValueError(f"{self.path} must have at least one pair, got none: {reasons}")
 
     def _add(self, source: RowSource, row: Row, columns: tuple[str, str]) -> None:
         """Adds the pair of a row, or the problem of the row."""
@@ -347,7 +347,7 @@ class Table(Dataset):
         if self.label_column is not None:
             label = values.get(self.label_column)
             if label is None or label != label or not str(label).strip():  # missing, NaN, or an empty cell
-                self._unlabelled.append(row.number)
+                self._unlabeled.append(row.number)
             self._labels.append(str(label))
         if self.score_column is not None:
             try:
@@ -359,23 +359,23 @@ class Table(Dataset):
 def _problem_with(value: Any, column: str, kind: str) -> str:
     """Returns why a value cannot be one side of a pair; empty if it can."""
     if not isinstance(value, str) or not value.strip():
-        came = "nothing" if value is None or value == "" else _short(value)
+        description = "nothing" if value is None or value == "" else _short(value)
         hint = f" (--columns image={column} reads images)" if kind == TEXT and isinstance(value, bytes | dict) else ""
-        return f"{column} must be a {'text' if kind == TEXT else 'path'}, got {came}{hint}"
+        return f"{column} must be a {'text' if kind == TEXT else 'path'}, got {description}{hint}"
     if kind == TEXT and _SURROGATE.search(value):
-        return f"{column} must be Unicode text, and half of a surrogate pair is no character"
+        return f"{column} must be Unicode text, got half of a surrogate pair"
     return ""
 
 
 def _texts(source: RowSource, row: Row, column: str) -> list[str]:
     """Returns the text or the list of texts in a cell, without empty texts."""
     value = (row.values or {}).get(column)
-    found = value if isinstance(value, list | tuple) else [value]
-    wrong = next((entry for entry in found if entry is not None and not isinstance(entry, str)), None)
+    entries = value if isinstance(value, list | tuple) else [value]
+    wrong = next((entry for entry in entries if entry is not None and not isinstance(entry, str)), None)
     if wrong is not None:
-        told = _describe_problem(source, row, f"{column} must be a text or a list of texts, got {_short(wrong)}")
-        raise ValueError(f"{told}; --columns … {NEGATIVE}= (without a name) reads the pairs alone")
-    return [entry.strip() for entry in found if entry is not None and entry.strip()]
+        problem = _describe_problem(source, row, f"{column} must be a text or a list of texts, got {_short(wrong)}")
+        raise ValueError(f"{problem}; --columns … {NEGATIVE}= (without a name) reads only the pairs")
+    return [entry.strip() for entry in entries if entry is not None and entry.strip()]
 
 
 def _describe_problem(source: RowSource, row: Row, problem: str) -> str:
@@ -389,10 +389,10 @@ def _short(value: Any) -> str:
     try:
         if isinstance(value, dict):
             return f"{{{', '.join(f'{key!r}: {_short(entry)}' for key, entry in value.items())}}}"
-        told = repr(value)
+        text = repr(value)
     except RecursionError:
         return "a deeply nested value"
-    return told if len(told) <= LONGEST_TOLD else f"{told[:LONGEST_TOLD]}…"
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
 _SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON can escape a single surrogate, but no encoding and no tokenizer accepts one
@@ -414,7 +414,7 @@ def _sources(spec: str | Path, encoding: str) -> list[RowSource]:
         return [_source(tables[0], encoding)]
     if isinstance(path, Path) and path.exists():
         return [_source(path, encoding)]
-    return [_source(found, encoding) for found in expand_pattern(str(spec))]
+    return [_source(file, encoding) for file in expand_pattern(str(spec))]
 
 
 def _source(path: Place, encoding: str) -> RowSource:
@@ -491,19 +491,19 @@ class HubRows:
     def _load(self, split: str, config: str | None) -> Any:
         try:
             if is_saved(self.name):
-                found = self._library.load_from_disk(self.name)
+                data = self._library.load_from_disk(self.name)
             else:
-                found = self._library.load_dataset(self.name, config)
+                data = self._library.load_dataset(self.name, config)
         except (OSError, ValueError) as error:
             raise ValueError(f"the library datasets cannot load {self.name}: {error}") from error
-        if not isinstance(found, Mapping):
+        if not isinstance(data, Mapping):
             if split:
                 raise ValueError(f"{self.name} must have splits for @{split}, got a dataset without")
-            return found
-        chosen = split or ("train" if "train" in found else next(iter(found)) if len(found) == 1 else "")
-        if chosen not in found:
-            raise ValueError(f"{self.name} has no split {chosen or 'train'}; name one as {self.name}@SPLIT: {', '.join(found)}")
-        return found[chosen]
+            return data
+        chosen = split or ("train" if "train" in data else next(iter(data)) if len(data) == 1 else "")
+        if chosen not in data:
+            raise ValueError(f"{self.name} has no split {chosen or 'train'}; name one as {self.name}@SPLIT: {', '.join(data)}")
+        return data[chosen]
 
     def columns(self) -> list[str]:
         """Returns the names of the features."""
@@ -520,12 +520,14 @@ class HubRows:
         for name, feature in data.features.items():
             if isinstance(feature, self._library.Image):
                 data = data.cast_column(name, self._library.Image(decode=False))
-        named = {name: found.int2str for name, found in data.features.items() if isinstance(found, self._library.ClassLabel)}
+        named = {
+            name: feature.int2str for name, feature in data.features.items() if isinstance(feature, self._library.ClassLabel)
+        }
         for batch in data.iter(ROWS_AT_ONCE):
             for entries in zip(*batch.values(), strict=True):
                 values = dict(zip(batch, entries, strict=True))
                 yield values | {
-                    name: None if values[name] in (None, MISSING) else told(values[name]) for name, told in named.items()
+                    name: None if values[name] in (None, MISSING) else to_name(values[name]) for name, to_name in named.items()
                 }
 
 
