@@ -1,6 +1,6 @@
 """megabatch: exact contrastive losses in memory that grows linearly with the batch.
 
-The public names are imported when the first of them is used, and torch with them. So `megabatch --help` takes no seconds.
+Neither torch nor a submodule is imported before the first public name is used, so `megabatch --help` starts quickly.
 """
 
 import importlib
@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 _PACKAGES = ("cached", "late", "losses", "pairwise", "ring")
-_HOMES = ("cached", "late", "losses", "pairwise", "ring")  # of the public names
+_HOMES = ("cached", "late", "losses", "pairwise", "ring")  # the modules that define the public names
 
 
 def __getattr__(name: str) -> Any:
@@ -78,8 +78,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"megabatch.{name}")
     if name in __all__:
         for home in _HOMES:
-            found = vars(importlib.import_module(f"megabatch.{home}"))
-            globals().update((public, found[public]) for public in __all__ if public in found)
+            members = vars(importlib.import_module(f"megabatch.{home}"))
+            globals().update((public, members[public]) for public in __all__ if public in members)
         return globals()[name]
     raise AttributeError(f"module 'megabatch' has no attribute {name!r}")
 

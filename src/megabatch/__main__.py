@@ -1,4 +1,4 @@
-"""`python -m megabatch`, and so `torchrun -m megabatch`: the command line."""
+"""Runs the command line for `python -m megabatch` and `torchrun -m megabatch`."""
 
 import sys
 

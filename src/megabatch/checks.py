@@ -1,6 +1,7 @@
-"""Every message a caller can get: the argument, what was expected, what came. Checked before any work is done.
+"""Checks of the arguments of public functions. Each message names the argument, the expected value and the given value.
 
-Only shapes, types and devices are looked at, never values, so nothing here waits for a device.
+The checks run before any computation. They read only shapes, dtypes and devices, never values, so they do not synchronize
+with a GPU.
 """
 
 import math
@@ -21,23 +22,23 @@ _DTYPE_NAMES = "float64, float32, bfloat16 or float16"
 
 
 def embeddings(x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, same_rows: bool = False) -> None:
-    """The two sides of a pairwise operation."""
+    """Checks the two sides of a pairwise operation."""
     if isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype in SUPPORTED_DTYPES and x.dim() == 2:
         if x.shape == y.shape and x.shape[1] > 0 and x.dtype == y.dtype and x.device == y.device:
-            return  # they agree in everything: the usual case, told in a microsecond
+            return  # the usual case: shape, dtype and device agree, which takes a microsecond to check
     for name, tensor in zip(names, (x, y), strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor of embeddings, got {_kind(tensor)}")
         if tensor.dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"{name} must be {_DTYPE_NAMES}, got {_dtype(tensor)}")
         if tensor.dim() != 2:
-            raise ValueError(f"{name} must have 2 dimensions, (rows, width), got shape {_shape(tensor)}")
+            raise ValueError(f"{name} must have 2 dimensions, (rows, embedding dim), got shape {_shape(tensor)}")
         if tensor.shape[1] == 0:
-            raise ValueError(f"{name} must have a width of at least 1, got shape {_shape(tensor)}")
+            raise ValueError(f"{name} must have an embedding dimension of at least 1, got shape {_shape(tensor)}")
     first, second = names
     if x.shape[1] != y.shape[1]:
         raise ValueError(
-            f"{first} and {second} must have the same width, got {x.shape[1]} and {y.shape[1]} "
+            f"{first} and {second} must have the same embedding dimension, got {x.shape[1]} and {y.shape[1]} "
             f"(shapes {_shape(x)} and {_shape(y)})"
         )
     if same_rows and x.shape[0] != y.shape[0]:
@@ -51,18 +52,18 @@ def embeddings(x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, same_rows
     if precisions[0] != precisions[1]:
         raise TypeError(
             f"{first} and {second} must have the same dtype, got {_dtype(x)} and {_dtype(y)}; convert one of them with .to() "
-            "(under autocast, float32 beside the autocast type will do)"
+            "(under autocast, float32 and the autocast dtype may be mixed)"
         )
 
 
 def at_least_one_pair(x: Tensor, name: str) -> None:
-    """A mean over pairs needs one."""
+    """Raises if the tensor has no rows, because a mean needs at least one pair."""
     if x.shape[0] == 0:
         raise ValueError(f"{name} must have at least one row: the mean over no pairs is undefined, got shape {_shape(x)}")
 
 
 def same_rows(value: Tensor, name: str, like: Tensor, side: str) -> None:
-    """As many rows as `like`, on the same device."""
+    """Checks that the value has as many rows as `like` and is on the same device."""
     if value.shape[0] != like.shape[0]:
         raise ValueError(f"{name} must have {like.shape[0]} rows, one for each row of {side}, got shape {_shape(value)}")
     _same_device(value, name, like)
@@ -76,7 +77,7 @@ def without_gradient(values: Sequence[Tensor], names: Sequence[str]) -> None:
 
 
 def number(value: Any, name: str, like: Tensor) -> None:
-    """A scale or a bias: a float, a 0-d tensor or a 1-element tensor."""
+    """Checks a scale or a bias, which is a float or a tensor of one element."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must be a float or a tensor of one element, got shape {_shape(value)}")
@@ -88,7 +89,7 @@ def number(value: Any, name: str, like: Tensor) -> None:
 
 
 def offsets(value: Any, name: str, like: Tensor, side: str) -> None:
-    """One number for each row of `like`, or None."""
+    """Checks a tensor of one number for each row of `like`, or None."""
     if value is None:
         return
     if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
@@ -97,7 +98,7 @@ def offsets(value: Any, name: str, like: Tensor, side: str) -> None:
 
 
 def ids(value: Any, name: str, like: Tensor, side: str, *, two_columns: bool = False) -> None:
-    """One integer for each row of `like`, or None; with `two_columns`, perhaps two integers for each row."""
+    """Checks one integer for each row of `like`, or None. With `two_columns`, two integers for each row are also valid."""
     if value is None:
         return
     if two_columns and isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == 2:
@@ -115,18 +116,18 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def exclude(value: Any, x: Tensor, y: Tensor, sides: tuple[str, str] = ("x", "y")) -> None:
-    """None, "diagonal", or (row ids, column ids)."""
+    """Checks that the value is None, "diagonal" or a pair (row ids, column ids)."""
     if value is None or (isinstance(value, str) and value == "diagonal"):
         return
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-        came = repr(value) if isinstance(value, str) else _kind(value)
-        raise ValueError(f'exclude must be None, "diagonal" or a pair (row ids, column ids), got {came}')
+        given = repr(value) if isinstance(value, str) else _kind(value)
+        raise ValueError(f'exclude must be None, "diagonal" or a pair (row ids, column ids), got {given}')
     for name, part, like, side in zip(("exclude[0]", "exclude[1]"), value, (x, y), sides, strict=True):
         _identifiers(part, name, like, side, expected="a tensor of integers")
 
 
 def exclude_from_symmetric(value: Any, z: Tensor) -> None:
-    """None, "diagonal", or ids, for rows against themselves."""
+    """Checks `exclude` of an operation on one set of rows: None, "diagonal" or a tensor of ids."""
     if value is None or (isinstance(value, str) and value == "diagonal"):
         return
     if isinstance(value, str):
@@ -135,36 +136,36 @@ def exclude_from_symmetric(value: Any, z: Tensor) -> None:
 
 
 def best(k: Any) -> None:
-    """How many of the best are asked for."""
+    """Checks the k of a top-k operation."""
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_OF_THE_BEST:
         raise ValueError(f"k must be an integer from 1 to {MOST_OF_THE_BEST}, got {k!r}")
 
 
 def bound(value: Any, name: str, x: Tensor) -> None:
-    """A number, or one for each row of x; it decides only, and has no gradient."""
+    """Checks a bound, which is a number or a tensor of one number for each row of x. A bound must not require a gradient."""
     if isinstance(value, Tensor) and value.numel() != 1:
         offsets(value, name, x, "x")
     elif value is not None:
         number(value, name, x)
         if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{name} must not be nan: no product is larger or smaller")
+            raise ValueError(f"{name} must not be nan, because no value is larger or smaller than nan")
     if isinstance(value, Tensor):
         without_gradient([value], [name])
 
 
 def reduction(value: Any) -> None:
-    """Over the rows of a loss."""
+    """Checks the reduction over the rows of a loss."""
     if value not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {value!r}")
 
 
 def labels(value: Any, z: Tensor) -> None:
-    """One integer for each row of z."""
+    """Checks a tensor of one integer for each row of z."""
     _identifiers(value, "labels", z, "z", expected="a tensor of integers")
 
 
 def backend(value: Any, precision: str, device: torch.device) -> None:
-    """One of the names; a backend asked for by name works or says why not."""
+    """Checks the name of a backend. Raises if the named backend cannot serve the call, because there is no silent fallback."""
     if value not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
     reason = dispatch.why_not_triton(precision, device) if value == TRITON else None
@@ -173,7 +174,7 @@ def backend(value: Any, precision: str, device: torch.device) -> None:
 
 
 def group(value: Any) -> None:
-    """None, a process group or a mesh of one dimension."""
+    """Checks that the value is None, a process group or a one-dimensional mesh."""
     if value is None:
         return
     if isinstance(value, DeviceMesh):

@@ -34,11 +34,11 @@ class Execution(NamedTuple):
 
     precision: str  # of the matmuls
     backend: str  # "eager" or "triton"
-    group: str  # the address of the process group (`ring.ranks`); empty for one process
+    group: str  # the key of the process group (`ring.ranks.address`); empty for one process
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What surrounds a call: `torch.compile` and `torch.func`. Nothing here imports the compiler, because its import is slow.
+# The context of a call: `torch.compile` and `torch.func`. Nothing here imports the compiler, because its import is slow.
 
 
 def constant(function: Function) -> Function:
@@ -93,7 +93,7 @@ def default_engine(precision: str, device: torch.device) -> str:
     return TRITON if device.type == "cuda" and _kernels_serve(precision, device) else EAGER
 
 
-@cache  # the host needs as long for the capability of a device as for an allocation
+@cache  # reading the capability of a device takes the CPU as long as an allocation
 def _kernels_serve(precision: str, device: torch.device) -> bool:
     return why_not_triton(precision, device) is None
 
@@ -128,14 +128,14 @@ class Limits:
     # H200, bf16, D = 512: 8,192 pairs take 0.6 to 0.8 ms on the dense path and 1.4 to 1.8 over tiles, where the launches need
     # that long; 16,384 pairs take 2.2 ms and 1.5 GiB on the dense path and 1.6 ms over tiles.
     dense_triton: int = 8192
-    # The fused path has few launches, which saves the host several milliseconds up to 32,768 rows. With 65,536 rows the GPU is
-    # busy for longer than the host, but the sums of dy need not be zeroed, and strips are larger. H200, bf16, D = 512 / 768 /
+    # The fused path has few launches, which saves several milliseconds up to 32,768 rows, where a step is launch-bound. With
+    # 65,536 rows it is not, but the sums of dy need not be zeroed, and strips are larger. H200, bf16, D = 512 / 768 /
     # 1024, ms: `clip_loss` 27.2 / 40.8 / 54.5 instead of 27.7 / 41.7 / 55.4 on the two-pass path, `siglip_loss` 23.0 / 32.1 /
     # 41.5 instead of 23.9 / 33.4 / 43.0. The fused path needs 0.3 GiB more memory.
     fused: int = 65536
     # With more views, the two-pass path computes half of the matmuls (`tiles.symmetric`).
     fused_views: int = 32768
-    # Rows × D up to which the float32 sums of dx, and later the gradients beside these sums, fit the limits of a workspace.
+    # Largest rows × D for which the float32 sums of dx, and later these sums plus the gradients, fit the workspace limits.
     fused_elements: int = 2**27
 
 
@@ -143,7 +143,7 @@ class Rule(NamedTuple):
     """A path, and the calls that take it unless an earlier rule applies."""
 
     path: str
-    module: str  # of `megabatch.operators`, with the gradients computed in the forward pass; empty for two passes
+    module: str  # the module of `megabatch.operators` that computes gradients in the forward pass; empty for two passes
     kinds: tuple[str, ...]
     engine: str = ""  # empty for both
     rows: str = ""  # the field of `Limits` with the largest number of rows; empty for any number
@@ -199,7 +199,7 @@ def choose_module(
         x: the embeddings of one side, or of one view.
         engine: "eager" or "triton".
         group: the name of the process group; empty for one process.
-        reduction: of the loss; "none" always takes two passes, because every row then has a gradient of its own.
+        reduction: of the loss; "none" always takes two passes, because every row then has its own upstream gradient.
         standard: False if the loss has label smoothing, biases, further negatives or a guide, which always take two passes.
     """
     if reduction == "none" or not standard:
@@ -210,7 +210,7 @@ def choose_module(
 
 
 def find_rule(kind: str, rows: int, D: int, engine: str, *, on_cpu: bool = False) -> Rule:
-    """Returns the rule of a standard loss with so many rows in one process, outside of torch.compile and torch.func."""
+    """Returns the rule of a standard loss with this many rows in one process, outside of torch.compile and torch.func."""
     return _first_rule(kind, engine, rows, D, on_cpu)
 
 

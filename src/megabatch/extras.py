@@ -1,11 +1,11 @@
-"""Optional packages: imported where they are used. If one is missing, the error contains the command that installs it."""
+"""Imports optional packages where they are used. If one is missing, the error contains the command that installs it."""
 
 import importlib
 import importlib.util
 from types import ModuleType
 from typing import Final
 
-# The requirement that installs a module: an extra of megabatch if the feature needs several packages, or else the package.
+# The requirement that installs each module. It is an extra of megabatch if the feature needs several packages.
 # tests/test_packaging.py compares the table with pyproject.toml.
 REQUIREMENTS: Final = {
     **dict.fromkeys(
@@ -29,7 +29,7 @@ REQUIREMENTS: Final = {
 
 
 def load(module: str, *, purpose: str) -> ModuleType:
-    """Imports the module. If it is not installed, the error contains its purpose and the `pip install` command."""
+    """Imports the module. If it is not installed, the error names the purpose and the `pip install` command."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -49,8 +49,8 @@ def install_command(module: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Whether the package is installed, without importing it."""
+    """Returns whether the package is installed, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # such as a broken parent package
+    except (ImportError, ValueError):  # for example, a parent package is broken
         return False

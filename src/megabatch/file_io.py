@@ -13,10 +13,10 @@ _TEMPORARY = re.compile(r"\.(.+)-[0-9a-f]{32}")  # the names that `write` uses
 
 
 def write(path: Path, save: Callable[[Any], Any], *, durable: bool = True, private: bool = False) -> None:
-    """Writes a temporary file and renames it, so that readers see the old file or the new one, never a part.
+    """Writes a temporary file and renames it, so that other processes read the old file or the new one, never a part of it.
 
-    If the machine stops, a file that is not `durable` may be left empty or cut off; a durable one is flushed to the disk first.
-    Only the user can read a `private` file (mode 600).
+    A `durable` file is flushed to the disk before it is renamed. Without that, a crash of the machine may leave the file empty
+    or truncated. Only the user can read a `private` file (mode 600).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
@@ -44,13 +44,13 @@ def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> None:
         is_ours: whether `write` may have been called for a file of this name.
     """
     for path in folder.glob(".*-*"):
-        found = _TEMPORARY.fullmatch(path.name)
-        if found and is_ours(found[1]) and path.is_file() and not path.is_symlink() and not _is_being_written(path):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and is_ours(match[1]) and path.is_file() and not path.is_symlink() and not _is_being_written(path):
             path.unlink(missing_ok=True)
 
 
 def _is_being_written(path: Path) -> bool:
-    """Whether a process holds the lock of `write`. Also true if that cannot be found out."""
+    """Returns whether a process holds the lock of `write`, or True if the file cannot be opened or locked."""
     try:
         with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,11 +61,14 @@ def _is_being_written(path: Path) -> bool:
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[int]:
-    """Holds a lock and yields its file descriptor. Threads exclude one another too: `flock` belongs to the opened file."""
+    """Holds a lock and yields its file descriptor.
+
+    The lock excludes other threads as well, because `flock` belongs to the opened file and not to the process.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        with suppress(OSError):  # a file system without locks: work may be done twice
+        with suppress(OSError):  # on a file system without locks, two processes may do the same work
             fcntl.flock(number, fcntl.LOCK_EX)
         yield number
     finally:

@@ -1,6 +1,7 @@
-"""The public operations on all pairwise similarities: check the arguments, then call a primitive.
+"""The public operations on all pairwise logits. Each function checks its arguments and calls a primitive.
 
-s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j is never held as a matrix; memory grows with N + M, not with N·M.
+The logits are s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j. They are never stored as a matrix, so memory grows with N + M
+instead of N·M.
 """
 
 from collections.abc import Sequence
@@ -26,21 +27,21 @@ from megabatch.primitives import (
 
 
 class LogSumExp(NamedTuple):
-    """Logsumexps of the rows, (N,), and of the columns, (M,)."""
+    """The logsumexps of the rows, (N,), and of the columns, (M,)."""
 
     row: Tensor
     col: Tensor
 
 
 class PairRanks(NamedTuple):
-    """Ranks of the matching pairs in their rows and in their columns, (N,) int64 each; 0 is best."""
+    """The retrieval ranks of the matching pairs in their rows and in their columns, (N,) int64 each. Rank 0 is best."""
 
     row: Tensor
     col: Tensor
 
 
 class TopK(NamedTuple):
-    """The largest products of each row, (N, k), and the rows of y they belong to, (N, k) int64."""
+    """The largest dot products of each row, (N, k), and their columns, (N, k) int64. Column j is row j of y."""
 
     values: Tensor
     indices: Tensor
@@ -57,19 +58,20 @@ def pairwise_logsumexp(
     group: Group = None,
     backend: Backend = "auto",
 ) -> LogSumExp:  # (N,), (M,)
-    """Row and column logsumexps of all pairwise similarities, both from one pass over them.
+    """Computes the row and column logsumexps of all pairwise logits in one pass.
 
-    Same as, without the matrix:
+    Equivalent PyTorch code, which stores the matrix:
 
         s = scale * x @ y.T + row_bias[:, None] + col_bias
         return s.logsumexp(1), s.logsumexp(0)
 
-    Differentiable once, in x, y, scale and the biases. A row or column without pairs is −inf, with gradient 0.
+    The result can be differentiated once with respect to x, y, scale and the biases. The logsumexp of a row or column without
+    pairs is −inf, and its gradient is 0.
 
-    Precision, the same for all operations and losses: half-precision inputs are multiplied as they are. float32 inputs follow
-    `torch.get_float32_matmul_precision()`; under autocast they are multiplied in the autocast type, as in any matrix product.
-    Sums and exponentials are float32 (float64 for float64 inputs) in every case. The products ⟨x_i, y_j⟩, before the scale,
-    must be within the range of float32.
+    All operations and losses have the same precision. Matmuls use half-precision inputs as they are. float32 inputs follow
+    `torch.get_float32_matmul_precision()`. Under autocast they are cast to the autocast dtype, as in any matmul. Sums and
+    exponentials are always float32, or float64 for float64 inputs. The dot products ⟨x_i, y_j⟩ before the scale must be within
+    the range of float32.
 
     Examples:
         ```python
@@ -80,10 +82,10 @@ def pairwise_logsumexp(
         x: (N, D) embeddings.
         y: (M, D) embeddings, of the same dtype.
         scale: a float, or a tensor of one element.
-        row_bias: (N,) added to every similarity of a row.
-        col_bias: (M,) added to every similarity of a column.
-        exclude: None; "diagonal" to leave out the pairs (i, i); or (row ids, column ids), integers of shapes (N,) and (M,), to
-            leave out pairs with equal ids.
+        row_bias: (N,) added to every logit of a row.
+        col_bias: (M,) added to every logit of a column.
+        exclude: None; "diagonal" to exclude the pairs (i, i); or (row ids, column ids), integers of shapes (N,) and (M,), to
+            exclude pairs with equal ids.
         group: see `clip_loss`. x and y are this rank's rows and columns. Sums are over the rows and columns of all ranks.
         backend: see `clip_loss`.
     """
@@ -114,15 +116,15 @@ def pairwise_symmetric_logsumexp(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # (N,)
-    """Row logsumexps of the similarities of all rows with one another. Each product is computed once, for both of its rows.
+    """Computes the row logsumexps of the logits of all rows against one another.
 
-    Same as, without the matrix:
+    Each dot product is computed once and used for both of its rows. Equivalent PyTorch code, which stores the matrix:
 
         s = scale * z @ z.T
         return s.fill_diagonal_(-torch.inf).logsumexp(1)
 
-    with half the work of `pairwise_logsumexp(z, z, scale, exclude="diagonal").row`. Differentiable once, in z and scale. A row
-    without pairs is −inf, with gradient 0.
+    This takes half the work of `pairwise_logsumexp(z, z, scale, exclude="diagonal").row`. The result can be differentiated once
+    with respect to z and scale. The logsumexp of a row without pairs is −inf, and its gradient is 0.
 
     Examples:
         ```python
@@ -132,9 +134,9 @@ def pairwise_symmetric_logsumexp(
     Args:
         z: (N, D) embeddings.
         scale: a float, or a tensor of one element.
-        exclude: "diagonal" to leave out the pairs (i, i); integers, (N,), to leave out all pairs with equal integers, the pairs
-            (i, i) among them; or None.
-        group: see `clip_loss`. z are this rank's rows. Sums are over the rows of all ranks.
+        exclude: "diagonal" to exclude the pairs (i, i); integers of shape (N,) to exclude all pairs with equal integers, which
+            include the pairs (i, i); or None.
+        group: see `clip_loss`. z has this rank's rows. Sums are over the rows of all ranks.
         backend: see `clip_loss`.
     """
     run = execution(z, z, ("z", "z"), group=group, backend=backend)
@@ -153,13 +155,13 @@ def pairwise_softplus(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # (N,)
-    """Row sums of the softplus of all pairwise similarities.
+    """Computes the row sums of the softplus of all pairwise logits.
 
-    Same as, without the matrix:
+    Equivalent PyTorch code, which stores the matrix:
 
         return F.softplus(scale * x @ y.T + bias).sum(1)
 
-    Differentiable once, in all four.
+    The result can be differentiated once with respect to x, y, scale and bias.
 
     Examples:
         ```python
@@ -186,16 +188,16 @@ def pairwise_rank(
     group: Group = None,
     backend: Backend = "auto",
 ) -> PairRanks:  # (N,), (N,) int64
-    """The rank of each matching pair (x_i, y_i) in its row and in its column of similarities; 0 is best. No gradient.
+    """Computes the retrieval rank of each matching pair (x_i, y_i) in its row and in its column.
 
-    Same as, without the matrix:
+    Rank 0 is best. There is no gradient. Equivalent PyTorch code, which stores the matrix:
 
         s = x @ y.T
         row = s.argsort(1, descending=True, stable=True).argsort(1).diagonal()
         col = s.argsort(0, descending=True, stable=True).argsort(0).diagonal()
 
-    Similarities that are equal up to rounding are ordered by their index, so embeddings that are all alike do not rank
-    perfectly. NaN ranks last.
+    Dot products that are equal up to rounding are ordered by their index. So a model that maps all inputs to one embedding does
+    not get perfect ranks. NaN ranks last.
 
     Examples:
         ```python
@@ -204,8 +206,8 @@ def pairwise_rank(
 
     Args:
         x: (N, D) embeddings.
-        y: (N, D) embeddings, of the same dtype; row i belongs to row i of x.
-        group: see `clip_loss`. x and y are this rank's pairs; ranks are among the pairs of all ranks.
+        y: (N, D) embeddings, of the same dtype. Row i belongs to row i of x.
+        group: see `clip_loss`. x and y are this rank's pairs. They are ranked among the pairs of all ranks.
         backend: see `clip_loss`.
     """
     return PairRanks(*rank(x, y, execution(x, y, same_rows=True, group=group, backend=backend)))
@@ -223,15 +225,15 @@ def pairwise_topk(
     group: Group = None,
     backend: Backend = "auto",
 ) -> TopK:  # (N, k), (N, k) int64
-    """The k largest products ⟨x_i, y_j⟩ of each row, sorted, and their columns j; ties go to the smaller j. No gradient.
+    """Finds the k largest dot products ⟨x_i, y_j⟩ of each row, sorted, and their columns j.
 
-    Same as, without the matrix:
+    Ties go to the smaller j. There is no gradient. Equivalent PyTorch code, which stores the matrix:
 
         return (x @ y.T).sort(dim=1, descending=True, stable=True)[:, :k]
 
-    A row with fewer than k columns to choose from ends with the value −inf and the index −1. Products that are NaN are never
-    chosen, nor is any in a row whose bound is NaN. Values are float32 (float64 for float64 inputs). On a GPU, kernels serve k
-    up to M / 1024; beyond it library products form tiles in memory.
+    If a row has fewer than k candidates, its last entries have the value −inf and the index −1. A dot product that is NaN is
+    never chosen, and a row whose bound is NaN gets no columns. Values are float32, or float64 for float64 inputs. On a GPU, the
+    kernels serve k up to M / 1024. For larger k, cuBLAS matmuls compute tiles in memory.
 
     Examples:
         ```python
@@ -241,12 +243,12 @@ def pairwise_topk(
     Args:
         x: (N, D) embeddings.
         y: (M, D) embeddings, of the same dtype.
-        k: columns to find for each row, at most 1,024.
+        k: the number of columns to find for each row, at most 1,024.
         exclude: None, "diagonal" or (row ids, column ids); see `pairwise_logsumexp`.
-        above: only products larger than this are chosen: a number, or one for each row, (N,).
-        below: only products smaller than this are chosen: a number, or one for each row, (N,).
-        group: see `clip_loss`. x and y are this rank's rows and columns. Columns of all ranks are candidates, and are numbered
-            in the order of ranks.
+        above: a number, or one number for each row, (N,). Only dot products larger than this are chosen.
+        below: a number, or one number for each row, (N,). Only dot products smaller than this are chosen.
+        group: see `clip_loss`. x and y are this rank's rows and columns. The columns of all ranks are candidates. They are
+            numbered in the order of ranks.
         backend: see `clip_loss`.
     """
     run = execution(x, y, group=group, backend=backend)
@@ -270,11 +272,11 @@ def pairwise_topk(
 
 
 def _largest_below(bound: Tensor) -> Tensor:  # (N,)
-    """The largest number that is smaller than the bound; −inf where that is NaN."""
+    """Returns the largest number that is smaller than the bound, or −inf where the bound is NaN."""
     lowest = bound.new_full((), -torch.inf)
     return bound.nextafter(lowest).where(~bound.isnan(), lowest)
 
 
 def _each_row(bound: float | Tensor, x: Tensor) -> Tensor:  # (N,)
-    """A bound as products of x are compared with it."""
+    """Returns a bound for each row, in the dtype of the dot products."""
     return torch.as_tensor(bound, device=x.device).to(accumulator_dtype(x.dtype)).reshape(-1).expand(len(x))

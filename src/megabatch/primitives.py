@@ -1,8 +1,8 @@
-"""What the losses are made of: each function runs one operator. Private; the public operations are in `pairwise`.
+"""The operations that the losses consist of. Each function runs one operator. `pairwise` has the public operations.
 
-`execution` checks a call and settles its precision, engine and process group. `dispatch` chooses the engine and the path.
-Logits are s_ij = scale·⟨x_i, y_j⟩ + offsets. `mean_weight` turns a sum over the local pairs into this rank's part of the mean
-over the batch: the mean over ranks is the mean over pairs, however many pairs each rank has.
+`execution` checks a call and determines its precision, engine and process group. `dispatch` chooses the engine and the path.
+Logits are s_ij = scale·⟨x_i, y_j⟩ + offsets. A sum over the local pairs times `mean_weight` is this rank's part of the mean
+over the batch. The mean of these parts over ranks is the mean over pairs, even if ranks have different numbers of pairs.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def execution(
     loss: str = "",
     backend: Backend = "auto",
 ) -> Execution:
-    """Checks the two sides of a pairwise operation, its group and its backend, and returns how the call runs.
+    """Checks the two sides of a pairwise operation, its group and its backend. Returns how the call runs.
 
     Args:
         x: (N, D) embeddings.
@@ -54,8 +54,8 @@ def execution(
         names: of x and y, for messages.
         same_rows: whether row i of x belongs to row i of y.
         group: process group to share the batch over (default: this process only).
-        purpose: of the operation, for messages; all ranks have to agree on it.
-        loss: its name and settings; the same.
+        purpose: of the operation, for messages. It must be equal on all ranks.
+        loss: name and settings of the loss, for messages. It must be equal on all ranks.
         backend: "auto", "eager" or "triton".
     """
     checks.embeddings(x, y, names, same_rows=same_rows)
@@ -78,9 +78,10 @@ def rank_in(run: Execution) -> int:
 
 
 def describe_loss(group: Group, name: str, **settings: Any) -> str:
-    """A loss and those of its settings that are not 0, None or "mean": ranks with other settings would compute another loss.
+    """Returns the name of a loss and its settings, except settings that are 0, None or "mean".
 
-    Without a group, nothing is compared.
+    Ranks compare this text, because ranks with different settings would compute different losses. Without a group, the text is
+    empty.
     """
     if group is None:
         return ""
@@ -100,25 +101,26 @@ def pairs(
     loss: str = "",
     backend: Backend = "auto",
 ) -> Execution:
-    """`execution` of a loss over pairs, row i of x with row i of y."""
+    """Checks a loss over pairs, in which row i of x belongs to row i of y, and returns its `execution`."""
     checks.reduction(reduction)
     run = execution(x, y, names, same_rows=True, group=group, purpose=purpose, loss=loss, backend=backend)
     if ids is not None:
         checks.ids(ids, "ids", x, names[0], two_columns=True)
-    if not run.group:  # over a group one rank may have no rows; the operator finds out together whether all have none
+    if not run.group:  # in a group, one rank may have no rows; the operator raises if no rank has any
         checks.at_least_one_pair(x, names[0])
     return run
 
 
 def number(value: float | Tensor, name: str, x: Tensor, *, shared: bool = False) -> Tensor:  # ()
-    """A scale or bias as a 0-d tensor, made on the device: a copy from the host would make CUDA wait.
+    """Returns a scale or bias as a 0-d tensor.
 
-    One that several operators share is float64, and stays it. Their gradients are then added before they are rounded, which
-    matters where they nearly cancel.
+    A float becomes a tensor that is created on the device, because a copy from the CPU would synchronize with the GPU. A
+    `shared` number of several operators is float64. The gradients of the operators are then added before they are rounded,
+    which matters if they nearly cancel.
     """
     dtype = torch.float64 if shared or x.dtype == torch.float64 else torch.float32
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (dtype, torch.float64) and value.device == x.device:
-        return value  # the usual case; a conversion to the same type would take 4 µs
+        return value  # the usual case; a conversion to the same dtype would take 4 µs
     checks.number(value, name, x)
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=dtype, device=x.device)
@@ -127,22 +129,22 @@ def number(value: float | Tensor, name: str, x: Tensor, *, shared: bool = False)
 
 
 def offsets(value: Tensor | None, x: Tensor) -> Tensor | None:
-    """One number for each row or column, in the type of similarities, or None."""
+    """Casts one number for each row or column to the dtype of the logits. None stays None."""
     return None if value is None else value.to(accumulator_dtype(x.dtype))
 
 
 def widen_float16(x: Tensor) -> Tensor:
-    """Embeddings that several operators take, as float32 if they are float16.
+    """Casts float16 embeddings that several operators use to float32. Other embeddings are returned unchanged.
 
-    So the gradients of all operators are added in float32 and rounded once. float16 ends at 65,504: a gradient that is rounded
-    before it is added may be infinite, and inf − inf is NaN. bfloat16 has the range of float32 and needs no copy. `Execution`
-    keeps the precision of the products.
+    The gradients of all operators are then added in float32 and rounded once. The largest float16 is 65,504, so a gradient that
+    is rounded before it is added may be infinite, and inf − inf is NaN. bfloat16 has the range of float32 and needs no cast.
+    `Execution` still has the precision of the original embeddings for the matmuls.
     """
     return x.float() if x.dtype == torch.float16 else x
 
 
 class LogSums(NamedTuple):
-    """What `logsumexp` returns; the first three are float64, because losses take differences of them."""
+    """The results of `logsumexp`. The first three are float64, because losses subtract them from one another."""
 
     row: Tensor  # (N,) log Σ_j exp s_ij
     col: Tensor  # (M,) log Σ_i exp s_ij, or (0,)
@@ -151,7 +153,10 @@ class LogSums(NamedTuple):
 
 
 class Ceiling(NamedTuple):
-    """Pairs above it are left out: by their product, or by the product of a guide, another model's embeddings."""
+    """An upper limit on the dot product of a pair. Pairs above it are excluded.
+
+    With a guide, the dot product is that of the guide's embeddings, which come from another model.
+    """
 
     limit: Tensor  # (N,)
     guide_x: Tensor | None = None  # (N, E)
@@ -171,7 +176,7 @@ def logsumexp(
     columns: bool = False,
     ceiling: Ceiling | None = None,
 ) -> LogSums:
-    """Logsumexps of the rows, and with `columns` of the columns; pairs with equal ids are excluded."""
+    """Computes the logsumexps of the rows, and with `columns` those of the columns. Pairs with equal ids are excluded."""
     limit, guide_x, guide_y = (None, None, None) if ceiling is None else ceiling
     guide_precision = FLOAT32 if guide_x is None or guide_y is None else execution(guide_x, guide_y).precision
     row, col, match, mean_weight, *_ = operators.apply(
@@ -193,15 +198,18 @@ def symmetric_logsumexp(
     ids: Tensor | None = None,  # (N,)
     diagonal: str = SKIPPED,
 ) -> Tensor:  # (N,)
-    """Logsumexps of the rows of z against all rows of z, float64; excludes pairs with equal ids, the row itself included."""
+    """Computes the logsumexps of the rows of z against all rows of z, in float64.
+
+    With ids, pairs with equal ids are excluded, which includes the pair of a row with itself.
+    """
     summed = ALL if ids is not None or diagonal == KEPT else OTHERS
     row: Tensor = operators.apply(operators.symmetric_logsumexp, z, scale, ids, summed, *run)[0]
     return row
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Losses that compute their gradients in the forward pass, as far as `dispatch` finds a module for the call. The modules have
-# functions of the same names.
+# Losses that compute their gradients in the forward pass, if `dispatch` chooses a module for the call. Each module has a
+# function with the name of the function here.
 
 _MODULES: dict[str, ModuleType] = {"dense": dense, "fused": fused}
 
@@ -218,9 +226,9 @@ def cross_entropy_loss(
     reduction: Reduction = "mean",
     standard: bool = True,
 ) -> Tensor | None:  # ()
-    """The cross-entropies of the pairs (i, i) among rows, or the means of both directions with `columns`.
+    """Computes the cross-entropy of the pairs (i, i) over the rows, or with `columns` the mean of both directions.
 
-    None if the call takes two passes (`dispatch.choose_module`).
+    Returns None if the call takes two passes (`dispatch.choose_module`).
     """
     kind = BOTH if columns else ROWS
     module = dispatch.choose_module(kind, x, run.backend, run.group, reduction, standard=standard)
@@ -239,7 +247,7 @@ def nt_xent_loss(
     *,
     reduction: Reduction = "mean",
 ) -> Tensor | None:  # ()
-    """The loss of SimCLR; None if the call takes two passes."""
+    """Computes the loss of SimCLR. Returns None if the call takes two passes."""
     module = dispatch.choose_module(VIEWS, z1, run.backend, run.group, reduction)
     if not module:
         return None
@@ -256,7 +264,7 @@ def sup_con_loss(
     *,
     reduction: Reduction = "mean",
 ) -> Tensor | None:  # ()
-    """The supervised contrastive loss of form "out"; None if the call takes two passes."""
+    """Computes the supervised contrastive loss of form "out". Returns None if the call takes two passes."""
     module = dispatch.choose_module(LABELS, z, run.backend, run.group, reduction)
     if not module:
         return None
@@ -265,7 +273,7 @@ def sup_con_loss(
 
 
 def softplus(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, run: Execution) -> Tensor:  # (N,)
-    """Row sums of softplus(s)."""
+    """Computes the row sums of softplus(s)."""
     total: Tensor = operators.apply(operators.softplus, x, y, scale, bias.expand(x.shape[0]), None, False, False, *run)[0]
     return total
 
@@ -281,9 +289,10 @@ def sigmoid_loss(
     ids_are_positives: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:  # () or (N,)
-    """softplus(−s_ii) + Σ_{j≠i} softplus(s_ij) of each row; pairs with equal ids are excluded from the inner sum.
+    """Computes softplus(−s_ii) + Σ_{j≠i} softplus(s_ij) of each row.
 
-    If equal ids are positives, they stay in it with −s_ij in place of s_ij.
+    Pairs with equal ids are excluded from the sum over j. With `ids_are_positives`, these pairs stay in the sum with −s_ij in
+    place of s_ij.
     """
     module = dispatch.choose_module(SIGMOID, x, run.backend, run.group, reduction)
     if module in _MODULES:
@@ -293,15 +302,15 @@ def sigmoid_loss(
             divisor=len(x) if reduction == "mean" else 1,
         )
         return fused_loss
-    similarities = x, y, scale, bias.expand(x.shape[0])
+    inputs = x, y, scale, bias.expand(x.shape[0])
     if not module:
-        total, match = operators.apply(operators.softplus, *similarities, ids, ids_are_positives, True, *run)
+        total, match = operators.apply(operators.softplus, *inputs, ids, ids_are_positives, True, *run)
         losses: Tensor = total + exact_softplus(-match)
         return losses
-    unseen = dispatch.transforms_are_active()  # under a transform, requires_grad does not say who asks for a gradient
-    needs = [torch.is_grad_enabled() and (unseen or tensor.requires_grad) for tensor in similarities]
+    transformed = dispatch.transforms_are_active()  # under a transform, requires_grad may be False where a gradient is needed
+    needs = [torch.is_grad_enabled() and (transformed or tensor.requires_grad) for tensor in inputs]
     how = ids, ids_are_positives, True, *run
-    loss: Tensor = operators.apply(operators.sigmoid_loss, *similarities, *how, reduction == "mean", needs)[0]
+    loss: Tensor = operators.apply(operators.sigmoid_loss, *inputs, *how, reduction == "mean", needs)[0]
     return loss
 
 
@@ -310,7 +319,7 @@ def soft_cross_entropy(
     teacher: tuple[Tensor, Tensor, Tensor],  # (N, E), (N, E), ()
     runs: tuple[Execution, Execution],
 ) -> tuple[Tensor, Tensor, Tensor]:  # (N,), (N,), ()
-    """(cross-entropies of rows and of columns under the teacher's softmax, mean_weight)."""
+    """Returns the cross-entropies of the rows and of the columns under the teacher's softmax, and `mean_weight`."""
     run, teacher_run = runs
     backend = TRITON if run.backend == teacher_run.backend == TRITON else EAGER
     how = run.precision, teacher_run.precision, backend, run.group
@@ -319,13 +328,16 @@ def soft_cross_entropy(
 
 
 def matching_products(x: Tensor, y: Tensor, run: Execution) -> tuple[Tensor, Tensor, Tensor]:  # (N,), (N,), ()
-    """(⟨x_i, y_i⟩, how far rounding may have moved it, mean_weight), from the same rounded inputs as all other products."""
+    """Returns ⟨x_i, y_i⟩, a bound of its rounding error, and `mean_weight`. The inputs are rounded as for the matmuls."""
     products, noise, mean_weight = operators.apply(operators.matching, x, y, *run)
     return products, noise, mean_weight
 
 
 def logits_of(products: Tensor, scale: Tensor, run: Execution) -> Tensor:  # (K,), () float64
-    """s in float64, rounded like the logits of tiles. The terms of the scale's gradient are added up in float64."""
+    """Returns the logits of dot products in float64, rounded like the logits of the tiles.
+
+    In float64, the terms of the gradient of the scale are summed without further rounding.
+    """
     exact = products.double() * scale
     with torch.no_grad():
         rounding = round_logits(products, scale, run.precision, by_kernels=run.backend == TRITON) - exact
@@ -333,11 +345,11 @@ def logits_of(products: Tensor, scale: Tensor, run: Execution) -> Tensor:  # (K,
 
 
 class RankedEntries(NamedTuple):
-    """One entry of each row and of each column of similarities. A row whose entry is NaN ranks last."""
+    """One entry of each row and of each column of the matrix of dot products. A row whose entry is NaN ranks last."""
 
-    row_match: Tensor  # (N,) the similarity of each row's entry, as `matching_products` returns it
+    row_match: Tensor  # (N,) the dot product of each row's entry, as `matching_products` returns it
     col_match: Tensor  # (M,)
-    row_target: Tensor  # (N,) int64, its column; columns are numbered over all ranks
+    row_target: Tensor  # (N,) int64, the column of each row's entry; columns are numbered over all ranks
     col_target: Tensor  # (M,) int64, the row of each column's entry
 
 
@@ -347,9 +359,9 @@ def rank(
     run: Execution,
     entries: RankedEntries | None = None,
 ) -> tuple[Tensor, Tensor]:  # (N,), (M,) int64
-    """How many entries of its row, and of its column, come before each matching pair. No gradient.
+    """Counts how many entries of its row, and of its column, come before each matching pair. There is no gradient.
 
-    With `entries`, those are ranked instead, and x and y may have different numbers of rows.
+    `entries` are ranked instead of the matching pairs if they are given. x and y may then have different numbers of rows.
     """
     by_row, by_column = operators.rank(x, y, *(entries or (None, None, None, None)), *run)
     return by_row, by_column
@@ -365,7 +377,7 @@ def topk(
     limit: Tensor | None = None,  # (N,)
     diagonal: str = KEPT,
 ) -> tuple[Tensor, Tensor]:  # (N, k), (N, k) int64
-    """The k largest products of each row, and their columns; products above the limit are left out. No gradient."""
+    """Finds the k largest dot products of each row that are not above the limit, and their columns. There is no gradient."""
     values, indices = operators.topk(x, y, *ids, limit, diagonal != KEPT, *run, k)
     return values, indices
 
@@ -377,31 +389,33 @@ def ceiling_above(
     margin: float | Tensor,  # or (N,)
     backend: Backend = "auto",
 ) -> Tensor:  # (N,)
-    """⟨x_i, y_i⟩ + margin, and what rounding may add: a key that occurs twice is not above itself."""
+    """Returns ⟨x_i, y_i⟩ + margin plus the bound of the rounding error, so that a copy of a key is not above the key itself."""
     products, noise, _ = matching_products(x, y, execution(x, y, same_rows=True, backend=backend))
     return products + margin + noise
 
 
-def positive_similarities(
+def mean_positive_logits(
     z: Tensor,  # (N, D)
     labels: Tensor,  # (N,)
     scale: Tensor,  # ()
     run: Execution,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (N,), (N,), (N,), ()
-    """(mean of s_ij over all other rows j of i's label, float64, how many, ids that only sole partners share, mean_weight).
+    """Computes the mean of s_ij over the positives of each row, the other rows j with the label of row i, in O(N·D).
 
-    In O(N·D). The mean of none is 0. Excluding `ids` from a sum leaves out the row itself, and its positive where it has just
-    one. A sum over the rows here that have a positive, times `mean_weight`, is this rank's part of the mean over all such rows.
+    Returns:
+        The means in float64, which are 0 for rows without a positive. The numbers of positives. Ids: a sum without pairs of
+        equal ids excludes the row itself, and also its positive if it has only one. And `mean_weight`: a sum over the local
+        rows with a positive times `mean_weight` is this rank's part of the mean over all such rows.
     """
     mean, ids, mean_weight, count = operators.apply(operators.positives, z, scale, labels, *run)
     return mean, count, ids, mean_weight
 
 
 def positives_logsumexp(z: Tensor, labels: Tensor, scale: Tensor, run: Execution) -> Tensor:  # (N,)
-    """log Σ exp s_ij over all other rows j of i's label, float64; −inf where there are none.
+    """Computes log Σ exp s_ij over all other rows j with the label of row i, in float64. It is −inf without such rows.
 
-    Rows are sorted by label, and only tiles near the diagonal are formed: Σ n²·D operations for labels of n rows. In PyTorch
-    operations on every device; on CUDA the host waits once to learn where labels begin.
+    Rows are sorted by label, and only tiles near the diagonal are computed, which takes Σ n²·D operations for labels of n rows.
+    PyTorch operations compute the tiles on every device. On CUDA, the CPU synchronizes once to read where each label begins.
     """
     row: Tensor = operators.apply(operators.symmetric_logsumexp, z, scale, labels, EQUAL_IDS, run.precision, EAGER, run.group)[
         0
@@ -410,37 +424,41 @@ def positives_logsumexp(z: Tensor, labels: Tensor, scale: Tensor, run: Execution
 
 
 def sum_over_ranks(values: Tensor, run: Execution) -> Tensor:  # (K,)
-    """Differentiable."""
+    """Sums each value over the ranks. The sum is differentiable."""
     total: Tensor = operators.apply(operators.total, values, run.group)
     return total
 
 
-def mean_similarity(
+def mean_logit(
     x: Tensor,  # (N, D)
-    others: Sequence[tuple[Tensor, Tensor | None]],  # keys (M, D), and what is subtracted from their similarities (M,)
+    others: Sequence[tuple[Tensor, Tensor | None]],  # keys (M, D), and log_q (M,), which is subtracted from their logits
     scale: Tensor,  # ()
     run: Execution,
 ) -> Tensor:  # (N,)
-    """The mean of each row's similarities to all of the others, on all ranks: its similarity to their mean, in O(N·D). Float64.
+    """Computes the mean of each row's logits over all keys of all ranks, in float64.
 
-    With the part ε of the target spread evenly, a cross-entropy becomes itself plus ε·(s_ii − mean_j s_ij).
+    It is the logit of the row and the mean of the keys, which takes O(N·D). If label smoothing spreads the part ε of the target
+    evenly, ε·(s_ii − mean_j s_ij) is added to the cross-entropy.
     """
-    rows, columns = _as_multiplied(x), [_as_multiplied(keys) for keys, _ in others]
+    rows, columns = _round_as_in_matmuls(x), [_round_as_in_matmuls(keys) for keys, _ in others]
     with torch.autocast(autocast_device(x), enabled=False):
         sums = torch.stack([keys.sum(0) for keys in columns]).sum(0)
         subtracted = [sums.new_zeros(()) if log_q is None else log_q.sum() for _, log_q in others]
         count = sums.new_full((), sum(map(len, columns)))
         packed = torch.cat((sums, torch.stack((torch.stack(subtracted).sum(), count))))
-        mean = (whole := sum_over_ranks(packed, run))[:-1] / whole[-1]
+        mean = (total := sum_over_ranks(packed, run))[:-1] / total[-1]
         return logits_of(rows @ mean[:-1], scale, run) - mean[-1]
 
 
-def _as_multiplied(values: Tensor) -> Tensor:
-    """Casts to the matmul precision, then to the accumulator dtype. TF32 rounding is skipped: it is negligible in a mean."""
+def _round_as_in_matmuls(values: Tensor) -> Tensor:
+    """Casts to the matmul precision, then to the accumulator dtype.
+
+    TF32 rounding is skipped because it is negligible in a mean.
+    """
     half = HALF_DTYPE.get(compute_precision(values))
     return (values if half is None else values.to(half)).to(accumulator_dtype(values.dtype))
 
 
 def exact_softplus(values: Tensor) -> Tensor:
-    """log(1 + exp(values)) to the last digit of float64, where PyTorch's default stops at nine."""
+    """Computes log(1 + exp(values)) to full float64 precision. PyTorch's default threshold gives only nine digits."""
     return F.softplus(values, threshold=SOFTPLUS_IS_IDENTITY)

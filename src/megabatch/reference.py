@@ -1,6 +1,6 @@
-"""What every operation means: dense, slow, obvious. The tests compare with this, in float64.
+"""Dense reference implementations of all operations. The tests compare with them in float64.
 
-Holds the whole N×M matrix and shares no code with the rest of the package.
+They store the whole N×M matrix and share no code with the rest of the package.
 """
 
 import torch
@@ -16,7 +16,7 @@ def similarities(
     col_bias: Tensor | None = None,  # (M,)
     left_out: Tensor | None = None,  # (N, M) bool
 ) -> Tensor:  # (N, M)
-    """All of them; −inf where a pair is left out."""
+    """Computes all logits. A pair that is left out gets −inf."""
     s = scale * (x @ y.T)
     if row_bias is not None:
         s = s + row_bias[:, None]
@@ -28,7 +28,7 @@ def similarities(
 
 
 def logsumexp(s: Tensor, dim: int) -> Tensor:
-    """torch.logsumexp, with gradient 0 instead of NaN where everything is left out."""
+    """Computes `torch.logsumexp`. The gradient is 0 instead of NaN where all pairs are left out."""
     nothing = (s == float("-inf")).all(dim, keepdim=True)
     result = torch.logsumexp(s.masked_fill(nothing, 0.0), dim)
     return result.masked_fill(nothing.squeeze(dim), float("-inf"))
@@ -42,24 +42,24 @@ def pairwise_logsumexp(
     col_bias: Tensor | None = None,
     left_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Row and column logsumexps."""
+    """Computes the row and column logsumexps."""
     s = similarities(x, y, scale, row_bias, col_bias, left_out)
     return logsumexp(s, 1), logsumexp(s, 0)
 
 
 def pairwise_softplus(x: Tensor, y: Tensor, scale: float | Tensor = 1.0, bias: float | Tensor = 0.0) -> Tensor:
-    """Row sums of softplus, log(1 + exp s) = −log sigmoid(−s)."""
+    """Computes the row sums of softplus, log(1 + exp s) = −log sigmoid(−s)."""
     return -F.logsigmoid(-(scale * (x @ y.T) + bias)).sum(1)
 
 
 def pairwise_rank(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the matching pairs in their sorted rows and columns."""
+    """Computes the positions of the matching pairs in their sorted rows and columns."""
     s = x @ y.T
-    wanted = torch.arange(len(s), device=s.device)[:, None]
+    target = torch.arange(len(s), device=s.device)[:, None]
 
     def position(rows: Tensor) -> Tensor:
         order = torch.sort(rows, dim=1, descending=True, stable=True).indices
-        return (order == wanted).nonzero()[:, 1]
+        return (order == target).nonzero()[:, 1]
 
     return position(s), position(s.T)
 
@@ -70,19 +70,22 @@ def maxsim(
     scale: float | Tensor = 1.0,
     normalize: bool = False,
 ) -> Tensor:  # (N, M)
-    """Late interaction: the best match of each query vector in a document, summed; −inf for documents without vectors."""
+    """Computes late-interaction scores, the sum over query vectors of their best match in a document.
+
+    A document without vectors gets −inf.
+    """
 
     def score(query: Tensor, document: Tensor) -> Tensor:
         if len(document) == 0:
             return query.new_full((), float("-inf"))
-        best = (query @ document.T).max(1).values.sum()  # of equal ones the first gets the gradient
+        best = (query @ document.T).max(1).values.sum()  # among equal maxima, the first one gets the gradient
         return scale * best / max(len(query), 1) if normalize else scale * best
 
     return torch.stack([torch.stack([score(query, document) for document in documents]) for query in queries])
 
 
 def same_id(ids: Tensor | None, N: int) -> Tensor | None:  # (N, N) bool
-    """Pairs that are not each other's negatives; a pair is its own positive."""
+    """Marks pairs with equal ids, which are not each other's negatives. The diagonal is excluded."""
     if ids is None:
         return None
     columns = ids[:, None] if ids.dim() == 1 else ids  # (N, 1) or (N, 2)
@@ -90,14 +93,17 @@ def same_id(ids: Tensor | None, N: int) -> Tensor | None:  # (N, N) bool
 
 
 def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, ids: Tensor | None = None) -> Tensor:
-    """Mean of the cross-entropies of both directions."""
+    """Computes the mean of the cross-entropies of both directions."""
     logits = similarities(image, text, logit_scale, left_out=same_id(ids, len(image)))
     labels = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
 def negatives_of(query: Tensor, key: Tensor, scale: float | Tensor, further: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Similarities of each query to its negatives, the other keys and `further` ones, (N, N − 1 + M); and to its own key."""
+    """Computes the logits of each query and its negatives, (N, N − 1 + M), and of each query and its own key, (N,).
+
+    The negatives are the other keys and the `further` keys.
+    """
     others = ~torch.eye(len(query), dtype=torch.bool, device=query.device)
     s = scale * (query @ key.T)
     negatives = s[others].reshape(len(s), -1)
@@ -107,19 +113,19 @@ def negatives_of(query: Tensor, key: Tensor, scale: float | Tensor, further: Ten
 
 
 def info_nce_loss(query: Tensor, key: Tensor, scale: float | Tensor, further: Tensor | None = None) -> Tensor:
-    """Cross-entropy of each query's own key among it and the negatives."""
+    """Computes the cross-entropy of each query's own key against that key and the negatives."""
     negatives, match = negatives_of(query, key, scale, further)
     return (torch.cat((match[:, None], negatives), 1).logsumexp(1) - match).mean()
 
 
 def dcl_loss(query: Tensor, key: Tensor, scale: float | Tensor, further: Tensor | None = None) -> Tensor:
-    """The same with the own key left out of the denominator."""
+    """Computes `info_nce_loss` without the query's own key in the denominator."""
     negatives, match = negatives_of(query, key, scale, further)
     return (negatives.logsumexp(1) - match).mean()
 
 
 def hcl_loss(query: Tensor, key: Tensor, scale: Tensor, beta: float, tau_plus: float, further: Tensor | None = None) -> Tensor:
-    """Negatives weigh exp(β·s), and the part τ⁺ of chance matches is subtracted."""
+    """Computes InfoNCE with negatives weighted by exp(β·s), minus the expected part τ⁺ of false negatives."""
     s, match = negatives_of(query, key, scale, further)
     n = s.shape[1]
     weighted = n * ((1 + beta) * s).exp().sum(1) / (beta * s).exp().sum(1)
@@ -135,7 +141,7 @@ def soft_clip_loss(
     teacher_text: Tensor,
     teacher_scale: float | Tensor,
 ) -> Tensor:
-    """Mean of the cross-entropies of both directions, under a teacher's softmax."""
+    """Computes the mean of the cross-entropies of both directions under a teacher's softmax."""
     logits, targets = logit_scale * (image @ text.T), teacher_scale * (teacher_image @ teacher_text.T)
     return (F.cross_entropy(logits, targets.softmax(1)) + F.cross_entropy(logits.T, targets.T.softmax(1))) / 2
 
@@ -143,7 +149,7 @@ def soft_clip_loss(
 def siglip_loss(
     image: Tensor, text: Tensor, logit_scale: float | Tensor, logit_bias: float | Tensor, ids: Tensor | None = None
 ) -> Tensor:
-    """Binary cross-entropies of all pairs, summed over rows and averaged over columns."""
+    """Computes the binary cross-entropies of all pairs, summed over rows and averaged over columns."""
     logits = logit_scale * (image @ text.T) + logit_bias
     signs = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
     losses = -F.logsigmoid(signs * logits)
@@ -154,14 +160,14 @@ def siglip_loss(
 
 
 def nt_xent_loss(z1: Tensor, z2: Tensor, scale: float | Tensor = 10.0) -> Tensor:
-    """Cross-entropy of the other view of the same sample among all other views."""
+    """Computes the cross-entropy of the other view of a sample against all other views."""
     z = torch.cat((z1, z2))
     logits = similarities(z, z, scale, left_out=torch.eye(len(z), dtype=torch.bool, device=z.device))
     return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z1)))
 
 
 def sup_con_loss(z: Tensor, labels: Tensor, scale: float | Tensor = 10.0, form: str = "out") -> Tensor:
-    """Mean over the rows that have a positive; 0 if none has."""
+    """Computes the mean loss of the rows that have a positive. It is 0 if no row has one."""
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     logits = similarities(z, z, scale, left_out=itself)
     positive = (labels[:, None] == labels[None, :]) & ~itself
@@ -184,7 +190,7 @@ def matryoshka_clip_loss(
     weights: list[float],
     ids: Tensor | None = None,
 ) -> Tensor:
-    """Weighted sum of the losses of prefixes, each brought to unit length."""
+    """Computes the weighted sum of the losses of normalized prefixes."""
     total = image.new_zeros(())
     for width, weight in zip(widths, weights, strict=True):
         prefixes = [F.normalize(side[:, :width], dim=1) for side in (image, text)]

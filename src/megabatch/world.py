@@ -1,6 +1,6 @@
-"""The ranks that share a job: this process, its device and its process group, and the messages between ranks outside of a loss.
+"""The ranks of a job: their devices, their process group, and the messages between ranks outside of a loss.
 
-Training, evaluation and the cached step use a `World`. A loss takes a process group; `ring.ranks.Ranks` is its `World`.
+Training, evaluation and gradient caching use a `World`. A loss takes a process group and uses `ring.ranks.Ranks`.
 """
 
 import os
@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What a failed message says if the other side has ended; gloo raises plain RuntimeErrors.
+# Parts of the error text if the other rank has ended. gloo raises plain RuntimeErrors.
 _CONNECTION_LOST = ("closed by peer", "Connection reset", "Connection refused", "Broken pipe", "remote process exited")
 
 
 class LostRankError(ConnectionError):
-    """Another rank has ended, or cannot be reached."""
+    """Another rank has ended or cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -41,83 +41,83 @@ class World:
 
     @classmethod
     def of(cls, group: Any, device: torch.device | None = None) -> "World":
-        """The world of a process group, a 1-D `DeviceMesh` or None."""
+        """Creates the world of a process group, a 1-D `DeviceMesh` or None."""
         return cls(device or torch.device("cpu"), group.get_group() if hasattr(group, "get_group") else group)
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the group."""
+        """The rank of this process in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def local_size(self) -> int:
-        """Number of ranks on this machine, which share its memory, as torchrun sets it."""
+        """The number of ranks on this machine, which share its memory. torchrun sets it."""
         return min(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     @contextmanager
     def explain_errors(self, place: Callable[[], str]) -> Iterator[None]:
-        """Turns the errors of messages to a rank that has ended into one that says where this rank was."""
+        """Turns communication errors with a rank that has ended into a `LostRankError`, which names the place of this rank."""
         try:
             yield
         except RuntimeError as error:
             if self.size == 1 or not (isinstance(error, dist.DistError) or any(m in str(error) for m in _CONNECTION_LOST)):
                 raise
-            told = str(error).partition("] ")[2] or str(error)
+            reason = str(error).partition("] ")[2] or str(error)
             raise LostRankError(
                 f"rank {self.rank} of {self.size} lost another rank {place()}. Messages of that rank say why it ended. "
-                f"Here: {told.splitlines()[0].partition('. ')[0]}"
+                f"Here: {reason.splitlines()[0].partition('. ')[0]}"
             ) from error
 
-    # Numbers: the same result on every rank. Exact up to 2⁵³.
+    # Reductions of numbers. The result is equal on every rank. Integers are exact up to 2⁵³.
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each number summed over ranks."""
+        """Sums each number over the ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """The largest of each number over ranks."""
+        """Returns the maximum of each number over the ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def min(self, values: Sequence[float]) -> list[float]:
-        """The smallest of each number over ranks."""
+        """Returns the minimum of each number over the ranks."""
         return self._reduce(values, dist.ReduceOp.MIN)
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """The integers of each rank, equally many on all of them, in order of rank. One all-gather."""
+        """Returns the integers of each rank, in rank order. All ranks must pass equally many. This takes one all-gather."""
         if self.group is None:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.int64, device=self._message_device())
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own, group=self.group)
-        return [line.tolist() for line in found]
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(gathered, own, group=self.group)
+        return [line.tolist() for line in gathered]
 
     # Small objects
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """A small picklable object of each rank, in order of rank."""
+        """Returns the object of each rank, in rank order. The objects must be small and picklable."""
         if self.group is None:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
 
     def from_first(self, value: Any) -> Any:
-        """The first rank's value, on every rank."""
+        """Returns the value of the first rank on every rank."""
         return self.gather_objects(value if self.rank == 0 else None)[0]
 
     # Tensors with a different number of rows on each rank
 
     def row_offset(self, rows: int) -> int:
-        """Rows on the ranks before this one, which has `rows`."""
+        """Returns the number of rows on the ranks before this one. This rank has `rows` rows."""
         return sum(line[0] for line in self.gather_integers([rows])[: self.rank])
 
     def blocks(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Each rank's rows in turn, broadcast to all, with their offset. Two ranks' rows are in memory at any time."""
+        """Yields the row offset and the broadcast rows of each rank in turn. The rows of two ranks are in memory at once."""
         if self.group is None:
             yield 0, rows
             return
@@ -129,7 +129,7 @@ class World:
             yield sum(sizes[:rank]), block
 
     def gather_rows(self, values: Tensor) -> Tensor:  # (n, …) -> (sum of n over ranks, …)
-        """The rows of all ranks, in order of rank. For a number per sample, not for embeddings."""
+        """Returns the rows of all ranks, in rank order. Use it for a number per sample, because embeddings may not fit."""
         return torch.cat([block for _, block in self.blocks(values)])
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
@@ -144,7 +144,7 @@ class World:
 
 
 def default_group() -> Any:
-    """The process group of all processes; None for one process, or where `torch.distributed` is not initialized."""
+    """Returns the process group of all processes, or None if there is only one or `torch.distributed` is not initialized."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return dist.group.WORLD if several else None
 
@@ -166,14 +166,14 @@ def _release_default_group() -> None:
 
 @contextmanager
 def join_world(device: str = "auto") -> Iterator[World]:
-    """The world of this process: all ranks that torchrun started, or this process alone.
+    """Yields the world of this process, which has all ranks that torchrun started, or only this process.
 
     Args:
         device: "cuda", "cpu", or "auto" for CUDA if it is available.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError('device must be "cpu" or "auto" on this machine, got "cuda", and PyTorch finds no CUDA device')
+        raise ValueError('device must be "cpu" or "auto" on this machine, got "cuda", but PyTorch finds no CUDA device')
     place = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
     if place.type == "cuda":
         torch.cuda.set_device(place)

@@ -191,7 +191,7 @@ def test_modules_refuse_what_they_cannot_do():
     with pytest.raises(ValueError, match="dist_impl"):
         mb.SigLipLoss(dist_impl="carrier pigeon")
     for module in (mb.ClipLoss, mb.SigLipLoss):
-        with pytest.raises(ValueError, match=r"world_size must be 1 unless .* has been initialised, got 2"):
+        with pytest.raises(ValueError, match=r"world_size must be 1 unless .* has been initialized, got 2"):
             module(rank=0, world_size=2)(unit(3, 2, seed=0), unit(3, 2, seed=1), 1.0, None)
 
 

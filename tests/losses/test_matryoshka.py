@@ -169,7 +169,7 @@ def test_ranks_equal_one_process(pool, world, route):
 def test_messages():
     x = unit(6, 4, seed=0)
     for widths in ([], [4, 4], [0, 4], [5]):
-        with pytest.raises(ValueError, match="widths must be different integers from 1 to 4, the width of the embeddings, got"):
+        with pytest.raises(ValueError, match="widths must be different integers from 1 to 4, the embedding dimension, got"):
             mb.matryoshka_clip_loss(x, x, 1.0, widths=widths)
     with pytest.raises(TypeError, match="widths must be a sequence of integers, got 4"):
         mb.matryoshka_clip_loss(x, x, 1.0, widths=4)

@@ -137,7 +137,7 @@ def test_loss_modules_use_the_default_group(pool):
     for i, expected in enumerate(wanted):
         torch.testing.assert_close(sum(values[i] for values, _ in answers) / 8, expected, rtol=1e-10, atol=1e-10)
     for rank, (_, message) in enumerate(answers):
-        assert message == f"rank and world_size must be those of the default process group, {rank} and 8, got {rank} and 4"
+        assert message == f"rank and world_size must match the default process group, {rank} and 8, got {rank} and 4"
 
 
 def everything(x, y, scale, bias, group):

@@ -1,4 +1,4 @@
-"""Contrastive losses: a few lines each over the pairwise operations."""
+"""Contrastive losses. Each is a few lines on top of the pairwise operations."""
 
 from megabatch.losses.clip import clip_loss, matryoshka_clip_loss, siglip_loss, soft_clip_loss
 from megabatch.losses.info_nce import dcl_loss, hcl_loss, info_nce_loss

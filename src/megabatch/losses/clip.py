@@ -1,4 +1,4 @@
-"""Losses of images and texts: CLIP's softmax loss, SigLIP's sigmoid loss, distillation, and CLIP's loss at several dims."""
+"""Losses of images and texts: CLIP's softmax loss, SigLIP's sigmoid loss, distillation, and CLIP's loss of several prefixes."""
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from megabatch.primitives import (
     describe_loss,
     execution,
     logsumexp,
-    mean_similarity,
+    mean_logit,
     number,
     pairs,
     sigmoid_loss,
@@ -44,15 +44,16 @@ def clip_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """The symmetric cross-entropy of CLIP, without the N×N matrix of logits.
+    """Computes the symmetric cross-entropy of CLIP without storing the N×N matrix of logits.
 
-    Same value and gradients as
+    It has the same value and gradients as
 
         logits = logit_scale * image @ text.T
         labels = torch.arange(len(logits))
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
-    Never negative, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
+    The loss is never negative and can be differentiated once. Its dtype is float32, or float64 for float64 inputs. See
+    `pairwise_logsumexp` for the precision.
 
     Examples:
         ```python
@@ -61,18 +62,19 @@ def clip_loss(
 
     Args:
         image: (N, D) embeddings, usually of unit length.
-        text: (N, D) embeddings; row i belongs to row i of `image`.
+        text: (N, D) embeddings. Row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
-        ids: (N,) integers; pairs with equal ids (a caption that occurs twice) are not each other's negatives. Or (N, 2), such
-            as the number of the image and the number of the text; pairs that agree in one of the two columns are then not each
-            other's negatives.
-        label_smoothing: the part of the target that is spread evenly over the batch, as in `F.cross_entropy`. Not with ids.
-        reduction: "mean", "sum", or "none" for one value per pair, (N,), the mean of its two directions.
-        group: process group to share the batch over (default: this process only), or a `DeviceMesh` of one dimension. Each rank
-            passes its own pairs, and all ranks must run backward. "mean" returns the rank's share: the mean over ranks is the
-            loss of the whole batch, and DDP's mean of the gradients is its gradient. "sum" and "none" return the losses of the
-            rank's own pairs. See docs/ring.md.
-        backend: "auto", "eager" (PyTorch operations) or "triton" (kernels). It changes the speed, never the result.
+        ids: (N,) integers. Pairs with equal ids, such as a caption that occurs twice, are not each other's negatives. Ids of
+            shape (N, 2) can have the number of the image and the number of the text. Pairs that agree in one of the two columns
+            are then not each other's negatives.
+        label_smoothing: the part of the target that is spread evenly over the batch, as in `F.cross_entropy`. It must be 0 if
+            ids are given.
+        reduction: "mean", "sum" or "none". "none" returns one value for each pair, (N,), the mean of its two directions.
+        group: a process group, or a `DeviceMesh` of one dimension, whose ranks share the batch (default: this process only).
+            Each rank passes its own pairs, and all ranks must run backward. "mean" returns this rank's part of the mean. The
+            mean of these parts over ranks is the loss of the whole batch, and the mean of the gradients in DDP is its gradient.
+            "sum" and "none" return the losses of this rank's pairs. See docs/ring.md.
+        backend: "auto", "eager" (PyTorch operations) or "triton" (kernels). It changes the speed but not the result.
     """
     label_smoothing = check_smoothing(label_smoothing, ids=ids)
     loss = describe_loss(group, "clip_loss", label_smoothing=label_smoothing, reduction=reduction)
@@ -89,7 +91,7 @@ def clip_loss(
     row, col, match, mean_weight = logsumexp(image, text, scale, run, ids=(ids, ids), diagonal=SEPARATE, columns=True)
     losses = [cross_entropy(row, match, image), cross_entropy(col, match, image)]
     if label_smoothing > 0:
-        means = mean_similarity(image, [(text, None)], scale, run), mean_similarity(text, [(image, None)], scale, run)
+        means = mean_logit(image, [(text, None)], scale, run), mean_logit(text, [(image, None)], scale, run)
         losses = [loss + label_smoothing * (match - mean) for loss, mean in zip(losses, means, strict=True)]
     return reduce_losses(losses, mean_weight, reduction, image)
 
@@ -110,17 +112,18 @@ def siglip_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """The sigmoid loss of SigLIP, without the N×N matrix of logits.
+    """Computes the sigmoid loss of SigLIP without storing the N×N matrix of logits.
 
-    Same value and gradients as
+    It has the same value and gradients as
 
         logits = logit_scale * image @ text.T + logit_bias
         signs = 2 * torch.eye(len(logits)) - 1
         return -F.logsigmoid(signs * logits).sum() / len(logits)
 
-    Never negative, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
-    If a gradient is needed, it is computed in the forward pass, which then takes three quarters of the whole time. With
-    `reduction="none"` backward is a second pass.
+    The loss is never negative and can be differentiated once. Its dtype is float32, or float64 for float64 inputs. See
+    `pairwise_logsumexp` for the precision.
+    If a gradient is needed, the forward pass computes it, and takes three quarters of the total time. With `reduction="none"`,
+    the backward pass computes the gradient.
 
     Examples:
         ```python
@@ -129,15 +132,15 @@ def siglip_loss(
 
     Args:
         image: (N, D) embeddings, usually of unit length.
-        text: (N, D) embeddings; row i belongs to row i of `image`.
+        text: (N, D) embeddings. Row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
         logit_bias: a float, or a tensor of one element.
-        ids: (N,) integers; pairs with equal ids (a caption that occurs twice) are not each other's negatives. Or (N, 2), such
-            as the number of the image and the number of the text; pairs that agree in one of the two columns are then not each
-            other's negatives.
-        ids_are_positives: pairs with equal ids are positives of each other, with the sign +1 in the lines above, instead of
-            being left out.
-        reduction: "mean", "sum", or "none" for the row sums of the lines above, (N,). See `clip_loss`.
+        ids: (N,) integers. Pairs with equal ids, such as a caption that occurs twice, are not each other's negatives. Ids of
+            shape (N, 2) can have the number of the image and the number of the text. Pairs that agree in one of the two columns
+            are then not each other's negatives.
+        ids_are_positives: whether pairs with equal ids are positives, which have the sign +1 in the code above, instead of
+            being excluded.
+        reduction: "mean", "sum" or "none". "none" returns the row sums of the code above, (N,). See `clip_loss`.
         group: see `clip_loss`.
         backend: see `clip_loss`.
     """
@@ -164,9 +167,9 @@ def soft_clip_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """The symmetric cross-entropy of CLIP with a teacher's softmax as soft targets, without either matrix of logits.
+    """Computes the symmetric cross-entropy of CLIP with a teacher's softmax as soft targets, without storing logits.
 
-    Same value and gradients as
+    It has the same value and gradients as
 
         logits = logit_scale * image @ text.T
         targets = teacher_scale * teacher_image @ teacher_text.T
@@ -174,8 +177,9 @@ def soft_clip_loss(
         columns = F.cross_entropy(logits.T, targets.T.softmax(1))
         return (rows + columns) / 2
 
-    Never below the entropy of the targets, differentiable once, float32 (float64 for float64 inputs). The teacher gets no
-    gradient. On a GPU, library products form both similarities in memory, tile by tile, and kernels read them.
+    The loss is never below the entropy of the targets and can be differentiated once. Its dtype is float32, or float64 for
+    float64 inputs. The teacher gets no gradient. On a GPU, cuBLAS matmuls compute the logits of student and teacher tile by
+    tile in memory, and kernels read these tiles.
 
     Examples:
         ```python
@@ -184,12 +188,12 @@ def soft_clip_loss(
 
     Args:
         image: (N, D) embeddings, usually of unit length.
-        text: (N, D) embeddings; row i belongs to row i of `image`.
+        text: (N, D) embeddings. Row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
-        teacher_image: (N, E) the teacher's embeddings of the same images, of any width and dtype.
+        teacher_image: (N, E) the teacher's embeddings of the same images, of any embedding dimension and dtype.
         teacher_text: (N, E) the teacher's embeddings of the same texts.
         teacher_scale: the teacher's inverse temperature.
-        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        reduction: "mean", "sum" or "none". See `clip_loss`.
         group: see `clip_loss`.
         backend: see `clip_loss`.
     """
@@ -224,9 +228,9 @@ def matryoshka_clip_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """The weighted sum of CLIP's losses at several widths.
+    """Computes the weighted sum of CLIP's losses of several prefixes of the embeddings.
 
-    Same value and gradients as
+    It has the same value and gradients as
 
         def prefix(x, width):
             return F.normalize(x[:, :width], dim=1)
@@ -234,12 +238,13 @@ def matryoshka_clip_loss(
         losses = [clip_loss(prefix(image, width), prefix(text, width), logit_scale) for width in widths]
         return sum(weight * loss for weight, loss in zip(weights, losses))
 
-    Never negative (if the weights are not), differentiable once, float32 (float64 for float64 inputs).
+    The loss is never negative if the weights are not, and can be differentiated once. Its dtype is float32, or float64 for
+    float64 inputs.
 
-    Prefixes are normalised in float32. With half-precision inputs, or under autocast, each normalised prefix is rounded once
-    before it is multiplied, and gradients are float32 until the gradients of all widths are added.
+    Prefixes are normalized in float32. With half-precision inputs, or under autocast, each normalized prefix is rounded once
+    before the matmul, and gradients are float32 until the gradients of all prefixes are added.
 
-    Columns beyond the largest width get no gradient. So include D, the full width, unless embeddings are always cut.
+    Columns beyond the largest prefix get no gradient. So `widths` should include D, unless embeddings are always truncated.
 
     Examples:
         ```python
@@ -248,14 +253,15 @@ def matryoshka_clip_loss(
         ```
 
     Args:
-        image: (N, D) embeddings; they need no unit length, because every prefix is normalised.
-        text: (N, D) embeddings; row i belongs to row i of `image`.
+        image: (N, D) embeddings. They need not have unit length, because every prefix is normalized.
+        text: (N, D) embeddings. Row i belongs to row i of `image`.
         logit_scale: the inverse temperature, already exponentiated: a float, or a tensor of one element.
-        widths: widths of the prefixes; all different, none more than D, which should be one of them.
-        weights: one number for each width (default: all 1).
-        symmetric: the mean of both directions, as in `clip_loss`; False for image to text alone, as in `info_nce_loss`.
+        widths: the numbers of columns of the prefixes, all different and at most D. D should be one of them.
+        weights: one number for each prefix (default: all 1).
+        symmetric: whether the loss is the mean of both directions, as in `clip_loss`. If False, it has only the direction from
+            image to text, as in `info_nce_loss`.
         ids: see `clip_loss`.
-        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        reduction: "mean", "sum" or "none". See `clip_loss`.
         group: see `clip_loss`.
         backend: see `clip_loss`.
     """
@@ -264,41 +270,41 @@ def matryoshka_clip_loss(
     weighted = _weights_by_width(widths, weights, image)
     options: dict[str, Any] = {"ids": ids, "reduction": reduction, "group": group, "backend": backend}
     scale = number(logit_scale, "logit_scale", image, shared=True)
-    # Converted once, so that the gradients of all widths are added in float32.
+    # The embeddings are cast once, so that the gradients of all prefixes are added in float32.
     images, texts = (side.to(torch.promote_types(side.dtype, torch.float32)) for side in (image, text))
-    nothing = _agree_on_weights(list(weighted.values()), image, text, group)
+    zero = _agree_on_weights(list(weighted.values()), image, text, group)
     losses = []
-    with _products_in(image):
+    with _matmuls_in_dtype_of(image):
         for width, weight in weighted.items():
             x, y = (F.normalize(side[:, :width], dim=1) for side in (images, texts))
             loss = clip_loss(x, y, scale, **options) if symmetric else info_nce_loss(x, y, scale=scale, **options)
             losses.append(weight * loss.double())
-    return (torch.stack(losses).sum(0) + nothing).to(loss.dtype)
+    return (torch.stack(losses).sum(0) + zero).to(loss.dtype)
 
 
 def _agree_on_weights(weights: list[float], image: Tensor, text: Tensor, group: Group) -> Tensor:  # ()
-    """0, once all ranks have the same weights. The losses of the widths compare everything else."""
-    nothing = torch.zeros((), dtype=torch.float64, device=image.device)
+    """Returns 0 after all ranks have compared their weights. The losses of the prefixes compare everything else."""
+    zero = torch.zeros((), dtype=torch.float64, device=image.device)
     if group is None:
-        return nothing
+        return zero
     loss = describe_loss(group, "matryoshka_clip_loss", weights=weights)
-    return sum_over_ranks(nothing.reshape(1), execution(image, text, group=group, loss=loss))[0]
+    return sum_over_ranks(zero.reshape(1), execution(image, text, group=group, loss=loss))[0]
 
 
-def _products_in(image: Tensor) -> Any:
-    """Float32 prefixes of half-precision embeddings are multiplied in the dtype of the embeddings."""
+def _matmuls_in_dtype_of(image: Tensor) -> Any:
+    """Makes the matmuls of float32 prefixes run in the dtype of the embeddings if that is half precision."""
     if image.dtype in (torch.bfloat16, torch.float16):
         return torch.autocast(autocast_device(image), image.dtype)
     return nullcontext()
 
 
 def _weights_by_width(widths: Any, weights: Any, x: Tensor) -> dict[int, float]:
-    """The weight of each width, from the least width to the largest, checked."""
+    """Checks the arguments and returns the weight of each width, sorted by width."""
     if not _is_list_of(Integral, widths):
         raise TypeError(f"widths must be a sequence of integers, got {widths!r}")
     D, sizes = x.shape[1], [int(width) for width in widths]
     if not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 1 or max(sizes) > D:
-        raise ValueError(f"widths must be different integers from 1 to {D}, the width of the embeddings, got {sizes}")
+        raise ValueError(f"widths must be different integers from 1 to {D}, the embedding dimension, got {sizes}")
     if weights is None:
         return dict.fromkeys(sorted(sizes), 1.0)
     if not _is_list_of(Real, weights):
@@ -309,7 +315,7 @@ def _weights_by_width(widths: Any, weights: Any, x: Tensor) -> dict[int, float]:
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
-    """Whether the value is a list, tuple or array of such numbers, NumPy's included. Booleans are no numbers."""
+    """Returns whether the value is a list, tuple or array of numbers of this kind, including NumPy's. Booleans do not count."""
     if isinstance(value, (str, Tensor)) or not isinstance(value, Collection):
         return False
     return all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)

@@ -1,7 +1,7 @@
-"""Formulas that several losses share, in plain PyTorch over vectors of N rows.
+"""Formulas that several losses share, as PyTorch operations on vectors of N rows.
 
-With the matching pair kept apart, a cross-entropy is softplus(row − match). It cannot be negative, and neither it nor its
-gradient loses digits when the pair is almost certain.
+`row` is the logsumexp without the matching pair, so the cross-entropy is softplus(row − match). It cannot be negative. Neither
+the loss nor its gradient loses digits if the probability of the pair is close to 1.
 """
 
 import math
@@ -17,13 +17,13 @@ from megabatch.primitives import accumulator_dtype, exact_softplus, finite_or_ze
 
 
 def cross_entropy(negatives: Tensor, match: Tensor, like: Tensor) -> Tensor:  # (N,), (N,)
-    """log(1 + exp(negatives − match)), −log of the match's probability; never negative.
+    """Computes log(1 + exp(negatives − match)), which is −log of the probability of the match. It is never negative.
 
-    Negatives and match are float64. Their difference is rounded to the type of losses of embeddings `like`: less is saved for
-    backward.
+    Negatives and match are float64. Their difference is rounded to the loss dtype of the embeddings `like`, so that backward
+    needs less memory.
 
-    NaN where the match is +inf, as in a dense cross-entropy. The difference alone would call such a pair certain, and a run
-    whose products overflow would look perfect.
+    The result is NaN where the match is +inf, as in a dense cross-entropy. Without this, the loss of such a pair would be 0, so
+    a run whose matmuls overflow would seem to have a perfect loss.
     """
     overflow = match.detach().clamp_min(0.0) * 0.0  # NaN where the match is +inf, elsewhere 0
     return exact_softplus((negatives - match + overflow).to(accumulator_dtype(like.dtype)))
@@ -35,9 +35,9 @@ def reduce_losses(
     reduction: Reduction,
     like: Tensor,
 ) -> Tensor:  # () or (N,)
-    """The mean of the directions; over the rows, this rank's part of the mean, the sum, or nothing.
+    """Takes the mean of the directions, then reduces the rows: to this rank's part of the mean, to the sum, or not at all.
 
-    Added up in float64, and rounded once to the type of losses of embeddings `like`.
+    The sums are computed in float64 and rounded once to the loss dtype of the embeddings `like`.
     """
     losses, dtype = torch.stack(tuple(directions)), accumulator_dtype(like.dtype)
     if reduction == "none":
@@ -47,7 +47,7 @@ def reduce_losses(
 
 
 def log_add(terms: Sequence[Tensor], like: Tensor) -> Tensor:  # (N,)
-    """log Σ exp of some vectors; −inf, with gradient 0, where all of them are, or there are none."""
+    """Computes log Σ exp over vectors. It is −inf with gradient 0 where all of them are −inf, or if there are no vectors."""
     if not terms:
         return torch.full_like(like, -torch.inf)
     if len(terms) == 1:
@@ -58,10 +58,10 @@ def log_add(terms: Sequence[Tensor], like: Tensor) -> Tensor:  # (N,)
 
 
 def segment_logsumexp(s: Tensor, owner: Tensor, size: int) -> Tensor:  # (M,), (M,) → (size,)
-    """log Σ exp(s) over the entries of each owner."""
+    """Computes log Σ exp(s) over the entries of each owner."""
     peak = s.new_full((size,), -torch.inf).scatter_reduce(0, owner, s.detach(), "amax")
     base = finite_or_zero(peak)
-    total = s.new_zeros(size).index_put((owner,), (s - base[owner]).exp(), accumulate=True)  # in a fixed order, on CUDA too
+    total = s.new_zeros(size).index_put((owner,), (s - base[owner]).exp(), accumulate=True)  # deterministic, even on CUDA
     return _logarithm(total, base)
 
 
@@ -71,19 +71,22 @@ def _logarithm(total: Tensor, base: Tensor) -> Tensor:
 
 
 def number_in_range(name: str, value: Any, expected: str, *, below: float = math.inf, at_most: float = math.inf) -> float:
-    """The value as a float of at least 0, less than `below` and at most `at_most`; `expected` tells this range."""
+    """Checks a number of at least 0, less than `below` and at most `at_most`. `expected` names this range in the message."""
     number = float(value) if isinstance(value, (float, Real)) and not isinstance(value, bool) else math.nan
     if not 0 <= number <= at_most or number >= below:
         raise ValueError(f"{name} must be a number {expected}, got {value!r}")
     return number
 
 
-def check_smoothing(value: Any, **leaving_out: Any) -> float:
-    """The value of `label_smoothing` as a float. Above 0, no argument may leave pairs out: the mean is over all keys."""
+def check_smoothing(value: Any, **excluding: Any) -> float:
+    """Checks `label_smoothing` and returns it as a float.
+
+    If it is above 0, the arguments in `excluding` must be None, because they exclude pairs and the mean is over all keys.
+    """
     if type(value) is float and value == 0.0:
-        return value  # the default; the checks below would take 3 µs of a small step
+        return value  # the default; the checks below would take 3 µs, which matters in a small step
     smoothing = number_in_range("label_smoothing", value, "from 0 to 1", at_most=1)
-    for name, given in leaving_out.items():
+    for name, given in excluding.items():
         if smoothing > 0 and given is not None:
             raise ValueError(
                 f"{name} must be None with label smoothing, whose mean is taken over all keys of the batch, got "

@@ -1,4 +1,4 @@
-"""InfoNCE and its two variants with other treatments of negatives: DCL (decoupled) and HCL (hard negatives)."""
+"""InfoNCE and two variants that treat negatives differently: DCL (decoupled) and HCL (hard negatives)."""
 
 import math
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from torch import Tensor
 from megabatch.dispatch import Backend, Group, Reduction
 from megabatch.losses.formulas import check_smoothing, cross_entropy, number_in_range, reduce_losses
 from megabatch.losses.negatives import KEY_KEY, QUERY_KEY, Contrast, ContrastBatch, ContrastSums, Direction, Negatives
-from megabatch.primitives import cross_entropy_loss, mean_similarity, pairs, sum_over_ranks
+from megabatch.primitives import cross_entropy_loss, mean_logit, pairs, sum_over_ranks
 
 # ----------------------------------------------------------------------------------------------------------------------
-# InfoNCE: each query finds its key among many. Dense retrieval, two-tower recommenders, MoCo and GTE are forms of it.
+# InfoNCE: each query finds its key among many. Dense retrieval, two-tower recommenders, MoCo and GTE use forms of it.
 
 
 def info_nce_loss(
@@ -32,15 +32,16 @@ def info_nce_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """The cross-entropy of each query's own key among its negatives, without the matrix of logits.
+    """Computes the cross-entropy of each query's own key against its negatives, without storing the matrix of logits.
 
-    Same value and gradients as
+    It has the same value and gradients as
 
         logits = scale * query @ key.T
         return F.cross_entropy(logits, torch.arange(len(logits)))
 
-    Negatives and contrasts add columns to the logits; ids, margin and guide set some logits to −inf. Never negative without
-    label smoothing, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
+    Negatives and contrasts add columns to the logits. Ids, margin and guide set some logits to −inf. The loss can be
+    differentiated once, and without label smoothing it is never negative. Its dtype is float32, or float64 for float64 inputs.
+    See `pairwise_logsumexp` for the precision.
 
     Examples:
         ```python
@@ -49,25 +50,28 @@ def info_nce_loss(
 
     Args:
         query: (N, D) embeddings, usually of unit length.
-        key: (N, D) embeddings; row i belongs to row i of `query`.
+        key: (N, D) embeddings. Row i belongs to row i of `query`.
         scale: the inverse temperature: a float, or a tensor of one element.
-        negatives: keys that match no query: (M, D), or (N, K, D) for K hard negatives of each query. Every query is compared
-            with all of them; `Negatives` can restrict that. A memory bank of earlier keys, detached, is given here as well.
-            Several kinds are given as a list.
-        contrast: which similarities within the batch are negatives of query i: "query-key", the query with other keys;
-            "query-query", the query with other queries; "key-query" and "key-key", its key with other queries, or with other
-            keys and the hard negatives of other queries. All four are GTE's form; `()` leaves only `negatives`.
-        symmetric: the mean of both directions; in the second, queries and keys swap roles, and `negatives` are not used.
-        ids: (N,) integers; queries and keys with equal ids (a document that occurs twice) are not each other's negatives. Or
-            (N, 2), such as the number of the query and the number of the key; see `clip_loss`.
-        log_q: (N,) logarithm of how often each key is sampled; subtracted from all similarities of the key.
-        margin: a negative whose product ⟨query, key⟩ exceeds that of the query's own key by more than the margin is left out,
-            because it is probably an unlabelled match. A number, or one per query, (N,). It has no gradient.
-        guide: (N, E), (N, E) embeddings of queries and keys by another model, whose products decide instead. The margin is then
-            0 by default.
-        label_smoothing: the part of the target that is spread evenly over the columns of logits, as in `F.cross_entropy`. Only
-            with the contrast "query-key" and without ids, margin, guide and private negatives.
-        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        negatives: keys that match no query: (M, D), or (N, K, D) for K hard negatives of each query. They can also be the
+            detached keys of a memory bank. Every query is compared with all of them, unless `Negatives` restricts that. Several
+            kinds are passed as a list.
+        contrast: the logits within the batch that are negatives of query i. "query-key" compares the query with other keys.
+            "query-query" compares the query with other queries. "key-query" compares its key with other queries. "key-key"
+            compares its key with other keys and with the hard negatives of other queries. GTE uses all four. With `()`, only
+            `negatives` are used.
+        symmetric: whether the loss is the mean of both directions. In the second direction, queries and keys swap roles, and
+            `negatives` are not used.
+        ids: (N,) integers. Queries and keys with equal ids, such as a document that occurs twice, are not each other's
+            negatives. Ids of shape (N, 2) can have the number of the query and the number of the key; see `clip_loss`.
+        log_q: (N,) the log of the sampling probability of each key. It is subtracted from all logits of the key.
+        margin: a number, or one number for each query, (N,). A negative is excluded if its dot product with the query exceeds
+            that of the query's own key by more than the margin, because it is probably an unlabeled match. The margin has no
+            gradient.
+        guide: (N, E), (N, E) embeddings of queries and keys by another model. If given, their dot products decide which
+            negatives are excluded. The default margin is then 0.
+        label_smoothing: the part of the target that is spread evenly over the columns of the logits, as in `F.cross_entropy`.
+            It is supported only for the contrast "query-key", without ids, margin, guide and private negatives.
+        reduction: "mean", "sum" or "none". See `clip_loss`.
         group: see `clip_loss`; each rank passes its own pairs and negatives.
         backend: see `clip_loss`.
     """
@@ -106,12 +110,12 @@ def info_nce_loss(
 
 
 def _above_the_mean(batch: ContrastBatch, sums: ContrastSums) -> list[Tensor]:  # (N,) each
-    """s_ii less the mean of all similarities of query i, for each direction."""
+    """Returns s_ii minus the mean of all logits of query i, for each direction."""
     keys = [(batch.key, batch.log_q), *((further.keys, further.log_q) for further in batch.negatives)]
     queries: list[tuple[Tensor, Tensor | None]] = [(batch.query, None)]
     sides = ((batch.query, keys), (batch.key, queries))
     return [
-        match - mean_similarity(rows, columns, batch.scale, batch.run)
+        match - mean_logit(rows, columns, batch.scale, batch.run)
         for (_, match), (rows, columns) in zip(sums.directions, sides, strict=False)
     ]
 
@@ -124,7 +128,7 @@ def _check_smoothed(batch: ContrastBatch) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Decoupled contrastive learning (Yeh et al. 2022): InfoNCE with a query's own key left out of the denominator.
+# Decoupled contrastive learning (Yeh et al. 2022): InfoNCE without a query's own key in the denominator.
 
 
 def dcl_loss(
@@ -143,15 +147,15 @@ def dcl_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """The mean of log Σ_{j≠i} exp s_ij − s_ii. The gradient of a pair stays large even if the pair is almost certain.
+    """Computes the mean of log Σ_{j≠i} exp s_ij − s_ii. The gradient of a pair stays large if its probability is near 1.
 
-    Same value and gradients as
+    It has the same value and gradients as
 
         logits = scale * query @ key.T
         own = torch.eye(len(logits), dtype=torch.bool)
         return (logits.masked_fill(own, -torch.inf).logsumexp(1) - logits.diagonal()).mean()
 
-    It may be negative. The loss of a query without negatives is 0. The paper's form for two views is
+    The loss may be negative. The loss of a query without negatives is 0. The paper's form for two views is
     `contrast=("query-key", "query-query"), symmetric=True`.
 
     Examples:
@@ -161,7 +165,7 @@ def dcl_loss(
 
     Args:
         query: (N, D) embeddings, usually of unit length.
-        key: (N, D) embeddings; row i belongs to row i of `query`.
+        key: (N, D) embeddings. Row i belongs to row i of `query`.
         scale: the inverse temperature: a float, or a tensor of one element.
         negatives: see `info_nce_loss`.
         contrast: see `info_nce_loss`.
@@ -170,7 +174,7 @@ def dcl_loss(
         log_q: see `info_nce_loss`.
         margin: see `info_nce_loss`.
         guide: see `info_nce_loss`.
-        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        reduction: "mean", "sum" or "none". See `clip_loss`.
         group: see `clip_loss`.
         backend: see `clip_loss`.
     """
@@ -198,8 +202,8 @@ def dcl_loss(
 # ----------------------------------------------------------------------------------------------------------------------
 # Hard-negative reweighting (Robinson et al. 2021), and with β = 0 the debiased loss (Chuang et al. 2020).
 #
-# A negative is weighted by exp(β·s), normalised. A part τ⁺ of the negatives is expected to match by chance; its share of
-# the sum is subtracted. Both need two sums of exponentials, of (1 + β)·s and of β·s, from one pass each.
+# Negatives are weighted by normalized exp(β·s). A part τ⁺ of the negatives is expected to match by chance, and its part of the
+# sum is subtracted. This needs the sums of exp((1 + β)·s) and of exp(β·s), which take one pass each.
 
 
 def hcl_loss(
@@ -219,17 +223,18 @@ def hcl_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """InfoNCE with its n negatives weighted by exp(β·s), and the expected share of chance matches subtracted.
+    """Computes InfoNCE with its n negatives weighted by exp(β·s), minus the expected part of chance matches.
 
-    Same value and gradients as, with s the similarities of a query to its n negatives and p the similarity to its own key:
+    Let s be the logits of a query and its n negatives, and p the logit of its own key. The loss has the same value and
+    gradients as
 
         weighted = n * ((1 + beta) * s).exp().sum(1) / (beta * s).exp().sum(1)
         negatives = ((weighted - tau_plus * n * p.exp()) / (1 - tau_plus)).clamp_min(n * math.exp(-scale))
         return -(p.exp() / (p.exp() + negatives)).log().mean()
 
-    Embeddings must have unit length: the clamp is the least sum of n such similarities. The paper's form for two views is
-    `contrast=("query-key", "query-query"), symmetric=True`. There is no `log_q`: the loss depends on the number of negatives,
-    and a correction for their sampling would change it.
+    Embeddings must have unit length, because the clamp is the smallest possible sum of n such exponentials. The paper's form
+    for two views is `contrast=("query-key", "query-query"), symmetric=True`. There is no `log_q`, because the loss depends on
+    the number of negatives, and a correction for their sampling would change this number.
 
     Examples:
         ```python
@@ -238,17 +243,17 @@ def hcl_loss(
 
     Args:
         query: (N, D) embeddings of unit length.
-        key: (N, D) embeddings of unit length; row i belongs to row i of `query`.
+        key: (N, D) embeddings of unit length. Row i belongs to row i of `query`.
         scale: the inverse temperature: a float, or a tensor of one element.
-        beta: concentration of the weights on similar negatives; 0 weights all alike.
-        tau_plus: the probability that a random key is a match; below 1.
-        negatives: see `info_nce_loss`; they count in n.
+        beta: the concentration of the weights on similar negatives. With 0, all weights are equal.
+        tau_plus: the probability that a random key is a match, from 0 to below 1.
+        negatives: see `info_nce_loss`. n includes them.
         contrast: see `info_nce_loss`.
         symmetric: see `info_nce_loss`.
-        ids: see `info_nce_loss`; n counts only what is not left out.
-        margin: see `info_nce_loss`; n counts only what is not left out.
+        ids: see `info_nce_loss`. n does not include excluded negatives.
+        margin: see `info_nce_loss`. n does not include excluded negatives.
         guide: see `info_nce_loss`.
-        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        reduction: "mean", "sum" or "none". See `clip_loss`.
         group: see `clip_loss`.
         backend: see `clip_loss`.
     """
@@ -274,7 +279,7 @@ def hcl_loss(
     )
     if any(further.log_q is not None for further in batch.negatives):
         raise ValueError(
-            "negatives.log_q must be None: hcl_loss counts its negatives, and has no correction for their sampling"
+            "negatives.log_q must be None, because hcl_loss counts its negatives and has no correction for their sampling"
         )
     counts = _log_counts(batch)
     upper, mean_weight = batch.sums(batch.scale * (1 + beta))
@@ -283,7 +288,8 @@ def hcl_loss(
     losses = []
     for (total, match_above), (weight, match_below), count in zip(upper, lower, counts, strict=True):
         match = match_above / (1 + beta)
-        # (1 + β)·s and β·s are rounded apart. What that adds to their difference is known from the match, whose is s.
+        # (1 + β)·s and β·s are rounded separately. The rounding error of their difference is estimated from the match, for
+        # which the difference must be s.
         rounding = (match - (match_above - match_below)).detach()
         weighted = total - _finite(weight) + _finite(count) + torch.where(rounding.isfinite(), rounding, 0.0)
         debiased = _debias(weighted, count, match, batch.scale, tau_plus)
@@ -298,7 +304,7 @@ def _debias(
     scale: Tensor,  # ()
     tau_plus: float,
 ) -> Tensor:  # (N,)
-    """log((exp weighted − τ⁺·n·exp match) / (1 − τ⁺)), and at least log(n·exp(−scale))."""
+    """Computes log((exp weighted − τ⁺·n·exp match) / (1 − τ⁺)), clamped to at least log(n·exp(−scale))."""
     nothing = weighted == -torch.inf
     weighted, count = _finite(weighted), _finite(count)
     floor = count - scale
@@ -313,16 +319,16 @@ def _debias(
 
 
 def _log_counts(batch: ContrastBatch) -> list[Tensor]:  # (N,) each
-    """The logarithm of the number of negatives of each query, and of each key."""
+    """Returns the logarithm of the number of negatives of each query, and of each key."""
     owned = any(further.owner is not None for further in batch.negatives)
     if batch.ids is not None or batch.limit is not None or (owned and KEY_KEY in batch.contrast):
-        with torch.no_grad():  # the numbers differ from query to query: sums of exp(0)
+        with torch.no_grad():  # the numbers differ between queries, so they are computed as sums of exp(0)
             return [counted.negatives for counted in batch.sums(torch.zeros_like(batch.scale)).directions]
     N = len(batch.query)
     shared = sum(len(further.keys) for further in batch.negatives if not further.private)
-    whole = sum_over_ranks(torch.stack([torch.full_like(batch.scale, size) for size in (N, shared)]), batch.run)
-    of_keys = ((whole[0] - 1) * len(batch.contrast)).expand(N)
-    of_queries = of_keys + whole[1]
+    total = sum_over_ranks(torch.stack([torch.full_like(batch.scale, size) for size in (N, shared)]), batch.run)
+    of_keys = ((total[0] - 1) * len(batch.contrast)).expand(N)
+    of_queries = of_keys + total[1]
     for further in batch.negatives:
         if further.private and further.owner is not None:
             of_queries = of_queries.index_add(0, further.owner, torch.ones_like(further.owner, dtype=of_queries.dtype))
@@ -331,5 +337,5 @@ def _log_counts(batch: ContrastBatch) -> list[Tensor]:  # (N,) each
 
 
 def _finite(logarithm: Tensor) -> Tensor:
-    """0 in place of −inf, where there are no negatives."""
+    """Replaces −inf by 0, for queries without negatives."""
     return torch.where(logarithm == -torch.inf, 0.0, logarithm)

@@ -1,4 +1,4 @@
-"""Losses of late interaction (ColBERT, ColPali): every query vector is compared with its best match in a document."""
+"""Losses of late interaction (ColBERT, ColPali), which compare every query vector with its best match in a document."""
 
 from collections.abc import Sequence
 
@@ -27,16 +27,16 @@ def late_interaction_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """The cross-entropy of each query's own document among all documents, by MaxSim scores.
+    """Computes the cross-entropy of each query's own document among all documents, with MaxSim scores as logits.
 
-    Same value and gradients as
+    It has the same value and gradients as
 
         scores = scale * torch.einsum("itd,jud->ijtu", query, document).amax(3).sum(2)
         return F.cross_entropy(scores, torch.arange(len(scores)))
 
-    Negatives add columns to the scores; ids set some of them to −inf. Masks, ties and memory are as in `maxsim_logsumexp`. A
-    document without vectors is nobody's negative, and as the document of a pair it makes the loss of the pair infinite.
-    Never negative, differentiable once, float32 (float64 for float64 inputs).
+    Negatives add columns to the scores, and ids set some scores to −inf. Masks, ties and memory are as in `maxsim_logsumexp`. A
+    document without vectors is never a negative. If it is the document of a pair, the loss of the pair is infinite.
+    The loss is never negative and can be differentiated once. Its dtype is float32, or float64 for float64 inputs.
 
     Examples:
         ```python
@@ -45,17 +45,18 @@ def late_interaction_loss(
 
     Args:
         query: (N, Lq, D) vectors, usually of unit length, or `Tokens`.
-        document: (N, Ld, D) vectors, or `Tokens`; item i belongs to item i of `query`.
+        document: (N, Ld, D) vectors, or `Tokens`. Item i belongs to item i of `query`.
         scale: the inverse temperature: a float, or a tensor of one element.
-        query_mask: (N, Lq); vectors where it is False do not count.
-        document_mask: (N, Ld); the same.
+        query_mask: (N, Lq) bool. Vectors where it is False are ignored.
+        document_mask: (N, Ld) bool. Vectors where it is False are ignored.
         negatives: documents that match no query: (M, L, D), (N, K, L, D), `Tokens` of these, or a list of several kinds. Every
             query is compared with all of them.
-        ids: (N,) integers; queries and documents with equal ids are not each other's negatives.
-        symmetric: the mean of both directions; in the second, each document looks for its query, without `negatives`.
-        normalize: divide the scores of a query by its number of vectors.
-        reduction: "mean", "sum" or "none"; see `clip_loss`.
-        group: see `clip_loss`; each rank passes its own pairs and negatives.
+        ids: (N,) integers. Queries and documents with equal ids are not each other's negatives.
+        symmetric: whether the loss is the mean of both directions. The second direction, from documents to queries, does not
+            use `negatives`.
+        normalize: whether to divide the scores of a query by its number of vectors.
+        reduction: "mean", "sum" or "none". See `clip_loss`.
+        group: see `clip_loss`. Each rank passes its own pairs and negatives.
         backend: see `clip_loss`.
     """
     checks.reduction(reduction)
@@ -101,16 +102,16 @@ def late_distillation_loss(
     reduction: Reduction = "mean",
     group: Group = None,
 ) -> Tensor:  # () or (N,)
-    """The Kullback-Leibler divergence from a teacher's scores of K documents of each query to MaxSim scores.
+    """Computes the Kullback-Leibler divergence from a teacher's scores of K documents of each query to MaxSim scores.
 
-    Same value and gradients as
+    It has the same value and gradients as
 
         scores = scale * torch.einsum("itd,ikud->iktu", query, document).amax(3).sum(2)
         return F.kl_div(scores.log_softmax(1), teacher.log_softmax(1), log_target=True, reduction="batchmean")
 
-    in PyTorch operations on every device: there are N·K scores, not N². The products are held for some queries at a time, and
-    found again in backward. A document without vectors is left out, of the teacher's softmax as well; a query all of whose
-    documents have none has the loss 0.
+    PyTorch operations compute it on every device, because there are only N·K scores instead of N². The dot products of some
+    queries are in memory at a time, and backward computes them again. A document without vectors is excluded, including from
+    the teacher's softmax. If all documents of a query have no vectors, its loss is 0.
 
     Examples:
         ```python
@@ -119,20 +120,20 @@ def late_distillation_loss(
 
     Args:
         query: (N, Lq, D) vectors, or `Tokens`.
-        document: (N, K, Ld, D) vectors: K documents of each query; or `Tokens` of N·K items, in the same order.
+        document: (N, K, Ld, D) vectors of K documents for each query, or `Tokens` of N·K items in this order.
         teacher: (N, K) scores. They have no gradient.
         scale: the inverse temperature: a float, or a tensor of one element.
-        query_mask: (N, Lq); vectors where it is False do not count.
-        document_mask: (N, K, Ld); the same.
-        normalize: divide the scores of a query by its number of vectors.
-        reduction: "mean", "sum" or "none"; see `clip_loss`.
+        query_mask: (N, Lq) bool. Vectors where it is False are ignored.
+        document_mask: (N, K, Ld) bool. Vectors where it is False are ignored.
+        normalize: whether to divide the scores of a query by its number of vectors.
+        reduction: "mean", "sum" or "none". See `clip_loss`.
         group: see `clip_loss`.
     """
     checks.reduction(reduction)
     if not isinstance(teacher, Tensor) or teacher.dim() != 2 or not teacher.dtype.is_floating_point:
-        came = f"{teacher.dtype} {tuple(teacher.shape)}" if isinstance(teacher, Tensor) else type(teacher).__name__
+        given = f"{teacher.dtype} {tuple(teacher.shape)}" if isinstance(teacher, Tensor) else type(teacher).__name__
         raise ValueError(
-            f"teacher must be a floating-point tensor of shape (N, K), a score for each document of a query, got {came}"
+            f"teacher must be a floating-point tensor of shape (N, K), a score for each document of a query, got {given}"
         )
     checks.without_gradient([teacher], ["teacher"])
     flat_mask = document_mask.flatten(0, 1) if isinstance(document_mask, Tensor) and document_mask.dim() == 3 else document_mask
@@ -155,15 +156,16 @@ def late_distillation_loss(
     scores, mean_weight = pairs.of_own()
     scores = scores.view(teacher.shape)  # a rank without queries has no documents to count
     missing = scores.detach() == -torch.inf
-    left_out = missing & ~missing.all(1, keepdim=True)  # a softmax of nothing is NaN; where all are missing, no term counts
-    target = teacher.to(scores.dtype).masked_fill(left_out, -torch.inf).log_softmax(1)
-    student = scores.masked_fill(missing, 0.0).masked_fill(left_out, -torch.inf).log_softmax(1)
+    # If all documents of a query are missing, none is excluded, because a softmax over no documents is NaN. Its terms are 0.
+    excluded = missing & ~missing.all(1, keepdim=True)
+    target = teacher.to(scores.dtype).masked_fill(excluded, -torch.inf).log_softmax(1)
+    student = scores.masked_fill(missing, 0.0).masked_fill(excluded, -torch.inf).log_softmax(1)
     terms = target.exp() * (target - student).masked_fill(missing, 0.0)
     return reduce_losses([terms.sum(1)], mean_weight, reduction, scores)
 
 
 def _of_pairs(negatives: Tensor, match: Tensor, like: Tensor) -> Tensor:  # (N,), (N,)
-    """The cross-entropies; infinite if the match is −inf, also where there are no negatives."""
+    """Computes the cross-entropies. They are infinite if the match is −inf, even without negatives."""
     nothing = (negatives.detach() == -torch.inf) & (match.detach() == -torch.inf)
     return cross_entropy(negatives.masked_fill(nothing, 0.0), match, like)
 
@@ -177,7 +179,7 @@ def _several(negatives: Tensor | Tokens | Sequence[Tensor | Tokens] | None) -> S
 
 
 def _flat(value: Tensor | Tokens) -> Tensor | Tokens:
-    """(N, K, L, D) as (N·K, L, D)."""
+    """Reshapes (N, K, L, D) to (N·K, L, D)."""
     values, mask, lengths = value if isinstance(value, Tokens) else Tokens(value)
     if not isinstance(values, Tensor) or values.dim() != 4:
         return value

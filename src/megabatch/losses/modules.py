@@ -1,4 +1,4 @@
-"""The losses as modules, with the constructors and the calls of open_clip's."""
+"""The losses as modules that have the constructors and call signatures of open_clip."""
 
 from typing import Any, Literal, overload
 
@@ -11,10 +11,10 @@ _DIST_IMPLS = ("bidir", "shift", "reduce", "gather")
 
 
 class ClipLoss(nn.Module):
-    """`clip_loss` with the constructor and the call of `open_clip.ClipLoss`.
+    """`clip_loss` with the constructor and the call signature of `open_clip.ClipLoss`.
 
-    `local_loss`, `gather_with_grad` and `cache_labels` choose how open_clip splits and approximates the loss over ranks.
-    Here there is one way, whose gradients are exact, and nothing to cache: they are accepted and change nothing.
+    In open_clip, `local_loss`, `gather_with_grad` and `cache_labels` choose how ranks split and approximate the loss. Here they
+    are accepted but have no effect, because the gradients are always exact and there are no labels to cache.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class ClipLoss(nn.Module):
     ) -> None:
         super().__init__()
         if use_horovod:
-            raise ValueError("use_horovod must be False: Horovod is not supported, use torch.distributed")
+            raise ValueError("use_horovod must be False, because Horovod is not supported; use torch.distributed")
         self.local_loss = local_loss
         self.gather_with_grad = gather_with_grad
         self.cache_labels = cache_labels
@@ -75,7 +75,7 @@ class ClipLoss(nn.Module):
         logit_bias: float | Tensor | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss, or {"contrastive_loss": loss}. A bias cancels in a softmax: it gets a gradient, and that is zero."""
+        """Returns the loss, or {"contrastive_loss": loss}. A bias cancels in a softmax, so its gradient is zero."""
         group = _default_group(self.rank, self.world_size)
         if logit_bias is not None:
             checks.number(logit_bias, "logit_bias", image_features)
@@ -86,10 +86,10 @@ class ClipLoss(nn.Module):
 
 
 class SigLipLoss(nn.Module):
-    """`siglip_loss` with the constructor and the call of `open_clip.SigLipLoss`.
+    """`siglip_loss` with the constructor and the call signature of `open_clip.SigLipLoss`.
 
-    `dist_impl` chooses how open_clip moves the texts between ranks, `chunk_size` (open_clip 4) how many texts it compares at
-    once, and `cache_labels` is not used there either: they are accepted and change nothing.
+    In open_clip, `dist_impl` chooses how texts move between ranks, and `chunk_size` (open_clip 4) chooses how many texts are
+    compared at once. open_clip does not use `cache_labels`. All three are accepted but have no effect.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class SigLipLoss(nn.Module):
         logit_bias: float | Tensor | None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss, or {"contrastive_loss": loss}."""
+        """Returns the loss, or {"contrastive_loss": loss}."""
         bias = 0.0 if logit_bias is None else logit_bias
         group = _default_group(self.rank, self.world_size)
         loss = siglip_loss(image_features, text_features, logit_scale, bias, group=group)
@@ -157,7 +157,7 @@ class SigLipLoss(nn.Module):
 
 
 class DistillClipLoss(ClipLoss):
-    """`clip_loss` and `soft_clip_loss` with the constructor and the call of `open_clip.DistillClipLoss`."""
+    """`clip_loss` and `soft_clip_loss` with the constructor and the call signature of `open_clip.DistillClipLoss`."""
 
     def forward(  # type: ignore[override]
         self,
@@ -169,7 +169,7 @@ class DistillClipLoss(ClipLoss):
         dist_logit_scale: float | Tensor,
         output_dict: bool = False,
     ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
-        """The two losses, or {"contrastive_loss": …, "distill_loss": …}. The teacher is detached."""
+        """Returns the two losses, or {"contrastive_loss": …, "distill_loss": …}. The teacher is detached."""
         group = _default_group(self.rank, self.world_size)
         contrastive = clip_loss(image_features, text_features, logit_scale, group=group)
         distill = soft_clip_loss(
@@ -185,16 +185,16 @@ class DistillClipLoss(ClipLoss):
 
 
 def _default_group(rank: int, world_size: int) -> Any:
-    """The process group that a constructor's `rank` and `world_size` mean."""
+    """Returns the process group for the `rank` and `world_size` of a constructor."""
     if world_size == 1:
         return None
     if not distributed.is_initialized():
         raise ValueError(
-            f"world_size must be 1 unless torch.distributed has been initialised, got {world_size}; call init_process_group"
+            f"world_size must be 1 unless torch.distributed has been initialized, got {world_size}; call init_process_group"
         )
     if (rank, world_size) != (distributed.get_rank(), distributed.get_world_size()):
         raise ValueError(
-            f"rank and world_size must be those of the default process group, {distributed.get_rank()} and "
+            f"rank and world_size must match the default process group, {distributed.get_rank()} and "
             f"{distributed.get_world_size()}, got {rank} and {world_size}"
         )
     return distributed.group.WORLD

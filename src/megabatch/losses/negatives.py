@@ -23,26 +23,26 @@ from megabatch.primitives import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Negatives from outside the batch: hard negatives, or keys of earlier steps; and their checks.
+# Negatives from outside the batch and their checks. They are hard negatives or keys of earlier steps.
 
 
 class Negatives(NamedTuple):
-    """Keys that no query of the batch matches: hard negatives, or keys of earlier steps.
+    """Keys that match no query of the batch, such as hard negatives or keys of earlier steps.
 
-    Over a group, each rank passes its own, as many as it has.
+    In a group, each rank passes its own negatives, and the numbers may differ between ranks.
 
     Attributes:
-        keys: (M, D), or (N, K, D) for K of each query.
-        ids: (M,) or (N, K); not a negative of queries with the same id. If the ids of the batch have two columns, (M, 2) or
-            (N, K, 2).
-        log_q: (M,) or (N, K); subtracted from their similarities.
-        owner: (M,) the query that each was found for, by its row on this rank; known for (N, K, D).
-        private: whether they are negatives of their owner alone.
-        guide: (M, E) or (N, K, E), the guide's embeddings of them.
+        keys: (M, D), or (N, K, D) for K keys of each query.
+        ids: (M,) or (N, K). A key is not a negative of queries with an equal id. If the ids of the batch have two columns, the
+            shape is (M, 2) or (N, K, 2).
+        log_q: (M,) or (N, K), subtracted from the logits of each key.
+        owner: (M,) the row on this rank of the query that each key was mined for. It must be None if keys are (N, K, D).
+        private: whether each key is a negative of only its owner.
+        guide: (M, E) or (N, K, E), the guide's embeddings of the keys.
 
     Examples:
         ```python
-        hard = mb.Negatives(hard, private=True)  # (N, K, D): K negatives of each query, for that query alone
+        hard = mb.Negatives(hard, private=True)  # (N, K, D): K negatives of each query, used only for that query
         loss = mb.info_nce_loss(query, key, scale=50.0, negatives=[hard, bank])
         ```
     """
@@ -55,7 +55,7 @@ class Negatives(NamedTuple):
     guide: Tensor | None = None
 
     def flat(self) -> "Negatives":
-        """With one row for each key."""
+        """Returns the negatives with one row for each key."""
         if self.keys.dim() == 2:
             return self
         N, K, _ = self.keys.shape
@@ -69,14 +69,14 @@ class Negatives(NamedTuple):
 def check_negatives(
     value: Any, query: Tensor, ids: Tensor | None, *, against_keys: bool, guided: bool
 ) -> tuple[Negatives, ...]:
-    """The argument `negatives` of a loss, checked: flat, and in the types that operators take.
+    """Checks the argument `negatives` of a loss. Returns it flattened, with the dtypes that operators expect.
 
     Args:
         value: None, a tensor, `Negatives`, or a sequence of these.
         query: (N, D).
         ids: (N,) of the batch.
-        against_keys: whether keys of the batch are compared with them, too.
-        guided: whether a guide decides which of them are left out.
+        against_keys: whether keys of the batch are compared with the negatives as well.
+        guided: whether a guide decides which negatives are excluded.
     """
     if value is None:
         return ()
@@ -104,7 +104,7 @@ def _check_part(value: Any, name: str, query: Tensor, ids: Tensor | None, *, aga
     if flat.private and flat.owner is None:
         raise ValueError(f"{name} must have shape (N, K, D) or owners to be private, got shape {tuple(keys.shape)}")
     if flat.ids is not None and ids is None:
-        raise ValueError(f"ids must be given where {name}.ids are, because the two are compared, got None")
+        raise ValueError(f"ids must be given if {name}.ids are, because the two are compared, got None")
     if flat.ids is not None and ids is not None and flat.ids.dim() != ids.dim():
         raise ValueError(
             f"{name}.ids must have as many columns as ids, because the two are compared, got shapes {tuple(flat.ids.shape)} "
@@ -112,12 +112,12 @@ def _check_part(value: Any, name: str, query: Tensor, ids: Tensor | None, *, aga
         )
     if flat.ids is not None and flat.owner is not None and not flat.private and against_keys:
         raise ValueError(
-            f'{name}.ids must be None with the contrast "key-key": there the negatives of a query are left out by their owner, '
-            "and an operator leaves out pairs by one kind of id"
+            f'{name}.ids must be None with the contrast "key-key", because this contrast excludes the negatives of a query by '
+            "their owner, and an operator excludes pairs by only one kind of id"
         )
     if guided:
         if flat.guide is None:
-            raise ValueError(f"{name}.guide must be given where guide is, with the guide's embeddings of these keys, got None")
+            raise ValueError(f"{name}.guide must be given if guide is, with the guide's embeddings of these keys, got None")
         checks.embeddings(flat.guide, flat.guide, (f"{name}.guide", f"{name}.guide"))
         checks.same_rows(flat.guide, f"{name}.guide", keys, name)
         checks.without_gradient([flat.guide], [f"{name}.guide"])
@@ -146,18 +146,18 @@ def _check_shapes(value: Negatives, name: str, query: Tensor) -> None:
 
 
 def _can_look_at(values: Tensor) -> bool:
-    """Whether the host can read values without waiting for a GPU. On the meta device and in a traced graph there are none."""
+    """Returns whether the CPU can read the values without synchronizing. Meta and traced tensors have no values."""
     return not values.is_cuda and not values.is_meta and not torch.compiler.is_compiling()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The sums of the losses over queries and keys: over the batch, hard negatives and keys of earlier steps.
+# The sums over all negatives: the batch, hard negatives and keys of earlier steps.
 #
-# Every loss of this family is a function of two numbers for each query i: log Σ exp(s) over its negatives, and s_ii, its
-# similarity to its own key. Each kind of negative takes one pass, and their sums are put together by adding exponentials.
+# Every loss of this family is a function of two numbers for each query i: log Σ exp(s) over its negatives, and the logit s_ii
+# of its own key. Each kind of negative takes one pass. The sums are combined by adding exponentials.
 
 
-# Rows and columns of a pass; row i belongs to query i, column j is a negative of it.
+# The rows and columns of a pass. Row i belongs to query i, and column j is a negative of it.
 QUERY_KEY: Final = "query-key"
 KEY_QUERY: Final = "key-query"
 QUERY_QUERY: Final = "query-query"
@@ -168,14 +168,14 @@ _SWAPPED: dict[Contrast, Contrast] = {QUERY_KEY: KEY_QUERY, KEY_QUERY: QUERY_KEY
 
 
 class Direction(NamedTuple):
-    """The numbers that a loss is made of: of queries that look for their keys, or of keys that look for their queries."""
+    """The inputs of a loss for one direction, from queries to keys or from keys to queries."""
 
     negatives: Tensor  # (N,) float64, log Σ exp(s) over the negatives of query i; −inf without any
     match: Tensor  # (N,) float64, s_ii
 
 
 class ContrastSums(NamedTuple):
-    """One direction or both. A sum over local queries times `mean_weight` is this rank's part of a mean over the batch."""
+    """One or both directions. A sum over local queries times `mean_weight` is this rank's part of a mean over the batch."""
 
     directions: tuple[Direction, ...]
     mean_weight: Tensor  # ()
@@ -183,7 +183,7 @@ class ContrastSums(NamedTuple):
 
 @dataclass(frozen=True)
 class ContrastBatch:
-    """Queries, their keys, and what is known of them; row i of `key` belongs to row i of `query`."""
+    """Queries, their keys and the options of a loss. Row i of `key` belongs to row i of `query`."""
 
     query: Tensor  # (N, D)
     key: Tensor  # (N, D)
@@ -194,8 +194,8 @@ class ContrastBatch:
     ids: Tensor | None  # (N,) or (N, 2)
     log_q: Tensor | None  # (N,)
     negatives: tuple[Negatives, ...]  # flat
-    limit: Tensor | None  # (N,) keys with a larger product are left out
-    guide: tuple[Tensor, Tensor] | None  # (N, E), (N, E): whose products are compared with the limit
+    limit: Tensor | None  # (N,) keys with a larger dot product are excluded
+    guide: tuple[Tensor, Tensor] | None  # (N, E), (N, E) if given, their dot products are compared with the limit
 
     @classmethod
     def of(
@@ -217,10 +217,10 @@ class ContrastBatch:
         loss: str,
         **settings: Any,
     ) -> "ContrastBatch":
-        """The arguments of a loss, checked; over a group, ranks compare its name and further settings, too."""
+        """Checks the arguments of a loss. In a group, ranks compare the name of the loss and the `settings`."""
         _check_contrast(contrast)
-        alike = None if margin is None else "tensor" if isinstance(margin, Tensor) else margin
-        loss = primitives.describe_loss(group, loss, **settings, margin=alike, reduction=reduction)
+        comparable = None if margin is None else "tensor" if isinstance(margin, Tensor) else margin
+        loss = primitives.describe_loss(group, loss, **settings, margin=comparable, reduction=reduction)
         purpose = _purpose(contrast, symmetric=symmetric)
         run = primitives.pairs(
             *(query, key, ("query", "key")),
@@ -240,10 +240,12 @@ class ContrastBatch:
         return cls(query, key, number, contrast, symmetric, run, ids, correction, further, limit, guide)
 
     def sums(self, scale: Tensor | None = None) -> ContrastSums:
-        """The sums over the negatives named by `contrast`, and over further negatives; if `symmetric`, also the sums of keys.
+        """Computes the sums over the negatives of `contrast` and over further negatives.
+
+        If `symmetric`, this includes the sums of the direction from keys to queries.
 
         Args:
-            scale: () in place of the batch's own.
+            scale: () replaces the scale of the batch.
         """
         scale = self.scale if scale is None else scale
         swapped = [_SWAPPED[name] for name in self.contrast] if self.symmetric else []
@@ -258,7 +260,7 @@ class ContrastBatch:
         return ContrastSums((queries, Direction(log_add([terms[name] for name in swapped], match), match)), mean_weight)
 
     def _terms(self, scale: Tensor, names: Collection[Contrast]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """One (N,) for each name, the matching similarities and the `mean_weight`."""
+        """Returns a vector (N,) for each name, the matching logits and the `mean_weight`."""
         terms: dict[str, Tensor] = {}
         match = mean_weight = None
         if QUERY_KEY in names and KEY_QUERY in names and self.limit is None:
@@ -274,9 +276,12 @@ class ContrastBatch:
         return terms, match, mean_weight
 
     def _in_batch(self, scale: Tensor, name: str, *, columns: bool = False) -> LogSums:
-        """log Σ_{j≠i} exp s_ij, with `columns` both directions from one pass, and s_ii where rows and columns match."""
+        """Computes log Σ_{j≠i} exp s_ij, and s_ii if rows and columns match.
+
+        With `columns`, one pass computes both directions.
+        """
         side = {"query": self.query, "key": self.key}
-        seen = {} if self.guide is None else dict(zip(side, self.guide, strict=True))
+        guide = {} if self.guide is None else dict(zip(side, self.guide, strict=True))
         of_rows, of_columns = name.split("-")
         log_q = None if of_columns == "query" else self.log_q
         row, col, match, mean_weight = logsumexp(
@@ -288,23 +293,23 @@ class ContrastBatch:
             ids=(self.ids, self.ids),
             diagonal=SKIPPED if of_rows == of_columns else SEPARATE,
             columns=columns,
-            ceiling=self._ceiling(seen.get(of_rows), seen.get(of_columns)),
+            ceiling=self._ceiling(guide.get(of_rows), guide.get(of_columns)),
         )
         if log_q is not None and of_rows != of_columns:
             col, match = col + log_q if columns else col, match + log_q
         return LogSums(row, col, match, mean_weight)
 
     def _further(self, scale: Tensor, negatives: Negatives) -> Tensor:  # (N,)
-        """Queries against keys that are not of the batch."""
+        """Sums each query over keys from outside the batch."""
         if negatives.private:
             return self._private(scale, negatives)
         ids = (None, None) if self.ids is None or negatives.ids is None else (self.ids, negatives.ids)
         return self._against(scale, self.query, negatives, ids, None if self.guide is None else self.guide[0])
 
     def _further_of_keys(self, scale: Tensor, negatives: Negatives) -> Tensor:  # (N,)
-        """Keys against the hard negatives of other queries."""
+        """Sums each key over the hard negatives of other queries."""
         assert negatives.owner is not None
-        # Rows of different ranks have to differ.
+        # The ids of different ranks must differ.
         first = primitives.rank_in(self.run) << 40
         own = torch.arange(first, first + len(self.key), device=self.key.device)
         ids = own, negatives.owner + first
@@ -316,7 +321,7 @@ class ContrastBatch:
         rows: Tensor,  # (N, D)
         negatives: Negatives,
         ids: tuple[Tensor | None, Tensor | None],
-        seen: Tensor | None,  # (N, E)
+        guide: Tensor | None,  # (N, E)
     ) -> Tensor:  # (N,)
         return logsumexp(
             rows,
@@ -325,11 +330,11 @@ class ContrastBatch:
             self.run,
             col_bias=None if negatives.log_q is None else -negatives.log_q,
             ids=ids,
-            ceiling=self._ceiling(seen, negatives.guide),
+            ceiling=self._ceiling(guide, negatives.guide),
         ).row
 
     def _private(self, scale: Tensor, negatives: Negatives) -> Tensor:  # (N,)
-        """Each query against its own hard negatives alone: O(M·D), no pass over pairs."""
+        """Sums each query over its own hard negatives, in O(M·D) and without a pass over all pairs."""
         owner = negatives.owner
         assert owner is not None
         products, *_ = matching_products(self.query[owner], negatives.keys, self.run._replace(group=""))
@@ -342,8 +347,8 @@ class ContrastBatch:
         if self.limit is not None:
             compared = products.detach()
             if self.guide is not None and negatives.guide is not None:
-                seen = self.guide[0][owner]
-                compared, *_ = matching_products(seen, negatives.guide, execution(seen, negatives.guide))
+                rows = self.guide[0][owner]
+                compared, *_ = matching_products(rows, negatives.guide, execution(rows, negatives.guide))
             s = s.masked_fill(compared > self.limit[owner], -torch.inf)
         return segment_logsumexp(s, owner, len(self.query))
 
@@ -352,7 +357,7 @@ class ContrastBatch:
 
 
 def _purpose(contrast: Sequence[Contrast], *, symmetric: bool) -> str:
-    """The contrasts in words, which ranks compare: different contrasts run the same operators, so nothing else would differ."""
+    """Returns the contrasts as text. Ranks compare it, because different contrasts may run the same operators."""
     names: list[str] = [name for name in CONTRASTS if name in contrast] or ["nothing"]
     return " ".join(["contrast", *names, *(["symmetric"] if symmetric else [])])
 
@@ -383,8 +388,8 @@ def _limit(
 
 def _check_guide(guide: Any, query: Tensor) -> None:
     if not isinstance(guide, Sequence) or len(guide) != 2:
-        came = f"{len(guide)} values" if isinstance(guide, Sequence) else type(guide).__name__
-        raise TypeError(f"guide must be a pair of embeddings, of query and of key, got {came}")
+        given = f"{len(guide)} values" if isinstance(guide, Sequence) else type(guide).__name__
+        raise TypeError(f"guide must be a pair of embeddings, of query and of key, got {given}")
     names = ("guide[0]", "guide[1]")
     checks.embeddings(guide[0], guide[1], names, same_rows=True)
     checks.same_rows(guide[0], names[0], query, "query")

@@ -1,4 +1,4 @@
-"""Losses of a batch against itself: NT-Xent (SimCLR) for two views of each sample, SupCon for labels."""
+"""Losses of a batch against itself: NT-Xent (SimCLR) for two views of each sample, and SupCon for labels."""
 
 from typing import Any, Literal
 
@@ -7,23 +7,22 @@ from torch import Tensor
 
 from megabatch import checks, primitives
 from megabatch.dispatch import Backend, Group, Reduction
-from megabatch.losses.formulas import cross_entropy, reduce_losses
+from megabatch.losses.formulas import cross_entropy, log_add, reduce_losses
 from megabatch.primitives import (
     SEPARATE,
     describe_loss,
-    exact_softplus,
     execution,
     logsumexp,
+    mean_positive_logits,
     number,
     pairs,
-    positive_similarities,
     positives_logsumexp,
     symmetric_logsumexp,
     widen_float16,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The loss of SimCLR: two views of each sample find each other among all views of all samples.
+# The loss of SimCLR. Each view of a sample finds the other view among all views of all samples.
 
 
 def nt_xent_loss(
@@ -35,15 +34,18 @@ def nt_xent_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """The normalized-temperature cross-entropy of SimCLR, without the 2N×2N matrix of logits, each product formed once.
+    """Computes the normalized-temperature cross-entropy of SimCLR without storing the 2N×2N matrix of logits.
 
-    Same value and gradients as
+    Each dot product is computed once.
+
+    It has the same value and gradients as
 
         z = torch.cat((z1, z2))
         logits = (scale * z @ z.T).fill_diagonal_(-torch.inf)
         return F.cross_entropy(logits, torch.arange(len(z)).roll(len(z1)))
 
-    Never negative, differentiable once, float32 (float64 for float64 inputs). See `pairwise_logsumexp` for the precision.
+    The loss is never negative and can be differentiated once. Its dtype is float32, or float64 for float64 inputs. See
+    `pairwise_logsumexp` for the precision.
 
     Examples:
         ```python
@@ -52,14 +54,15 @@ def nt_xent_loss(
 
     Args:
         z1: (N, D) embeddings of one view, usually of unit length.
-        z2: (N, D) embeddings of the other view; row i is of the same sample as row i of `z1`.
+        z2: (N, D) embeddings of the other view. Row i and row i of `z1` belong to the same sample.
         scale: the inverse temperature: a float, or a tensor of one element.
-        reduction: "mean", "sum", or "none" for one value per sample, (N,), the mean of its two views. "sum" is N times the
-            mean. See `clip_loss`.
+        reduction: "mean", "sum" or "none". "none" returns one value for each sample, (N,), the mean of its two views. "sum" is
+            N times the mean. See `clip_loss`.
         group: see `clip_loss`.
         backend: see `clip_loss`.
     """
-    # Negatives are views of other samples: of the other kind, from one pass over z1·z2ᵀ, and of the same kind.
+    # Negatives are views of other samples. Those of the other view come from one pass over z1·z2ᵀ, and those of the same view
+    # from the symmetric passes.
     loss = describe_loss(group, "nt_xent_loss", reduction=reduction)
     run = pairs(z1, z2, ("z1", "z2"), reduction=reduction, group=group, loss=loss, backend=backend)
     loss_at_once = primitives.nt_xent_loss(z1, z2, scale, run, reduction=reduction)
@@ -69,18 +72,12 @@ def nt_xent_loss(
     z1, z2 = widen_float16(z1), widen_float16(z2)
     across1, across2, match, mean_weight = logsumexp(z1, z2, factor, run, diagonal=SEPARATE, columns=True)
     within1, within2 = (symmetric_logsumexp(z, factor, run) for z in (z1, z2))
-    losses = [_cross_entropy(across1, within1, match, z1), _cross_entropy(across2, within2, match, z1)]
+    losses = [cross_entropy(log_add(sums, match), match, z1) for sums in ((across1, within1), (across2, within2))]
     return reduce_losses(losses, mean_weight, reduction, z1)
 
 
-def _cross_entropy(first: Tensor, second: Tensor, match: Tensor, like: Tensor) -> Tensor:  # (N,) each
-    """log(1 + exp(first − match) + exp(second − match)), as two terms that are never negative; −inf counts as nothing."""
-    before = cross_entropy(first, match, like)
-    return before + exact_softplus((second - match).to(before.dtype) - before)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# The supervised contrastive loss: every row finds the other rows of its label among all rows.
+# The supervised contrastive loss. Each row finds the other rows with its label among all rows.
 
 
 def sup_con_loss(
@@ -93,17 +90,18 @@ def sup_con_loss(
     group: Group = None,
     backend: Backend = "auto",
 ) -> Tensor:  # () or (N,)
-    """The supervised contrastive loss, without the N×N matrix of logits, each product formed once.
+    """Computes the supervised contrastive loss without storing the N×N matrix of logits.
 
-    Same value and gradients as the mean, over all rows that share their label with another, of
+    Each dot product is computed once. The loss has the same value and gradients as the mean, over all rows that share their
+    label with another row, of
 
         logits = (scale * z @ z.T).fill_diagonal_(-torch.inf)
         positive = (labels[:, None] == labels).fill_diagonal_(False)
         out = logits.logsumexp(1) - logits.masked_fill(~positive, 0).sum(1) / positive.sum(1)
         in_ = logits.logsumexp(1) - logits.masked_fill(~positive, -torch.inf).logsumexp(1) + positive.sum(1).log()
 
-    and 0 if there are no such rows. Never negative, differentiable once, float32 (float64 for float64 inputs). See
-    `pairwise_logsumexp` for the precision.
+    It is 0 if there are no such rows. The loss is never negative and can be differentiated once. Its dtype is float32, or
+    float64 for float64 inputs. See `pairwise_logsumexp` for the precision.
 
     Examples:
         ```python
@@ -112,12 +110,14 @@ def sup_con_loss(
 
     Args:
         z: (N, D) embeddings, usually of unit length.
-        labels: (N,) integers; rows with equal labels are each other's positives.
+        labels: (N,) integers. Rows with equal labels are each other's positives.
         scale: the inverse temperature: a float, or a tensor of one element.
-        form: where the mean over positives is taken: "out", of logarithms, or "in", of probabilities. "out" is the usual one,
-            and its positives cost O(N·D). "in" computes the similarities of positives once more, in PyTorch operations.
-        reduction: "mean", "sum", or "none" for one value per row, (N,), 0 for a row without a positive. See `clip_loss`.
-        group: see `clip_loss`; a label may occur on several ranks.
+        form: "out" takes the mean of the log-probabilities of the positives, and "in" takes the log of their mean probability.
+            "out" is the usual form, and its positives cost O(N·D). "in" computes the logits of positives again, with PyTorch
+            operations.
+        reduction: "mean", "sum" or "none". "none" returns one value for each row, (N,), which is 0 for a row without a
+            positive. See `clip_loss`.
+        group: see `clip_loss`. A label may occur on several ranks.
         backend: see `clip_loss`.
     """
     checks.reduction(reduction)
@@ -130,14 +130,14 @@ def sup_con_loss(
         return loss_at_once
     factor = number(scale, "scale", z, shared=True)
     z = widen_float16(z)
-    mean, count, sole, mean_weight = positive_similarities(z, labels, factor, run)
+    mean, count, sole, mean_weight = mean_positive_logits(z, labels, factor, run)
     if form == "in":
         others = symmetric_logsumexp(z, factor, run, ids=labels)
         positives = positives_logsumexp(z, labels, factor, run)
         losses = cross_entropy(others, torch.where(count > 0, positives, 0.0), z) + count.clamp_min(1).to(mean.dtype).log()
     else:
-        # A sole positive is kept apart, so that neither the loss nor its gradient loses digits when it is almost certain. Of
-        # several, each is far from certain: the loss is at least the logarithm of their number.
+        # A sole positive is excluded from `others`, so that neither the loss nor its gradient loses digits if its probability
+        # is near 1. With several positives, no probability is near 1, because the loss is at least the log of their number.
         others = symmetric_logsumexp(z, factor, run, ids=sole)
         losses = torch.where(count == 1, cross_entropy(others, mean, z), others - mean)
     return reduce_losses([torch.where(count > 0, losses, 0.0)], mean_weight, reduction, z)
