@@ -1,5 +1,6 @@
-"""An Accelerate training loop with the cached step in place of `accelerator.backward`.
+"""An Accelerate training loop with gradient caching in place of `accelerator.backward`.
 
+    pip install "megabatch[huggingface]"
     accelerate launch examples/accelerate_loop.py --accumulate 2
 
 Precision, gradient scaler, accumulation, DDP and FSDP2 follow the settings of the accelerator.
@@ -8,31 +9,13 @@ Precision, gradient scaler, accumulation, DDP and FSDP2 follow the settings of t
 import argparse
 
 import torch
-import torch.distributed.nn.functional  # before the group exists: its default arguments would keep gloo's threads alive
 import torch.nn.functional as F
+import toy
 from accelerate import Accelerator
 from torch import nn
 
 import megabatch as mb
 from megabatch.integrations.trainers import cached_backward, default_group, full_tensor
-
-WIDTH = 32
-
-
-class Views(torch.utils.data.Dataset):
-    """Pairs of noisy views of the same hidden point."""
-
-    def __init__(self, count):
-        generator = torch.Generator().manual_seed(0)
-        maps = torch.randn(2, WIDTH // 4, WIDTH, generator=generator)
-        points = torch.randn(count, WIDTH // 4, generator=generator)
-        self.sides = torch.tanh(points @ maps) + 0.1 * torch.randn(2, count, WIDTH, generator=generator)  # (2, N, WIDTH)
-
-    def __len__(self):
-        return self.sides.shape[1]
-
-    def __getitem__(self, i):
-        return self.sides[0, i], self.sides[1, i]
 
 
 class Model(nn.Module):
@@ -40,24 +23,24 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
+        self.first, self.second = toy.tower(), toy.tower()
         self.log_scale = nn.Parameter(torch.tensor([2.7]))  # FSDP2 needs at least one dimension
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=2048, help="pairs per process")
-    parser.add_argument("--chunk", type=int, default=256)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=32768)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=2048, help="pairs per process (default %(default)s)")
+    parser.add_argument("--chunk", type=int, default=256, help="samples encoded at once (default %(default)s)")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step of the optimizer (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=32768, help="in the dataset (default %(default)s)")
+    parser.add_argument("--epochs", type=int, default=2, help="(default %(default)s)")
     args = parser.parse_args(argv)
 
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    data = torch.utils.data.DataLoader(Views(args.pairs), batch_size=args.batch, shuffle=True)
+    data = torch.utils.data.DataLoader(toy.Views(args.pairs), batch_size=args.batch, shuffle=True)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     module = accelerator.unwrap_model(model)
 

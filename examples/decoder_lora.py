@@ -1,13 +1,13 @@
-"""Trains a small decoder with LoRA to find words by their definitions, on a CPU in less than two minutes.
+"""Trains a small decoder with LoRA to find words by their definitions. It takes less than two minutes on a CPU.
 
     pip install "megabatch[huggingface,train,wordnet]"
     python examples/decoder_lora.py
 
-The decoder has Qwen3's layers and random weights, so nothing is downloaded; `--model hf:Qwen/Qwen3-Embedding-0.6B` takes a
-trained one. Its weights are frozen, and adapters beside its linear layers are trained (PEFT). One encoder serves definitions
-and words; texts are packed without padding; the state of the last token is the embedding. Every step is one loss over all
-pairs, encoded in chunks; the word of a neighbouring meaning is a hard negative. The script prints the share of definitions
-whose word is the nearest of all words, before and after. The adapter is saved as PEFT reads it.
+The decoder has Qwen3's layers and random weights, so nothing is downloaded. `--model hf:Qwen/Qwen3-Embedding-0.6B` takes a
+trained decoder. Its weights are frozen, and PEFT adds adapters to its linear layers, which are trained. One encoder serves
+definitions and words. Texts are packed without padding, and the state of the last token is the embedding. Every step computes
+one loss over all pairs, which are encoded in chunks. The word of a neighboring meaning is a hard negative. The script prints
+recall@1 of words by their definitions before and after training. PEFT can load the adapter that `--output` saves.
 """
 
 import argparse
@@ -15,11 +15,14 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import toy
 from torch import Tensor
 
 import megabatch as mb
+from megabatch.cached.streaming import map_rows
 from megabatch_train import towers
 from megabatch_train.data.demo import WordNet
 from megabatch_train.evaluation import encode
@@ -41,13 +44,19 @@ def triples(count: int) -> list[tuple[str, str, str]]:
 
 
 def recall(pair: Pair, definitions: Sequence[str], words: Sequence[str]) -> float:
-    """The share of definitions whose own word is the nearest."""
+    """The fraction of definitions whose own word is the nearest."""
     rank, _ = mb.pairwise_rank(encode(pair.first, definitions), encode(pair.second, words))
     return (rank == 0).float().mean().item()
 
 
+def tokens(pair: Pair, texts: Sequence[str], device: torch.device) -> Any:
+    """The input of the encoder."""
+    collated = pair.first.collate([pair.first.prepare(text, None) for text in texts])
+    return map_rows(lambda tensor: tensor.to(device), collated)
+
+
 class Loss:
-    """Cross-entropy of each definition's word among all words and hard negatives, which are the second half of the words."""
+    """Cross-entropy of each definition's word among all words and hard negatives, which are the second half of `words`."""
 
     further_rows = True
 
@@ -59,10 +68,10 @@ class Loss:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="hf:NAME of a decoder (default: a small one with random weights)")
-    parser.add_argument("--pairs", type=int, default=400, help="in a step, which is all of them")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--pairs", type=int, default=400, help="in the dataset and in each step (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=50, help="(default %(default)s)")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-2, help="highest learning rate (default %(default)s)")
     parser.add_argument("--output", type=Path, help="folder for the adapter (default: none is saved)")
     args = parser.parse_args(arguments)
 
@@ -70,12 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES}))
         pair = towers.load(args.model or f"hf-config:{folder}", ("text", "text"), lora=LoraConfig(args.rank))
+    device = toy.device()
+    pair.first.module.to(device)  # serves both sides
     definitions, words, hard = zip(*triples(args.pairs), strict=True)
     before = recall(pair, definitions, words)
-    collate = lambda texts: pair.first.collate([pair.first.prepare(text, None) for text in texts])  # noqa: E731
-    inputs = collate(definitions), collate(words + hard)
-    learned = [p for p in pair.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=args.lr, weight_decay=0.0)
+    inputs = [tokens(pair, texts, device) for texts in (definitions, words + hard)]
+    trained = [p for p in pair.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.steps)
     for step in range(args.steps):
         loss = mb.cached_backward(Loss(), [(pair.first.module, one) for one in inputs], chunk_size=64)
@@ -84,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         scheduler.step()
         if step % 20 == 0:
             print(f"step {step}, loss {loss:.3f}")
-    trained, whole = (sum(p.numel() for p in parameters) for parameters in (learned, pair.parameters()))
-    print(f"{trained:,} of {whole:,} parameters trained")
+    part, total = (sum(p.numel() for p in parameters) for parameters in (trained, pair.parameters()))
+    print(f"{part:,} of {total:,} parameters trained")
     print(f"words found by their definitions: {before:.3f} before, {recall(pair, definitions, words):.3f} after")
     if args.output is not None:
         towers.save(pair, args.output)

@@ -3,7 +3,7 @@
     python examples/density.py --points 20000
 
 Uniformity is log mean exp(−2‖z_i − z_j‖²) over all pairs i ≠ j. For vectors of unit length the exponent is 4⟨z_i, z_j⟩ − 4,
-so `pairwise_symmetric_logsumexp` gives the sums over j and computes each product once. A Gaussian kernel density is a sum over
+so `pairwise_symmetric_logsumexp` gives the sums over j and computes each logit once. A Gaussian kernel density is a sum over
 points of exp(−‖q − z‖²/2h²). Its exponent is ⟨q, z⟩/h² plus a row offset and a column offset, so `pairwise_logsumexp` gives
 the density. Both are differentiable: a model can be trained for uniformity with the same function.
 """
@@ -13,6 +13,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+import toy
 from torch import Tensor
 
 import megabatch as mb
@@ -45,22 +46,22 @@ def log_density(query: Tensor, points: Tensor, bandwidth: float) -> Tensor:  # (
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=5000, help="(default %(default)s)")
-    parser.add_argument("--width", type=int, default=16, help="of the embeddings (default %(default)s)")
-    options = parser.parse_args(arguments)
-    generator = torch.Generator().manual_seed(0)
+    parser.add_argument("--width", type=int, default=16, help="dimension of the embeddings (default %(default)s)")
+    args = parser.parse_args(arguments)
+    device, generator = toy.device(), torch.Generator().manual_seed(0)
 
     # Points spread over the sphere have low uniformity values, points near one direction have high ones.
-    spread = F.normalize(torch.randn(options.points, options.width, generator=generator), dim=1)
-    heaped = F.normalize(spread + 2 * spread[0], dim=1)
-    for name, z in (("uniform on the sphere", spread), ("concentrated near one direction", heaped)):
-        view = F.normalize(z + 0.1 * torch.randn(z.shape, generator=generator), dim=1)
+    spread = F.normalize(torch.randn(args.points, args.width, generator=generator), dim=1).to(device)
+    concentrated = F.normalize(spread + 2 * spread[0], dim=1)
+    for name, z in (("uniform on the sphere", spread), ("concentrated near one direction", concentrated)):
+        view = F.normalize(z + 0.1 * torch.randn(z.shape, generator=generator).to(device), dim=1)
         print(f"{name}: uniformity {uniformity(z):.3f}, alignment with a noisy view {alignment(z, view):.3f}")
 
-    points, query = (torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in (options.points, 5))
+    points, query = (torch.randn(n, 2, generator=generator, dtype=torch.float64).to(device) for n in (args.points, 5))
     found = log_density(query, points, bandwidth=0.2)
-    wanted = -query.square().sum(1) / (2 * 1.04) - math.log(2 * math.pi * 1.04)  # the limit: a normal of variance 1 + h²
-    for (a, b), mine, limit in zip(query.tolist(), found.tolist(), wanted.tolist(), strict=True):
-        print(f"log density at ({a:5.2f}, {b:5.2f}): {mine:.2f}, exact limit {limit:.2f}")
+    limits = -query.square().sum(1) / (2 * 1.04) - math.log(2 * math.pi * 1.04)  # the limit: a normal of variance 1 + h²
+    for (a, b), estimate, limit in zip(query.tolist(), found.tolist(), limits.tolist(), strict=True):
+        print(f"log density at ({a:5.2f}, {b:5.2f}): {estimate:.2f}, exact limit {limit:.2f}")
 
 
 if __name__ == "__main__":

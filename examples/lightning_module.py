@@ -1,5 +1,6 @@
 """A LightningModule with batches of any size.
 
+    pip install lightning
     python examples/lightning_module.py --devices 2 --accumulate 2
 
 `towers` returns the encoders and their inputs, `embedding_loss` the loss. The mixin `CachedModule` does the rest.
@@ -10,28 +11,11 @@ import argparse
 import lightning
 import torch
 import torch.nn.functional as F
+import toy
 from torch import nn
 
 import megabatch as mb
 from megabatch.integrations.trainers import CachedModule, full_tensor
-
-WIDTH = 32
-
-
-class Views(torch.utils.data.Dataset):
-    """Pairs of noisy views of the same hidden point."""
-
-    def __init__(self, count):
-        generator = torch.Generator().manual_seed(0)
-        maps = torch.randn(2, WIDTH // 4, WIDTH, generator=generator)
-        points = torch.randn(count, WIDTH // 4, generator=generator)
-        self.sides = torch.tanh(points @ maps) + 0.1 * torch.randn(2, count, WIDTH, generator=generator)  # (2, N, WIDTH)
-
-    def __len__(self):
-        return self.sides.shape[1]
-
-    def __getitem__(self, i):
-        return self.sides[0, i], self.sides[1, i]
 
 
 class Model(CachedModule, lightning.LightningModule):
@@ -40,7 +24,7 @@ class Model(CachedModule, lightning.LightningModule):
     def __init__(self, chunk_size, accumulate):
         super().__init__()
         self.chunk_size, self.accumulate = chunk_size, accumulate
-        self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
+        self.first, self.second = toy.tower(), toy.tower()
         self.log_scale = nn.Parameter(torch.tensor([2.7]))
         self.losses = []
 
@@ -64,18 +48,18 @@ class Model(CachedModule, lightning.LightningModule):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=2048, help="pairs per process")
-    parser.add_argument("--chunk", type=int, default=256)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=32768)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=2048, help="pairs per process (default %(default)s)")
+    parser.add_argument("--chunk", type=int, default=256, help="samples encoded at once (default %(default)s)")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step of the optimizer (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=32768, help="in the dataset (default %(default)s)")
+    parser.add_argument("--epochs", type=int, default=2, help="(default %(default)s)")
+    parser.add_argument("--devices", type=int, default=1, help="processes, one per GPU if there are GPUs (default %(default)s)")
     args = parser.parse_args(argv)
 
     lightning.seed_everything(0, verbose=False)
     model = Model(args.chunk, args.accumulate)
-    data = torch.utils.data.DataLoader(Views(args.pairs), batch_size=args.batch, shuffle=True)
+    data = torch.utils.data.DataLoader(toy.Views(args.pairs), batch_size=args.batch, shuffle=True)
     trainer = lightning.Trainer(
         max_epochs=args.epochs,
         devices=args.devices,

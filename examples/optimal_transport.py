@@ -1,5 +1,6 @@
-"""Entropic optimal transport between two point clouds, in memory linear in the number of points.
+"""Entropic optimal transport between two point clouds, in memory that grows linearly with the number of points.
 
+    pip install POT  # optional, for the comparison
     python examples/optimal_transport.py --points 20000
 
 Sinkhorn's algorithm finds potentials f and g such that the plan a_i·b_j·exp((f_i + g_j − C_ij)/ε) has the marginals a and
@@ -15,6 +16,7 @@ import argparse
 import math
 
 import torch
+import toy
 from torch import Tensor
 
 import megabatch as mb
@@ -54,30 +56,30 @@ def dense_cost(x: Tensor, y: Tensor, epsilon: float) -> float | None:
         import ot
     except ImportError:
         return None
-    cost = torch.cdist(x, y).square() / 2
-    plan = ot.sinkhorn([], [], cost.numpy(), epsilon, method="sinkhorn_log", numItermax=10000, stopThr=1e-9)
-    return float((plan * cost.numpy()).sum())
+    cost = (torch.cdist(x, y).square() / 2).cpu().numpy()
+    plan = ot.sinkhorn([], [], cost, epsilon, method="sinkhorn_log", numItermax=10000, stopThr=1e-9)
+    return float((plan * cost).sum())
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=4000, help="in each cloud (default %(default)s)")
     parser.add_argument("--width", type=int, default=8, help="dimensions (default %(default)s)")
-    parser.add_argument("--epsilon", type=float, default=0.5, help="entropic regularisation (default %(default)s)")
+    parser.add_argument("--epsilon", type=float, default=0.5, help="entropic regularization (default %(default)s)")
     parser.add_argument("--tolerance", type=float, default=1e-6, help="of the marginals (default %(default)s)")
-    options = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
 
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(options.points, options.width, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, y = torch.randn(2, args.points, args.width, generator=generator, dtype=torch.float64).to(toy.device())
     y = 0.5 * y + 1.0
-    plan = Plan(x, y, options.epsilon)
+    plan = Plan(x, y, args.epsilon)
     error, passes = math.inf, 0
-    while error > options.tolerance and passes < 2000:
+    while error > args.tolerance and passes < 2000:
         error, passes = plan.improve(), passes + 1
     print(f"{passes} passes, marginals within {error:.1e}, cost {plan.cost():.6f}")
-    dense = dense_cost(x, y, options.epsilon) if options.points <= 4000 else None
+    dense = dense_cost(x, y, args.epsilon) if args.points <= 4000 else None
     if dense is not None:
-        print(f"POT, with all {options.points**2:,} pairs in memory: {dense:.6f}")
+        print(f"POT, with all {args.points**2:,} pairs in memory: {dense:.6f}")
 
 
 if __name__ == "__main__":

@@ -10,22 +10,12 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the group exists: its default arguments would keep gloo's threads alive
 import torch.nn.functional as F
+import toy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megabatch as mb
-
-WIDTH = 32
-
-
-def views(count, seed):
-    """Two noisy views of the same hidden points."""
-    fixed, fresh = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + seed)
-    maps = torch.randn(2, WIDTH // 4, WIDTH, generator=fixed)
-    points = torch.randn(count, WIDTH // 4, generator=fresh)
-    return torch.tanh(points @ maps) + 0.1 * torch.randn(2, count, WIDTH, generator=fresh)  # (2, N, WIDTH)
 
 
 class Model(nn.Module):
@@ -33,7 +23,7 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
+        self.first, self.second = toy.tower(), toy.tower()
         self.log_scale = nn.Parameter(torch.tensor(2.7))
 
     def forward(self, first=None, second=None):
@@ -50,7 +40,7 @@ def train(args, device, group):
     losses = []
     for step in range(args.steps):
         # This rank's shard; shards may have different sizes.
-        x, y = (side.tensor_split(world)[rank].to(device) for side in views(args.batch, step))
+        x, y = (side.tensor_split(world)[rank].to(device) for side in toy.views(args.batch, step))
         share = mb.cached_backward(
             lambda a, b: mb.clip_loss(a, b, module.log_scale.exp(), group=group),
             [(model, {"first": x}), (model, {"second": y})],
@@ -64,17 +54,14 @@ def train(args, device, group):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=16384, help="pairs over all processes")
-    parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=20)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16384, help="pairs over all processes (default %(default)s)")
+    parser.add_argument("--chunk", type=int, default=512, help="samples encoded at once (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="(default %(default)s)")
     args = parser.parse_args(argv)
 
-    on_gpus = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+    device = toy.device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     losses = train(args, device, dist.group.WORLD)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} processes, loss {losses[0]:.4f} -> {losses[-1]:.4f}")

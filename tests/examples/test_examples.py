@@ -3,12 +3,14 @@
 import importlib.util
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(FOLDER))  # Python does so for a script; the examples import toy.py
 
 
 def load(name):
@@ -76,15 +78,22 @@ def test_density_and_uniformity(capsys):
     assert numbers[0] < numbers[2], "points all over the sphere are more uniform than a heap"
 
 
-def test_neighbours(capsys):
-    numbers = printed("neighbours", "--points 2000 --width 16 --queries 50 --pairs 300", capsys)
+def test_neighbors(capsys):
+    numbers = printed("neighbors", "--points 2000 --width 16 --queries 50 --pairs 300", capsys)
     columns, bytes_, forth, back = numbers[-4:]
     assert 0.01 < columns < bytes_ <= 1
     assert min(forth, back) > 0.5
-    neighbours = load("neighbours")
-    z = neighbours.points(500, 8)
-    neighbours.CHUNK = 64
-    assert torch.equal(neighbours.nearest(z[:20], z, 5), (z[:20] @ z.T).topk(5).indices)
+
+
+def test_recall_of_neighbors():
+    found, exact = torch.tensor([[1, 2], [5, 3]]), torch.tensor([[2, 7], [3, 5]])
+    assert load("neighbors").recall(found, exact) == 0.75
+
+
+def test_every_example_is_in_the_list():
+    """examples/README.md has a row for each file."""
+    named = set(re.findall(r"\]\(([\w.]+)\)", (FOLDER / "README.md").read_text("utf-8")))
+    assert named >= {path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".ipynb")}
 
 
 @pytest.mark.thorough

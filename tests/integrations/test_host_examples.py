@@ -14,6 +14,7 @@ import torch
 from helpers import PATIENCE
 
 FOLDER = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(FOLDER))  # Python does so for a script; the examples import toy.py
 CASES = {
     "plain_loop": ["--batch", "256", "--chunk", "100", "--steps", "12"],
     "accelerate_loop": ["--batch", "64", "--chunk", "25", "--pairs", "448", "--accumulate", "3", "--epochs", "4"],
