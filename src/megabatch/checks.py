@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import dispatch
 from megabatch.tiles.block import EAGER, SUPPORTED_DTYPES, TRITON, compute_precision
-from megabatch.tiles.sums import MOST_OF_THE_BEST
+from megabatch.tiles.sums import MAX_K
 
 BACKENDS = ("auto", EAGER, TRITON)
 _DTYPE_NAMES = "float64, float32, bfloat16 or float16"
@@ -137,8 +137,8 @@ def exclude_from_symmetric(value: Any, z: Tensor) -> None:
 
 def best(k: Any) -> None:
     """Checks the k of a top-k operation."""
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_OF_THE_BEST:
-        raise ValueError(f"k must be an integer from 1 to {MOST_OF_THE_BEST}, got {k!r}")
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_K:
+        raise ValueError(f"k must be an integer from 1 to {MAX_K}, got {k!r}")
 
 
 def bound(value: Any, name: str, x: Tensor) -> None:

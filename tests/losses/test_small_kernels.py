@@ -157,7 +157,7 @@ def test_half_precision_of_wide_embeddings(name):
 @pytest.mark.parametrize("name", EACH_KERNEL)
 def test_half_precision_with_library_products(name, monkeypatch):
     """As from 4,097 rows on, with the tiles that a GPU has."""
-    monkeypatch.setattr(plan, "SMALL_PRODUCT_ROWS", 0)
+    monkeypatch.setattr(plan, "KERNEL_MATMUL_ROWS", 0)
     with tiles(**TILES):
         assert_right_in_half_precision(name, data(torch.float16))
 

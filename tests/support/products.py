@@ -19,8 +19,8 @@ def operations(backend: ModuleType, work: Callable[[], Any]) -> int:
         return call
 
     with (
-        mock.patch.object(backend, "multiply_into", counting(backend.multiply_into)),
-        mock.patch.object(backend, "add_product", counting(backend.add_product)),
+        mock.patch.object(backend, "matmul_into", counting(backend.matmul_into)),
+        mock.patch.object(backend, "add_matmul", counting(backend.add_matmul)),
     ):
         work()
     return counted

@@ -153,7 +153,7 @@ def main(capability: int, precision: str, features: bool) -> None:
     dense.round_to_precision = lambda values, precision: values  # as on a GPU, where inputs of half precision are not widened
     launch_small(precision, features, N=300)
     launch_small(precision, features, N=320)
-    plan.SMALL_PRODUCT_ROWS = 300
+    plan.KERNEL_MATMUL_ROWS = 300
     launch_small(precision, features, N=320)  # products by the library
     launch_all(512, precision, features)
     if precision == "float32":
@@ -231,7 +231,7 @@ def launch_all(D: int, precision: str, features: bool, N: int = 300) -> None:
                 pass
         if precision in HALF_DTYPE:  # weights in half precision, as on a device
             eager.rounds_gradients = two_models.rounds_gradients = lambda block: True
-            eager.product_dtype = lambda precision, device: HALF_DTYPE[precision]
+            eager.matmul_dtype = lambda precision, device: HALF_DTYPE[precision]
             without = ColumnGradients(sums.dy, None)
             for _ in two_models.row_gradients(guided, row, one, without, Needs(True, True, True)):
                 pass

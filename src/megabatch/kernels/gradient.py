@@ -31,8 +31,8 @@ from megabatch.tiles.block import (
     ColumnGradients,
     Needs,
     RowGradients,
-    add_product,
-    multiply_into,
+    add_matmul,
+    matmul_into,
     part,
     windows,
 )
@@ -439,11 +439,11 @@ def gradient_strips(
             form_strip(task, rows, columns, g, row_sums, None if sums.dcol_bias is None else sums.dcol_bias[columns])
             if g is not None and dx is not None:
                 if columns.start == all_columns.start:
-                    multiply_into(dx, g, operands.y[columns])
+                    matmul_into(dx, g, operands.y[columns])
                 else:
-                    add_product(dx, g, operands.y[columns])
+                    add_matmul(dx, g, operands.y[columns])
             if g is not None and sums.dy is not None:
-                add_product(sums.dy[columns], g.T, operands.x[rows])
+                add_matmul(sums.dy[columns], g.T, operands.x[rows])
         yield RowGradients(rows, dx, dscale, drow_bias)
 
 
@@ -480,10 +480,10 @@ def whole_gradients(task: StripTask, needs: Needs, row_sums: RowSums | None = No
                 g = g[: shape[0], : shape[1]]
             form_strip(task, rows, columns, g, of_rows, None)
             if g is not None and dx is not None:
-                into = multiply_into if columns.start == 0 else add_product
+                into = matmul_into if columns.start == 0 else add_matmul
                 into(part(dx, rows), g, part(operands.y, columns))
             if g is not None and dy is not None:
-                into = multiply_into if rows.start == 0 else add_product
+                into = matmul_into if rows.start == 0 else add_matmul
                 into(part(dy, columns), g.T, part(operands.x, rows))
     return WholeGradients(dx, dy, dscale)
 

@@ -52,7 +52,8 @@ _LARGE_SHARED_MEMORY = 152 * 2**10
 # For the few rows that are recomputed by online softmax.
 ONLINE = KernelTile(rows=64, columns=64, width=32, warps=4, stages=2)
 
-# Kernels of small batches that form their products (`plan.small_products`): rows × weights of a step × width of a gradient.
+# Kernels of small batches that compute their matmuls (`plan.kernels_compute_matmuls`): rows × weights of a step × dims of a
+# gradient.
 SMALL_PRODUCT = KernelTile(rows=64, columns=64, width=128, warps=4, stages=3)
 
 # Rows and panels of columns of one launch of the logsumexp kernel: its partial row sums take 128 MiB at most.

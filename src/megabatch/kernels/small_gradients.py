@@ -34,14 +34,14 @@ from megabatch.kernels.small import (
     softmax_weights_kernel,
 )
 from megabatch.tiles import plan
-from megabatch.tiles.block import FLOAT16, HALF_DTYPE, TF32, product
+from megabatch.tiles.block import FLOAT16, HALF_DTYPE, TF32, matmul
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The last step of the gradients of a loss whose similarities are all in memory, and their product with the loss's gradient.
 #
 # `kernels.small` has the kernels before it and describes `work` and `sums`. The last step follows
 # two cuBLAS matmuls of the weights with the embeddings, or forms these itself, in batches so small that the host takes
-# longer to launch a product than the device to compute it (`plan.SMALL_PRODUCT_ROWS`).
+# longer to launch a product than the device to compute it (`plan.KERNEL_MATMUL_ROWS`).
 
 _ADDED = kernel_plan.KernelTile(rows=16, columns=1, width=256, warps=4, stages=1)  # of a gradient to which matches are added
 _BLOCK = 2048  # partial sums that are added at once
@@ -236,7 +236,7 @@ class Launches:
         self.sides = (of_x or of_y, False) if kind in (VIEWS.value, LABELS.value) else (of_x, of_y)
         self.half = HALF_DTYPE.get(form.precision)
         unit, tf32 = 2.0**14 if form.precision == FLOAT16 else 1.0, form.precision == TF32  # weights are stored times `unit`
-        self.multiplies = self.half is not None and plan.small_products(N, D)
+        self.multiplies = self.half is not None and plan.kernels_compute_matmuls(N, D)
         self.forms_products = self.multiplies and kind not in (ROWS.value, VIEWS.value)  # whose kernel reads rows twice
         self.is_sigmoid = kind == SIGMOID.value
         layout, product_width = (N, D, *form.row_strides, *form.col_strides), {"BLOCK_D": _PRODUCT_WIDTH}
@@ -275,7 +275,7 @@ class Launches:
     def operands(self, rows: Tensor, columns: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """What the first kernel gets: the products alone, or rows, columns and room for the products if others need them."""
         if not self.forms_products:
-            return None, None, product(rows, columns.T)
+            return None, None, matmul(rows, columns.T)
         return rows, columns, None if self.is_sigmoid else self._matrix(torch.float32)
 
     def weights(self, products: Tensor | None) -> Tensor | None:  # (N, N)
@@ -291,7 +291,7 @@ class Launches:
             return None, None
         if self.multiplies:
             return self._gradient() if of_rows else None, self._gradient() if of_columns else None
-        return product(weights, columns) if of_rows else None, product(weights.T, rows) if of_columns else None
+        return matmul(weights, columns) if of_rows else None, matmul(weights.T, rows) if of_columns else None
 
     def _matrix(self, dtype: torch.dtype) -> Tensor:  # (N, N)
         return torch.empty(self.shape[0], self.shape[0], dtype=dtype, device=self.device)

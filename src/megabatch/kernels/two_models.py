@@ -12,10 +12,10 @@ from megabatch.kernels.operands import pack_ids
 from megabatch.tiles.block import HALF_DTYPE, Block, ColumnGradients, Needs, RowGradients
 from megabatch.tiles.eager import (
     Tiles,
+    gradient_rounding,
     gradient_tiles,
     half_buffer,
     multiply_tiles,
-    product_factor,
     rounds_gradients,
     tile_gradients,
 )
@@ -123,7 +123,7 @@ def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:  # (N,), (M,)
     for rows in tiles.rows:
         x = tiles.x(rows)
         for columns in tiles.columns:
-            s, t = tiles.similarities(rows, columns, x, tiles.y(columns)), tiles.teacher(rows, columns)
+            s, t = tiles.logits(rows, columns, x, tiles.y(columns)), tiles.teacher(rows, columns)
             _add_tile(row.part(rows), s, t, dim=1)
             _add_tile(col.part(columns), s, t, dim=0)
     return row, col
@@ -317,8 +317,8 @@ def row_gradients(
     # The kernel writes half precision directly, unless dcol_bias sums unrounded gradients.
     half = rounds_gradients(block) and block.precision in HALF_DTYPE and sums.dcol_bias is None
     tiles = Tiles(block) if half else gradient_tiles(block)
-    buffer = half_buffer(tiles) if half else tiles.room
-    as_factor = None if half else product_factor(tiles)
+    buffer = half_buffer(tiles) if half else tiles.logits_buffer
+    round_gradient = None if half else gradient_rounding(tiles)
     drow = block.zeros(block.N) if drow is None else drow
     factors = [factor.to(block.dtype) for factor in row.softmax_factors(drow)]
 
@@ -337,7 +337,7 @@ def row_gradients(
         )
         if sums.dcol_bias is not None:
             sums.dcol_bias[columns] += g.sum(0)
-        return g if as_factor is None else as_factor(g)
+        return g if round_gradient is None else round_gradient(g)
 
     return multiply_tiles(tiles, gradient_tile, sums, needs)
 

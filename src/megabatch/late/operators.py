@@ -467,7 +467,7 @@ def maxsim_logsumexp_backward(
     dcol, dmatch = dcol if given.columns else None, dmatch if given.diagonal == SEPARATE else None
     used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "nothing"
     passes = _passes_for(given, block, "late interaction backward", used=used)
-    grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, largest=passes.largest)
+    grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, matches=dmatch, largest=passes.largest)
     factor = block.scale * grad_scale
     dquery, ddocument = block.zeros(*given.query.shape), given.document.new_empty(given.document.shape)
     dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None

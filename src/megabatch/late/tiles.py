@@ -11,9 +11,9 @@ from megabatch.tiles import plan
 from megabatch.tiles.block import (
     HALF_DTYPE,
     accumulator_dtype,
-    add_product,
+    add_matmul,
     by_matmul_setting,
-    multiply_into,
+    matmul_into,
     round_to_precision,
     windows,
 )
@@ -246,7 +246,7 @@ class _MaxsimTile(_Products):
         self.d = round_to_precision(document.flatten(0, 1), block.precision)
         self.shape = query.shape[0], query.shape[1], document.shape[0], document.shape[1]
         flat = room[: len(self.q) * len(self.d)].view(len(self.q), len(self.d))
-        multiply_into(flat, self.q, self.d.T)
+        matmul_into(flat, self.q, self.d.T)
         self.flat, self.products = flat, flat.view(self.shape)  # (n, Lq, m, Ld)
         if self.document_valid is not None:
             self.products.masked_fill_(~self.document_valid, -torch.inf)
@@ -298,7 +298,7 @@ def add_gradients(
                 (block.document, columns, (m, Ld, -1), factor.T, tile.q),
             ):
                 part = block.zeros(len(left), right.shape[1])
-                add_product(part, left, right)
+                add_matmul(part, left, right)
                 tokens.add_(dquery if tokens is block.query else ddocument, items, part.view(shape))
 
 

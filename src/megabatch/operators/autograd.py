@@ -364,6 +364,7 @@ def choose_grad_scale(
     scale: Tensor,  # () of the block
     precision: str,
     *weights: Tensor | None,
+    matches: Tensor | None = None,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # ()
     """Returns the divisor of gradients inside tiles: a power of two that makes the largest weight about 1.
@@ -371,7 +372,12 @@ def choose_grad_scale(
     For fp16, the largest weight becomes 2¹⁴. A softmax over a million columns reduces it to 2⁻⁶, which fp16 still represents
     with all digits. The largest entry of a tile is the sum of two such weights, which is within the range of fp16. Sums that
     travel between ranks need the same divisor on all ranks, so `largest` returns the maximum over ranks.
+
+    `matches` are the gradients of the matching pairs, which tiles exclude. If the match is almost certain, label smoothing or
+    further negatives can make them 10³⁸ times larger than all weights. The quotient would overflow, so it is at most 2¹⁶.
     """
+    if matches is not None:
+        weights = *weights, matches * 2.0**-16
     sizes = [w.abs().amax() for w in weights if w is not None and w.numel()]
     size = torch.stack(sizes).amax() if len(sizes) > 1 else sizes[0] if sizes else torch.zeros_like(scale)
     size = size.to(scale.dtype)  # one dtype on all ranks: gradients of logsumexps are float64, and a rank may have none

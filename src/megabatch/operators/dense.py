@@ -347,7 +347,7 @@ def _sum(matrix: Tensor) -> float:
 # The Triton engine.
 #
 # Forward has four launches, or three for two views of one batch, or two for a sigmoid loss and for a softmax in one direction.
-# Backward has one launch, which multiplies by the incoming gradient. In half precision and up to `plan.SMALL_PRODUCT_ROWS`
+# Backward has one launch, which multiplies by the incoming gradient. In half precision and up to `plan.KERNEL_MATMUL_ROWS`
 # rows, the kernels compute the matmuls, except the logits of two views and of labels. Otherwise there are three cuBLAS matmuls.
 # The tiled paths need more launches, and the host would need longer for these launches than the device for the work. The logits
 # fit the limit of a workspace (`dispatch.Limits.dense_triton`).

@@ -21,7 +21,7 @@ from megabatch.operators.autograd import (
     statistic,
 )
 from megabatch.ring.passes import RingTriangle
-from megabatch.tiles.block import EAGER, TRITON, Block, Needs, accumulator_dtype, match_logits, sums_dtype
+from megabatch.tiles.block import EAGER, TRITON, Block, Needs, accumulator_dtype, matching_logits_in_float64, sums_dtype
 from megabatch.tiles.sums import LOG_SUM_PLANES, SOFT_SUM_PLANES, LogSum, SoftSum
 from megabatch.tiles.symmetric import SameLabel, Triangle, TriangleSide
 
@@ -98,7 +98,7 @@ def logsumexp(given: LogsumexpInputs) -> tuple[Tensor, ...]:
     row, col = passes.tiles.logsumexp_statistics(block, columns=given.columns)
     match = logit(given.x, 0)
     if apart:
-        match = match_logits(block, passes.local.matching_products(block), by_kernels=given.backend == TRITON)
+        match = matching_logits_in_float64(block, passes.local.matching_products(block), by_kernels=given.backend == TRITON)
     packed = sums_dtype(given.backend, block.dtype)
     mean_weight = fill_mean_weight(given.x, passes.mean_weight)
     return row.value(), col.value(), match, mean_weight, row.pack().to(packed), col.pack().to(packed)
@@ -129,7 +129,7 @@ def logsumexp_backward(
     used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "empty"
     terms = {**given.terms(), "the set of outputs that have a gradient": used}
     passes = passes_for(given.group, given.backend, block, "logsumexp backward", needs=wanted, terms=terms)
-    grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, largest=passes.largest)
+    grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, matches=dmatch, largest=passes.largest)
     sums = column_sums(block, wanted)
     strips = passes.tiles.logsumexp_gradients(
         block,

@@ -113,7 +113,7 @@ def positives(given: PositivesInputs) -> tuple[Tensor, ...]:
         others, ids, numbers = here
         same = SameId(labels, ids)
         count.add_(same.count)
-        partner.add_(same.whole_numbers(numbers))
+        partner.add_(same.integer_sums(numbers))
         for part, sums in same.sums(others):
             mine = values[:, part].double()
             products.add_((mine * (sums - mine if own else sums)).sum(1))

@@ -20,7 +20,7 @@ from megabatch.operators.autograd import (
     passes_for,
     statistic,
 )
-from megabatch.tiles.block import FLOAT16, Block, Needs, matching_similarities
+from megabatch.tiles.block import FLOAT16, Block, Needs, matching_logits
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Row sums of softplus over the similarities; backward is a second pass, because every row may have a weight of its own.
@@ -64,7 +64,7 @@ def softplus(given: SoftplusInputs) -> tuple[Tensor, Tensor]:
     """(Σ_j log(1 + exp s_ij), s_ii). The second is empty unless the pairs (i, i) are kept apart."""
     block = given.block()
     passes = passes_for(given.group, given.backend, block, "softplus", mean=given.apart)
-    match = matching_similarities(block, passes.local.matching_products(block)) if given.apart else block.zeros(0)
+    match = matching_logits(block, passes.local.matching_products(block)) if given.apart else block.zeros(0)
     return passes.tiles.softplus_sums(block), match
 
 
@@ -122,7 +122,7 @@ def sigmoid_loss(given: SoftplusInputs, mean: bool, needs: list[bool]) -> tuple[
     terms = {"the reduction": "mean" if mean else "sum"}
     passes = passes_for(given.group, given.backend, block, "sigmoid loss", needs=wanted, mean=True, terms=terms)
     mean_weight = passes.mean_weight if mean else 1.0
-    match = matching_similarities(block, passes.local.matching_products(block))
+    match = matching_logits(block, passes.local.matching_products(block))
     if any(wanted):
         total = block.zeros(block.N)
         sums = column_sums(block, wanted)

@@ -1,6 +1,7 @@
-"""Many ranks: the same passes over a batch that several processes share. See docs/ring.md.
+"""The passes over a batch that is sharded over several ranks. See docs/ring.md.
 
-`use_route` chooses the route; `count_traffic` counts what is sent; `RingError` is what a rank raises when another has gone.
+`use_route` chooses the route, and `count_traffic` counts the bytes that are sent. A rank raises `RingError` if it loses the
+connection to another rank.
 """
 
 from megabatch.ring.ranks import RingError, Traffic, count_traffic, use_route

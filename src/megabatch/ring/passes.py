@@ -1,4 +1,4 @@
-"""The passes over all ranks: the same functions as those of an engine, where x and y are shards of this rank."""
+"""The passes over all ranks. They have the methods of an engine's passes, but x and y are this rank's shards."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,32 +19,35 @@ from megabatch.tiles.block import (
     RankTargets,
     RowGradients,
     RowWork,
-    matching_similarities,
+    matching_logits,
     windows,
 )
 from megabatch.tiles.sums import Best, LogSum, SoftSum
 from megabatch.tiles.symmetric import Rectangle, Triangle, TriangleSide, part_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The passes over all ranks: the same functions as a backend's, where x and y are this rank's share of the batch.
+# The passes over all ranks. Each method wraps the method of an engine with the same name.
 #
-# Each wraps the pass of a backend. Rows stay on their rank, and the columns of all ranks visit it. One visit serves both
-# directions: row sums stay, column sums travel on with the columns. The results equal those of one process on the whole
-# batch: sums of local rows over all columns, and of local columns over all rows.
+# Rows stay on their rank, and the columns of all ranks visit it. One visit serves both directions: row sums stay, and column
+# sums are forwarded with the columns. The results cover the whole batch: a sum of a local row is over all columns, and a sum
+# of a local column is over all rows. They equal the results of one process with the whole batch.
 
 
 @dataclass(frozen=True)
 class RingPasses:
-    """A backend's passes, taken round the ring."""
+    """The passes of an engine over the blocks of all ranks."""
 
     ranks: Ranks
     route: Route
-    inner: Callable[[Block], Passes]  # which backend serves a block
-    local: RowWork  # what is done row by row, by this rank alone
+    inner: Callable[[Block], Passes]  # returns the engine that serves a block
+    local: RowWork  # the work on rows, which needs no other rank
     sums_dtype: torch.dtype
 
     def logsumexp_statistics(self, block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:
-        """Row sums (N,) and column sums (M,) of exp(s) over the whole batch; without `columns` these are empty, (0,)."""
+        """Returns row sums (N,) and column sums (M,) of exp(s) over the whole batch.
+
+        Without `columns`, the column sums are empty, (0,).
+        """
         block = self._prepare(block)
         row = LogSum.empty(block.N, dtype=self.sums_dtype, device=block.x.device)
 
@@ -71,7 +74,7 @@ class RingPasses:
         sums: ColumnGradients,
         needs: Needs,
     ) -> Iterator[RowGradients]:
-        """As the backend's; the gradients of columns come home into `sums` before the first rows are given out."""
+        """Yields gradients of rows. The gradients of columns are in `sums` before the first rows are yielded."""
         weights = [] if dcol is None or col is None else [col.shift, col.total, dcol]
 
         def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
@@ -81,7 +84,7 @@ class RingPasses:
         return self._gradients(block, weights, gradients, sums, needs)
 
     def soft_statistics(self, block: Block) -> tuple[SoftSum, SoftSum]:
-        """Sums for the cross-entropies of local rows and columns over the whole batch."""
+        """Returns sums for the cross-entropies of local rows and columns over the whole batch."""
         block = self._prepare(block)
         row = SoftSum.empty(block.N, dtype=block.dtype, device=block.x.device)
 
@@ -104,7 +107,7 @@ class RingPasses:
         sums: ColumnGradients,
         needs: Needs,
     ) -> Iterator[RowGradients]:
-        """As `logsumexp_gradients`."""
+        """Yields gradients, in the order of `logsumexp_gradients`."""
 
         def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             packed, dcol_here = extra
@@ -114,7 +117,7 @@ class RingPasses:
         return self._gradients(block, [col.pack(), dcol], gradients, sums, needs)
 
     def softplus_sums(self, block: Block) -> Tensor:
-        """Row sums of softplus(s) over the whole batch."""
+        """Returns row sums of softplus(s) over the whole batch."""
         block = self._prepare(block)
         total = block.zeros(block.N)
 
@@ -129,7 +132,7 @@ class RingPasses:
     def softplus_gradients(
         self, block: Block, dtotal: Tensor | None, sums: ColumnGradients, needs: Needs, *, total: Tensor | None = None
     ) -> Iterator[RowGradients]:
-        """As `logsumexp_gradients`."""
+        """Yields gradients, in the order of `logsumexp_gradients`."""
 
         def gradients(visited: Block, extra: Tensors, partial: ColumnGradients) -> Iterator[RowGradients]:
             return self.inner(visited).softplus_gradients(visited, dtotal, partial, needs, total=total)
@@ -137,16 +140,16 @@ class RingPasses:
         return self._gradients(block, [], gradients, sums, needs)
 
     def rank_counts(self, block: Block, targets: RankTargets | None = None) -> tuple[Tensor, Tensor]:
-        """How many entries of the whole batch come before the target of each local row, and of each local column.
+        """Counts the entries of the whole batch that come before the target of each local row and of each local column.
 
-        Without targets, they are the local pairs.
+        Without `targets`, the targets are the local pairs (i, i).
         """
         row_index, col_index = (
             torch.arange(sum(counts[: self.ranks.rank]), sum(counts[: self.ranks.rank + 1]), device=block.x.device)
             for counts in (self.ranks.rows, self.ranks.columns)
         )
         if targets is None:
-            match = matching_similarities(block, self.local.matching_products(block))
+            match = matching_logits(block, self.local.matching_products(block))
             targets = RankTargets(match, match, col_index, row_index, row_index, col_index)
         else:
             targets = targets._replace(row_index=row_index, col_index=col_index)
@@ -161,30 +164,30 @@ class RingPasses:
             row_rank.add_(by_row)
             return (by_column,)
 
-        travelling = [*self._columns(block), targets.col_match, targets.col_target, targets.col_index]
-        (col_rank,) = self._lap(travelling, work, add)
+        own = [*self._columns(block), targets.col_match, targets.col_target, targets.col_index]
+        (col_rank,) = self._lap(own, work, add)
         return row_rank, col_rank
 
     def topk(self, block: Block, k: int) -> Best:  # (N, k)
-        """The k largest similarities of each local row; columns are numbered through all ranks."""
+        """Returns the k largest logits of each local row. Column numbers count the columns of all ranks."""
         block = self._prepare(block)
-        found = Best.none(block.N, k, block.zeros(0))
+        best = Best.none(block.N, k, block.zeros(0))
         first = sum(self.ranks.columns[: self.ranks.rank])
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
-            nonlocal found
+            nonlocal best
             visited, index = self._visit_block(block, blocks, here[:-1]), here[-1]
             if not visited.is_empty:
                 values, columns = self.inner(visited).topk(visited, k)
                 numbered = torch.where(columns < 0, columns, index[columns.clamp_min(0)])
-                found = found.merge(Best(values, numbered))
+                best = best.merge(Best(values, numbered))
             return ()
 
         self._lap([*self._columns(block), torch.arange(first, first + block.M, device=block.x.device)], work, add)
-        return found
+        return best
 
     def visit(self, own: list[Tensor], visit_block: Callable[[Tensors, bool], None]) -> None:
-        """`visit_block` at the tensors of the own block, then at those of all other ranks; no sums go home."""
+        """Calls `visit_block` with the tensors of the own block, then with the tensors of all other ranks. Returns no sums."""
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             visit_block(here, blocks == (self.ranks.rank,))
@@ -195,7 +198,7 @@ class RingPasses:
     def _gradients(
         self,
         block: Block,
-        weights: list[Tensor],  # of the columns, which travel with them
+        weights: list[Tensor],  # tensors of the columns that the gradients need; they are sent with the columns
         gradients: Callable[[Block, Tensors, ColumnGradients], Iterator[RowGradients]],
         sums: ColumnGradients,
         needs: Needs,
@@ -219,9 +222,9 @@ class RingPasses:
         return Lap(self.route, self.ranks).run(own, work, merge)
 
     def _prepare(self, block: Block) -> Block:
-        """`block` as it goes round. The main diagonal is that of the whole batch.
+        """Returns the block that is sent to other ranks. A skipped diagonal is the diagonal of the whole batch.
 
-        It lies in the own blocks if every rank has as many rows as columns, and is expressed by ids if not.
+        If every rank has as many rows as columns, the diagonal lies in each rank's own block. Otherwise ids mark its pairs.
         """
         block = prepare_for_travel(block)
         if block.skip_diagonal and self.ranks.rows != self.ranks.columns:
@@ -235,12 +238,12 @@ class RingPasses:
         return block
 
     def _columns(self, block: Block) -> list[Tensor]:
-        """What every visit needs to know of the columns."""
-        seen_by_second_model = None if block.second_model is None else block.second_model.y
-        return [tensor for tensor in (block.y, block.col_bias, block.col_ids, seen_by_second_model) if tensor is not None]
+        """Returns the tensors of the columns that every visit needs."""
+        second_y = None if block.second_model is None else block.second_model.y
+        return [tensor for tensor in (block.y, block.col_bias, block.col_ids, second_y) if tensor is not None]
 
     def _visit_block(self, block: Block, blocks: tuple[int, ...], columns: Tensors) -> Block:
-        """The local rows against the columns that are here."""
+        """Returns the block of the local rows and the visiting columns."""
         y, *rest = columns
         given = iter(rest)
         return replace(
@@ -254,7 +257,7 @@ class RingPasses:
 
 
 def prepare_for_travel(block: Block) -> Block:
-    """Rounded to half precision once where products see no more; ids as wide as those of other ranks."""
+    """Rounds inputs of half-precision matmuls to half precision once, and converts ids to int64, as on the other ranks."""
     half = HALF_DTYPE.get(block.precision)
     if half is not None:
         x = block.x.to(half)
@@ -267,12 +270,12 @@ def prepare_for_travel(block: Block) -> Block:
 
 
 class _RowSums:
-    """Gradients of the local rows, summed over all visits."""
+    """The gradients of the local rows, summed over all visits."""
 
     def __init__(self, block: Block, needs: Needs) -> None:
         self.block = block
         self.dx = block.zeros(block.N, block.D) if needs.dx else None
-        self.dscale: Tensor | None = None  # where the backend leaves it to be taken from dx
+        self.dscale: Tensor | None = None  # None if the engine does not compute it; it is then computed from dx
         self.drow_bias = block.zeros(block.N) if needs.drow_bias else None
 
     def add(self, strip: RowGradients) -> None:
@@ -293,18 +296,18 @@ class _RowSums:
 
 
 def add(sums: Tensors, others: Tensors) -> None:
-    """Merges gradients, or counts."""
+    """Adds gradients, or counts, to `sums`."""
     for part, other in zip(sums, others, strict=True):
         part.add_(other)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rows of all ranks against themselves: every two ranks share the work on the similarities between their blocks.
+# Logits of all rows with all rows, which are symmetric: every two ranks share the work on the logits between their blocks.
 #
-# In a lap, rank r meets block b, and rank b meets block r: the same similarities, transposed. The lower rank computes the
-# first half of its own rows against all rows of the other; the higher rank computes all of its own rows against the second
-# half of the other's. So every product is computed once, all ranks have equal work on every route, and one visit serves
-# both sides. The blocks still make the whole lap: half the products of `RingPasses`, and all of its messages.
+# In a lap, rank r visits block b, and rank b visits block r, which is the transposed block of logits. Let r < b, and let H be
+# the first half of the rows of r. Rank r computes H against all rows of b. Rank b computes all of its rows against the second
+# half of r's rows. So every logit is computed once, all ranks have equal work on every route, and one visit serves both
+# sides. The blocks still make the whole lap, so the matmuls are half of those in `RingPasses` and the messages are the same.
 
 
 _Visit = Callable[[Block, list[Rectangle], Tensors], Tensors]
@@ -312,13 +315,13 @@ _Visit = Callable[[Block, list[Rectangle], Tensors], Tensors]
 
 @dataclass(frozen=True)
 class RingTriangle:
-    """`Triangle`, taken round the ring: blocks are this rank's rows, sums are over those of all ranks."""
+    """`Triangle` over all ranks. A block contains this rank's rows, and its sums are over the rows of all ranks."""
 
     triangle: Triangle
     ring: RingPasses
 
     def statistics(self, block: Block) -> LogSum:
-        """Sums of exp(s) over each local row, (N,)."""
+        """Returns the sum of exp(s) over each local row, (N,)."""
         block = prepare_for_travel(block)
         row = LogSum.empty(block.N, dtype=self.ring.sums_dtype, device=block.x.device)
 
@@ -337,7 +340,7 @@ class RingTriangle:
         return row
 
     def gradients(self, block: Block, side: TriangleSide, dscale: Tensor | None) -> None:
-        """Adds the gradients of all ranks' ⟨dsums, log sums⟩ with respect to the local rows."""
+        """Adds the gradient of Σ over ranks of ⟨dsums, log sums⟩ with respect to the local rows."""
         block = prepare_for_travel(block)
 
         def own() -> Tensors:
@@ -355,11 +358,12 @@ class RingTriangle:
         self._lap(block, [*side.sums, side.dsums], own, visit, add)
 
     def _lap(self, block: Block, extra: list[Tensor], own: Callable[[], Tensors], visit: _Visit, merge: Merge) -> None:
-        """`own` works on the own block while the first blocks are in transit; sums that come home are added to its result.
+        """Calls `own` for the own block while the first blocks are in transit, then `visit` for the other blocks.
 
-        `visit` works on the rectangles of a visiting block that are this rank's share.
+        `visit` takes the rectangles of a block that are this rank's share. The sums that other ranks return are added to the
+        result of `own`.
         """
-        travels = [tensor for tensor in (block.y, block.col_ids) if tensor is not None]
+        columns = [tensor for tensor in (block.y, block.col_ids) if tensor is not None]
 
         def work(blocks: tuple[int, ...], here: Tensors) -> Tensors:
             if blocks == (self.ring.ranks.rank,):
@@ -369,10 +373,10 @@ class RingTriangle:
             visited = replace(block, y=y, col_ids=col_ids, skip_diagonal=False)
             return visit(visited, list(self._shares(visited, blocks)), rest)
 
-        Lap(self.ring.route, self.ring.ranks).run([*travels, *extra], work, merge)
+        Lap(self.ring.route, self.ring.ranks).run([*columns, *extra], work, merge)
 
     def _shares(self, visited: Block, blocks: tuple[int, ...]) -> Iterator[Rectangle]:
-        """Which rows and columns of the blocks that are here, one after another, are this rank's to do."""
+        """Yields the rows and columns of the visiting blocks, which are concatenated, that this rank has to compute."""
         start = 0
         for other in blocks:
             size = self.ring.ranks.columns[other]

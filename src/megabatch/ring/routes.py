@@ -1,20 +1,20 @@
 """Routes: for every step, the block that each rank works on, and the messages between ranks. Pure data, no process group.
 
-A block is a rank's share of the columns. Two parts of it travel:
-- its inputs (y, offsets, ids), which are only read. They leave a rank when the rank begins to work on them, so the message
-  overlaps with the work.
-- its sums (column sums, or gradients), which every rank adds to. They leave after the work, and are merged at the next rank
-  after that rank's work, so this message overlaps as well.
+A block is a rank's shard of the columns. Its owner is the rank whose columns it contains. A block is sent in two parts:
+- The inputs (y, biases, ids) are only read. They leave a rank when the rank begins to work on them, so the message overlaps
+  with the work.
+- Every rank adds to the sums (column sums, or gradients). They leave after the work. The next rank merges them after its own
+  work, so this message overlaps as well.
 
 Every rank begins with its own block, and its contribution to that block stays. The contributions of the other ranks begin at
-the next rank, pass from rank to rank, and are added at the block's own rank at the end. So both parts make R − 1 hops, not R.
+the next rank, pass from rank to rank, and are added at the owner at the end. So both parts make R − 1 hops, not R.
 
-`ring`      one lap round all ranks.
-`two_level` laps inside each node, for the blocks of one node after another. The rank at which a block enters a node sends it on
-            to the next node, one piece in each step. So a block has a whole inner lap to cross a link between nodes, and it
-            crosses into each node once. Sums stay inside the node and go home after the inner lap, in pieces as well. A step
-            never waits for more than a piece over a slow link.
-`gather`    all blocks to all ranks, then work on all other blocks at once.
+`ring`      makes one lap round all ranks.
+`two_level` makes laps inside each node, for the blocks of one node after another. The rank at which a block enters a node
+            forwards it to the next node, one piece in each step. So a block has a whole inner lap to cross a link between
+            nodes, and it enters each node once. Sums stay inside the node and return to the owner after the inner lap, also
+            in pieces. A step never waits for more than one piece over a slow link.
+`gather`    sends all blocks to all ranks, which then work on all other blocks at once.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Nodes = tuple[tuple[int, ...], ...]  # the ranks of each node
 
 
 class Hop(NamedTuple):
-    """One block, or its sums, going from one rank to another."""
+    """A message with one block, or its sums, from one rank to another."""
 
     block: int
     source: int
@@ -34,14 +34,14 @@ class Hop(NamedTuple):
     leaves: int  # blocks: when this step begins; sums: after its work
     needed: int  # blocks: when this step begins; sums: after its work
     piece: int = 0
-    pieces: int = 1  # into how many the columns are cut
+    pieces: int = 1  # number of pieces that the columns are cut into
 
     def part(self, columns: int) -> slice:
-        """Which of the block's columns go."""
+        """Returns the columns of the block that are sent."""
         return slice(columns * self.piece // self.pieces, columns * (self.piece + 1) // self.pieces)
 
     def length(self, columns: int) -> int:
-        """How many of them."""
+        """Returns the number of columns that are sent."""
         return columns * (self.piece + 1) // self.pieces - columns * self.piece // self.pieces
 
 
@@ -50,52 +50,56 @@ Sent = tuple[list[Hop], list[Hop]]  # blocks and sums
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Who works on what, and what travels. A rank asks for its own part alone: of 1,024 ranks there are two million hops."""
+    """The blocks that each rank works on, and the messages between ranks.
+
+    Messages are computed for one rank at a time, because 1,024 ranks send two million of them.
+    """
 
     ranks: tuple[int, ...]  # in the order in which their hops are posted
-    node_of: tuple[int, ...]  # of each rank
-    steps: int  # how many blocks, or groups of blocks, each rank works on
-    work: Callable[[int, int], tuple[int, ...]]  # (step, rank) → blocks, worked on as one; at step 0 the rank's own
-    # (step, rank) → blocks, which the rank has worked on or begins to, for a rank that does at step `needed`; and sums, for a
-    # rank that works on the block at step `needed`, or for the block's own rank. They may leave later than this step.
+    node_of: tuple[int, ...]  # the node of each rank
+    steps: int  # number of blocks, or groups of blocks, that each rank works on
+    work: Callable[[int, int], tuple[int, ...]]  # (step, rank) → blocks, worked on as one; at step 0 the rank's own block
+    # (step, rank) → (blocks, sums) that the rank sends. It has worked on these blocks or works on them in this step, and the
+    # target works on them at step `needed`. The target of sums works on the block at step `needed`, or owns the block. A hop
+    # may leave later than this step.
     sends: Callable[[int, int], Sent]
-    senders: Callable[[int, int], set[int]]  # (step, rank) → all ranks whose `sends` of this step may be for the rank
+    senders: Callable[[int, int], set[int]]  # (step, rank) → all ranks whose `sends` of this step may target the rank
 
     @property
     def blocks(self) -> list[Hop]:
-        """All hops of blocks, in the order in which they are posted."""
+        """Returns all hops of blocks, in the order in which they are posted."""
         return [hop for step in range(self.steps) for rank in self.ranks for hop in self.sends(step, rank)[0]]
 
     @property
     def sums(self) -> list[Hop]:
-        """All hops of sums, in the order in which they are posted."""
+        """Returns all hops of sums, in the order in which they are posted."""
         return [hop for step in range(self.steps) for rank in self.ranks for hop in self.sends(step, rank)[1]]
 
     def hops_of(self, rank: int) -> tuple[dict[int, list[Hop]], dict[int, list[Hop]]]:
-        """The hops of blocks and of sums that a rank takes part in, by the step at which they leave."""
+        """Returns the hops of blocks and of sums from or to a rank, by the step at which they leave."""
         return _hops_of(self, rank)
 
     def crosses(self, hop: Hop) -> bool:
-        """Whether it goes over a link between nodes."""
+        """Returns whether a hop uses a link between nodes."""
         return self.node_of[hop.source] != self.node_of[hop.target]
 
 
 @cache
 def _hops_of(route: Route, rank: int) -> tuple[dict[int, list[Hop]], dict[int, list[Hop]]]:
-    found: tuple[dict[int, list[Hop]], dict[int, list[Hop]]] = {}, {}
-    place = {other: number for number, other in enumerate(route.ranks)}
+    hops_by_step: tuple[dict[int, list[Hop]], dict[int, list[Hop]]] = {}, {}  # of blocks, of sums
+    position = {other: number for number, other in enumerate(route.ranks)}
     for step in range(route.steps):
-        for source in sorted({rank, *route.senders(step, rank)}, key=place.__getitem__):
-            for by_step, hops in zip(found, route.sends(step, source), strict=True):
+        for source in sorted({rank, *route.senders(step, rank)}, key=position.__getitem__):
+            for by_step, hops in zip(hops_by_step, route.sends(step, source), strict=True):
                 for hop in hops:
                     if rank in (hop.source, hop.target):
                         by_step.setdefault(hop.leaves, []).append(hop)
-    return found
+    return hops_by_step
 
 
 @cache
 def ring(nodes: Nodes) -> Route:
-    """One lap round all ranks, node by node: at step t, the r-th of them works on the block of the (r − t)-th."""
+    """Makes one lap round all ranks, node by node. At step t, the r-th rank works on the block of the (r − t)-th rank."""
     lap = two_level((tuple(rank for node in nodes for rank in node),))
     return replace(lap, node_of=_node_of(nodes))
 
@@ -105,7 +109,7 @@ def two_level(nodes: Nodes) -> Route:
     """At lap o and step i, the l-th rank of node n works on the block of the (l − i)-th rank of node n − o.
 
     Args:
-        nodes: the ranks of each node, equally many.
+        nodes: the ranks of each node. All nodes have the same number of ranks.
     """
     k, size = len(nodes), len(nodes[0])
     assert all(len(node) == size for node in nodes)
@@ -125,11 +129,11 @@ def two_level(nodes: Nodes) -> Route:
         if lap < k - 1:
             blocks.append(Hop(entered, rank, nodes[(n + 1) % k][place], step, (lap + 1) * size, inner, size))
         if rank == block:
-            return blocks, sums  # what a rank finds in its own block stays
+            return blocks, sums  # the sums of a rank's own block stay
         if inner < size - 1:
             sums.append(Hop(block, rank, following, step, step + 1))
         elif lap == k - 1:
-            sums.append(Hop(block, rank, block, step, step))  # after the last step of all, home at once
+            sums.append(Hop(block, rank, block, step, step))  # the last step: all sums return to the owner at once
         elif lap == 0:
             sums.append(Hop(block, rank, block, step, step + 1))
         else:
@@ -147,7 +151,7 @@ def two_level(nodes: Nodes) -> Route:
 
 @cache
 def gather(nodes: Nodes) -> Route:
-    """Own block first, while all blocks are sent to all ranks; then all other blocks at once."""
+    """Works on the own block while all blocks are sent to all ranks, then on all other blocks at once."""
     node_of = _node_of(nodes)
     ranks = tuple(range(len(node_of)))
 

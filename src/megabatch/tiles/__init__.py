@@ -1,1 +1,1 @@
-"""One device: passes over the tiles of a block of similarities. Knows nothing of ranks."""
+"""Passes over the tiles of a block of logits on one device. This package does not use `ring`."""

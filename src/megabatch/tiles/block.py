@@ -21,8 +21,8 @@ from megabatch.tiles.sums import Best, LogSum, SoftSum
 # | float32 under autocast     | the autocast type         | float32          |
 # | bfloat16, float16          | the inputs as they are    | float32          |
 #
-# "highest", "high" and "medium" are `torch.get_float32_matmul_precision()`. Inputs are rounded explicitly, so that a call
-# means the same on every device: products of TF32 values are the same on IEEE and on TF32 units.
+# "highest", "high" and "medium" are values of `torch.get_float32_matmul_precision()`. Inputs are rounded explicitly, so that
+# every device multiplies the same numbers. IEEE and TF32 units compute the same products of TF32 values.
 
 FLOAT64 = "float64"
 FLOAT32 = "float32"
@@ -37,19 +37,19 @@ HALF_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 
 SUPPORTED_DTYPES = tuple(_OF_DTYPE)
 
-# log1p(exp(s)) − s is below one rounding of s from here on, in float64 as well.
+# Above this value, log1p(exp(s)) − s is smaller than the rounding error of s, even in float64.
 SOFTPLUS_IS_IDENTITY = 50.0
 
 
 def autocast_device(x: Tensor) -> str:
-    """The kind of device whose autocast applies to x. The meta device, of shapes without values, has none: there, the CPU's."""
+    """Returns the device type whose autocast applies to x. The meta device has no autocast, so it uses the CPU's."""
     return "cpu" if x.is_cpu or x.is_meta else x.device.type
 
 
 def compute_precision(x: Tensor) -> str:
-    """The precision of products of inputs like x under the current autocast state and matmul setting.
+    """Returns the precision of matmuls of inputs like x, under the current autocast state and matmul setting.
 
-    torch.compile cannot trace reading the setting; a compiled call reads it when it runs (`by_matmul_setting`).
+    torch.compile cannot trace an access to the setting, so a compiled call reads it when it runs (`by_matmul_setting`).
     """
     dtype, device_type = x.dtype, autocast_device(x)
     if dtype != torch.float32:
@@ -60,26 +60,26 @@ def compute_precision(x: Tensor) -> str:
 
 
 def by_matmul_setting(precision: str, device_type: str) -> str:
-    """`precision`, with `BY_SETTING` replaced by PyTorch's current setting for float32 products on this device type."""
+    """Replaces `BY_SETTING` by PyTorch's current setting for float32 matmuls on this device type."""
     if precision != BY_SETTING:
         return precision
     try:
         return _OF_MATMUL[torch.get_float32_matmul_precision()]
-    except RuntimeError:  # raised once the newer settings, one for each device type, have been used
+    except RuntimeError:  # raised if the program has used the newer settings, one for each device type
         backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
         return FLOAT32 if backend.matmul.fp32_precision in ("ieee", "none") else TF32
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of statistics, losses and gradient sums for inputs of `dtype`."""
+    """Returns the dtype of statistics, losses and gradient sums for inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def product_dtype(precision: str, device_type: str) -> torch.dtype:
-    """The dtype of the rounded inputs of a matrix product.
+def matmul_dtype(precision: str, device_type: str) -> torch.dtype:
+    """Returns the dtype of the rounded inputs of a matmul.
 
-    CUDA multiplies half-precision inputs into an fp32 result. Other devices would round the result to the inputs' type, so the
-    rounded inputs are widened first; the products are the same numbers.
+    CUDA multiplies half-precision inputs into an fp32 result. Other devices would round the result to the dtype of the inputs,
+    so the rounded inputs are converted to fp32 first. This does not change their values.
     """
     if precision == FLOAT64:
         return torch.float64
@@ -89,35 +89,35 @@ def product_dtype(precision: str, device_type: str) -> torch.dtype:
 
 
 def round_to_precision(values: Tensor, precision: str) -> Tensor:
-    """`values` rounded once to `precision`, in `product_dtype`."""
+    """Rounds `values` once to `precision`. The result has the dtype `matmul_dtype`."""
     if precision == FLOAT32:
         return values
     if precision == TF32:
         return round_to_tf32(values)
-    for dtype in (HALF_DTYPE.get(precision), product_dtype(precision, values.device.type)):
-        if dtype is not None and values.dtype != dtype:  # a conversion that changes nothing takes the host 2 µs
+    for dtype in (HALF_DTYPE.get(precision), matmul_dtype(precision, values.device.type)):
+        if dtype is not None and values.dtype != dtype:  # a conversion to the same dtype takes 2 µs of host time
             values = values.to(dtype)
     return values
 
 
 def round_to_tf32(values: Tensor) -> Tensor:
-    """Float32 `values` rounded to the nearest TF32 value: 13 bits of the significand fewer. NaN stays NaN."""
+    """Rounds float32 `values` to the nearest TF32 values, which have 13 fewer bits in the significand. NaN stays NaN."""
     bits = values.view(torch.int32)
     nearest = (bits + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
     return torch.where(values.isnan(), values, nearest)
 
 
 def round_to_tf32_(values: Tensor, spare: Tensor) -> Tensor:
-    """`round_to_tf32` in place, with a buffer of the same size, for values far from overflow. NaN stays NaN by arithmetic.
+    """Rounds to TF32 in place, with a buffer of the same size, for values far from overflow. NaN stays NaN.
 
-    A value halfway between two TF32 values may go to the other neighbour than in `round_to_tf32`.
+    A value halfway between two TF32 values may be rounded to a different neighbor than by `round_to_tf32`.
     """
     large = torch.mul(values, 2**13 + 1, out=spare)
     return torch.sub(large, torch.sub(large, values, out=values), out=values)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32. Its memory is allocated by the product itself, which takes the host less time than two calls."""
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a @ b in float32. `torch.mm` allocates the result, which takes less host time than a separate call."""
     if a.dtype == b.dtype == torch.float32:
         return torch.mm(a, b)
     if a.is_cuda:
@@ -125,8 +125,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.float(), b.float())
 
 
-def multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b, accumulated in the type of `out`."""
+def matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Computes out = a @ b, accumulated in the dtype of `out`."""
     a, b = _widen(a, b, out)
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
@@ -134,8 +134,8 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, accumulated in the type of `out`."""
+def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Computes out += a @ b, accumulated in the dtype of `out`."""
     a, b = _widen(a, b, out)
     if a.dtype == out.dtype:
         out.addmm_(a, b)
@@ -144,22 +144,24 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _widen(a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b in the dtype of `out`, except on CUDA, which multiplies into a wider type itself."""
+    """Converts a and b to the dtype of `out`, except on CUDA, where a matmul can have a wider output dtype."""
     return (a, b) if out.device.type == "cuda" else (a.to(out.dtype), b.to(out.dtype))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A block of similarities and its gradients: what the passes over tiles take and return.
+# A block of logits and its gradients: the arguments and the results of the passes over tiles.
 
 
 @dataclass(frozen=True)
 class Block:
-    """s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j, described but never held.
+    """The logits s_ij = scale·⟨x_i, y_j⟩ + row_bias_i + col_bias_j. A block describes them and does not store them.
 
-    Pairs with equal ids are left out of every sum, or all others are if `only_equal_ids` is set (kernels do not know that), and
-    so is the main diagonal when `skip_diagonal` is set. If ids are positives, pairs with equal ones are not left out of sums of
-    softplus, but enter them as −s_ij. A limit leaves out the pairs whose product ⟨x_i, y_j⟩ is above it; where there is a
-    second model, its similarity is what is compared.
+    Some pairs are excluded from every sum:
+    - pairs with equal ids, or all other pairs if `only_equal_ids` is set (kernels do not support `only_equal_ids`),
+    - the main diagonal if `skip_diagonal` is set,
+    - pairs whose dot product ⟨x_i, y_j⟩ is above the limit. If there is a second model, its logit is compared instead.
+
+    If `ids_are_positives` is set, pairs with equal ids are not excluded from sums of softplus. They enter them as −s_ij.
     """
 
     x: Tensor  # (N, D)
@@ -172,50 +174,53 @@ class Block:
     col_ids: Tensor | None = None  # (M,), or (M, 2)
     skip_diagonal: bool = False
     ids_are_positives: bool = False
-    limit: Tensor | None = None  # (N,) in the type of what it is compared with
-    second_model: "Block | None" = None  # the same rows and columns as another model sees them: a guide, or a teacher
+    limit: Tensor | None = None  # (N,) in the dtype of the values that it is compared with
+    second_model: "Block | None" = None  # the same rows and columns, as embedded by another model: a guide, or a teacher
     only_equal_ids: bool = False
-    positives_within: bool = False  # pairs that attract are in the sums, where the scale's gradient nearly cancels
+    positives_within: bool = False  # the sums contain positive pairs, so the gradients of the scale nearly cancel
 
     @classmethod
-    def of(cls, x: Tensor, y: Tensor, scale: Tensor | None, precision: str, **known: Any) -> "Block":
-        """The block of an operator: the scale in the type of similarities, 1 if None; the precision settled for the device."""
+    def of(cls, x: Tensor, y: Tensor, scale: Tensor | None, precision: str, **fields: Any) -> "Block":
+        """Returns the block of an operator. Converts the scale to the dtype of logits, and reads the matmul setting.
+
+        A scale of None means 1.
+        """
         dtype = accumulator_dtype(x.dtype)
         factor = torch.ones((), dtype=dtype, device=x.device) if scale is None else scale.to(dtype)
-        return cls(x, y, factor, by_matmul_setting(precision, x.device.type), **known)
+        return cls(x, y, factor, by_matmul_setting(precision, x.device.type), **fields)
 
     @property
     def N(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.x.shape[0]
 
     @property
     def M(self) -> int:
-        """Columns."""
+        """Number of columns."""
         return self.y.shape[0]
 
     @property
     def D(self) -> int:
-        """Width."""
+        """Embedding dimension."""
         return self.x.shape[1]
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no similarity in it."""
+        """Whether the block has no logits."""
         return self.N == 0 or self.M == 0
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of similarities, statistics and gradient sums."""
+        """The dtype of logits, statistics and gradient sums."""
         return accumulator_dtype(self.x.dtype)
 
     def zeros(self, *shape: int) -> Tensor:
-        """A fresh accumulator."""
+        """Returns a new accumulator."""
         return torch.zeros(shape, dtype=self.dtype, device=self.x.device)
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for. The order is that of the tensors every operator takes first."""
+    """The gradients that a caller needs, in the order of the first tensors of every operator."""
 
     dx: bool
     dy: bool
@@ -225,33 +230,33 @@ class Needs(NamedTuple):
 
 
 class ColumnGradients(NamedTuple):
-    """Sums over rows that a gradient pass adds to; None where not needed."""
+    """The sums over rows that a gradient pass adds to, or None if they are not needed."""
 
     dy: Tensor | None  # (M, D), not yet multiplied by the scale
     dcol_bias: Tensor | None  # (M,)
 
     def zeros(self, columns: int) -> "ColumnGradients":
-        """Fresh accumulators of the same kind for another block of columns."""
+        """Returns new accumulators of the same gradients for another block of columns."""
         return ColumnGradients(*(None if part is None else part.new_zeros(columns, *part.shape[1:]) for part in self))
 
     def tensors(self) -> list[Tensor]:
-        """The accumulators that exist, as they travel."""
+        """Returns the accumulators that are not None, which ranks send."""
         return [part for part in self if part is not None]
 
 
 class RowGradients(NamedTuple):
-    """What a gradient pass has finished: some rows, summed over all columns of the block."""
+    """Gradients of some rows, summed over all columns of the block."""
 
     rows: slice
     dx: Tensor | None  # (n, D), not yet multiplied by the scale
-    dscale: Tensor | None  # (n,) Σ_j g_ij·⟨x_i, y_j⟩; None if it is to be taken from dx
+    dscale: Tensor | None  # (n,) Σ_j g_ij·⟨x_i, y_j⟩; None if the caller computes it from dx
     drow_bias: Tensor | None  # (n,)
 
 
 class RankTargets(NamedTuple):
     """The entry of each row and of each column whose rank is counted. Rows and columns are numbered over the whole batch."""
 
-    row_match: Tensor  # (N,) the similarity of each row's entry
+    row_match: Tensor  # (N,) the logit of each row's entry
     col_match: Tensor  # (M,)
     row_target: Tensor  # (N,) int64, the column of each row's entry
     col_target: Tensor  # (M,) int64, the row of each column's entry
@@ -260,20 +265,20 @@ class RankTargets(NamedTuple):
 
 
 def equal_ids(row_ids: Tensor, col_ids: Tensor) -> Tensor:  # (n,) and (m,), or (n, 2) and (m, 2) -> (n, m) bool
-    """Mask of the pairs with equal ids. Of ids in two columns, one column has to be equal."""
+    """Returns a mask of the pairs with equal ids. Ids in two columns are equal if they are equal in one of the columns."""
     if row_ids.dim() == 1:
         return row_ids[:, None] == col_ids
     return (row_ids[:, :1] == col_ids[:, 0]) | (row_ids[:, 1:] == col_ids[:, 1])
 
 
 def windows(whole: int | slice, size: int) -> Iterator[slice]:
-    """[0, whole), or the rows or columns of a slice, cut into windows of `size`; the last may be shorter."""
+    """Cuts the range [0, whole), or a slice, into windows of `size`. The last window may be shorter."""
     start, stop = (0, whole) if isinstance(whole, int) else (whole.start, whole.stop)
     return (slice(first, min(first + size, stop)) for first in range(start, stop, size))
 
 
 def part(values: Tensor, window: slice) -> Tensor:
-    """values[window], and `values` itself if that is all of it: a view takes the host several microseconds."""
+    """Returns values[window]. Returns `values` itself for the full window, because a view takes several µs of host time."""
     return values if window.start == 0 and window.stop == len(values) else values[window]
 
 
@@ -281,8 +286,8 @@ def part(values: Tensor, window: slice) -> Tensor:
 # Logits of the matching pairs (i, i), rounded as in the tiles.
 
 
-def matching_similarities(block: Block, products: Tensor) -> Tensor:  # (N,)
-    """s_ii, from the products ⟨x_i, y_i⟩."""
+def matching_logits(block: Block, products: Tensor) -> Tensor:  # (N,)
+    """Returns s_ii, given the dot products ⟨x_i, y_i⟩."""
     out = products * block.scale
     if block.row_bias is not None:
         out.add_(block.row_bias)
@@ -291,13 +296,13 @@ def matching_similarities(block: Block, products: Tensor) -> Tensor:  # (N,)
     return out
 
 
-def match_logits(block: Block, products: Tensor, *, by_kernels: bool) -> Tensor:  # (N,)
-    """s_ii in float64, from the products ⟨x_i, y_i⟩, rounded as a backend rounds the logits of its tiles.
+def matching_logits_in_float64(block: Block, products: Tensor, *, by_kernels: bool) -> Tensor:  # (N,)
+    """Returns s_ii in float64, given the dot products ⟨x_i, y_i⟩, rounded in the same way as the logits of an engine's tiles.
 
-    So equal products have equal logits, and their difference is 0 at every scale.
+    So equal dot products have equal logits, and their difference is 0 at every scale.
     """
-    if not by_kernels or block.second_model is not None:  # with a second model, kernels read tiles that are rounded like these
-        return matching_similarities(block, products).double()
+    if not by_kernels or block.second_model is not None:  # with a second model, kernels read tiles that PyTorch has rounded
+        return matching_logits(block, products).double()
     out = round_logits(products, block.scale, block.precision, by_kernels=True)
     for bias in (block.row_bias, block.col_bias):
         if bias is not None:
@@ -306,10 +311,11 @@ def match_logits(block: Block, products: Tensor, *, by_kernels: bool) -> Tensor:
 
 
 def round_logits(products: Tensor, scale: Tensor, precision: str, *, by_kernels: bool) -> Tensor:  # (K,), ()
-    """scale·products in float64, rounded as a backend rounds the logits of its tiles.
+    """Returns scale·products in float64, rounded in the same way as the logits of an engine's tiles.
 
-    PyTorch operations round to the type of sums. Kernels keep all digits of the logits, but round scale·log2 e to float32 for
-    products of half precision (`kernels.operands.kernel_options`). A logit beyond the range of the type is infinite.
+    PyTorch operations round logits to the accumulator dtype. Kernels do not round the logits, but for half-precision inputs
+    they round scale·log2 e to float32 (`kernels.operands.kernel_options`). A logit beyond the range of the accumulator dtype is
+    infinite.
     """
     factor = scale.to(products.dtype)
     rounded_logits = (products * factor).double()
@@ -322,8 +328,8 @@ def round_logits(products: Tensor, scale: Tensor, precision: str, *, by_kernels:
 
 
 def targets_on_the_diagonal(block: Block, products: Tensor) -> RankTargets:
-    """The matching pairs (i, i), from the products ⟨x_i, y_i⟩."""
-    match, index = matching_similarities(block, products), torch.arange(block.N, device=block.x.device)
+    """Returns the matching pairs (i, i) as targets, given the dot products ⟨x_i, y_i⟩."""
+    match, index = matching_logits(block, products), torch.arange(block.N, device=block.x.device)
     return RankTargets(match, match, index, index, index, index)
 
 
@@ -335,7 +341,7 @@ TRITON: Final = "triton"
 
 
 class Passes(Protocol):
-    """The passes over the tiles of a block. `eager` says what each of them means."""
+    """The passes over the tiles of a block. The docstrings in `tiles.eager` define each of them."""
 
     def logsumexp_statistics(self, block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]: ...  # noqa: D102
 
@@ -375,7 +381,7 @@ class Passes(Protocol):
 
 
 class RowWork(Protocol):
-    """What is done row by row, without a pass over tiles. `eager` defines each of them."""
+    """The O(N·D) work on rows, without a pass over tiles. The docstrings in `tiles.eager` define each function."""
 
     def matching_products(self, block: Block) -> Tensor: ...  # noqa: D102
 
@@ -393,16 +399,16 @@ class RowWork(Protocol):
 
 
 class Backend(Passes, RowWork, Protocol):
-    """A backend: passes over tiles and work on rows."""
+    """An engine: the passes over tiles, and the work on rows."""
 
 
 def sums_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
-    """In which type a backend keeps the sums of exponentials, for statistics of `dtype`."""
+    """Returns the dtype in which an engine stores the sums of exponentials, for statistics of `dtype`."""
     return torch.float64 if backend == TRITON else dtype
 
 
 def backend_for(name: str, block: Block) -> Backend:
-    """A backend by its name; a block without similarities needs no kernels."""
+    """Returns the engine with this name. An empty block always uses the PyTorch engine."""
     if name == EAGER or block.is_empty:
         from megabatch.tiles import eager
 

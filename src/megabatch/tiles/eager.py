@@ -17,10 +17,10 @@ from megabatch.tiles.block import (
     Needs,
     RankTargets,
     RowGradients,
-    add_product,
+    add_matmul,
     equal_ids,
-    multiply_into,
-    product_dtype,
+    matmul_dtype,
+    matmul_into,
     round_to_precision,
     round_to_tf32_,
     targets_on_the_diagonal,
@@ -42,13 +42,13 @@ __all__ = [
 ]
 
 # ----------------------------------------------------------------------------------------------------------------------
-# O(N·D) work on a block: products of the matching pairs (i, i), the last step of a gradient, and bounds on rounding errors.
+# O(N·D) work on a block: dot products of the matching pairs (i, i), the last step of a gradient, and bounds on rounding errors.
 #
-# In PyTorch operations; `kernels.operands` has the first two as kernels.
+# `kernels.operands` contains the first two as kernels.
 
 
 def matching_products(block: Block) -> Tensor:  # (N,)
-    """⟨x_i, y_i⟩, from the same rounded inputs as the tiles."""
+    """Returns the dot products ⟨x_i, y_i⟩ of the same rounded inputs as in the tiles."""
     out = block.zeros(block.N)
     for rows in windows(block.N, plan.rows_at_once(block.x.device, block.D)):
         x = round_to_precision(block.x[rows], block.precision).to(block.dtype)
@@ -67,7 +67,7 @@ def finish_rows(
     dmatch: Tensor | None,  # (n,)
     precision: str,
 ) -> Tensor | None:  # (n,)
-    """out = (sums + dmatch·partners)·factor. Returns ⟨sums_i + dmatch_i·partners_i, own_i⟩ if `own` is given."""
+    """Computes out = (sums + dmatch·partners)·factor. Returns ⟨sums_i + dmatch_i·partners_i, own_i⟩ if `own` is given."""
     row_products = None if own is None else sums.new_empty(len(sums))
     for rows in windows(len(sums), plan.rows_at_once(sums.device, sums.shape[1])):
         values = sums[rows]
@@ -82,13 +82,13 @@ def finish_rows(
 
 
 def rank_noise(block: Block) -> tuple[Tensor, Tensor]:  # (N,), (M,)
-    """Two vectors whose outer product bounds the rounding error of s: 4·√D roundings of scale·‖x_i‖·‖y_j‖."""
+    """Returns two vectors whose outer product bounds the rounding error of s, 4·√D roundings of scale·‖x_i‖·‖y_j‖."""
     row, col = (_norms(side, block.dtype) for side in (block.x, block.y))
     return row.mul_(4 * block.D**0.5 * torch.finfo(block.dtype).eps * block.scale.abs()), col
 
 
 def _norms(side: Tensor, dtype: torch.dtype) -> Tensor:  # (K,)
-    """Row norms. Rows are divided by their largest entry first, because the square of 10²⁰ is beyond float32."""
+    """Returns row norms. Rows are divided by their largest entry first, because the square of 10²⁰ overflows float32."""
     out = torch.empty(len(side), dtype=dtype, device=side.device)
     for rows in windows(len(side), plan.rows_at_once(side.device, side.shape[1])):
         values = side[rows].to(dtype)
@@ -100,9 +100,9 @@ def _norms(side: Tensor, dtype: torch.dtype) -> Tensor:  # (K,)
 # ----------------------------------------------------------------------------------------------------------------------
 # Tiles of logits that matmuls of PyTorch form in memory, and the matmuls of gradient tiles with x and y.
 #
-# The eager engine turns such tiles into sums or gradients with PyTorch operations. So do the kernels that need two matmuls of
-# each pair, because the tiles of both would not fit in registers (`kernels.two_models`). A tile is formed in a reused buffer
-# and modified in place; the next tile overwrites it.
+# The PyTorch engine turns such tiles into sums or gradients. The kernels that need two matmuls for each pair also use such
+# tiles, because the tiles of both matmuls would not fit in registers (`kernels.two_models`). A tile is formed in a reused
+# buffer and modified in place. The next tile overwrites it.
 
 
 class Tiles:
@@ -111,43 +111,43 @@ class Tiles:
     def __init__(self, block: Block, *, keep_products: bool = False, size: plan.TileSize | None = None) -> None:
         size = size or plan.eager_tile(block.x.device, block.dtype)
         if block.second_model is not None or block.ids_are_positives:
-            size = plan.TileSize(max(1, size.rows // 2), size.columns)  # the workspace has to hold one more tile
+            size = plan.TileSize(max(1, size.rows // 2), size.columns)  # the workspace contains one more tile
         size = size.fit_to(block.N, block.M)
         self.block = block
         self.rows = list(windows(block.N, size.rows))
         self.columns = list(windows(block.M, size.columns))
         self._elements = size.rows * size.columns
-        self.room = self.buffer()  # the buffer of the similarities
-        self.products = self.buffer() if keep_products else self.room
-        # Products alone, as of top-k, are similarities already. On a CPU the scale can be read without waiting.
+        self.logits_buffer = self.buffer()
+        self.products = self.buffer() if keep_products else self.logits_buffer
+        # With a scale of 1, as in top-k, dot products are logits. A scale on the CPU can be read without waiting for a device.
         self._unscaled = not keep_products and block.scale.is_cpu and block.scale.item() == 1.0
-        self._above: Callable[[int, int], Tensor] | None = None  # allocated on first use: kernels never use it
+        self._above: Callable[[int, int], Tensor] | None = None  # allocated on first use, because kernels never use it
         self._signs = self.buffer() if block.ids_are_positives else None
         self.second_model = None if block.second_model is None else _SecondModel(block.second_model, self)
 
     def buffer(self, dtype: torch.dtype | None = None) -> Callable[[int, int], Tensor]:
-        """A function (n, m) → uninitialised tensor (n, m), always in the same memory."""
-        room = torch.empty(self._elements, dtype=dtype or self.block.dtype, device=self.block.x.device)
-        return lambda n, m: room[: n * m].view(n, m)
+        """Returns a function (n, m) → uninitialized tensor (n, m). Its results share the same memory."""
+        memory = torch.empty(self._elements, dtype=dtype or self.block.dtype, device=self.block.x.device)
+        return lambda n, m: memory[: n * m].view(n, m)
 
     def x(self, rows: slice) -> Tensor:  # (n, D)
-        """Rows of x, rounded to the block's precision."""
+        """Returns rows of x, rounded to the block's precision."""
         return round_to_precision(self.block.x[rows], self.block.precision)
 
     def y(self, columns: slice) -> Tensor:  # (m, D)
-        """Rows of y, rounded to the block's precision."""
+        """Returns rows of y, rounded to the block's precision."""
         return round_to_precision(self.block.y[columns], self.block.precision)
 
     def form_products(self, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
-        """⟨x_i, y_j⟩ of rounded rows x and y. Overwrites the previous tile."""
+        """Returns the dot products ⟨x_i, y_j⟩ of rounded rows x and y. Overwrites the previous tile."""
         products = self.products(len(x), len(y))
-        multiply_into(products, x, y.T)
+        matmul_into(products, x, y.T)
         return products
 
-    def similarities(self, rows: slice, columns: slice, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
-        """The tile of similarities at (rows, columns); −inf for excluded pairs. Overwrites the previous tile."""
+    def logits(self, rows: slice, columns: slice, x: Tensor, y: Tensor) -> Tensor:  # (n, m)
+        """Returns the tile of logits at (rows, columns), with −inf for excluded pairs. Overwrites the previous tile."""
         block = self.block
-        products, s = self.form_products(x, y), self.room(len(x), len(y))
+        products, s = self.form_products(x, y), self.logits_buffer(len(x), len(y))
         above = self._above_limit(products, rows, columns)
         if not self._unscaled:
             torch.mul(products, block.scale, out=s)
@@ -166,7 +166,7 @@ class Tiles:
         return s if above is None else s.masked_fill_(above, -torch.inf)
 
     def signs(self, rows: slice, columns: slice) -> Tensor | None:  # (n, m)
-        """−1 for pairs of equal ids, 1 elsewhere; None unless the block's ids are positives."""
+        """Returns −1 for pairs of equal ids and 1 for other pairs. Returns None if the block's ids are not positives."""
         row_ids, col_ids = self.block.row_ids, self.block.col_ids
         if self._signs is None or row_ids is None or col_ids is None:
             return None
@@ -174,42 +174,42 @@ class Tiles:
         return self._signs(*same.shape).fill_(1.0).masked_fill_(same, -1.0)
 
     def teacher(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
-        """The second model's tile at (rows, columns), in the block's dtype."""
+        """Returns the second model's tile at (rows, columns), in the block's dtype."""
         assert self.second_model is not None
-        return self.second_model.similarities(rows, columns).to(self.block.dtype)
+        return self.second_model.logits(rows, columns).to(self.block.dtype)
 
     def _above_limit(self, products: Tensor, rows: slice, columns: slice) -> Tensor | None:  # (n, m) bool
-        """Mask of the pairs that the limit excludes."""
+        """Returns a mask of the pairs that the limit excludes."""
         limit = self.block.limit
         if limit is None:
             return None
         self._above = self._above or self.buffer(torch.bool)
-        compared = products if self.second_model is None else self.second_model.similarities(rows, columns)
+        compared = products if self.second_model is None else self.second_model.logits(rows, columns)
         return torch.gt(compared, limit[rows, None], out=self._above(*products.shape))
 
 
 class _SecondModel:
-    """The tiles of a block's second model, at the same rows and columns as the block's."""
+    """The tiles of a block's second model, at the same rows and columns as the tiles of the block."""
 
     def __init__(self, block: Block, tiles: Tiles) -> None:
         self.block = block
         self._buffer = tiles.buffer(block.dtype)
 
     def products(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
-        """The products at (rows, columns), in the second model's dtype. Overwrites the previous tile."""
+        """Returns the dot products at (rows, columns), in the second model's dtype. Overwrites the previous tile."""
         block = self.block
         x, y = round_to_precision(block.x[rows], block.precision), round_to_precision(block.y[columns], block.precision)
         out = self._buffer(len(x), len(y))
-        multiply_into(out, x, y.T)
+        matmul_into(out, x, y.T)
         return out
 
-    def similarities(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
-        """The products times the second model's scale."""
+    def logits(self, rows: slice, columns: slice) -> Tensor:  # (n, m)
+        """Returns the dot products times the second model's scale."""
         return self.products(rows, columns).mul_(self.block.scale)
 
 
 def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
-    """A view of the entries of `tile` on the block's main diagonal; empty if it does not cross the tile."""
+    """Returns a view of the entries of `tile` on the block's main diagonal. It is empty if the diagonal misses the tile."""
     offset = rows.start - columns.start
     if -tile.shape[0] < offset < tile.shape[1]:
         return tile.diagonal(offset)
@@ -217,12 +217,12 @@ def diagonal_of(tile: Tensor, rows: slice, columns: slice) -> Tensor:
 
 
 def gradient_tiles(block: Block) -> Tiles:
-    """The tiles that `tile_gradients` takes."""
+    """Returns the tiles for `tile_gradients`."""
     return Tiles(block, keep_products=rounds_gradients(block))
 
 
 def rounds_gradients(block: Block) -> bool:
-    """Whether gradient tiles are rounded to the precision of the inputs before the products with them."""
+    """Returns whether gradient tiles are rounded to the precision of the inputs before they are multiplied with the inputs."""
     return block.x.device.type == "cuda" and block.precision in (TF32, BFLOAT16, FLOAT16)
 
 
@@ -232,23 +232,23 @@ def tile_gradients(
     sums: ColumnGradients,
     needs: Needs,
 ) -> Iterator[RowGradients]:
-    """Turns each tile of similarities into a gradient tile and multiplies it with x and y."""
-    as_factor = product_factor(tiles)
+    """Turns each tile of logits into a gradient tile and multiplies it with x and y."""
+    round_gradient = gradient_rounding(tiles)
 
     def gradient_tile(
         rows: slice, columns: slice, x: Tensor, y: Tensor, dscale: Tensor | None, drow_bias: Tensor | None
     ) -> Tensor:
-        g = weigh(tiles.similarities(rows, columns, x, y), rows, columns)
+        g = weigh(tiles.logits(rows, columns, x, y), rows, columns)
         if drow_bias is not None:
             drow_bias += g.sum(1)
         if sums.dcol_bias is not None:
             sums.dcol_bias[columns] += g.sum(0)
         if dscale is not None:
             dscale += tiles.products(*g.shape).mul_(g).sum(1)
-        return as_factor(g)
+        return round_gradient(g)
 
-    # dscale is small against its terms, which nearly cancel. Σ_i ⟨x_i, dx_i⟩ is accurate as long as g is not rounded. Rounding
-    # errors of g would not cancel, so dscale is then Σ_ij g_ij·⟨x_i, y_j⟩ with unrounded g.
+    # dscale is much smaller than its terms, which nearly cancel. Σ_i ⟨x_i, dx_i⟩ is accurate if g is not rounded. If g is
+    # rounded, its rounding errors would not cancel, so dscale is computed as Σ_ij g_ij·⟨x_i, y_j⟩ with unrounded g.
     return multiply_tiles(tiles, gradient_tile, sums, needs, scale_from_dx=not rounds_gradients(tiles.block))
 
 
@@ -264,11 +264,12 @@ def multiply_tiles(
 
     Args:
         tiles: the tiles to loop over.
-        gradient_tile: (rows, columns, x, y, dscale, drow_bias) → tile of g in the type in which it is multiplied. It adds the
-            row sums of g·product to `dscale` and of g to `drow_bias` unless they are None, and column sums to dcol_bias.
-        sums: column gradients, added to.
+        gradient_tile: (rows, columns, x, y, dscale, drow_bias) → tile of g in the dtype of the matmuls. It adds the row sums of
+            g_ij·⟨x_i, y_j⟩ to `dscale`, the row sums of g to `drow_bias`, and the column sums of g to dcol_bias, unless they
+            are None.
+        sums: accumulators of the column gradients.
         needs: the gradients to compute.
-        scale_from_dx: compute dscale as Σ_i ⟨x_i, dx_i⟩; `gradient_tile` then gets None for it.
+        scale_from_dx: compute dscale as Σ_i ⟨x_i, dx_i⟩. `gradient_tile` then gets None instead of `dscale`.
     """
     block = tiles.block
     for rows in tiles.rows:
@@ -280,16 +281,16 @@ def multiply_tiles(
             y = tiles.y(columns)
             g = gradient_tile(rows, columns, x, y, dscale, drow_bias)
             if dx is not None:
-                add_product(dx, g, y)
+                add_matmul(dx, g, y)
             if sums.dy is not None:
-                add_product(sums.dy[columns], g.T, x)
+                add_matmul(sums.dy[columns], g.T, x)
         if needs.dscale and scale_from_dx and dx is not None:
             dscale = (dx * x).sum(1)
         yield RowGradients(rows, dx, dscale, drow_bias)
 
 
-def product_factor(tiles: Tiles) -> Callable[[Tensor], Tensor]:
-    """A function that prepares a gradient tile for its products: rounds it to the inputs' precision if that is needed."""
+def gradient_rounding(tiles: Tiles) -> Callable[[Tensor], Tensor]:
+    """Returns a function that rounds a gradient tile to the precision of the inputs, if the matmuls need that."""
     block = tiles.block
     if not rounds_gradients(block):
         return lambda g: g
@@ -300,27 +301,27 @@ def product_factor(tiles: Tiles) -> Callable[[Tensor], Tensor]:
 
 
 def half_buffer(tiles: Tiles) -> Callable[[int, int], Tensor]:
-    """A buffer for a gradient tile in the inputs' dtype."""
-    return tiles.buffer(product_dtype(tiles.block.precision, tiles.block.x.device.type))
+    """Returns a buffer for a gradient tile in the dtype of the matmuls."""
+    return tiles.buffer(matmul_dtype(tiles.block.precision, tiles.block.x.device.type))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The passes in PyTorch operations: every device, every dtype, no kernels of our own.
+# The passes in PyTorch operations, for every device and dtype.
 #
-# Nothing here reads a value back to the host, so on CUDA a pass can be captured in a graph. The passes, over the same tiles:
+# No pass reads a value back to the host, so a CUDA graph can capture it. The passes over the same tiles are:
 #
-# - `logsumexp_statistics`  row sums of exp(s), and column sums from the same pass if they are wanted
+# - `logsumexp_statistics`  row sums of exp(s), and column sums from the same pass if requested
 # - `softplus_sums`         row sums of softplus(s)
 # - `soft_statistics`       cross-entropies of rows and columns under the softmax of a second model
-# - `*_gradients`           strips of dx as they are finished; dy is accumulated
+# - `*_gradients`           yield finished strips of dx, and accumulate dy
 # - `rank_counts`           how many entries of a row or column come before the matching one
 # - `topk`                  the k largest entries of each row
 
 
 def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum, LogSum]:
-    """Row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles.
+    """Returns row sums (N,) and column sums (M,) of exp(s), from one pass over the tiles.
 
-    Without `columns` the column sums are empty, (0,), and half of the exponentials are saved.
+    Without `columns`, the column sums are empty, (0,), and only half of the exponentials are computed.
     """
     tiles = Tiles(block)
     spare = tiles.buffer() if columns else None
@@ -329,7 +330,7 @@ def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum,
     for rows in tiles.rows:
         x = tiles.x(rows)
         for window in tiles.columns:
-            s = tiles.similarities(rows, window, x, tiles.y(window))
+            s = tiles.logits(rows, window, x, tiles.y(window))
             row.part(rows).add_exponentials_(s, dim=1, out=s if spare is None else spare(*s.shape))
             if columns:
                 col.part(window).add_exponentials_(s, dim=0, out=s)
@@ -337,14 +338,14 @@ def logsumexp_statistics(block: Block, *, columns: bool = True) -> tuple[LogSum,
 
 
 def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:
-    """Sums for the cross-entropies of rows (N,) and columns (M,) under the second model's softmax, from one pass."""
+    """Returns sums for the cross-entropies of rows (N,) and columns (M,) under the second model's softmax, from one pass."""
     tiles = Tiles(block)
     buffers = tiles.buffer(), tiles.buffer()
     row, col = (SoftSum.empty(size, dtype=block.dtype, device=block.x.device) for size in (block.N, block.M))
     for rows in tiles.rows:
         x = tiles.x(rows)
         for columns in tiles.columns:
-            s = tiles.similarities(rows, columns, x, tiles.y(columns))
+            s = tiles.logits(rows, columns, x, tiles.y(columns))
             t = tiles.teacher(rows, columns)
             spare, other = (buffer(*s.shape) for buffer in buffers)
             row.part(rows).add_tile_(s, t, 1, spare, other)
@@ -353,27 +354,27 @@ def soft_statistics(block: Block) -> tuple[SoftSum, SoftSum]:
 
 
 def softplus_sums(block: Block) -> Tensor:  # (N,)
-    """Row sums of softplus(s) = log(1 + exp(s))."""
+    """Returns row sums of softplus(s) = log(1 + exp(s))."""
     tiles = Tiles(block)
     total = block.zeros(block.N)
     for rows in tiles.rows:
         x = tiles.x(rows)
         for columns in tiles.columns:
-            s = tiles.similarities(rows, columns, x, tiles.y(columns))
+            s = tiles.logits(rows, columns, x, tiles.y(columns))
             total[rows] += _softplus(s, out=s).sum(1)
     return total
 
 
 def logsumexp_gradients(
     block: Block,
-    row: LogSum,  # (N,) the whole sums, of which the block may be a part
-    col: LogSum | None,  # (M,) None where dcol is
+    row: LogSum,  # (N,) sums over all columns, which may be more than the columns of the block
+    col: LogSum | None,  # (M,) sums over all rows; None if dcol is None
     drow: Tensor | None,  # (N,)
     dcol: Tensor | None,  # (M,)
     sums: ColumnGradients,
     needs: Needs,
 ) -> Iterator[RowGradients]:
-    """Gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
+    """Yields gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩: g_ij = drow_i·exp(s_ij)/row_i + dcol_j·exp(s_ij)/col_j."""
     tiles = gradient_tiles(block)
     by_row = None if drow is None else row.softmax_factors(drow)
     by_column = None if dcol is None or col is None else col.softmax_factors(dcol)
@@ -395,14 +396,16 @@ def logsumexp_gradients(
 
 def soft_gradients(
     block: Block,
-    row: SoftSum,  # (N,) the whole sums, of which the block may be a part
-    col: SoftSum,  # (M,)
+    row: SoftSum,  # (N,) sums over all columns, which may be more than the columns of the block
+    col: SoftSum,  # (M,) sums over all rows
     drow: Tensor,  # (N,)
     dcol: Tensor,  # (M,)
     sums: ColumnGradients,
     needs: Needs,
 ) -> Iterator[RowGradients]:
-    """Gradients of the cross-entropies: g_ij = drow_i·(softmax(s) − softmax(t))_ij + dcol_j·(the same over columns)_ij."""
+    """Yields gradients of the cross-entropies: g_ij = drow_i·(softmax(s) − softmax(t))_ij, plus dcol_j·(softmax(s) −
+    softmax(t))_ij with the softmax over columns.
+    """
     tiles = gradient_tiles(block)
     buffers = tiles.buffer(), tiles.buffer()
     parts = [
@@ -429,9 +432,9 @@ def softplus_gradients(
     *,
     total: Tensor | None = None,  # (N,)
 ) -> Iterator[RowGradients]:
-    """Gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij). Adds the row sums to `total` if given.
+    """Yields gradients of ⟨dtotal, row sums of softplus(s)⟩: g_ij = dtotal_i·sigmoid(s_ij).
 
-    Where equal ids are positives, s_ij is −s_ij and so is g_ij.
+    Adds the row sums to `total` if it is given. If equal ids are positives, g_ij of these pairs is −dtotal_i·sigmoid(−s_ij).
     """
     tiles = gradient_tiles(block)
     spare = tiles.buffer() if total is not None else None
@@ -447,10 +450,11 @@ def softplus_gradients(
 
 
 def rank_counts(block: Block, targets: RankTargets | None = None) -> tuple[Tensor, Tensor]:  # (N,), (M,) int64
-    """How many entries of row i, and of column i, come before s_ii, or before the entries in `targets`.
+    """Counts how many entries of row i, and of column i, come before s_ii, or before the entries in `targets`.
 
-    Larger comes first. Entries that rounding cannot tell from the target count as equal to it, and of equal ones the smaller
-    index comes first: the same product, formed in two places, need not have the same last bit. What NaN touches ranks last.
+    Larger entries come first. Entries that differ from the target by at most the rounding error count as equal to it, because
+    the same dot product, computed in two places, may differ in the last bit. Among equal entries, the smaller index comes
+    first. An entry that is NaN comes before every target, and a target that is NaN comes after all other entries.
     """
     tiles = Tiles(block)
     if targets is None:
@@ -461,7 +465,7 @@ def rank_counts(block: Block, targets: RankTargets | None = None) -> tuple[Tenso
     for rows in tiles.rows:
         x = tiles.x(rows)
         for columns in tiles.columns:
-            s = tiles.similarities(rows, columns, x, tiles.y(columns))
+            s = tiles.logits(rows, columns, x, tiles.y(columns))
             near = row_noise[rows, None] * col_noise[columns]
             for rank, match, target, index, dim in (
                 (row_rank[rows], targets.row_match[rows, None], targets.row_target[rows, None], targets.col_index[columns], 1),
@@ -473,16 +477,16 @@ def rank_counts(block: Block, targets: RankTargets | None = None) -> tuple[Tenso
 
 
 def topk(block: Block, k: int) -> Best:  # (N, k)
-    """The k largest similarities of each row and their columns; of equal ones the smaller column comes first."""
+    """Returns the k largest logits of each row and their columns. Among equal logits, the smaller column comes first."""
     tiles = Tiles(block, size=plan.topk_tile(block.x.device, block.dtype, k))
-    found = Best.none(block.N, k, block.zeros(0))
+    best = Best.none(block.N, k, block.zeros(0))
     for rows in tiles.rows:
-        x, kept = tiles.x(rows), Best(*(part[rows] for part in found))
+        x, best_of_rows = tiles.x(rows), Best(*(part[rows] for part in best))
         for columns in tiles.columns:
-            s = tiles.similarities(rows, columns, x, tiles.y(columns))
-            kept = best_columns(s, columns.start, k, kept)
-        found.values[rows], found.indices[rows] = kept
-    return found
+            s = tiles.logits(rows, columns, x, tiles.y(columns))
+            best_of_rows = best_columns(s, columns.start, k, best_of_rows)
+        best.values[rows], best.indices[rows] = best_of_rows
+    return best
 
 
 def _softplus(s: Tensor, out: Tensor) -> Tensor:

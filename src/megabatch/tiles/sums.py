@@ -9,9 +9,10 @@ from torch import Tensor
 # ----------------------------------------------------------------------------------------------------------------------
 # Σ exp(s) without overflow, as the pair exp(shift) · total.
 #
-# A pair is more accurate than one logarithm. Adding to `total` costs one rounding of the sum; adding to a logarithm near
-# 100 would cost a rounding of 100 each time. And softmax weights exp(s − shift) / total add up to 1, while exp(s − log)
-# would carry the rounding error of the logarithm into all of them, in the same direction.
+# A pair is more accurate than one logarithm, for two reasons. Adding to `total` causes a rounding error relative to the sum,
+# while adding to a logarithm near 100 would cause a rounding error relative to 100 each time. Softmax weights
+# exp(s − shift) / total add up to 1, while the rounding error of the logarithm would change all weights exp(s − log) in the
+# same direction.
 
 
 LOG_SUM_PLANES = 2  # tensors of a packed `LogSum`
@@ -21,34 +22,35 @@ SOFT_SUM_PLANES = 2 * LOG_SUM_PLANES + 1  # tensors of a packed `SoftSum`
 class LogSum(NamedTuple):
     """Partial sums exp(shift) · total. An empty sum has shift = −inf and total = 0."""
 
-    shift: Tensor  # (K,) the largest exponent so far
+    shift: Tensor  # (K,) the largest exponent of the terms that have been added
     total: Tensor  # (K,)
 
     @classmethod
     def empty(cls, size: int, *, dtype: torch.dtype, device: torch.device) -> "LogSum":
-        """`size` empty sums."""
+        """Returns `size` empty sums."""
         shift = torch.full((size,), -torch.inf, dtype=dtype, device=device)
         return cls(shift, torch.zeros_like(shift))
 
     def value(self) -> Tensor:
-        """The logarithms of the sums, float64; −inf for empty sums.
+        """Returns the logarithms of the sums in float64, and −inf for empty sums.
 
-        A loss subtracts a logit of the same size. At 10⁸ the steps of float32 are 8, and the difference would have no digit.
+        A loss subtracts a logit of the same size. At 10⁸, neighboring float32 numbers differ by 8, so a difference in float32
+        would have no correct digit.
         """
         return finite_or_zero(self.shift).double() + self.total.double().log()
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "LogSum":
-        """From the (2, K) tensor that operators pass on."""
+        """Returns the sums in a (2, K) tensor, which is the format of operators."""
         shift, total = packed
         return cls(shift, total)
 
     def pack(self) -> Tensor:  # (2, K)
-        """Shift and total in one tensor."""
+        """Returns shift and total in one tensor."""
         return torch.stack((self.shift, self.total))
 
     def part(self, window: slice) -> "LogSum":
-        """A view of the entries in `window`."""
+        """Returns a view of the entries in `window`."""
         return LogSum(self.shift[window], self.total[window])
 
     def add_(self, other: "LogSum") -> None:
@@ -58,12 +60,12 @@ class LogSum(NamedTuple):
 
     @staticmethod
     def merge(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """`add_` for sums that come as (shift, total) from another rank."""
+        """Adds sums that another rank has sent as (shift, total)."""
         LogSum(*sums).add_(LogSum(*others))
 
     @classmethod
     def of_exponentials(cls, s: Tensor, dim: int) -> "LogSum":
-        """Σ exp(s) along `dim` of a tile, which is overwritten."""
+        """Returns Σ exp(s) along `dim` of a tile. Overwrites the tile."""
         shift = s.amax(dim)
         return cls(shift, s.sub_(finite_or_zero(shift).unsqueeze(dim)).exp_().sum(dim))
 
@@ -77,15 +79,15 @@ class LogSum(NamedTuple):
         self.total.add_(out.sum(dim))
 
     def per_unit(self, weight: Tensor) -> Tensor:
-        """weight / total, and 0 for empty sums: weight · softmax(s) = per_unit · exp(s − shift)."""
+        """Returns weight / total, and 0 for empty sums, so that weight · softmax(s) = per_unit · exp(s − shift)."""
         return torch.where(self.total == 0, 0.0, weight / self.total)
 
     def softmax_factors(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (K,) each
-        """(shift, total, weight / total), the factors of `weighted_softmax`."""
+        """Returns (shift, total, weight / total), the factors of `weighted_softmax`."""
         return finite_or_zero(self.shift), self.total.contiguous(), self.per_unit(weight)
 
     def _rebase_(self, peak: Tensor) -> Tensor:
-        """Raises the shift to at least `peak`. Returns the finite shift to subtract from the exponents that are added next."""
+        """Raises the shift to at least `peak`. Returns the finite shift that the caller subtracts from further exponents."""
         peak = torch.maximum(self.shift, peak)
         base = finite_or_zero(peak)
         self.total.mul_((self.shift - base).exp_())
@@ -94,25 +96,25 @@ class LogSum(NamedTuple):
 
 
 def weighted_softmax(s: Tensor, shift: Tensor, total: Tensor, per_unit: Tensor, *, out: Tensor) -> Tensor:
-    """weight · softmax(s), with the factors of `LogSum.softmax_factors`. `out` may be `s` itself.
+    """Returns weight · softmax(s), with the factors of `LogSum.softmax_factors`. `out` may be `s` itself.
 
-    Each term is capped by its sum, so a softmax is at most 1. Backward computes s again and may round it differently than
-    forward: without the cap a softmax would exceed 1 by a factor of e for every nat between the two roundings.
+    Each term is capped by its sum, so a softmax is at most 1. The backward pass computes s again and may round it differently.
+    Without the cap, a softmax would exceed 1 by a factor of e for every nat between the two rounded values.
     """
     torch.sub(s, shift, out=out).exp_()
     return torch.minimum(out, total, out=out).mul_(per_unit)
 
 
 def finite_or_zero(shift: Tensor) -> Tensor:
-    """0 in place of ±inf, so that exp(s − shift) of an empty sum is 0 and not NaN. NaN stays NaN."""
+    """Replaces ±inf by 0, so that exp(s − shift) of an empty sum is 0 and not NaN. NaN stays NaN."""
     return torch.nan_to_num(shift, torch.nan, posinf=0.0, neginf=0.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The cross-entropy of a student's softmax under a teacher's, −Σ_j softmax(t)_j · log softmax(s)_j of each row, in one pass.
 #
-# Three sums are kept: Σ exp(s), Σ exp(t), and the gap Σ_j exp(t_j)·(max s − s_j). The cross-entropy is log Σ exp(s − max s)
-# + gap / Σ exp(t). All terms are positive, so nothing cancels, however large s is.
+# The pass computes three sums: Σ exp(s), Σ exp(t), and the gap Σ_j exp(t_j)·(max s − s_j). The cross-entropy is
+# log Σ exp(s − max s) + gap / Σ exp(t). All terms are positive, so no terms cancel, even if s is large.
 
 
 class SoftSum(NamedTuple):
@@ -124,22 +126,22 @@ class SoftSum(NamedTuple):
 
     @classmethod
     def empty(cls, size: int, *, dtype: torch.dtype, device: torch.device) -> "SoftSum":
-        """`size` empty sums."""
+        """Returns `size` empty sums."""
         student, teacher = (LogSum.empty(size, dtype=dtype, device=device) for _ in range(2))
         return cls(student, teacher, torch.zeros_like(teacher.total))
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "SoftSum":
-        """From the (K, 5) tensor that the ring sends and operators pass on."""
+        """Returns the sums in a (K, 5) tensor, which is the format of messages and operators."""
         student_shift, student, teacher_shift, teacher, gap = packed.unbind(1)
         return cls(LogSum(student_shift, student), LogSum(teacher_shift, teacher), gap)
 
     def pack(self) -> Tensor:  # (K, 5)
-        """All sums in one tensor."""
+        """Returns all sums in one tensor."""
         return torch.stack((*self.student, *self.teacher, self.gap), 1)
 
     def part(self, window: slice) -> "SoftSum":
-        """A view of the entries in `window`."""
+        """Returns a view of the entries in `window`."""
         return SoftSum(self.student.part(window), self.teacher.part(window), self.gap[window])
 
     def value(self) -> Tensor:
@@ -161,11 +163,11 @@ class SoftSum(NamedTuple):
 
     @staticmethod
     def merge(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """`add_` for sums that come packed, (K, 5), from another rank."""
+        """Adds sums that another rank has sent in one (K, 5) tensor."""
         SoftSum.unpack(sums[0]).add_(SoftSum.unpack(others[0]))
 
     def add_tile_(self, s: Tensor, t: Tensor, dim: int, spare: Tensor, other: Tensor) -> None:
-        """Adds a tile along `dim`. s and t stay unchanged; `spare` and `other`, of their shape, are overwritten."""
+        """Adds a tile along `dim`. s and t stay unchanged. `spare` and `other` have their shape and are overwritten."""
         self._raise_(torch.maximum(self.student.shift, s.amax(dim)))
         self._scale_to_(torch.maximum(self.teacher.shift, t.amax(dim)))
         self.teacher.add_exponentials_(t, dim=dim, out=other)
@@ -174,7 +176,7 @@ class SoftSum(NamedTuple):
         self.student.add_exponentials_(s, dim=dim, out=spare)
 
     def _raise_(self, shift: Tensor) -> None:
-        """Raises the student's shift to `shift`, which changes the gap too."""
+        """Raises the student's shift to `shift`, which also changes the gap."""
         self.gap.add_(self.teacher.total * _rise(self.student.shift, shift))
         self.student.total.mul_((self.student.shift - finite_or_zero(shift)).exp_())
         self.student.shift.copy_(shift)
@@ -188,91 +190,91 @@ class SoftSum(NamedTuple):
 
 
 def _rise(low: Tensor, high: Tensor) -> Tensor:
-    """high − low, and 0 for an empty sum, whose shift is −inf."""
+    """Returns high − low, and 0 for an empty sum, which has a shift of −inf."""
     return torch.where(low == -torch.inf, 0.0, high - low)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The k best candidates of each row: larger values first, and among equal values the smaller index first.
 #
-# The order of two candidates depends on nothing else, so parts can be merged in any order. A value of −inf or NaN is not a
-# candidate, and its index becomes −1.
+# The order of two candidates depends only on their values and indices, so parts can be merged in any order. A value of −inf or
+# NaN is not a candidate, and its index becomes −1.
 
-MOST_OF_THE_BEST = 1024  # k at most
-LARGEST_INDEX = 2**32 - 1  # an index takes half of a key
+MAX_K = 1024
+LARGEST_INDEX = 2**32 - 1  # an index takes half of a 64-bit key
 
 
 class Best(NamedTuple):
-    """The best candidates of each row, sorted; −inf and −1 where a row has fewer."""
+    """The best candidates of each row, sorted. A row with fewer than k candidates ends with values −inf and indices −1."""
 
     values: Tensor  # (n, k)
     indices: Tensor  # (n, k) int64
 
     @classmethod
     def none(cls, rows: int, k: int, like: Tensor) -> "Best":
-        """k places without a candidate, for values of the dtype of `like`."""
+        """Returns `rows` rows without candidates, with values in the dtype of `like`."""
         values = like.new_full((rows, k), -torch.inf)
         return cls(values, torch.full_like(values, -1, dtype=torch.int64))
 
     def merge(self, other: "Best") -> "Best":
-        """The k best of both, k being as many as this one has."""
+        """Returns the k best candidates of both, where k is the number of columns of `self`."""
         pairs = zip(self, other, strict=True)
         values, indices = (torch.cat(parts, 1) for parts in pairs)
         return best(values, indices, self.values.shape[1])
 
 
 def best(values: Tensor, indices: Tensor, k: int) -> Best:  # (n, m), (n, m) or (m,) → (n, k)
-    """The k best candidates of each row; all of them, in order, if there are no more than k."""
-    indices, few = indices.expand(values.shape), max(0, k - values.shape[1])
+    """Returns the k best candidates of each row, sorted. If there are fewer than k candidates, it returns all of them."""
+    indices, shortage = indices.expand(values.shape), max(0, k - values.shape[1])
     if values.dtype == torch.float64:
-        found = _sort(values.nan_to_num(-torch.inf, torch.inf, -torch.inf), indices, k)
+        largest = _sort(values.nan_to_num(-torch.inf, torch.inf, -torch.inf), indices, k)
     else:
         keys = _keys(values, indices)
-        found = _from_keys(keys.topk(min(k, keys.shape[1]), dim=1).values)
-    indices = found.indices.masked_fill(found.values == -torch.inf, -1)
-    if not few:
-        return Best(found.values, indices)
-    missing = Best.none(len(values), few, values)
-    return Best(torch.cat((found.values, missing.values), 1), torch.cat((indices, missing.indices), 1))
+        largest = _from_keys(keys.topk(min(k, keys.shape[1]), dim=1).values)
+    indices = largest.indices.masked_fill(largest.values == -torch.inf, -1)
+    if not shortage:
+        return Best(largest.values, indices)
+    missing = Best.none(len(values), shortage, values)
+    return Best(torch.cat((largest.values, missing.values), 1), torch.cat((indices, missing.indices), 1))
 
 
 def best_columns(values: Tensor, first: int, k: int, before: Best | None = None) -> Best:  # (n, m) → (n, k)
-    """The k best of neighbouring columns and of `before`; may replace NaN in `values` by −inf.
+    """Returns the k best of consecutive columns and of `before`. May replace NaN in `values` by −inf.
 
-    The k groups of columns with the largest maxima hold the k best columns: a column in another group comes after all k
-    maxima, because groups are runs of columns. So only √(m·k) candidates or so are ordered by index as well as by value, and
-    fewer if many groups have no column above the k-th of `before`.
+    The k groups of columns with the largest maxima contain the k best columns, because a column in another group comes after
+    all k maxima. Groups consist of consecutive columns, so this is also true for ties. So only about √(m·k) candidates are
+    sorted by value and index, and fewer if many groups have no column above the k-th value of `before`.
 
     Args:
         values: the columns.
         first: the index of the first column.
-        k: at most this many are found.
+        k: the maximum number of results for each row.
         before: the k best of columns with smaller indices.
     """
     m = values.shape[1]
     size, columns = _group_size(m, k), torch.arange(m, device=values.device)
     if size < 2:
-        found = best(values, first + columns, k)
-        return found if before is None else before.merge(found)
+        here = best(values, first + columns, k)
+        return here if before is None else before.merge(here)
     maxima = _maxima(values, size)
-    wanted = k
-    if before is not None and values.is_cpu:  # on another device the host would have to wait for the number
+    groups = k
+    if before is not None and values.is_cpu:  # on other devices the host would have to wait for the number
         is_better = maxima > before.values[:, -1:]
-        wanted = min(k, int(is_better.sum(1).amax()))
-        if wanted == 0:
+        groups = min(k, int(is_better.sum(1).amax()))
+        if groups == 0:
             return before
         maxima.masked_fill_(~is_better, -torch.inf)
-    chosen = best(maxima, torch.arange(maxima.shape[1], device=values.device), wanted).indices
-    among = chosen[:, :, None] * size + columns[:size]  # negative if there is no such group
-    among = among.where((among >= 0) & (among < m), -1).flatten(1)
-    candidates, indices = values.gather(1, among.clamp_min(0)).masked_fill_(among < 0, -torch.inf), first + among
+    chosen = best(maxima, torch.arange(maxima.shape[1], device=values.device), groups).indices
+    offsets = chosen[:, :, None] * size + columns[:size]  # negative if a row has fewer groups
+    offsets = offsets.where((offsets >= 0) & (offsets < m), -1).flatten(1)
+    candidates, indices = values.gather(1, offsets.clamp_min(0)).masked_fill_(offsets < 0, -torch.inf), first + offsets
     if before is not None:
         candidates, indices = torch.cat((before.values, candidates), 1), torch.cat((before.indices, indices), 1)
     return best(candidates, indices, k)
 
 
 def _maxima(values: Tensor, size: int) -> Tensor:  # (n, m) → (n, groups)
-    """The maxima of groups of columns, the last of which may be smaller; NaN in `values` is replaced by −inf first."""
+    """Replaces NaN in `values` by −inf and returns the maxima of groups of columns. The last group may be smaller."""
     if not values.is_cpu:
         values.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
     n, m = values.shape
@@ -280,16 +282,16 @@ def _maxima(values: Tensor, size: int) -> Tensor:  # (n, m) → (n, groups)
     maxima = values[:, :whole].view(n, -1, size).amax(2)
     if whole < m:
         maxima = torch.cat((maxima, values[:, whole:].amax(1, keepdim=True)), 1)
-    if values.is_cpu and maxima.isnan().any():  # a maximum shows it, in fewer passes over the values
+    if values.is_cpu and maxima.isnan().any():  # a NaN shows in the maxima, which takes fewer passes over the values
         return _maxima(values.nan_to_num_(-torch.inf, torch.inf, -torch.inf), size)
     return maxima
 
 
 def _group_size(m: int, k: int) -> int:
-    """Columns of a group: about √(m / k), and a power of two.
+    """Returns the number of columns in a group, a power of two near √(m / k).
 
-    From 32 on, PyTorch takes the maxima of groups with vector instructions: 128 × 8,192 values on one core, ms for groups of
-    16 / 22 / 32 / 64: 1.15 / 1.31 / 0.18 / 0.09.
+    For groups of at least 32, PyTorch computes maxima with vector instructions. 128 × 8,192 values on one core take 1.15 / 1.31
+    / 0.18 / 0.09 ms with groups of 16 / 22 / 32 / 64.
     """
     size = 1 << max(0, int((m / k) ** 0.5).bit_length() - 1)
     return 32 if size == 16 else size
@@ -302,8 +304,8 @@ def _sort(values: Tensor, indices: Tensor, k: int) -> Best:
 
 
 def _keys(values: Tensor, indices: Tensor) -> Tensor:  # int64
-    """One integer for each candidate that orders as (value, −index): float32 bits above, the index below."""
-    values = (values + 0.0).nan_to_num(-torch.inf, torch.inf, -torch.inf)  # −0 equals 0, but has other bits
+    """Returns one integer for each candidate that sorts as (value, −index). The float32 bits are above the index."""
+    values = (values + 0.0).nan_to_num(-torch.inf, torch.inf, -torch.inf)  # + 0.0 turns −0, which has different bits, into 0
     bits = values.view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << 32) | (LARGEST_INDEX - (indices & LARGEST_INDEX))

@@ -23,7 +23,7 @@ from megabatch.cached.replay import checksum
 from megabatch.cached.streaming import map_rows
 from megabatch.cached.tower import call
 from megabatch.tiles.block import accumulator_dtype, windows
-from megabatch.tiles.sums import MOST_OF_THE_BEST, Best
+from megabatch.tiles.sums import MAX_K, Best
 from megabatch_train.data.dataset import Dataset, ReadingProgress, UnreadableSampleError, blank
 from megabatch_train.towers import Pair
 from megabatch_train.towers.tower import Tower
@@ -44,10 +44,10 @@ def embed(
     workers: int | Executor = 0,
 ) -> Tensor:  # (n, D)
     """Embeddings of one side of samples. Unreadable samples get the embedding of a blank; `dataset.usable` masks them."""
-    found = list(embed_chunks(tower, dataset, side, indices, chunk_size=chunk_size, workers=workers))
-    if not found:
+    chunks = list(embed_chunks(tower, dataset, side, indices, chunk_size=chunk_size, workers=workers))
+    if not chunks:
         raise ValueError("indices must name at least one sample, got none")
-    return torch.cat(found)
+    return torch.cat(chunks)
 
 
 @torch.no_grad()
@@ -69,8 +69,8 @@ def embed_chunks(
     progress = ReadingProgress(f"{tower.kind}s embedded", len(chosen))
     for (_, done), inputs in zip(spans, source.chunks(spans, device_of(tower.module)), strict=True):
         with use_evaluation_mode(tower.module):
-            found = call(tower.module, inputs)
-        yield found  # outside of `use_evaluation_mode`: the caller may train between chunks
+            embeddings = call(tower.module, inputs)
+        yield embeddings  # outside of `use_evaluation_mode`: the caller may train between chunks
         progress.tell(done)
 
 
@@ -91,8 +91,8 @@ def encode(tower: Tower, samples: Sequence[Any]) -> Tensor:  # (n, D)
     inputs = tower.collate([tower.prepare(sample, None) for sample in samples])
     device = device_of(tower.module)
     with use_evaluation_mode(tower.module):
-        found: Tensor = call(tower.module, map_rows(lambda tensor: tensor.to(device), inputs))
-        return found
+        embeddings: Tensor = call(tower.module, map_rows(lambda tensor: tensor.to(device), inputs))
+        return embeddings
 
 
 def truncate(towers: Sequence[Tower], dim: int) -> int:
@@ -235,12 +235,12 @@ class Choice:
                 raise ValueError(f"{name} must be a number, got nan")
         if self.sampling not in ("top", "random"):
             raise ValueError(f'sampling must be "top" or "random", got {self.sampling!r}')
-        if self.candidates > MOST_OF_THE_BEST:
+        if self.candidates > MAX_K:
             by_default = (
                 "range_min + negatives" if self.sampling == "top" else "range_min + 4·negatives, if sampling is random,"
             )
             what = by_default if self.range_max is None else "range_max"
-            raise ValueError(f"{what} must be at most {MOST_OF_THE_BEST}, got {self.candidates}")
+            raise ValueError(f"{what} must be at most {MAX_K}, got {self.candidates}")
 
     @property
     def candidates(self) -> int:
@@ -273,12 +273,12 @@ class _Known:
         """The largest number of documents that a query of these rows has beside the row's own."""
         return int(self._counts[self._queries[rows]].max()) - 1
 
-    def remove(self, found: Tensor, rows: slice) -> Tensor:  # (n, k) int64
-        """The documents found for these rows without those of the query; −1 at the end in their place."""
-        keys = self._queries[rows, None].to(found.device) * self._documents + found
-        gone = torch.isin(keys, self._pairs.to(found.device)) | (found < 0)
+    def remove(self, candidates: Tensor, rows: slice) -> Tensor:  # (n, k) int64
+        """The documents candidates for these rows without those of the query; −1 at the end in their place."""
+        keys = self._queries[rows, None].to(candidates.device) * self._documents + candidates
+        gone = torch.isin(keys, self._pairs.to(candidates.device)) | (candidates < 0)
         order = gone.int().argsort(dim=1, stable=True)
-        return found.masked_fill(gone, -1).gather(1, order)
+        return candidates.masked_fill(gone, -1).gather(1, order)
 
 
 @torch.no_grad()
@@ -308,39 +308,39 @@ def hard_negatives(
         first: query to begin with.
         device: to compute on (default: where the queries are).
     """
-    place = query.device if device is None else device
-    dtype = torch.float16 if place.type == "cuda" else query.dtype
-    document = document.to(place, dtype)
+    target = query.device if device is None else device
+    dtype = torch.float16 if target.type == "cuda" else query.dtype
+    document = document.to(target, dtype)
     own, others = (positive, torch.arange(len(document))) if ids is None else ids
-    others = others.to(place)
+    others = others.to(target)
     wide = accumulator_dtype(dtype)
-    known = None if queries is None else _Known(queries, positive, len(document))
-    lowest = None if choice.min_score is None else torch.tensor(choice.min_score, dtype=wide, device=place)
+    matches_of_queries = None if queries is None else _Known(queries, positive, len(document))
+    lowest = None if choice.min_score is None else torch.tensor(choice.min_score, dtype=wide, device=target)
     for rows in windows(slice(first, len(query)), QUERIES_AT_ONCE):
-        x = query[rows].to(place, dtype)
-        match = (x.to(wide) * document[positive[rows].to(place)].to(wide)).sum(1)
-        more = 0 if known is None else known.most_others(rows)
-        found = pairwise.pairwise_topk(
+        x = query[rows].to(target, dtype)
+        match = (x.to(wide) * document[positive[rows].to(target)].to(wide)).sum(1)
+        more = 0 if matches_of_queries is None else matches_of_queries.most_others(rows)
+        candidates = pairwise.pairwise_topk(
             x,
             document,
-            min(choice.candidates + more, MOST_OF_THE_BEST),
-            exclude=(own[rows].to(place), others),
+            min(choice.candidates + more, MAX_K),
+            exclude=(own[rows].to(target), others),
             above=None if lowest is None else lowest.nextafter(lowest - 1),
             below=choice.limit(match),
         ).indices
-        if known is not None:
-            found = known.remove(found, rows)[:, : choice.candidates]
-        found = found[:, choice.range_min :]
-        yield (found[:, : choice.negatives] if choice.sampling == "top" else _draw(found, choice.negatives, rows)).cpu()
+        if matches_of_queries is not None:
+            candidates = matches_of_queries.remove(candidates, rows)[:, : choice.candidates]
+        candidates = candidates[:, choice.range_min :]
+        yield (candidates[:, : choice.negatives] if choice.sampling == "top" else _draw(candidates, choice.negatives, rows)).cpu()
 
 
-def _draw(found: Tensor, count: int, rows: slice) -> Tensor:  # (n, k) → (n, count)
-    """A random choice of the documents found, in their order. A row always draws the same, wherever a search begins."""
+def _draw(candidates: Tensor, count: int, rows: slice) -> Tensor:  # (n, k) → (n, count)
+    """A random choice of the documents candidates, in their order. A row always draws the same, wherever a search begins."""
     generator = torch.Generator()
-    drawn = [torch.rand(found.shape[1], generator=generator.manual_seed(row)) for row in range(rows.start, rows.stop)]
-    keys = torch.stack(drawn).to(found.device).masked_fill(found < 0, 2.0)
-    places = keys.topk(min(count, found.shape[1]), dim=1, largest=False).indices.sort(dim=1).values
-    return found.gather(1, places)
+    drawn = [torch.rand(candidates.shape[1], generator=generator.manual_seed(row)) for row in range(rows.start, rows.stop)]
+    keys = torch.stack(drawn).to(candidates.device).masked_fill(candidates < 0, 2.0)
+    places = keys.topk(min(count, candidates.shape[1]), dim=1, largest=False).indices.sort(dim=1).values
+    return candidates.gather(1, places)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -424,11 +424,11 @@ def check_output(output: Path) -> None:
     if output.suffix not in FORMATS:
         raise ValueError(f"--output must end in {' or '.join(FORMATS)}, got {str(output)!r}")
     _load_writer(output)
-    there = [path for path in targets(output) if os.path.lexists(path)]
-    if folders := [path for path in there if path.is_dir()]:
+    existing = [path for path in targets(output) if os.path.lexists(path)]
+    if folders := [path for path in existing if path.is_dir()]:
         raise ValueError(f"--output must be a file, got {folders[0]}, which is a folder")
-    if there and not _is_ours(output):
-        named = " and ".join(str(path) for path in there)
+    if existing and not _is_ours(output):
+        named = " and ".join(str(path) for path in existing)
         raise ValueError(f"--output must replace only files that `megabatch embed` wrote, got {named}; choose another --output")
 
 
@@ -439,8 +439,8 @@ def _is_ours(output: Path) -> bool:
             return _names_model(_about_parquet(output))
         described, listed, _ = targets(output)
         with listed.open("rb") if listed.exists() else nullcontext() as file:
-            known = file is None or list(json.loads(file.readline())) == list(SAMPLE)
-        return known and _names_model(json.loads(described.read_text("utf-8")))
+            has_samples = file is None or list(json.loads(file.readline())) == list(SAMPLE)
+        return has_samples and _names_model(json.loads(described.read_text("utf-8")))
     except (OSError, ValueError, TypeError):  # missing, or of another kind
         return False
 
@@ -518,9 +518,9 @@ def _write_parquet(
             some = [next(texts) for _ in range(len(rows))]
             columns = {key: arrow.array([sample[key] for sample in some], arrow.string()) for key in some[0]}
             columns[EMBEDDING] = arrow.FixedSizeListArray.from_arrays(rows.flatten().numpy(), type=kind)
-            made = arrow.table(columns).replace_schema_metadata(metadata)
-            writer = writer or parquet.ParquetWriter(file, made.schema)
-            writer.write_table(made)
+            rows_table = arrow.table(columns).replace_schema_metadata(metadata)
+            writer = writer or parquet.ParquetWriter(file, rows_table.schema)
+            writer.write_table(rows_table)
         assert writer is not None, "a dataset has at least one sample"
         writer.close()
 
