@@ -499,7 +499,7 @@ def _of_scale(dscale: Tensor | None, grad_scale: Tensor, given: MaxsimInputs) ->
     return torch.zeros_like(given.scale) if dscale is None else (dscale * grad_scale).to(given.scale.dtype)
 
 
-derivative(maxsim_logsumexp, maxsim_logsumexp_backward, MaxsimInputs, learned=3, results=3, saved=4, whole=False)
+derivative(maxsim_logsumexp, maxsim_logsumexp_backward, MaxsimInputs, learned=3, results=3, saved=4, materialize=False)
 
 
 def _pair_shapes(given: MaxsimInputs) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""The pairwise operations as PyTorch operators: forward, backward, and the shapes that torch.compile needs.
+"""The pairwise operations as PyTorch operators, with a forward and a backward function and the shapes for torch.compile.
 
 An operator describes a block, runs one pass of an engine over its tiles, and converts the sums of the pass to results.
-Arguments are tensors, strings and booleans, which the caller has checked. `apply` calls operators that have a derivative.
+Its arguments are tensors, strings and booleans, which the caller has checked. `apply` calls operators with a derivative.
 """
 
 from megabatch.operators.autograd import apply

@@ -1,5 +1,5 @@
-"""The parts that all operators share: their definition with a derivative, the passes that they run, and the last step from
-sums to gradients.
+"""Code that all operators use: their definition with a derivative, the passes that they run, and the last step from sums to
+gradients.
 """
 
 import sys
@@ -35,8 +35,8 @@ from megabatch.tiles.symmetric import Triangle
 # ----------------------------------------------------------------------------------------------------------------------
 # Operators under `torch.func`: grad, vjp, jacrev and vmap work, and forward mode raises an error.
 #
-# PyTorch's custom operators do not support these transforms: reverse mode raises an error about autograd.Function, and forward
-# mode drops the tangents silently. So every operator is an `autograd.Function` as well, and `apply` calls this function if a
+# PyTorch's custom operators do not support these transforms. Reverse mode raises an error about autograd.Function, and forward
+# mode drops the tangents silently. So every operator is also an `autograd.Function`, and `apply` calls this function if a
 # transform is active.
 
 NO_FORWARD_MODE = (
@@ -50,7 +50,7 @@ _FUNCTIONS: dict[CustomOpDef, Callable[..., Any]] = {}
 def differentiable(
     operator: CustomOpDef, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None
 ) -> None:
-    """Gives an operator its derivative and its rule for vmap. If `apply` calls it, transforms support it as well."""
+    """Registers the derivative and the vmap rule of an operator. Transforms support it if it is called through `apply`."""
     operator.register_autograd(backward, setup_context=setup_context)
     loop_under_vmap(operator)
 
@@ -87,7 +87,7 @@ def apply(operator: CustomOpDef, *arguments: Any) -> Any:
 
 @constant
 def _allow_in_graph() -> None:
-    """Makes an active compiler call the functions without tracing them, because it cannot trace a function with a jvp."""
+    """Makes the compiler, if it is loaded, call the functions without tracing, because it cannot trace one with a jvp."""
     if "torch._dynamo" in sys.modules:
         allow: Callable[..., Any] = torch.compiler.allow_in_graph
         for function in _FUNCTIONS.values():
@@ -95,7 +95,7 @@ def _allow_in_graph() -> None:
 
 
 def loop_under_vmap(operator: CustomOpDef) -> None:
-    """Registers a vmap rule that calls the operator once per entry. PyTorch's default rule does the same, with a warning."""
+    """Registers a vmap rule that calls the operator once per entry. PyTorch's default rule also does this, but it warns."""
 
     def loop(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         def entry(i: int) -> list[Any]:
@@ -111,7 +111,7 @@ def loop_under_vmap(operator: CustomOpDef) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The definition of an operator. Its inputs are a named tuple, and its backward operator takes the same tuple.
+# The definition of an operator. Its inputs are a NamedTuple, and its backward operator takes the same tuple.
 #
 # PyTorch operators take a flat list of arguments. `define` derives the list from the fields of the tuple, and `derivative`
 # connects an operator with its backward operator.
@@ -130,10 +130,10 @@ def define(
     """Turns a function of (inputs, further arguments) into a PyTorch operator with the function's name.
 
     Args:
-        inputs: a NamedTuple; tensors first, then booleans, integers and strings.
-        more: the types and names of further arguments, as in PyTorch's schemas.
+        inputs: a NamedTuple class. Its first fields are tensors, followed by booleans, integers and strings.
+        more: the types and names of further arguments, in the format of PyTorch's schemas.
         results: the number of tensors that the function returns.
-        fake: the same function for the shapes of the results.
+        fake: a function with the same arguments that returns empty results of the right shapes.
     """
     fields = inputs.__annotations__
     parameters = [f"{_TYPES[kind]} {name}" for name, kind in fields.items()] + ([more] if more else [])
@@ -163,7 +163,14 @@ def _on_its_device(x: Tensor) -> Iterator[None]:
 
 
 def derivative(
-    operator: CustomOpDef, backward: CustomOpDef, taken: Any, *, learned: int, results: int, saved: int = 0, whole: bool = True
+    operator: CustomOpDef,
+    backward: CustomOpDef,
+    inputs_type: Any,
+    *,
+    learned: int,
+    results: int,
+    saved: int = 0,
+    materialize: bool = True,
 ) -> None:
     """Makes `backward` the derivative of `operator`. `backward` itself has no derivative.
 
@@ -171,21 +178,21 @@ def derivative(
     `needs`.
 
     Args:
-        operator: has a derivative.
-        backward: returns the gradients of the first inputs.
-        taken: the NamedTuple of inputs that both are defined with.
-        learned: the number of inputs that have a gradient.
-        results: the number of outputs whose gradients `backward` takes.
-        saved: the number of outputs that `backward` takes.
-        whole: whether an unused output has a gradient of zeros. Otherwise its gradient is None.
+        operator: the operator that gets a derivative.
+        backward: an operator that returns the gradients of the first inputs.
+        inputs_type: the NamedTuple class that defines the inputs of both operators.
+        learned: the number of inputs that have a gradient. They come first.
+        results: the number of outputs that have a gradient. They come first.
+        saved: the number of outputs that `backward` takes. They come last.
+        materialize: whether the gradient of an unused output is a tensor of zeros. Otherwise it is None.
     """
-    tensors = sum(kind in (Tensor, Tensor | None) for kind in taken.__annotations__.values())
+    tensors = sum(kind in (Tensor, Tensor | None) for kind in inputs_type.__annotations__.values())
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[tensors:]
         ctx.save_for_backward(*inputs[:tensors], *output[len(output) - saved :])
         ctx.mark_non_differentiable(*(result for result in output if not result.is_floating_point()))
-        ctx.set_materialize_grads(whole)
+        ctx.set_materialize_grads(materialize)
 
     def run(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         kept, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:learned])
@@ -193,8 +200,8 @@ def derivative(
         given = gradients[:results]
         if all(gradient is None for gradient in given):
             return *(None,) * learned, *nothing
-        made = apply(backward, *kept[:tensors], *ctx.options, *kept[tensors:], *given, needs)
-        return *(gradient if need else None for gradient, need in zip(made, needs, strict=True)), *nothing
+        grads = apply(backward, *kept[:tensors], *ctx.options, *kept[tensors:], *given, needs)
+        return *(gradient if need else None for gradient, need in zip(grads, needs, strict=True)), *nothing
 
     differentiable(operator, run, save)
     differentiable(backward, _refuse)
@@ -205,7 +212,7 @@ def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The passes over a block: of this process only, or of all ranks of a group.
+# The passes over a block, in one process or over all ranks of a group.
 
 Visitor = Callable[[Tensors, bool], None]  # tensors of some blocks, and whether they are this rank's own
 
@@ -215,8 +222,8 @@ class BlockPasses:
     """The passes over a block, of one process or of all ranks, and the weight of a pair in a mean over the batch."""
 
     tiles: Passes | RingPasses
-    local: RowWork  # the work on rows, which each rank does without the others
-    mean_weight: float  # Σ over local pairs · mean_weight, averaged over the ranks, is the mean over all pairs of the batch
+    local: RowWork  # the work on rows, which needs no other rank
+    mean_weight: float  # (Σ over local pairs) · mean_weight, averaged over the ranks, is the mean over all pairs of the batch
     rank: int = 0
     size: int = 1
 
@@ -255,11 +262,11 @@ def passes_for(
     """Returns the passes over `block`. In a group, all ranks have to call this function with the same terms.
 
     Args:
-        group: an address (`ring.ranks`); empty for one process.
+        group: the address of the process group (`ring.ranks`), which is empty for one process.
         backend: the engine of this rank.
-        block: local rows and columns.
-        operation: its name, for messages.
-        needs: the gradients that the pass has to compute, if any.
+        block: the local rows and columns.
+        operation: the name of the operation, for error messages.
+        needs: the gradients that the pass has to compute.
         mean: whether at least one rank must have a pair.
         terms: further values, by name, that must be equal on all ranks.
     """
@@ -272,10 +279,10 @@ def passes_for(
         raise ValueError("the batch must have at least one pair: the mean over no pairs is undefined, got no rows on any rank")
     column_bytes = block.D * (block.y.element_size() + block.dtype.itemsize)
     local = backend_for(backend, block)
-    around = RingPasses(
+    ring = RingPasses(
         ranks, choose_route(ranks, column_bytes), partial(backend_for, backend), local, sums_dtype(backend, block.dtype)
     )
-    return BlockPasses(around, local, ranks.size / max(sum(ranks.rows), 1), ranks.rank, ranks.size)
+    return BlockPasses(ring, local, ranks.size / max(sum(ranks.rows), 1), ranks.rank, ranks.size)
 
 
 def _terms(ranks: Ranks, backend: str, block: Block, needs: Needs | None) -> dict[str, Any]:
@@ -297,10 +304,10 @@ def _terms(ranks: Ranks, backend: str, block: Block, needs: Needs | None) -> dic
 
 
 def _describe_exclusions(block: Block) -> str:
-    two = block.row_ids is not None and block.row_ids.dim() == 2
-    ids = "ids in two columns" if two else "ids"
-    chosen = {ids: block.row_ids is not None, "diagonal": block.skip_diagonal, "above a limit": block.limit is not None}
-    return " and ".join(name for name, is_so in chosen.items() if is_so) or "nothing"
+    in_two_columns = block.row_ids is not None and block.row_ids.dim() == 2
+    ids = "ids in two columns" if in_two_columns else "ids"
+    reasons = {ids: block.row_ids is not None, "diagonal": block.skip_diagonal, "above a limit": block.limit is not None}
+    return " and ".join(reason for reason, applies in reasons.items() if applies) or "nothing"
 
 
 def _describe_second_model(block: Block) -> str:
@@ -312,16 +319,16 @@ def _describe_second_model(block: Block) -> str:
 def _describe_needs(needs: Needs | None) -> str:
     if needs is None:
         return "empty"
-    return " ".join(name[1:] for name, wanted in zip(Needs._fields, needs, strict=True) if wanted) or "empty"
+    return " ".join(name[1:] for name, is_needed in zip(Needs._fields, needs, strict=True) if is_needed) or "empty"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # From the sums of a pass to gradients.
 #
 # The sums of a pass are not yet multiplied by the scale, and they exclude the matching pairs if the diagonal is separate. A
-# matching pair is usually the largest entry of its row, and its gradient nearly cancels against the rest of the row. A tile in
-# half precision would lose this difference. So `finish` adds the matching pairs in full precision, before anything is rounded
-# to the dtype of the inputs.
+# matching pair is usually the largest entry of its row. Its gradient and the gradients of the rest of the row nearly cancel,
+# and a tile in half precision would lose the difference. So `finish` adds the matching pairs in full precision, before it
+# rounds the gradients to the dtype of the inputs.
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dx, dy, dscale, drow_bias, dcol_bias; empty if not needed
 
@@ -367,11 +374,11 @@ def choose_grad_scale(
     matches: Tensor | None = None,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # ()
-    """Returns the divisor of gradients inside tiles: a power of two that makes the largest weight about 1.
+    """Returns the divisor of gradients inside tiles, a power of two that makes the largest weight about 1.
 
     For fp16, the largest weight becomes 2¹⁴. A softmax over a million columns reduces it to 2⁻⁶, which fp16 still represents
-    with all digits. The largest entry of a tile is the sum of two such weights, which is within the range of fp16. Sums that
-    travel between ranks need the same divisor on all ranks, so `largest` returns the maximum over ranks.
+    with all digits. The largest entry of a tile is the sum of two such weights, which is within the range of fp16. Sums of
+    several ranks need the same divisor on all ranks, so `largest` returns the maximum over ranks.
 
     `matches` are the gradients of the matching pairs, which tiles exclude. If the match is almost certain, label smoothing or
     further negatives can make them 10³⁸ times larger than all weights. The quotient would overflow, so it is at most 2¹⁶.
@@ -380,7 +387,7 @@ def choose_grad_scale(
         weights = *weights, matches * 2.0**-16
     sizes = [w.abs().amax() for w in weights if w is not None and w.numel()]
     size = torch.stack(sizes).amax() if len(sizes) > 1 else sizes[0] if sizes else torch.zeros_like(scale)
-    size = size.to(scale.dtype)  # one dtype on all ranks: gradients of logsumexps are float64, and a rank may have none
+    size = size.to(scale.dtype)  # equal on all ranks, because weights may be float64 and a rank may have no weights
     if largest is not None:
         size = largest(size)
     grad_scale = size.log2().ceil().exp2()
@@ -415,11 +422,11 @@ def finish(
     dmatch: Tensor | None = None,  # (N,) gradient of s_ii ÷ grad_scale if the diagonal is separate
     dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """Runs the pass and turns its sums into gradients: adds the diagonal, multiplies by scale and grad_scale, rounds once."""
+    """Runs the pass and returns gradients. Adds the diagonal to the sums, multiplies by scale · grad_scale, and rounds once."""
     dx, dy, dscale, drow_bias, dcol_bias = empty_gradients(block.x, block.y, scale, needs._replace(dy=False), dtype)
     factor = block.scale * grad_scale
-    products: Tensor | None = None  # of the matching pairs, if needed
-    total_dscale = torch.zeros_like(dscale, dtype=torch.float64)  # float64 costs nothing for a sum over rows
+    products: Tensor | None = None  # dot products of the matching pairs, computed on first use
+    total_dscale = torch.zeros_like(dscale, dtype=torch.float64)  # one number, so float64 takes no extra time
     for rows, dx_rows, dscale_rows, drow_bias_rows in strips:
         if dscale_rows is not None and dmatch is not None:
             products = local.matching_products(block) if products is None else products
@@ -455,8 +462,8 @@ def finish(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Functions that compute their gradients in the forward pass (`dense`, `fused`). They are not operators, because a custom
-# operator takes the host longer than a small loss takes the device.
+# Functions that compute their gradients in the forward pass (`dense`, `fused`). They are not operators, because the call of a
+# custom operator takes longer on the host than a small loss takes on the device.
 
 
 _UNCHANGED = nullcontext()
@@ -466,23 +473,23 @@ def use_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Makes the device of x the current one and disables autocast, because the precision is already chosen."""
     device = x.device
     kind = device.type
-    rounds, elsewhere = torch.is_autocast_enabled(kind), kind == "cuda" and torch.cuda.current_device() != device.index
-    if not rounds and not elsewhere:
+    autocast, other_device = torch.is_autocast_enabled(kind), kind == "cuda" and torch.cuda.current_device() != device.index
+    if not autocast and not other_device:
         return _UNCHANGED
     contexts = ExitStack()
-    if rounds:
+    if autocast:
         contexts.enter_context(torch.autocast(kind, enabled=False))
-    if elsewhere:
+    if other_device:
         contexts.enter_context(torch.cuda.device(device))
     return contexts
 
 
 def scale_gradients(
-    inputs: Sequence[Tensor | None],  # x, y, scale, and perhaps a bias
+    inputs: Sequence[Tensor | None],  # x, y, scale, and optionally a bias
     needs: Sequence[bool],
     dloss: Tensor,  # ()
     dx: Tensor | None,
-    dy: Tensor | None,  # None if the rows of dx continue with the rows of dy
+    dy: Tensor | None,  # None if dx contains the rows of dy after its own rows
     numbers: Tensor | None,  # `scale_parts` parts of dscale, then dbias
     scale_parts: int = 1,
 ) -> list[Tensor | None]:
@@ -506,11 +513,11 @@ def scale_gradients(
 
 
 def refuse_second_derivative(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns gradients for create_graph=True: they depend on the inputs, and differentiating them raises an error."""
-    return list(_Refusing.apply(*inputs, *gradients))
+    """Returns gradients for create_graph=True. They depend on the inputs, and differentiating them raises an error."""
+    return list(_RefuseSecondDerivative.apply(*inputs, *gradients))
 
 
-class _Refusing(torch.autograd.Function):
+class _RefuseSecondDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs_and_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients = inputs_and_gradients[len(inputs_and_gradients) // 2 :]

@@ -21,8 +21,8 @@ from megabatch.operators.autograd import refuse_second_derivative, scale_gradien
 from megabatch.tiles import plan
 from megabatch.tiles.block import FLOAT32, TRITON, equal_ids, round_to_precision, windows
 
-Make = Callable[[], Tensor]  # a matrix of all logits, a new one each time
-Weigh = Callable[[Make], tuple[float, Tensor]]  # → the sum of all losses, and its gradient
+FormLogits = Callable[[], Tensor]  # returns a new matrix of all logits
+Weigh = Callable[[FormLogits], tuple[float, Tensor]]  # returns the sum of all losses, and its gradient
 
 
 def cross_entropy_loss(
@@ -35,21 +35,24 @@ def cross_entropy_loss(
     columns: bool,
     divisor: int,
 ) -> Tensor:  # ()
-    """Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too, ÷ `divisor`; equal ids are left out."""
+    """Returns Σ_i of −log softmax(s)_ii over rows, and with `columns` also over columns, divided by `divisor`.
+
+    Pairs with equal ids are excluded.
+    """
 
     if run.backend == TRITON:
         return _launch(x, y, scale, None, run, Task(MATCHES if columns else ROWS, divisor, ids))
 
-    def weigh(make: Make) -> tuple[float, Tensor]:
-        def similarities() -> Tensor:
-            s = make()
+    def weigh(form_logits: FormLogits) -> tuple[float, Tensor]:
+        def masked_logits() -> Tensor:
+            s = form_logits()
             if ids is not None:
-                _leave_out(s, ids)
+                _mask_equal_ids(s, ids)
             return s
 
-        s = similarities()
-        of_columns = _cross_entropy(s, 0, similarities) if columns else None
-        total, g = _cross_entropy(s, 1, similarities, in_place=True)
+        s = masked_logits()
+        of_columns = _cross_entropy(s, 0, masked_logits) if columns else None
+        total, g = _cross_entropy(s, 1, masked_logits, in_place=True)
         if of_columns is not None:
             total, g = total + of_columns[0], g.add_(of_columns[1])
         return total, g
@@ -65,7 +68,7 @@ def nt_xent_loss(
     *,
     divisor: int,
 ) -> Tensor:  # ()
-    """Σ_i of −log softmax(s)_ij over all views i of all samples, where j is the other view of the same sample, ÷ `divisor`."""
+    """Returns Σ_i of −log softmax(s)_ij over all views i, divided by `divisor`. View j is the other view of i's sample."""
     if run.backend == TRITON:
         return _launch(z1, z2, scale, None, run, Task(VIEWS, divisor))
     N = len(z1)
@@ -73,34 +76,34 @@ def nt_xent_loss(
     def partners(s: Tensor, dim: int) -> Tensor:  # (2, N, 1), of (2, N, 2N): the pairs (i, N + i), then (N + i, i)
         return s.as_strided((2, N, 1), (2 * N * N - N, 2 * N + 1, 1), N)
 
-    def weigh(make: Make) -> tuple[float, Tensor]:
-        def similarities() -> Tensor:  # (2, N, 2N)
-            return make().fill_diagonal_(-torch.inf).view(2, N, 2 * N)  # a view is not compared with itself
+    def weigh(form_logits: FormLogits) -> tuple[float, Tensor]:
+        def masked_logits() -> Tensor:  # (2, N, 2N)
+            return form_logits().fill_diagonal_(-torch.inf).view(2, N, 2 * N)  # a view is not compared with itself
 
-        total, g = _cross_entropy(similarities(), 2, similarities, partners, in_place=True)
+        total, g = _cross_entropy(masked_logits(), 2, masked_logits, partners, in_place=True)
         return total, g.view(2 * N, 2 * N)
 
     return _loss(torch.cat((z1, z2)), None, scale, None, run.precision, divisor, weigh)
 
 
-Matches = Callable[[Tensor, int], Tensor]  # (matrix, dim) → a view of its matches, one entry for each sum along `dim`
+Matches = Callable[[Tensor, int], Tensor]  # (matrix, dim) → a view of its matching pairs, one entry for each sum along `dim`
 
 
 def _diagonal(s: Tensor, dim: int) -> Tensor:  # (N, 1) or (1, N)
-    """The matches (i, i), with `dim` kept: one call, where `diagonal` and `unsqueeze` are two."""
+    """Returns a view of the pairs (i, i), with `dim` kept. This is one call, and `diagonal` with `unsqueeze` would be two."""
     N = s.shape[0]
     return s.as_strided((1, N) if dim == 0 else (N, 1), (N + 1, N + 1))
 
 
 def _cross_entropy(
-    s: Tensor, dim: int, again: Make, matches: Matches = _diagonal, *, in_place: bool = False
+    s: Tensor, dim: int, form_logits: FormLogits, matches: Matches = _diagonal, *, in_place: bool = False
 ) -> tuple[float, Tensor]:
-    """(Σ −log softmax(s) of the matches, its gradient); `again` forms s once more, which is rarely needed.
+    """Returns Σ −log softmax(s) of the matching pairs, and its gradient. `form_logits` forms s again, which is rarely needed.
 
-    The loss of a match is log(1 + others) with others = Σ exp(s − match), its gradient −others / (1 + others). Both keep their
-    digits where the match is almost certain, and equal rows have the exact logarithm of their number. If a similarity is more
-    than 88 above the match, the sum is not finite, and `_softmax_cross_entropy` takes over. The gradient overwrites s if
-    `in_place`, because fresh memory is slow.
+    Let m be the logit of a matching pair, and others = Σ exp(s − m) over the other entries. The loss of the pair is
+    log(1 + others), and its gradient is −others / (1 + others). Both are accurate even if the match is almost certain, and n
+    equal entries give exactly log n. If a logit is more than 88 above m, the sum is not finite, and `_softmax_cross_entropy`
+    computes the loss instead. With `in_place`, the gradient overwrites s, because writing to new memory is slow.
     """
     one, log2_e = _constants(s.dtype)
     match = matches(s, dim)
@@ -109,28 +112,29 @@ def _cross_entropy(
     else:
         g = s.sub(match)
         match = matches(g, dim)
-    g.mul_(log2_e).exp2_()  # not exp: where results underflow, PyTorch's takes 60 times as long on a CPU
-    match.sub_(one)  # 0, or NaN where the match is not finite
+    g.mul_(log2_e).exp2_()  # not exp, because PyTorch's exp takes 60 times as long on a CPU if results underflow
+    match.sub_(one)  # 0, or NaN if the match is not finite
     others = g.sum(dim, keepdim=True)
     match.sub_(others)
     g.div_(others.add(one))
     total = others.double().log1p_().sum().item()
-    return (total, g) if math.isfinite(total) else _softmax_cross_entropy(again(), dim, matches)
+    return (total, g) if math.isfinite(total) else _softmax_cross_entropy(form_logits(), dim, matches)
 
 
 @cache
 def _constants(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """1 and log2 e. As numbers they would become tensors at every use, which takes 2 µs.
+    """Returns 1 and log2 e as tensors, because PyTorch would convert numbers to tensors at every use, which takes 2 µs.
 
-    Not made at import, which may happen where tensors are fake.
+    They are not created at import, because a program may import this module inside a FakeTensorMode.
     """
     return torch.ones((), dtype=dtype, device="cpu"), torch.tensor(1 / math.log(2), dtype=dtype, device="cpu")
 
 
 def _softmax_cross_entropy(s: Tensor, dim: int, matches: Matches) -> tuple[float, Tensor]:
-    """`_cross_entropy` of any similarities, also if one is more than 88 above the match, in more time.
+    """Computes `_cross_entropy` for all logits, even if one is more than 88 above the match. It takes longer.
 
-    The gradient of a match is minus the sum of all other probabilities, its loss log(1 + others / match).
+    Let p be the probability of the match, and others the sum of all other probabilities. The gradient of the match is −others,
+    and its loss is log(1 + others / p).
     """
     g = s.softmax(dim)
     match = matches(g, dim)
@@ -139,7 +143,7 @@ def _softmax_cross_entropy(s: Tensor, dim: int, matches: Matches) -> tuple[float
     others = g.sum(dim, keepdim=True, dtype=torch.float64)
     match.sub_(others)
     total = others.div_(probability).log1p_().sum().item()
-    if probability.min().item() < torch.finfo(s.dtype).tiny:  # so unlikely a match keeps its digits as a logarithm alone
+    if probability.min().item() < torch.finfo(s.dtype).tiny:  # such a small probability is only accurate as a logarithm
         total = (s.logsumexp(dim, keepdim=True) - matches(s, dim)).sum(dtype=torch.float64).item()
     return total, g
 
@@ -155,7 +159,7 @@ def sigmoid_loss(
     ids_are_positives: bool,
     divisor: int,
 ) -> Tensor:  # ()
-    """Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] ÷ `divisor`; see `primitives.sigmoid_loss` for ids."""
+    """Returns Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] divided by `divisor`. `primitives.sigmoid_loss` explains ids."""
 
     if run.backend == TRITON:
         return _launch(x, y, scale, bias, run, Task(SIGMOID, divisor, ids, ids_are_positives=ids_are_positives))
@@ -172,10 +176,10 @@ def sigmoid_loss(
         g.diagonal(rows.start).neg_()
         return total, g
 
-    def weigh(make: Make) -> tuple[float, Tensor]:
-        s = make()
+    def weigh(form_logits: FormLogits) -> tuple[float, Tensor]:
+        s = form_logits()
         if ids is not None and not ids_are_positives:
-            _leave_out(s, ids)
+            _mask_equal_ids(s, ids)
         if len(s) <= plan.SIGMOID_CPU:
             return weigh_rows(s, slice(0, len(s)))
         total = 0.0
@@ -196,49 +200,50 @@ def sup_con_loss(
     *,
     mean_of_rows: bool,
 ) -> Tensor:  # ()
-    """Σ_i of the mean of −log softmax(s)_ij over the other rows j of i's label; summed, or the mean of rows.
+    """Returns the sum, or with `mean_of_rows` the mean, of the losses of all rows i that share their label.
 
-    A row is not compared with itself.
+    The loss of row i is the mean of −log softmax(s)_ij over the other rows j with its label. A row is not compared with itself.
     """
 
     if run.backend == TRITON:
         return _launch(z, None, scale, None, run, Task(LABELS, 0 if mean_of_rows else 1, labels))
 
-    def weigh(make: Make) -> tuple[float, Tensor]:
-        s = make()
+    def weigh(form_logits: FormLogits) -> tuple[float, Tensor]:
+        s = form_logits()
         positive = (labels[:, None] == labels).fill_diagonal_(False)
         marked = positive.to(s.dtype)
         count = marked.sum(1)
-        each = count.clamp_min(1.0)
+        divisor = count.clamp_min(1.0)
         g = s.fill_diagonal_(-torch.inf).softmax(1)
         peak = s.amax(1, keepdim=True)
-        above_mean = torch.where(positive, s, peak).sub_(peak).sum(1).div_(each).neg_()  # the mean itself may be 10⁸
-        losses = above_mean.sub_(g.amax(1).log_())
-        # A sole positive may be almost certain; its gradient, its probability − 1, is then the sum of all other probabilities.
+        below_peak = torch.where(positive, s, peak).sub_(peak).sum(1).div_(divisor).neg_()  # the mean of s may be 10⁸
+        losses = below_peak.sub_(g.amax(1).log_())
+        # The only positive of a row may be almost certain. Its gradient, its probability − 1, is then computed as minus the sum
+        # of all other probabilities, which is accurate.
         of_positives = g * marked
-        found, others = of_positives.sum(1), (g - of_positives).sum(1)
-        g.addcmul_(marked, (found / each)[:, None], value=-1.0).addcmul_(marked, (others / each)[:, None], value=-1.0)
-        losses = torch.where((count == 1) & (found > 0.5), (others / found).log1p_(), losses)
-        has_one = count > 0
-        rows = max(1, int(has_one.sum())) if mean_of_rows else 1
+        certainty, others = of_positives.sum(1), (g - of_positives).sum(1)
+        g.addcmul_(marked, (certainty / divisor)[:, None], value=-1.0).addcmul_(marked, (others / divisor)[:, None], value=-1.0)
+        losses = torch.where((count == 1) & (certainty > 0.5), (others / certainty).log1p_(), losses)
+        has_positive = count > 0
+        rows = max(1, int(has_positive.sum())) if mean_of_rows else 1
         g.mul_((count.clamp_max(1.0) / rows)[:, None])
-        return losses.where(has_one, 0.0).sum(dtype=torch.float64).item() / rows, g
+        return losses.where(has_positive, 0.0).sum(dtype=torch.float64).item() / rows, g
 
     return _loss(z, None, scale, None, run.precision, 1, weigh)
 
 
 def _softplus_(s: Tensor, g: Tensor) -> Tensor:
-    """log(1 + exp s), in place, as max(s, 0) + 2·atanh(q / (2 − q)) with q = sigmoid(−|s|); g is sigmoid(s).
+    """Computes log(1 + exp s) in place, as max(s, 0) + 2·atanh(q / (2 − q)), where q = sigmoid(−|s|) and g = sigmoid(s).
 
-    `F.softplus`, and `exp` where it overflows, can take ten times as long.
+    `F.softplus` and an `exp` that overflows can take ten times as long.
     """
-    rest = 1.0 - g
-    torch.minimum(rest, g, out=rest)  # q
-    rest.div_(2.0 - rest).atanh_()
-    return s.clamp_min_(0.0).add_(rest, alpha=2.0)
+    q = 1.0 - g
+    torch.minimum(q, g, out=q)
+    q.div_(2.0 - q).atanh_()
+    return s.clamp_min_(0.0).add_(q, alpha=2.0)
 
 
-def _leave_out(s: Tensor, ids: Tensor) -> None:
+def _mask_equal_ids(s: Tensor, ids: Tensor) -> None:
     """Sets pairs of equal ids to −inf, but not the matching pairs."""
     s.masked_fill_(equal_ids(ids, ids).fill_diagonal_(False), -torch.inf)
 
@@ -246,7 +251,7 @@ def _leave_out(s: Tensor, ids: Tensor) -> None:
 def _loss(
     x: Tensor, y: Tensor | None, scale: Tensor, bias: Tensor | None, precision: str, divisor: int, weigh: Weigh
 ) -> Tensor:  # ()
-    if precision != FLOAT32 and torch.is_autocast_enabled("cpu"):  # `precision` settles it
+    if precision != FLOAT32 and torch.is_autocast_enabled("cpu"):  # `precision` already includes autocast
         with torch.autocast("cpu", enabled=False):
             return _loss(x, y, scale, bias, precision, divisor, weigh)
     loss: Tensor = _DenseLoss.apply(x, y, scale, bias, precision, 1 / divisor, weigh, torch.is_grad_enabled())
@@ -254,7 +259,7 @@ def _loss(
 
 
 class _DenseLoss(torch.autograd.Function):
-    """Computes gradients with the loss, for a gradient of 1 that backward is nearly always called with."""
+    """Computes gradients with the loss, for dloss = 1, which is the usual argument of backward."""
 
     @staticmethod
     def forward(
@@ -273,11 +278,11 @@ class _DenseLoss(torch.autograd.Function):
             rows = round_to_precision(x, precision)
             columns = rows if y is None else round_to_precision(y, precision)
 
-        def make() -> Tensor:
+        def form_logits() -> Tensor:
             s = torch.mm(rows, columns.T).mul_(scale)
             return s if bias is None else s.add_(bias)
 
-        total, g = weigh(make)
+        total, g = weigh(form_logits)
         if learns:
             needs_x, needs_y, needs_scale, needs_bias, *_ = ctx.needs_input_grad
             dx = dy = products = dscale = dbias = None
@@ -291,7 +296,7 @@ class _DenseLoss(torch.autograd.Function):
                     dscale = _sum(products) * (share if y is not None else share / 2)
                 dx.mul_(factor)
             if needs_y:
-                dy = torch.mm(g.T, rows, out=products).mul_(factor)  # fresh memory is slow
+                dy = torch.mm(g.T, rows, out=products).mul_(factor)  # reuses memory, because new memory is slow
             if needs_bias:
                 dbias = _sum(g) * share
             ctx.save_for_backward(x, y, scale, bias, dx if needs_x else None, dy)
@@ -303,16 +308,16 @@ class _DenseLoss(torch.autograd.Function):
         x, y, scale, bias, dx, dy = ctx.saved_tensors
         dscale, dbias = ctx.numbers
         try:
-            by = dloss.item()
-        except RuntimeError:  # its values cannot be read, as under `is_grads_batched=True`
+            factor = dloss.item()
+        except RuntimeError:  # with `is_grads_batched=True` the values of dloss cannot be read
             dx, dy, dscale, dbias = (None if d is None else d * dloss for d in (dx, dy, dscale, dbias))
         else:
-            if by != 1.0:
-                dx, dy = (None if d is None else d * by for d in (dx, dy))
+            if factor != 1.0:
+                dx, dy = (None if d is None else d * factor for d in (dx, dy))
             if dscale is not None:
-                dscale = _number(dscale * by, scale)
+                dscale = _number(dscale * factor, scale)
             if dbias is not None:
-                dbias = _number(dbias * by, bias)
+                dbias = _number(dbias * factor, bias)
         gradients: Sequence[Tensor | None] = (dx, dy, dscale, dbias)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = refuse_second_derivative((x, y, scale, bias), gradients)
@@ -320,7 +325,7 @@ class _DenseLoss(torch.autograd.Function):
 
 
 def _plus_transposed(g: Tensor) -> Tensor:  # (N, N)
-    """g + gᵀ. Overwrites g, in squares that stay in the cache, if it is large: 19 ms instead of 45 for 2,048 rows."""
+    """Returns g + gᵀ. Overwrites a large g in squares that stay in the cache: 19 ms instead of 45 for 2,048 rows."""
     N, size = len(g), plan.TRANSPOSED_CPU
     if size >= N:
         return g + g.T
@@ -334,11 +339,11 @@ def _plus_transposed(g: Tensor) -> Tensor:  # (N, N)
 
 
 def _number(value: float, like: Tensor) -> Tensor:  # ()
-    return torch.scalar_tensor(value, dtype=like.dtype, device="cpu")  # whatever the default device is
+    return torch.scalar_tensor(value, dtype=like.dtype, device="cpu")  # independent of the default device
 
 
 def _sum(matrix: Tensor) -> float:
-    """Σ of all entries, those of rows added up in float64."""
+    """Returns the sum of all entries. The sums of rows are added in float64."""
     total: float = sum(matrix.sum(1).tolist())
     return total
 
@@ -346,25 +351,25 @@ def _sum(matrix: Tensor) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # The Triton engine.
 #
-# Forward has four launches, or three for two views of one batch, or two for a sigmoid loss and for a softmax in one direction.
+# Forward has four launches. Two views of one batch need three, and a sigmoid loss or a softmax in one direction needs two.
 # Backward has one launch, which multiplies by the incoming gradient. In half precision and up to `plan.KERNEL_MATMUL_ROWS`
-# rows, the kernels compute the matmuls, except the logits of two views and of labels. Otherwise there are three cuBLAS matmuls.
-# The tiled paths need more launches, and the host would need longer for these launches than the device for the work. The logits
-# fit the limit of a workspace (`dispatch.Limits.dense_triton`).
+# rows, the kernels compute the matmuls, except the logits of two views and of labels. In all other cases there are three cuBLAS
+# matmuls. The tiled paths need more launches, so small batches would be launch-bound on them. The logits fit the limit of a
+# workspace (`dispatch.Limits.dense_triton`).
 #
-# Weights are multiplied in the precision of the inputs, as on the tiled paths, and matches are added in float32. Gradients are
-# float32 until backward multiplies them.
+# Weights are multiplied in the precision of the inputs, as on the tiled paths, and matching pairs are added in float32.
+# Gradients are float32 until backward multiplies them by the incoming gradient.
 
 MATCHES, ROWS, VIEWS, LABELS, SIGMOID = range(5)  # the kinds of `kernels.small`
 
 
 class Task(NamedTuple):
-    """Which loss."""
+    """The loss to compute."""
 
     kind: int
-    divisor: int  # of the loss; 0 for the number of rows that share their label
+    divisor: int  # divides the loss; 0 means the number of rows that share their label
     ids: Tensor | None = None  # (N,) ids or labels, or (N, 2) ids
-    ids_are_positives: bool = False  # of SIGMOID
+    ids_are_positives: bool = False  # only for SIGMOID
 
 
 def _launch(x: Tensor, y: Tensor | None, scale: Tensor, bias: Tensor | None, run: Execution, task: "Task") -> Tensor:  # ()
@@ -374,7 +379,7 @@ def _launch(x: Tensor, y: Tensor | None, scale: Tensor, bias: Tensor | None, run
 
 
 class _DenseKernelLoss(torch.autograd.Function):
-    """Computes gradients with the loss, up to the factor that backward gets."""
+    """Computes gradients with the loss. Backward multiplies them by the incoming gradient."""
 
     @staticmethod
     def forward(

@@ -1,12 +1,12 @@
 """The fused path with Triton kernels: strips of the logits, and the gradients computed in the forward pass.
 
-The gradient is known up to one factor before backward is called. Computed at once, it needs no sums in a form that other
-operations can differentiate, and a step makes a third of the calls into PyTorch. With all of these calls, the host takes longer
-than an H200 up to 32k pairs. The matmuls of a cross-entropy are the matmuls of `logsumexp` and its backward, and those of a
-sigmoid loss are the matmuls of `softplus.sigmoid_loss`. Until backward multiplies them by the factor, gradients are kept in the
-dtype of the inputs, or in float32 for float16.
+The gradient is known up to one factor before backward is called. If it is computed in the forward pass, a step makes only a
+third of the calls into PyTorch, because no differentiable sums are needed. With all calls, a step with up to 32k pairs is
+launch-bound on an H200. A cross-entropy computes the same matmuls as `logsumexp` and its backward, and a sigmoid loss computes
+the same matmuls as `softplus.sigmoid_loss`. Until backward multiplies the gradients by the factor, they are stored in the dtype
+of the inputs, or in float32 if the inputs are float16.
 
-For one process, without offsets, limits or further negatives. `dense` has the same functions.
+This path supports one process, and no biases, limits or further negatives. `dense` has the same functions.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,10 @@ def cross_entropy_loss(
     columns: bool,
     divisor: int,
 ) -> Tensor:  # ()
-    """Σ_i of −log softmax(s)_ii over rows, and with `columns` over columns too, ÷ `divisor`; equal ids are excluded."""
+    """Returns Σ_i of −log softmax(s)_ii over rows, and with `columns` also over columns, divided by `divisor`.
+
+    Pairs with equal ids are excluded.
+    """
     return _compute_cross_entropy(x, y, scale, (ids, ids), run, columns=columns, divisor=divisor)
 
 
@@ -42,7 +45,7 @@ def nt_xent_loss(
     *,
     divisor: int,
 ) -> Tensor:  # ()
-    """Σ_i of −log softmax(s)_ij over all views i of all samples, where j is the other view of the same sample, ÷ `divisor`."""
+    """Returns Σ_i of −log softmax(s)_ij over all views i, divided by `divisor`. View j is the other view of i's sample."""
     own = torch.arange(2 * len(z1), device=z1.device)  # a view is not compared with itself
     ids = own, own.roll(len(z1))
     return _compute_cross_entropy(torch.cat((z1, z2)), torch.cat((z2, z1)), scale, ids, run, columns=False, divisor=divisor)
@@ -59,7 +62,7 @@ def sigmoid_loss(
     ids_are_positives: bool,
     divisor: int,
 ) -> Tensor:  # ()
-    """Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] ÷ `divisor`; see `primitives.sigmoid_loss` for ids."""
+    """Returns Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] divided by `divisor`. `primitives.sigmoid_loss` explains ids."""
     positives = ids_are_positives and ids is not None
     with use_device_of(x):
         loss: Tensor = _Sigmoid.apply(x, y, scale, bias, ids, run.precision, positives, divisor, torch.is_grad_enabled())
@@ -140,8 +143,8 @@ class _Sigmoid(torch.autograd.Function):
         from megabatch.kernels.pairs import SigmoidVectors, finish_pairs, write_matches
 
         vectors = SigmoidVectors.empty(x, precision)
-        known = {"row_ids": ids, "col_ids": ids, "ids_are_positives": ids_are_positives}
-        block = Block.of(x, y, scale, precision, row_bias=vectors.offset, skip_diagonal=True, **known)
+        by_ids = {"row_ids": ids, "col_ids": ids, "ids_are_positives": ids_are_positives}
+        block = Block.of(x, y, scale, precision, row_bias=vectors.offset, skip_diagonal=True, **by_ids)
         needs = Needs(*ctx.needs_input_grad[:4]) if learns else _NOTHING
         operands = similarity_operands(block, vectors.constants)
         write_matches(operands, block, bias, vectors)
@@ -171,6 +174,6 @@ def _scale_gradients(
     dloss: Tensor,  # ()
     dx: Tensor | None,  # (N, D)
     dy: Tensor | None,  # (N, D)
-    numbers: Tensor | None,  # (parts + 1,) d scale in parts, d bias
+    numbers: Tensor | None,  # (parts + 1,) parts of dscale, then dbias
 ) -> list[Tensor | None]:
     return scale_gradients(inputs, needs, dloss, dx, dy, numbers, 0 if numbers is None else len(numbers) - 1)

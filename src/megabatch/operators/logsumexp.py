@@ -1,4 +1,4 @@
-"""Logsumexps of the logits, forward and backward: x against y, and one tensor against itself."""
+"""Logsumexps of the logits, forward and backward: of x with y, of one tensor with itself, and under a teacher's softmax."""
 
 from typing import Any, NamedTuple
 
@@ -26,16 +26,20 @@ from megabatch.tiles.sums import LOG_SUM_PLANES, SOFT_SUM_PLANES, LogSum, SoftSu
 from megabatch.tiles.symmetric import SameLabel, Triangle, TriangleSide
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Logsumexps of the rows of the similarities, and of their columns if wanted, from one pass; backward is one pass again.
+# Logsumexps of the rows of the logits, and optionally of the columns, from one pass. Backward is one more pass.
 
-# What becomes of the main diagonal.
-KEPT = "kept"  # part of the sums
-SKIPPED = "skipped"  # left out
+# How the main diagonal is handled.
+KEPT = "kept"  # included in the sums
+SKIPPED = "skipped"  # excluded
 SEPARATE = "apart"  # excluded from the sums and returned as a separate vector
 
 
 class LogsumexpInputs(NamedTuple):
-    """Pairs with equal ids are excluded, and pairs whose product ⟨x_i, y_j⟩, or the guide's, is above the limit of row i."""
+    """The embeddings, and the pairs that are excluded.
+
+    Pairs with equal ids are excluded. Pairs with a dot product ⟨x_i, y_j⟩ above the limit of row i are excluded as well. If
+    there is a guide, its dot product is compared with the limit.
+    """
 
     x: Tensor  # (N, D)
     y: Tensor  # (M, D)
@@ -44,7 +48,7 @@ class LogsumexpInputs(NamedTuple):
     col_bias: Tensor | None  # (M,)
     row_ids: Tensor | None  # (N,)
     col_ids: Tensor | None  # (M,)
-    limit: Tensor | None  # (N,) without `columns` only
+    limit: Tensor | None  # (N,), only without `columns`
     guide_x: Tensor | None  # (N, E)
     guide_y: Tensor | None  # (M, E)
     columns: bool
@@ -55,7 +59,7 @@ class LogsumexpInputs(NamedTuple):
     group: str
 
     def block(self) -> Block:
-        """The similarities."""
+        """Returns the description of the logits."""
         guide = None
         if self.guide_x is not None and self.guide_y is not None:
             guide = Block.of(self.guide_x, self.guide_y, None, self.guide_precision)
@@ -74,7 +78,7 @@ class LogsumexpInputs(NamedTuple):
         )
 
     def terms(self) -> dict[str, Any]:
-        """What ranks have to agree on."""
+        """Returns values that must be equal on all ranks."""
         return {"the direction of the sums": "rows and columns" if self.columns else "rows"}
 
 
@@ -88,20 +92,20 @@ def _logsumexp_shapes(given: LogsumexpInputs) -> tuple[Tensor, ...]:
 
 @define(LogsumexpInputs, results=6, fake=_logsumexp_shapes)
 def logsumexp(given: LogsumexpInputs) -> tuple[Tensor, ...]:
-    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, mean_weight, and for backward the two sums themselves, packed).
+    """Returns (log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, mean_weight, row, col). The last two are packed sums for backward.
 
-    Without `columns` the second and the last have no entries. s_ii is empty unless the diagonal is kept apart. The first three
-    are float64. `mean_weight` turns a sum over local pairs into this rank's part of a mean.
+    Without `columns`, the second and the last result are empty. If the diagonal is not separate, s_ii is empty. The first three
+    results are float64. `mean_weight` turns a sum over local pairs into this rank's part of a mean.
     """
-    block, apart = given.block(), given.diagonal == SEPARATE
-    passes = passes_for(given.group, given.backend, block, "logsumexp", mean=apart, terms=given.terms())
+    block, separate = given.block(), given.diagonal == SEPARATE
+    passes = passes_for(given.group, given.backend, block, "logsumexp", mean=separate, terms=given.terms())
     row, col = passes.tiles.logsumexp_statistics(block, columns=given.columns)
     match = logit(given.x, 0)
-    if apart:
+    if separate:
         match = matching_logits_in_float64(block, passes.local.matching_products(block), by_kernels=given.backend == TRITON)
-    packed = sums_dtype(given.backend, block.dtype)
+    dtype = sums_dtype(given.backend, block.dtype)
     mean_weight = fill_mean_weight(given.x, passes.mean_weight)
-    return row.value(), col.value(), match, mean_weight, row.pack().to(packed), col.pack().to(packed)
+    return row.value(), col.value(), match, mean_weight, row.pack().to(dtype), col.pack().to(dtype)
 
 
 def _logsumexp_gradient_shapes(given: LogsumexpInputs, *arguments: Any) -> Gradients:
@@ -123,14 +127,14 @@ def logsumexp_backward(
     dmatch: Tensor | None,  # (N,)
     needs: list[bool],
 ) -> Gradients:
-    """(dx, dy, dscale, drow_bias, dcol_bias). The choice of the pairs that a limit leaves out has no gradient."""
-    block, wanted = given.block(), Needs(*needs)
+    """Returns (dx, dy, dscale, drow_bias, dcol_bias). The limit has no gradient."""
+    block, needed = given.block(), Needs(*needs)
     dcol, dmatch = dcol if given.columns else None, dmatch if given.diagonal == SEPARATE else None
     used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "empty"
     terms = {**given.terms(), "the set of outputs that have a gradient": used}
-    passes = passes_for(given.group, given.backend, block, "logsumexp backward", needs=wanted, terms=terms)
+    passes = passes_for(given.group, given.backend, block, "logsumexp backward", needs=needed, terms=terms)
     grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, matches=dmatch, largest=passes.largest)
-    sums = column_sums(block, wanted)
+    sums = column_sums(block, needed)
     strips = passes.tiles.logsumexp_gradients(
         block,
         LogSum.unpack(row),
@@ -138,35 +142,35 @@ def logsumexp_backward(
         divide_gradient(drow, grad_scale),
         divide_gradient(dcol, grad_scale),
         sums,
-        wanted,
+        needed,
     )
     return finish(
         passes.local,
         block,
         strips,
         sums,
-        wanted,
+        needed,
         scale=given.scale,
         grad_scale=grad_scale,
         dmatch=divide_gradient(dmatch, grad_scale),
     )
 
 
-derivative(logsumexp, logsumexp_backward, LogsumexpInputs, learned=5, results=3, saved=2, whole=False)
+derivative(logsumexp, logsumexp_backward, LogsumexpInputs, learned=5, results=3, saved=2, materialize=False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Row logsumexps of the similarities of rows with one another: half the products of `logsumexp`, which knows of no symmetry.
+# Row logsumexps of symmetric logits, of rows with the same rows. It computes half of the logits that `logsumexp` computes.
 
 
-# Which pairs are summed.
-ALL = "all, less equal ids"  # where there are ids
+# The pairs that are summed.
+ALL = "all, less equal ids"  # all pairs, except pairs with equal ids if there are ids
 OTHERS = "all but the row itself"
 EQUAL_IDS = "equal ids, but not the row itself"
 
 
 class SymmetricInputs(NamedTuple):
-    """Rows, and which of their pairs are summed."""
+    """The rows, and which of their pairs are summed."""
 
     z: Tensor  # (N, D)
     scale: Tensor  # ()
@@ -176,8 +180,11 @@ class SymmetricInputs(NamedTuple):
     backend: str
     group: str
 
-    def block(self) -> tuple[Block, Tensor | None]:  # the order of its rows
-        """The similarities. Where only pairs with equal ids are summed, rows are sorted by their ids."""
+    def block(self) -> tuple[Block, Tensor | None]:
+        """Returns the description of the logits, and the order of the rows.
+
+        If only pairs with equal ids are summed, rows are sorted by their ids. Otherwise the order is None.
+        """
         z, ids, order = self.z, self.ids, None
         if self.pairs == EQUAL_IDS:
             assert ids is not None
@@ -197,12 +204,12 @@ class SymmetricInputs(NamedTuple):
         return block, order
 
     def passes(self, block: Block, operation: str, needs: Needs | None = None) -> BlockPasses:
-        """The processes that work on the block."""
+        """Returns the passes over the block."""
         terms = {"the set of summed pairs": self.pairs}
         return passes_for(self.group, self.backend, block, operation, needs=needs, terms=terms)
 
     def triangle(self, passes: BlockPasses) -> Triangle | RingTriangle:
-        """The passes over half of the block."""
+        """Returns the passes over the upper triangle of the block."""
         if self.pairs == EQUAL_IDS:
             return passes.symmetric(SameLabel())
         if self.backend == EAGER:
@@ -219,7 +226,7 @@ def _symmetric_shapes(given: SymmetricInputs) -> tuple[Tensor, Tensor]:
 
 @define(SymmetricInputs, results=2, fake=_symmetric_shapes)
 def symmetric_logsumexp(given: SymmetricInputs) -> tuple[Tensor, Tensor]:
-    """(log Σ_j exp s_ij, float64, and for backward the sums themselves, packed)."""
+    """Returns log Σ_j exp s_ij in float64, and the packed sums for backward."""
     block, order = given.block()
     row = given.triangle(given.passes(block, "symmetric logsumexp")).statistics(block)
     return _in_order(row.value(), order), row.pack()
@@ -236,15 +243,15 @@ def symmetric_logsumexp_backward(
     drow: Tensor,  # (N,)
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """(dz, dscale)."""
+    """Returns (dz, dscale)."""
     block, order = given.block()
     passes = given.passes(block, "symmetric logsumexp backward", Needs(dx=True, dy=True, dscale=needs[1]))
     drow = drow if order is None else drow[order]
     grad_scale = choose_grad_scale(block.scale, block.precision, drow, largest=passes.largest)
     side = TriangleSide(LogSum.unpack(row), divide_gradient(drow, grad_scale), block.zeros(block.N, block.D))
-    dscale = torch.zeros_like(given.scale, dtype=torch.float64)  # one number of all rows: every digit of it can be had
+    dscale = torch.zeros_like(given.scale, dtype=torch.float64)  # one number, so float64 takes no extra time
     given.triangle(passes).gradients(block, side, dscale if needs[1] else None)
-    dz = block.x.new_empty(block.x.shape)  # contiguous, as kernels write it; `empty_like` would have the strides of z
+    dz = block.x.new_empty(block.x.shape)  # contiguous, because kernels need it; `empty_like` would copy the strides of z
     passes.local.finish_rows(
         side.dz, dz, block.scale * grad_scale, own=None, partners=dz, dmatch=None, precision=block.precision
     )
@@ -259,8 +266,8 @@ derivative(symmetric_logsumexp, symmetric_logsumexp_backward, SymmetricInputs, l
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Cross-entropies of rows and of columns under a teacher's softmax. One pass over the tiles of both models computes them, and
-# backward is one more pass.
+# Cross-entropies of rows and of columns under a teacher's softmax. One pass over the tiles of both models computes them.
+# Backward is one more pass.
 
 
 class SoftCrossEntropyInputs(NamedTuple):
@@ -278,7 +285,7 @@ class SoftCrossEntropyInputs(NamedTuple):
     group: str
 
     def block(self) -> Block:
-        """The student's similarities, with the teacher's as second model."""
+        """Returns the description of the student's logits. The teacher is the second model of the block."""
         teacher = Block.of(self.teacher_x, self.teacher_y, self.teacher_scale, self.teacher_precision)
         return Block.of(self.x, self.y, self.scale, self.precision, second_model=teacher)
 
@@ -296,7 +303,7 @@ def _soft_shapes(given: SoftCrossEntropyInputs) -> tuple[Tensor, ...]:
 
 @define(SoftCrossEntropyInputs, results=5, fake=_soft_shapes)
 def soft_cross_entropy(given: SoftCrossEntropyInputs) -> tuple[Tensor, ...]:
-    """(−Σ_j p_ij log softmax_j(s)_ij, −Σ_i q_ij log softmax_i(s)_ij, mean_weight, and for backward the sums, packed).
+    """Returns −Σ_j p_ij log softmax_j(s)_ij, −Σ_i q_ij log softmax_i(s)_ij, mean_weight, and two packed sums for backward.
 
     p and q are the teacher's softmaxes over columns and over rows.
     """
@@ -324,15 +331,15 @@ def soft_cross_entropy_backward(
     dcol: Tensor,  # (M,)
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    """(dx, dy, dscale)."""
-    block, wanted = given.block(), Needs(*needs)
-    passes = passes_for(given.group, given.backend, block, "soft cross-entropy backward", needs=wanted)
+    """Returns (dx, dy, dscale)."""
+    block, needed = given.block(), Needs(*needs)
+    passes = passes_for(given.group, given.backend, block, "soft cross-entropy backward", needs=needed)
     grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, largest=passes.largest)
-    sums = column_sums(block, wanted)
+    sums = column_sums(block, needed)
     strips = passes.tiles.soft_gradients(
-        block, SoftSum.unpack(row), SoftSum.unpack(col), drow / grad_scale, dcol / grad_scale, sums, wanted
+        block, SoftSum.unpack(row), SoftSum.unpack(col), drow / grad_scale, dcol / grad_scale, sums, needed
     )
-    return finish(passes.local, block, strips, sums, wanted, scale=given.scale, grad_scale=grad_scale)[:3]
+    return finish(passes.local, block, strips, sums, needed, scale=given.scale, grad_scale=grad_scale)[:3]
 
 
 derivative(soft_cross_entropy, soft_cross_entropy_backward, SoftCrossEntropyInputs, learned=3, results=2, saved=2)

@@ -9,27 +9,27 @@ from megabatch.operators.autograd import define, loop_under_vmap, passes_for, st
 from megabatch.tiles.block import Block, RankTargets
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How many entries of a row, or of a column, come before one of its entries; no gradient.
+# How many entries of a row, or of a column, come before one of its entries. This operator has no gradient.
 
 
 class RankInputs(NamedTuple):
-    """The entry of each row and of each column whose rank is counted; all None if row i belongs to column i.
+    """The embeddings, and the entry of each row and column whose retrieval rank is counted.
 
-    Rows and columns are numbered over all ranks.
+    The entries are None if row i belongs to column i. Rows and columns are numbered over all ranks.
     """
 
     x: Tensor  # (N, D)
     y: Tensor  # (M, D)
     row_match: Tensor | None  # (N,) the similarity of each row's entry
     col_match: Tensor | None  # (M,)
-    row_target: Tensor | None  # (N,) int64, its column
+    row_target: Tensor | None  # (N,) int64, the column of each row's entry
     col_target: Tensor | None  # (M,) int64, the row of each column's entry
     precision: str
     backend: str
     group: str
 
     def targets(self) -> RankTargets | None:
-        """The entries; rows and columns have the numbers that they have here."""
+        """Returns the entries, or None if they are not given. Rows and columns are numbered as on this rank."""
         match, target = (self.row_match, self.col_match), (self.row_target, self.col_target)
         if match[0] is None or match[1] is None or target[0] is None or target[1] is None:
             return None
@@ -44,7 +44,7 @@ def _rank_shapes(given: RankInputs) -> tuple[Tensor, Tensor]:
 
 @define(RankInputs, results=2, fake=_rank_shapes)
 def rank(given: RankInputs) -> tuple[Tensor, Tensor]:
-    """How many entries come before that of each row, and before that of each column: (N,) and (M,) int64."""
+    """Counts the entries that come before the entry of each row, and before the entry of each column: (N,), (M,) int64."""
     block, targets = Block.of(given.x, given.y, None, given.precision), given.targets()
     ranked = "matching pairs" if targets is None else "given entries"
     return passes_for(given.group, given.backend, block, "rank", terms={"the set of ranked entries": ranked}).tiles.rank_counts(
@@ -56,11 +56,11 @@ loop_under_vmap(rank)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The k largest products of each row; no gradient.
+# The k largest similarities of each row. This operator has no gradient.
 
 
 class TopkInputs(NamedTuple):
-    """Pairs with equal ids are left out, and pairs whose product is above the limit of their row."""
+    """The embeddings. Pairs with equal ids are excluded, and so are pairs with a dot product above the limit of their row."""
 
     x: Tensor  # (N, D)
     y: Tensor  # (M, D)
@@ -79,7 +79,7 @@ def _shapes(given: TopkInputs, k: int) -> tuple[Tensor, Tensor]:
 
 @define(TopkInputs, "int k", results=2, fake=_shapes)
 def topk(given: TopkInputs, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest products of each row, and the columns they belong to: (N, k), and (N, k) int64."""
+    """Returns the k largest dot products of each row, (N, k), and their columns, (N, k) int64."""
     block = Block.of(
         given.x,
         given.y,

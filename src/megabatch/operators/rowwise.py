@@ -1,6 +1,4 @@
-"""Operators that take O(N·D) and form no tiles: logits of matching pairs, of positives with the same label, and sums over
-ranks.
-"""
+"""Operators with O(N·D) operations and no tiles: dot products of matching pairs, means over positives, and sums over ranks."""
 
 from typing import Any, NamedTuple
 
@@ -25,11 +23,11 @@ from megabatch.tiles.eager import rank_noise
 from megabatch.tiles.symmetric import SameId
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The products of matching pairs alone, ⟨x_i, y_i⟩, without a pass over their block: O(N·D), forward and backward.
+# The dot products of matching pairs, ⟨x_i, y_i⟩, without a pass over a block: O(N·D), forward and backward.
 
 
 class MatchingInputs(NamedTuple):
-    """Row i of x belongs to row i of y."""
+    """The embeddings. Row i of x belongs to row i of y."""
 
     x: Tensor  # (N, D)
     y: Tensor  # (N, D)
@@ -44,7 +42,10 @@ def _matching_shapes(given: MatchingInputs) -> tuple[Tensor, ...]:
 
 @define(MatchingInputs, results=3, fake=_matching_shapes)
 def matching(given: MatchingInputs) -> tuple[Tensor, ...]:
-    """(⟨x_i, y_i⟩, what rounding may do to it, mean_weight): from the same rounded inputs as tiles, (N,), (N,) and ()."""
+    """Returns (⟨x_i, y_i⟩, a bound on its rounding error, mean_weight), (N,), (N,) and ().
+
+    The dot products have the same rounded inputs as the tiles.
+    """
     block = Block.of(given.x, given.y, None, given.precision)
     passes = passes_for(given.group, given.backend, block, "matching pairs", mean=bool(given.group))
     by_row, by_column = rank_noise(block)
@@ -57,7 +58,7 @@ def _matching_gradient_shapes(given: MatchingInputs, *arguments: Any) -> tuple[T
 
 @define(MatchingInputs, "Tensor dproducts, bool[] needs", results=2, fake=_matching_gradient_shapes)
 def matching_backward(given: MatchingInputs, dproducts: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor]:
-    """(dx, dy)."""
+    """Returns (dx, dy)."""
     x, y = given.x, given.y
     precision = by_matmul_setting(given.precision, x.device.type)
     dx, dy = x.new_empty(x.shape), y.new_empty(y.shape)
@@ -67,25 +68,25 @@ def matching_backward(given: MatchingInputs, dproducts: Tensor, needs: list[bool
     return dx, dy
 
 
-derivative(matching, matching_backward, MatchingInputs, learned=2, results=1, whole=False)
+derivative(matching, matching_backward, MatchingInputs, learned=2, results=1, materialize=False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Similarities with the other rows of a label: their mean needs no matrix, only sums over labels (`tiles.symmetric`).
+# The mean logit of a row and the other rows with its label. It needs no matrix, only sums over labels (`tiles.symmetric`).
 
 
 class PositivesInputs(NamedTuple):
-    """Rows with equal labels are positives of each other."""
+    """The embeddings and labels. Rows with equal labels are positives of each other."""
 
     z: Tensor  # (N, D)
     scale: Tensor  # ()
     labels: Tensor  # (N,)
     precision: str
-    backend: str  # of the logits that the mean is compared with
+    backend: str  # the engine of the logits that the mean is compared with
     group: str
 
     def block(self) -> Block:
-        """The similarities; none of them is formed."""
+        """Returns the description of the logits, which are never computed."""
         return Block.of(self.z, self.z, self.scale, self.precision, row_ids=self.labels, col_ids=self.labels)
 
 
@@ -97,17 +98,19 @@ def _shapes(given: PositivesInputs) -> tuple[Tensor, ...]:
 
 @define(PositivesInputs, results=4, fake=_shapes)
 def positives(given: PositivesInputs) -> tuple[Tensor, ...]:
-    """(mean of s_ij over the other rows j of i's label, or 0; ids that only sole partners share; mean_weight; how many rows j).
+    """Returns (mean, partner_ids, mean_weight, count), for the other rows j with the label of row i.
 
-    The mean is float64. A sum over the rows here that have a positive, times `mean_weight`, is this rank's part of the mean
-    over all such rows.
+    - mean: the mean of s_ij over these rows j in float64, or 0 without such rows.
+    - partner_ids: ids that are equal only for two rows that are each other's only positive.
+    - mean_weight: (Σ over local rows with a positive) · mean_weight is this rank's part of the mean over all such rows.
+    - count: the number of rows j.
     """
     block, labels = given.block(), given.labels.long().contiguous()
     passes = passes_for(given.group, EAGER, block, "positives")
-    number = torch.arange(block.N, device=given.z.device) * passes.size + passes.rank  # no other row of any rank has the same
+    number = torch.arange(block.N, device=given.z.device) * passes.size + passes.rank  # unique over all ranks
     values = round_to_precision(given.z, block.precision)
     products = torch.zeros(block.N, dtype=torch.float64, device=given.z.device)
-    count, partner = torch.full_like(number, -1), -number  # the row itself is not one of its positives
+    count, partner = torch.full_like(number, -1), -number  # negative, because the sums below include the row itself
 
     def visit_block(here: Tensors, own: bool) -> None:
         others, ids, numbers = here
@@ -137,14 +140,14 @@ def positives_backward(
     dmean: Tensor,  # (N,)
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """(dz, dscale): dz_i = scale · Σ_{j∈P(i)} (w_i + w_j)·z_j, where w = dmean / count."""
+    """Returns (dz, dscale), where dz_i = scale · Σ_{j∈P(i)} (w_i + w_j)·z_j and w = dmean / count."""
     block, labels = given.block(), given.labels.long().contiguous()
     passes = passes_for(given.group, EAGER, block, "positives backward")
     values, weight = round_to_precision(given.z, block.precision), (dmean / count.clamp_min(1)).double()[:, None]
     dz = block.zeros(block.N, block.D)
     products = torch.zeros(block.N, dtype=torch.float64, device=given.z.device)
 
-    def look(here: Tensors, own: bool) -> None:
+    def visit_block(here: Tensors, own: bool) -> None:
         others, ids, weights = here
         same = SameId(labels, ids)
         for part, sums in same.sums(others):
@@ -156,7 +159,7 @@ def positives_backward(
             mine = weight * values[:, part].double()
             dz[:, part] += (sums - mine if own else sums).to(dz.dtype)
 
-    passes.visit([values, labels, weight], look)
+    passes.visit([values, labels, weight], visit_block)
     dscale = (weight[:, 0] * products).sum().to(given.scale.dtype)
     return (dz * block.scale).to(given.z.dtype), dscale
 
@@ -165,12 +168,12 @@ derivative(positives, positives_backward, PositivesInputs, learned=2, results=1,
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A vector summed over all ranks of a group, whose gradient is the sum of all ranks' gradients.
+# The sum of a vector over all ranks of a group. Its gradient is the sum of the gradients of all ranks.
 
 
 @torch.library.custom_op("megabatch::total", mutates_args=())
 def total(values: Tensor, group: str) -> Tensor:  # (K,)
-    """Σ over ranks, in their order, so that all of them have the same bits."""
+    """Returns Σ over ranks. The ranks are added in their order, so the result is bitwise identical on all of them."""
     if not group:
         return values.clone()
     ranks = Ranks.at(group, "sum over ranks", values.device)

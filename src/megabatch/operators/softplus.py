@@ -1,6 +1,4 @@
-"""Sums of softplus over the logits: per row with a second pass for the gradient, and the sigmoid loss, which needs no
-second pass.
-"""
+"""Sums of softplus over the logits: row sums with a second pass for the gradient, and the sigmoid loss with only one pass."""
 
 from typing import Any, NamedTuple
 
@@ -23,25 +21,25 @@ from megabatch.operators.autograd import (
 from megabatch.tiles.block import FLOAT16, Block, Needs, matching_logits
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Row sums of softplus over the similarities; backward is a second pass, because every row may have a weight of its own.
+# Row sums of softplus over the logits. Backward needs a second pass, because the rows may have different weights.
 
 
 class SoftplusInputs(NamedTuple):
-    """Pairs with equal ids are left out of the sums; or they are positives, and enter them as softplus(−s_ij)."""
+    """The embeddings and ids. Pairs with equal ids are excluded, or they are positives and are summed as softplus(−s_ij)."""
 
     x: Tensor  # (N, D)
     y: Tensor  # (M, D)
     scale: Tensor  # ()
     row_bias: Tensor  # (N,)
-    ids: Tensor | None  # (N,) of rows and of columns
+    ids: Tensor | None  # (N,) the ids of both rows and columns
     ids_are_positives: bool
-    apart: bool  # the pairs (i, i) are left out of the sums
+    separate: bool  # whether the pairs (i, i) are excluded from the sums and returned as a separate vector
     precision: str
     backend: str
     group: str
 
     def block(self) -> Block:
-        """The similarities."""
+        """Returns the description of the logits."""
         return Block.of(
             self.x,
             self.y,
@@ -50,21 +48,21 @@ class SoftplusInputs(NamedTuple):
             row_bias=self.row_bias,
             row_ids=self.ids,
             col_ids=self.ids,
-            skip_diagonal=self.apart,
+            skip_diagonal=self.separate,
             ids_are_positives=self.ids_are_positives and self.ids is not None,
         )
 
 
 def _softplus_shapes(given: SoftplusInputs) -> tuple[Tensor, Tensor]:
-    return statistic(given.x, given.x.shape[0]), statistic(given.x, given.x.shape[0] if given.apart else 0)
+    return statistic(given.x, given.x.shape[0]), statistic(given.x, given.x.shape[0] if given.separate else 0)
 
 
 @define(SoftplusInputs, results=2, fake=_softplus_shapes)
 def softplus(given: SoftplusInputs) -> tuple[Tensor, Tensor]:
-    """(Σ_j log(1 + exp s_ij), s_ii). The second is empty unless the pairs (i, i) are kept apart."""
+    """Returns (Σ_j log(1 + exp s_ij), s_ii). The second result is empty if the diagonal is not separate."""
     block = given.block()
-    passes = passes_for(given.group, given.backend, block, "softplus", mean=given.apart)
-    match = matching_logits(block, passes.local.matching_products(block)) if given.apart else block.zeros(0)
+    passes = passes_for(given.group, given.backend, block, "softplus", mean=given.separate)
+    match = matching_logits(block, passes.local.matching_products(block)) if given.separate else block.zeros(0)
     return passes.tiles.softplus_sums(block), match
 
 
@@ -79,14 +77,14 @@ def softplus_backward(
     dmatch: Tensor,  # (N,) or (0,)
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    """(dx, dy, dscale, drow_bias)."""
-    block, wanted = given.block(), Needs(*needs)
-    passes = passes_for(given.group, given.backend, block, "softplus backward", needs=wanted)
+    """Returns (dx, dy, dscale, drow_bias)."""
+    block, needed = given.block(), Needs(*needs)
+    passes = passes_for(given.group, given.backend, block, "softplus backward", needs=needed)
     grad_scale = choose_grad_scale(block.scale, block.precision, dtotal, largest=passes.largest)
-    sums = column_sums(block, wanted)
-    strips = passes.tiles.softplus_gradients(block, dtotal / grad_scale, sums, wanted)
-    own = dmatch / grad_scale if given.apart else None
-    return finish(passes.local, block, strips, sums, wanted, scale=given.scale, grad_scale=grad_scale, dmatch=own)[:4]
+    sums = column_sums(block, needed)
+    strips = passes.tiles.softplus_gradients(block, dtotal / grad_scale, sums, needed)
+    own = dmatch / grad_scale if given.separate else None
+    return finish(passes.local, block, strips, sums, needed, scale=given.scale, grad_scale=grad_scale, dmatch=own)[:4]
 
 
 derivative(softplus, softplus_backward, SoftplusInputs, learned=4, results=2)
@@ -95,14 +93,17 @@ derivative(softplus, softplus_backward, SoftplusInputs, learned=4, results=2)
 # ----------------------------------------------------------------------------------------------------------------------
 # The sigmoid loss, with its gradient computed in the forward pass.
 #
-# Every pair has the same weight in a mean, so the gradient is known up to one factor before backward is called. Computing
-# it while the tile exists saves the second product of similarities: 6·N²·D operations in all instead of 8. Until backward
-# multiplies them by the factor, gradients are kept in the type of the inputs, or in float32 for float16. A factor that is
-# not a power of two costs one more rounding.
+# Every pair has the same weight in a mean, so the gradient is known up to one factor before backward is called. If it is
+# computed while the tile exists, the logits need not be computed twice, which takes 6·N²·D operations in total instead of 8.
+# Until backward multiplies the gradients by the factor, they are stored in the dtype of the inputs, or in float32 if the inputs
+# are float16. A factor that is not a power of two causes one more rounding.
 
 
 def _dtype_to_save(given: SoftplusInputs) -> torch.dtype | None:
-    """The gradients wait for their factor in their own type, except fp16, which could not hold 1/N without its loss scale."""
+    """Returns the dtype of gradients until backward, where None means their own dtype.
+
+    Float16 gradients are stored in float32, because without the loss scale, 1/N would underflow in float16.
+    """
     return torch.float32 if torch.float16 in (given.x.dtype, given.y.dtype) else None
 
 
@@ -113,29 +114,29 @@ def _shapes(given: SoftplusInputs, mean: bool, needs: list[bool]) -> tuple[Tenso
 
 @define(SoftplusInputs, "bool mean, bool[] needs", results=5, fake=_shapes)
 def sigmoid_loss(given: SoftplusInputs, mean: bool, needs: list[bool]) -> tuple[Tensor, ...]:
-    """(Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] · mean_weight, dx, dy, dscale, drow_bias): the loss and its gradients.
+    """Returns the loss Σ_i [softplus(−s_ii) + Σ_{j≠i} softplus(s_ij)] · mean_weight, then dx, dy, dscale and drow_bias.
 
-    The pairs (i, i) have to be kept apart. The `mean_weight` of a mean is 1/N for one process. Over R ranks with B pairs
-    together it is R/B, so that the mean over ranks is the loss. The `mean_weight` of a sum is 1.
+    The diagonal has to be separate. The `mean_weight` of a mean is 1/N for one process. Over R ranks with a total of B pairs,
+    it is R/B, so that the mean over ranks is the loss. The `mean_weight` of a sum is 1.
     """
-    block, wanted = given.block(), Needs(*needs)
+    block, needed = given.block(), Needs(*needs)
     terms = {"the reduction": "mean" if mean else "sum"}
-    passes = passes_for(given.group, given.backend, block, "sigmoid loss", needs=wanted, mean=True, terms=terms)
+    passes = passes_for(given.group, given.backend, block, "sigmoid loss", needs=needed, mean=True, terms=terms)
     mean_weight = passes.mean_weight if mean else 1.0
     match = matching_logits(block, passes.local.matching_products(block))
-    if any(wanted):
+    if any(needed):
         total = block.zeros(block.N)
-        sums = column_sums(block, wanted)
+        sums = column_sums(block, needed)
         grad_scale = choose_grad_scale(block.scale, block.precision, torch.ones_like(block.scale))
         weight = torch.ones_like(total) / grad_scale if block.precision == FLOAT16 else None
-        strips = passes.tiles.softplus_gradients(block, weight, sums, wanted, total=total)
+        strips = passes.tiles.softplus_gradients(block, weight, sums, needed, total=total)
         dmatch = -torch.sigmoid(-match) / grad_scale
         gradients = finish(
             passes.local,
             block,
             strips,
             sums,
-            wanted,
+            needed,
             scale=given.scale,
             grad_scale=grad_scale * mean_weight,
             dmatch=dmatch,
@@ -143,7 +144,7 @@ def sigmoid_loss(given: SoftplusInputs, mean: bool, needs: list[bool]) -> tuple[
         )
     else:
         total = passes.tiles.softplus_sums(block)
-        gradients = empty_gradients(given.x, given.y, given.scale, wanted, _dtype_to_save(given))
+        gradients = empty_gradients(given.x, given.y, given.scale, needed, _dtype_to_save(given))
     total -= F.logsigmoid(match)
     loss = total.sum(dtype=torch.float64) * mean_weight
     return loss.to(block.dtype), *gradients[:4]
@@ -161,8 +162,8 @@ def _backward(ctx: Any, dloss: Tensor | None, *dgradients: Tensor | None) -> tup
     nothing = (None,) * 8
     if dloss is None:
         return None, None, None, None, *nothing
-    asked = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:4], strict=True)
-    return *((dloss * gradient).to(dtype) if need else None for gradient, dtype, need in asked), *nothing
+    saved = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:4], strict=True)
+    return *((dloss * gradient).to(dtype) if need else None for gradient, dtype, need in saved), *nothing
 
 
 differentiable(sigmoid_loss, _backward, _save)
