@@ -39,7 +39,7 @@ DESCRIPTION = """
 Trains two encoders (towers) with a contrastive loss: each sample becomes most similar to its match.
 
   megabatch train                       the demo: emoji and their names, two cores, 1 to 2 minutes
-  megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384 --lr 5e-4
+  megabatch train --data pairs.csv --model open_clip:ViT-B-32 --batch-size 16384
   megabatch train --data photos.csv --columns image=file text=description --validation coco.csv
   megabatch train --data "cc12m/{00000..01242}.tar" --model open_clip:ViT-B-16 --batch-size 65536
   megabatch train --data triples.jsonl --loss info_nce --model hf:BAAI/bge-small-en --holdout 0.01
@@ -128,7 +128,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup",
         type=_steps_or_fraction,
         metavar="N",
-        help="steps of the warm-up, or a fraction of the run (default: 0.1, but at least 50 steps or half of the run)",
+        help="steps of the warm-up, or a fraction of the run (default: 0.3 for emoji, 20 for small, else 0.1, but at least 50 "
+        "steps or half of the run)",
     )
     add_flags(optimization, "--weight-decay", "--clip-norm", "--seed")
     output = parser.add_argument_group("output and settings")

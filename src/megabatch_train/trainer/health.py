@@ -24,12 +24,16 @@ from megabatch_train.data.dataset import IMAGE, Dataset
 
 # Nats. If the part of the logits that tells pairs apart is smaller than this, the softmax over the batch is uniform.
 FLAT_LOGITS = 0.1
-# Nats by which the logits of matches exceed the others, averaged over `WINDOW` steps. Runs that learn exceed it within tens of
-# steps. At 64 pairs the mean of a run that learns nothing has a standard deviation of 0.02.
+# Fraction of the largest spread of the run. Before the end of the warm-up, only embeddings that have lost so much have
+# collapsed: those of some trained text models are nearly the same at first, and spread in the warm-up.
+LOST_SPREAD = 0.1
+# Nats by which the logits of matches exceed the others, averaged over `WINDOW` steps and at least `WINDOW_PAIRS` pairs. Runs
+# that learn exceed it within tens of steps. The mean of a run that learns nothing has a standard deviation of at most 0.02.
 CHANCE_ADVANTAGE = 0.05
-WINDOW = 25  # steps
+WINDOW, WINDOW_PAIRS = 25, 1600
+AFTER_WARM_UP = 50  # steps, after which a loss at chance counts
+FEWEST_STEPS = 100  # a run of fewer steps may end at chance without failing
 FITTED_ADVANTAGE = 10.0  # nats. Gradients of a model that has fitted its data may round to zero
-FEWEST_STEPS = 50  # a run of fewer steps may end at chance without failing
 AT_MAX_SCALE = 0.9  # share of the steps. The first steps from the limit may lower the scale
 
 
@@ -96,18 +100,24 @@ class Health:
     """Watches the steps of a run. All ranks see the same numbers, so all come to the same conclusions.
 
     Args:
+        batch_size: pairs in a step.
         max_scale: limit of the learned scale.
-        warm_up: steps of the warm-up. A loss at chance counts only after it.
+        warm_up: steps of the warm-up.
         highest_rate: the highest learning rate of the run.
     """
 
-    def __init__(self, max_scale: float, warm_up: int, highest_rate: float) -> None:
+    def __init__(self, *, batch_size: int, max_scale: float, warm_up: int, highest_rate: float) -> None:
         self._max_scale, self._warm_up, self._highest_rate = max_scale, warm_up, highest_rate
         self._persistent = dict.fromkeys(PATIENCE, 0)  # consecutive steps with each problem
         self._messages: dict[str, str] = {}  # the warning of each problem that was reported and persists
-        self._advantages: deque[float] = deque(maxlen=WINDOW)  # nats
-        self._steps = self._steps_at_max_scale = 0
-        self.final_failure: str | None = None  # why the model of a run that reached its last step is of no use
+        self._advantages: deque[float] = deque(maxlen=max(WINDOW, -(-WINDOW_PAIRS // batch_size)))  # nats
+        self._largest_spread = 0.0
+        self._steps = self._steps_at_max_scale = 0  # since the run began or resumed
+
+    @property
+    def problems(self) -> list[str]:
+        """The warnings about problems that persist."""
+        return list(self._messages.values())
 
     def check(self, number: int, step: StepSummary) -> list[str]:
         """Reads a step and returns new warnings.
@@ -120,6 +130,7 @@ class Health:
         self._steps_at_max_scale += step.scale >= self._max_scale * (1 - 1e-6)
         if math.isfinite(step.statistics.advantage):
             self._advantages.append(step.scale * step.statistics.advantage)
+            self._largest_spread = max(self._largest_spread, step.statistics.spread)
         found, news = self._find_problems(number, step), []
         for name, patience in PATIENCE.items():
             self._persistent[name] = self._persistent[name] + 1 if name in found else 0
@@ -135,33 +146,39 @@ class Health:
         over = [name for name, patience in PATIENCE.items() if self._persistent[name] >= patience.end]
         return self._messages[over[0]] if over else None
 
+    def final_failure(self, steps: int) -> str | None:
+        """Returns why the model after `steps`, the last step of the run, is of no use, or None."""
+        if self._messages:
+            return next(iter(self._messages.values()))
+        return self._describe_chance() if steps >= FEWEST_STEPS and self._is_at_chance() else None
+
     def conclude(self) -> list[str]:
-        """Returns new warnings after the last step, and sets `final_failure`."""
-        warnings, self.final_failure = [], None
+        """Returns new warnings after the last step."""
+        warnings = []
         if self._steps >= WINDOW and self._steps_at_max_scale >= AT_MAX_SCALE * self._steps:
             warnings.append(
                 f"the scale was at its limit, loss.max_scale = {self._max_scale:g}, in {self._steps_at_max_scale:,} of "
                 f"{self._steps:,} steps. This is usual for "
                 "models that were trained up to the limit, such as OpenAI's CLIP. Otherwise raise the limit or lower loss.scale"
             )
-        if self._messages:
-            self.final_failure = next(iter(self._messages.values()))
-        elif self._is_at_chance():
-            message = self._describe_chance()
-            warnings.append(message)
-            self.final_failure = message if self._steps >= FEWEST_STEPS else None
+        if not self._messages and self._is_at_chance():
+            warnings.append(self._describe_chance())
         return warnings
 
     def state(self) -> dict[str, Any]:
         """The problems so far, for a checkpoint."""
-        return {"messages": dict(self._messages), "advantages": list(self._advantages), "final_failure": self.final_failure}
+        return {
+            "messages": dict(self._messages),
+            "advantages": list(self._advantages),
+            "largest_spread": self._largest_spread,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues with the problems of a checkpoint. The patience until the end of the run starts at the warning."""
         self._messages.update(state.get("messages", {}))
         self._persistent.update({name: PATIENCE[name].warning for name in self._messages})
         self._advantages.extend(state.get("advantages", ()))
-        self.final_failure = state.get("final_failure")
+        self._largest_spread = state.get("largest_spread", 0.0)
 
     def _find_problems(self, number: int, step: StepSummary) -> dict[str, str]:
         """Returns the problems of this step, each with its message."""
@@ -176,24 +193,27 @@ class Health:
                 f"step {number}: all gradients are zero, so nothing is learned. Either no trained weight influences the loss, "
                 "or no pair of the batch has a negative (pairs with equal ids are not each other's negatives)"
             )
-        if step.scale * step.statistics.spread < FLAT_LOGITS:
+        spread, after_warm_up = step.statistics.spread, number - self._warm_up
+        if step.scale * spread < FLAT_LOGITS and (after_warm_up > 0 or spread < LOST_SPREAD * self._largest_spread):
             found["collapse"] = (
                 f"step {number}: the embeddings have collapsed. All samples have nearly the same embedding (1 − mean cosine is "
-                f"{step.statistics.spread:.1e}), and the loss is at chance. Usually the learning rate is too high (its highest "
+                f"{spread:.1e}), and the loss is at chance. Usually the learning rate is too high (its highest "
                 f"value is {self._highest_rate:.1e}) or rises too fast (in {self._warm_up} steps of warm-up). Start again with "
                 "a smaller --lr or a longer --warmup. Data with the same image or text in every row has the same effect"
             )
-        elif number > self._warm_up + FEWEST_STEPS and self._is_at_chance():
+        elif after_warm_up > AFTER_WARM_UP and self._is_at_chance():
             found["chance"] = f"step {number}: {self._describe_chance()}"
         return found
 
     def _is_at_chance(self) -> bool:
-        return len(self._advantages) == WINDOW and sum(self._advantages) / WINDOW < CHANCE_ADVANTAGE
+        full = len(self._advantages) == self._advantages.maxlen
+        return full and sum(self._advantages) / len(self._advantages) < CHANCE_ADVANTAGE
 
     def _describe_chance(self) -> str:
+        steps = len(self._advantages)
         return (
-            f"the loss is at chance: in the last {WINDOW} steps, matching pairs were on average only "
-            f"{sum(self._advantages) / WINDOW:.2g} nats more similar than other pairs. Check that each row of the data has its "
+            f"the loss is at chance: in the last {steps} steps, matching pairs were on average only "
+            f"{sum(self._advantages) / steps:.2g} nats more similar than other pairs. Check that each row of the data has its "
             "own image or text and that both sides belong together, then try another --lr or more steps"
         )
 

@@ -1,6 +1,7 @@
 """The training loop, and the inputs of a loss in addition to embeddings: negatives, labels, a teacher, a guide."""
 
 import logging
+import math
 import signal
 import time
 from collections import deque
@@ -200,7 +201,12 @@ class Trainer:
         self._storage = Storage(self.run, self.config, self._trained, dataset, self._observers, self.world)
         self._fit: Fit | None = None
         self._losses: deque[float] = deque(maxlen=RECENT)
-        self._health = Health(config.loss.max_scale, config.schedule.warm_up(self.steps), self._rate)
+        self._health = Health(
+            batch_size=config.batch_size,
+            max_scale=config.loss.max_scale,
+            warm_up=config.schedule.warm_up(self.steps),
+            highest_rate=self._rate,
+        )
 
     @property
     def step(self) -> int:
@@ -234,8 +240,15 @@ class Trainer:
         resumed = self._storage.resume(checkpoint)
         if resumed is None:
             return False
+        if self.steps < self.step:
+            raise ValueError(
+                f"steps must be at least {self.step:,}, because the checkpoint has so many, got {self.steps:,} "
+                "(--steps, --epochs)"
+            )
         self._fit = resumed.fit
         self._health.restore(self.run.health)
+        for problem in self._health.problems if self.world.rank == 0 else ():
+            LOG.warning("the run had this problem when it was saved: %s", problem)
         if not resumed.generators:
             self._seed(self.step)
         return True
@@ -283,7 +296,7 @@ class Trainer:
                 result = self._evaluate(workers) if self.validation else None
                 if failed is not None:
                     raise failed
-                if self.config.collapse == "stop" and (failure := self._health.final_failure):
+                if self.config.collapse == "stop" and (failure := self._health.final_failure(self.step)):
                     raise TrainingFailedError(
                         f"the run has ended, but its model is of no use: {failure}. {self.describe_saved()}"
                     )
@@ -391,6 +404,7 @@ class Trainer:
             with self.world.explain_errors(lambda: f"in step {batch.number + 1} of {self.steps}; {self.describe_saved()}"):
                 outcome = step(inputs, rate)
         except NotFiniteError as error:
+            self._observers.step({"step": batch.number + 1, "epoch": batch.epoch, "loss": math.nan, "problem": str(error)})
             self._storage.save_before_failure(step.fit)
             raise NotFiniteError(f"{error}. {self.describe_saved()}") from error
         self.run.step = batch.number + 1

@@ -356,6 +356,9 @@ class Observer(Protocol):
         """After each step: step, epoch, pairs, loss, scale, bias (SigLIP), learning_rate, gradient_norm, pairs_per_second,
         mfu (share of the GPU's peak rate, if it is known), memory_bytes, seconds, and under "phases" the seconds of each phase
         on this rank since the record before: data, forward, loss, backward, optimizer, checkpoint, evaluation, other.
+
+        "spread" and "advantage" describe the embeddings (health.py), and "problem" is a warning about this step. A step whose
+        loss is not finite has only step, epoch, loss and problem.
         """
 
     def on_evaluation(self, record: dict[str, Any]) -> None:
