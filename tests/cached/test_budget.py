@@ -98,16 +98,16 @@ def test_ranks_keep_what_the_smallest_of_them_can():
     keeper = Keeper(10_000, None, agree=lambda own: min(own, 3))
     keeper.begin(None)
     kept = []
-    while keeper.wants() and len(kept) < 9:
-        kept.append(keeper.keeps(1000, 9, 0))
+    while keeper.should_build() and len(kept) < 9:
+        kept.append(keeper.should_keep(1000, 9, 0))
     assert kept == [True] * 3
     keeper.begin(None)  # 7000 bytes are left for the next tower
     asked = []
     keeper._agree = lambda own: asked.append(own) or 0
-    assert keeper.wants()
-    assert not keeper.keeps(1000, 9, 0)
+    assert keeper.should_build()
+    assert not keeper.should_keep(1000, 9, 0)
     assert asked == [7]
-    assert not keeper.wants()
+    assert not keeper.should_build()
 
 
 class Marked(torch.autograd.Function):

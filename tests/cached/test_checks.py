@@ -105,7 +105,7 @@ def one(tower):
         (lambda x: x.long(), ValueError, r"got shape \(4, 4\) of int64"),
         (lambda x: mb.Encoded(x, x), ValueError, r"towers\[0\] must return an auxiliary loss .*got shape \(4, 4\)"),
         (lambda x: mb.Encoded(x, 1.0), ValueError, r"towers\[0\] must return an auxiliary loss .*got float"),
-        (lambda x: x[:, : len(x)], ValueError, r"towers\[0\] must return embeddings of one width.*\(4, .*first and \(2, "),
+        (lambda x: x[:, : len(x)], ValueError, r"towers\[0\] must return embeddings of one dimension.*\(4, .*first and \(2, "),
     ],
 )
 def test_towers_that_return_something_else(tower, error, message):

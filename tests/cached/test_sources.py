@@ -101,7 +101,7 @@ def test_a_source_that_does_not_repeat_itself_is_caught_and_the_samples_are_name
 
     image, text, loss = tower(6, 0), tower(5, 1), Loss()
     source = mb.ReplaySource([f"img{i}" for i in range(11)], forgetful)
-    names = r"read must return the same .* 2 of samples 0 to 10 .*: sample 4 \('img4'\), sample 7 \('img7'\)\. Draw"
+    names = r"read must return equal .* 2 of samples 0 to 10 .*: sample 4 \('img4'\), sample 7 \('img7'\)\. Draw"
     with pytest.raises(ReplayMismatchError, match=names):
         mb.cached_backward(loss, [(image, source), (text, data(5, 1))], chunk_size=(4, 11))
 
@@ -374,7 +374,7 @@ def test_a_source_that_ends_early_is_named():
         def chunks(self, spans, device):
             yield data(6, 0)[: spans[0][1]]
 
-    with pytest.raises(ValueError, match=r"towers\[0\]\[1\] must give a chunk for each span.* samples 4 to 7"):
+    with pytest.raises(ValueError, match=r"towers\[0\]\[1\] must yield a chunk for each requested span.* samples 4 to 7"):
         mb.cached_backward(Loss(), [(tower(6, 0), Short()), (tower(5, 1), data(5, 1))], chunk_size=4)
 
 

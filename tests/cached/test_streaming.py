@@ -148,7 +148,7 @@ def test_neighbours_are_joined_and_others_stay(case):
         "reversed": (list(whole)[::-1], 10),
         "transposed": ([row.T for row in whole], 10),
     }[case]
-    found = list(streaming.neighbours(tensors))
+    found = list(streaming.merge_adjacent(tensors))
     assert len(found) == parts
     assert torch.equal(torch.cat(found), torch.stack(tensors))
     assert torch.equal(streaming.join_rows(tensors, torch.device("cpu")), torch.stack(tensors))

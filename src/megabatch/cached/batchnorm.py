@@ -1,7 +1,7 @@
-"""Batch normalisation in towers that see one chunk at a time: one warning, and running statistics that are updated once.
+"""Batch normalization in towers that encode one chunk at a time.
 
-The statistics of a chunk differ from the statistics of the batch. The cached step cannot change that, so it warns. It does make
-sure that neither the second pass nor a dummy pass updates the running statistics.
+The statistics of a chunk differ from the statistics of the batch. Gradient caching cannot change that, so it warns once for
+each tower. Running statistics are updated once, because neither the second pass nor a dummy pass updates them.
 """
 
 import threading
@@ -20,81 +20,82 @@ _warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def layers(modules: Iterable[nn.Module]) -> list[tuple[str, _BatchNorm]]:
-    """(name, layer) of the layers that normalise by the statistics of their input, each once."""
-    found = {
+    """Returns the name and layer of each layer that normalizes by the statistics of its input."""
+    unique = {
         id(layer): (name, layer)
         for module in modules
         for name, layer in module.named_modules()
         if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
     }
-    return list(found.values())
+    return list(unique.values())
 
 
 _HOOK = "megabatch"
 _watching: list[Callable[[nn.Module], None]] = []
 
 
-def _tell(module: nn.Module, _: object) -> None:
+def _notify(module: nn.Module, _: object) -> None:
     if not torch.compiler.is_compiling():  # compiled code must not depend on this hook
-        for tell in list(_watching):
-            tell(module)
+        for watcher in list(_watching):
+            watcher(module)
 
 
 @contextmanager
-def watch_calls(see: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Calls `see` with each outermost module that this thread calls inside, and so finds the modules behind a function.
+def watch_calls(on_call: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Calls `on_call` with each outermost module that this thread calls in the context. This finds the modules in a function.
 
-    Of compiled modules it sees the outermost one; of a compiled function it sees none.
+    In a compiled module, only the outermost module is reported. In a compiled function, no module is reported.
     """
     thread, inside = threading.get_ident(), set[int]()
 
-    def tell(module: nn.Module) -> None:
+    def watcher(module: nn.Module) -> None:
         if threading.get_ident() == thread and id(module) not in inside:
             inside.update(map(id, module.modules()))
-            see(module)
+            on_call(module)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
-        _watching.append(tell)
-        # Always under one name: compiled code depends on the names of hooks and would be compiled again for a new one, and
-        # `register_module_forward_pre_hook` makes a new one each time.
-        _global_forward_pre_hooks[_HOOK] = _tell  # type: ignore[index]
+        _watching.append(watcher)
+        # The hook always has the same name, because compiled code depends on the names of hooks and is compiled again for a
+        # new name. `register_module_forward_pre_hook` creates a new name each time.
+        _global_forward_pre_hooks[_HOOK] = _notify  # type: ignore[index]
         try:
             yield
         finally:
-            _watching.remove(tell)
+            _watching.remove(watcher)
             if not _watching:
                 del _global_forward_pre_hooks[_HOOK]  # type: ignore[arg-type]
 
 
 def waits_for_ranks(layer: _BatchNorm) -> bool:
-    """Whether it is a SyncBatchNorm over several ranks."""
+    """Returns whether the layer is a SyncBatchNorm over several ranks."""
     if not isinstance(layer, nn.SyncBatchNorm) or not dist.is_initialized():
         return False
     return dist.get_world_size(layer.process_group) > 1
 
 
-def warn(found: list[tuple[str, _BatchNorm]], tower: str, chunk_size: int, rows: int) -> None:
-    """Warns once for each tower."""
-    if not found or chunk_size >= rows or found[0][1] in _warned:
+def warn(layers: list[tuple[str, _BatchNorm]], tower: str, chunk_size: int, rows: int) -> None:
+    """Warns once for each tower that has such layers and more than one chunk."""
+    if not layers or chunk_size >= rows or layers[0][1] in _warned:
         return
-    name, layer = found[0]
+    name, layer = layers[0]
     _warned.add(layer)
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
     everywhere = ", over all ranks," if isinstance(layer, nn.SyncBatchNorm) else ""
     warnings.warn(
-        f"{tower} has {type(layer).__name__} {name!r}{more} in training mode. It normalises by the mean and variance of one "
-        f"chunk of {chunk_size} samples{everywhere} instead of the batch of {rows}, so the gradients are those of that model. "
-        "Use a larger chunk_size, put the layer into eval(), or use LayerNorm or GroupNorm, which normalise each sample",
+        f"{tower} has {type(layer).__name__} {name!r}{more} in training mode. It normalizes by the mean and variance of one "
+        f"chunk of {chunk_size} samples{everywhere} instead of the batch of {rows}, so the gradients differ from a step with "
+        "the whole batch. Use a larger chunk_size, put the layer into eval(), or use LayerNorm or GroupNorm, which normalize "
+        "each sample",
         UserWarning,
         stacklevel=3,
     )
 
 
 @contextmanager
-def keep_running_statistics(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
-    """For a second pass: the layers normalise as in the first pass and do not update their running statistics."""
-    tracking = [layer for _, layer in found if layer.track_running_stats]
+def keep_running_statistics(layers: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
+    """Stops updates of the running statistics in a second pass. The layers normalize as in the first pass."""
+    tracking = [layer for _, layer in layers if layer.track_running_stats]
     for layer in tracking:
         layer.track_running_stats = False
     try:
@@ -105,9 +106,12 @@ def keep_running_statistics(found: list[tuple[str, _BatchNorm]]) -> Iterator[Non
 
 
 @contextmanager
-def restore_running_statistics(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
-    """For the backward pass of a kept graph: a checkpointed layer runs in it as in the first pass, updates included."""
-    before = [(buffer, buffer.clone()) for _, layer in found for buffer in layer.buffers(recurse=False)]
+def restore_running_statistics(layers: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
+    """Restores the running statistics after the backward pass of a kept graph.
+
+    With activation checkpointing, this pass runs a layer again and updates its statistics a second time.
+    """
+    before = [(buffer, buffer.clone()) for _, layer in layers for buffer in layer.buffers(recurse=False)]
     try:
         yield
     finally:
@@ -116,23 +120,23 @@ def restore_running_statistics(found: list[tuple[str, _BatchNorm]]) -> Iterator[
 
 
 @contextmanager
-def at_rest(found: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
-    """For a dummy pass: the layers normalise by their running statistics, since one sample has no variance.
+def use_running_statistics(layers: list[tuple[str, _BatchNorm]]) -> Iterator[None]:
+    """Makes the layers normalize by their running statistics in a dummy pass, because one sample has no variance.
 
-    SyncBatchNorm takes part as usual, because the other ranks wait for it.
+    SyncBatchNorm runs as usual, because the other ranks wait for it.
     """
-    resting = [layer for _, layer in found if layer.training and not isinstance(layer, nn.SyncBatchNorm)]
-    for layer in resting:
+    training = [layer for _, layer in layers if layer.training and not isinstance(layer, nn.SyncBatchNorm)]
+    for layer in training:
         layer.training = False
     try:
         yield
     finally:
-        for layer in resting:
+        for layer in training:
             layer.training = True
 
 
 def running_statistics(module: nn.Module) -> dict[str, Tensor]:
-    """The running means and variances of all its layers by name, not copied."""
+    """Returns the running means and variances of all layers of a module by name, without a copy."""
     return {
         f"{name}.{kind}" if name else kind: statistic
         for name, layer in module.named_modules()

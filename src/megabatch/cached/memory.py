@@ -1,4 +1,4 @@
-"""How many graphs of chunks fit into memory, and how autograd graphs and sharded tensors are handled."""
+"""The memory budget for kept graphs, the free memory, and helpers for autograd graphs and sharded tensors."""
 
 import math
 import sys
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 # ----------------------------------------------------------------------------------------------------------------------
 # The memory of the machine.
 
-# Memory limit of a container, in control groups version 2 and version 1.
+# Files with the memory limit of a container, in control groups version 2 and version 1.
 CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def available_memory() -> int | None:
-    """Bytes that a new program can allocate without swapping; None if the system does not say."""
+    """Returns the bytes that a new program can allocate without swapping, or None if the system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -38,18 +38,18 @@ def available_memory() -> int | None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; other tensors unchanged."""
+    """Returns this rank's shard of a DTensor. Other tensors are returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. If its module was never imported, there is none."""
+    """Returns whether the tensor is a DTensor. No tensor is one if the module of DTensor was never imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def compute_device(parameter: Tensor) -> torch.device:
-    """The device that a module with this parameter computes on. FSDP2 may keep the parameter itself on the host."""
+    """Returns the device that a module with this parameter computes on. FSDP2 may offload the parameter to the CPU."""
     if is_sharded(parameter) and parameter.device.type == "cpu":
         kind = parameter.device_mesh.device_type  # type: ignore[attr-defined]
         if kind != "cpu":
@@ -60,9 +60,9 @@ def compute_device(parameter: Tensor) -> torch.device:
 # ----------------------------------------------------------------------------------------------------------------------
 # The memory budget: how many chunks keep their graph from the first pass, so that the second pass skips them.
 #
-# The first chunk of a tower is encoded with a graph, and the graph's bytes are measured; the same holds for every further
-# chunk that is kept. One process alone tries the next chunk while the largest graph so far would still fit. Ranks that must
-# encode equally often agree on a number after the first chunk: the smallest number that fits on any rank.
+# The first chunk of a tower is encoded with a graph, and the bytes of the graph are measured. So are the graphs of all later
+# chunks that are kept. A single process builds the next graph if the largest graph so far would still fit. Ranks that must
+# encode equally often agree on a number of graphs after the first chunk: the smallest number that fits on any rank.
 
 
 AUTO: Literal["auto"] = "auto"
@@ -73,31 +73,31 @@ Budget = int | Literal["auto", "all"] | None
 # and fragmentation. Embeddings and gradients that do not exist yet are counted separately.
 AUTO_FRACTION = 0.8
 
-# An embedding, its gradient, and the float32 sums of a gradient that a loss may hold beside them.
+# An embedding, its gradient, and the float32 sums of a gradient, which a loss may store in addition.
 COPIES_OF_EMBEDDINGS = 4
 
-Agree = Callable[[int], int]  # the smallest number over all ranks
+Agree = Callable[[int], int]  # returns the smallest number over all ranks
 
 
 class Keeper:
     """Decides for each chunk, before it is encoded, whether to build a graph, and afterwards whether to keep it.
 
     Args:
-        budget: bytes; "all" for no limit, "auto" for `fraction=AUTO_FRACTION`, None for no graphs at all.
-        fraction: of the free memory, in place of `budget`.
-        agree: for ranks that must encode equally often; None for a process that decides alone.
+        budget: bytes, "all" for no limit, "auto" for `fraction=AUTO_FRACTION`, or None for no graphs.
+        fraction: of the free memory, instead of `budget`.
+        agree: needed for ranks that must encode equally often. It is None for a single process.
     """
 
     def __init__(self, budget: Budget, fraction: float | None, agree: Agree | None) -> None:
         self._fraction = AUTO_FRACTION if budget == AUTO else fraction
-        self._limit: float | None = None  # bytes; a fraction of the free memory is known after the first chunk
+        self._limit: float | None = None  # bytes; for a fraction of the free memory, set after the first chunk
         if self._fraction is None:
             self._limit = math.inf if budget == ALL else float(budget or 0)
         self._agree = agree
         self._free = 0
         self._used = 0
-        self._largest = 0  # graph of this tower
-        self._agreed: int | None = None  # chunks that this tower keeps
+        self._largest = 0  # bytes of the largest graph of this tower
+        self._agreed: int | None = None  # the number of graphs that this tower keeps
         self._tried = 0
 
     def begin(self, device: torch.device | None) -> None:
@@ -106,8 +106,8 @@ class Keeper:
         if self._limit is None:
             self._free = free_memory(device)
 
-    def wants(self) -> bool:
-        """Whether to build a graph of the next chunk."""
+    def should_build(self) -> bool:
+        """Returns whether to build a graph of the next chunk."""
         if self._limit == 0 and self._fraction is None:
             return False
         if self._tried == 0:
@@ -116,24 +116,24 @@ class Keeper:
             return self._tried < self._agreed
         return self._limit is not None and self._used + self._largest <= self._limit
 
-    def keeps(self, graph_bytes: int, chunks: int, other_bytes: int) -> bool:
-        """Whether to keep the graph just built.
+    def should_keep(self, graph_bytes: int, chunks: int, other_bytes: int) -> bool:
+        """Returns whether to keep the graph just built.
 
         Args:
             graph_bytes: size of the graph.
-            chunks: of this tower.
+            chunks: number of chunks of this tower.
             other_bytes: memory that the step still needs, for embeddings and for gradients that do not exist yet.
         """
         self._largest = max(self._largest, graph_bytes)
         if self._limit is None:
             assert self._fraction is not None
-            # Beside the kept graphs, one more chunk is in memory: in the first pass the chunk being encoded, in the second the
-            # gradients of a kept graph. Chunks are encoded again only after all kept graphs are freed.
+            # In addition to the kept graphs, one more chunk is in memory. In the first pass it is the chunk being encoded. In
+            # the second pass it is the gradients of a kept graph. Chunks are encoded again after all kept graphs are freed.
             self._limit = max(0.0, self._fraction * (self._free - other_bytes - graph_bytes))
         fits = self._used + graph_bytes <= self._limit
         if self._tried == 0 and self._agree is not None:
-            room = max(0.0, self._limit - self._used)
-            own = chunks if room >= chunks * graph_bytes else int(room // graph_bytes)
+            available = max(0.0, self._limit - self._used)
+            own = chunks if available >= chunks * graph_bytes else int(available // graph_bytes)
             self._agreed = self._agree(own)
         if self._agreed is not None:
             fits = self._tried < self._agreed
@@ -144,7 +144,7 @@ class Keeper:
 
 
 def free_memory(device: torch.device | None) -> int:
-    """Bytes that could be allocated: free memory of the device, and memory that PyTorch has reserved there and does not use."""
+    """Returns the bytes that can be allocated: free memory of the device plus unused memory that PyTorch has reserved."""
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -156,30 +156,33 @@ def free_memory(device: torch.device | None) -> int:
 
 
 def parameters_in(outputs: Sequence[Tensor]) -> set[int] | None:
-    """The ids of all leaves that get a gradient from these outputs; None if a reentrant checkpoint hides them."""
-    found: set[int] = set()
-    seen: set[object] = set()
+    """Returns the ids of all leaves that get a gradient from these outputs.
+
+    Returns None if reentrant activation checkpointing hides them.
+    """
+    leaves: set[int] = set()
+    visited: set[object] = set()
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    found.update(id(output) for output in outputs if output.requires_grad and output.is_leaf)
+    leaves.update(id(output) for output in outputs if output.requires_grad and output.is_leaf)
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.name() == "CheckpointFunctionBackward":  # reentrant: its graph is built in the backward pass
             return None
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.add(id(leaf))
+            leaves.add(id(leaf))
         waiting += [after for after, _ in node.next_functions if after is not None]
-    return found
+    return leaves
 
 
 ALLOCATING = threading.Lock()  # held by a thread that allocates on a CUDA device, and while a graph is measured there
 
 
 class GraphSize:
-    """Bytes that a graph built inside `measure_graph` keeps in memory."""
+    """The bytes that a graph built in `measure_graph` keeps in memory."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -187,11 +190,13 @@ class GraphSize:
 
 @contextmanager
 def measure_graph(device: torch.device | None, known: Iterable[Tensor]) -> Iterator[GraphSize]:
-    """Measures the graph built inside: allocated bytes on CUDA, elsewhere the tensors that autograd saves.
+    """Measures the graph built in the context.
+
+    On CUDA, it measures allocated bytes. On other devices, it adds up the tensors that autograd saves.
 
     Args:
         device: of the tower.
-        known: tensors that are in memory anyway, such as parameters and inputs. They do not count.
+        known: tensors that are in memory anyway, such as parameters and inputs. They are not counted.
     """
     size = GraphSize()
     if device is not None and device.type == "cuda":
@@ -200,25 +205,25 @@ def measure_graph(device: torch.device | None, known: Iterable[Tensor]) -> Itera
             yield size
             size.bytes = max(0, torch.cuda.memory_allocated(device) - before)
         return
-    seen = {tensor.untyped_storage().data_ptr() for tensor in known}
+    counted = {tensor.untyped_storage().data_ptr() for tensor in known}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
             size.bytes += storage.nbytes()
-        return tensor.detach()  # with its grad_fn it would form a reference cycle with its node
+        return tensor.detach()  # a tensor with a grad_fn would form a reference cycle with its node
 
     def unpack(tensor: Tensor) -> Tensor:
         return tensor
 
     hooks = [pack, unpack]
-    if "torch._dynamo" in sys.modules:  # around a compiled tower, Dynamo would try to compile the hooks
+    if "torch._dynamo" in sys.modules:  # Dynamo would try to compile the hooks of a compiled tower
         hooks = [torch.compiler.disable(hook) for hook in hooks]  # type: ignore[no-untyped-call]
     with torch.autograd.graph.saved_tensors_hooks(*hooks):
         yield size
 
 
 def list_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Parameters and buffers; of a DTensor this rank's shard."""
+    """Returns the parameters and buffers. A DTensor is replaced by this rank's shard."""
     return [local(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())]

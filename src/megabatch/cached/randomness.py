@@ -1,7 +1,7 @@
-"""The same random numbers in both passes: generator states are saved before a chunk is encoded, and restored later.
+"""Saves generator states before a chunk is encoded and restores them later, so that both passes draw equal random numbers.
 
-Towers draw from PyTorch's generators of the CPU and of each device; some also from Python's and NumPy's (masking of speech,
-layer drop). All states are saved. A state that did not change between two chunks is stored once.
+Towers use PyTorch's generators of the CPU and of each device. Some also use Python's and NumPy's generators, for masking of
+speech or layer drop. All states are saved. A state that did not change between two chunks is stored once.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class States(NamedTuple):
-    """States of all random generators that a tower may use."""
+    """The states of all random generators that a tower may use."""
 
     cpu: Tensor
     cuda: tuple[tuple[int | torch.device, Tensor], ...]  # (device, state)
@@ -25,7 +25,7 @@ class States(NamedTuple):
 
 
 def capture(devices: Iterable[torch.device], before: States | None = None) -> States:
-    """The current states; a state that equals the one in `before` is shared with it."""
+    """Returns the current states. A state that did not change since `before` is shared with it."""
     numpy = _numpy()
     now = States(
         torch.get_rng_state(),
@@ -55,7 +55,7 @@ def restore(states: States) -> None:
 
 @contextmanager
 def preserve_generators(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restores all generators afterwards."""
+    """Restores all generators at the end of the context."""
     states = capture(devices)
     try:
         yield
@@ -64,7 +64,7 @@ def preserve_generators(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def seed_host(seed: int) -> None:
-    """Seeds the host generators of PyTorch, Python and NumPy; not those of devices."""
+    """Seeds the CPU generators of PyTorch, Python and NumPy. Generators of other devices are not seeded."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = _numpy()
@@ -80,14 +80,19 @@ def _cuda_indices(devices: Iterable[torch.device]) -> list[int]:
 
 
 def _numpy() -> Any:
-    """`numpy.random`, which NumPy imports at its first use: that may be inside a tower. None if NumPy was never imported."""
+    """Returns `numpy.random`, or None if NumPy was never imported.
+
+    NumPy imports `numpy.random` at its first use, which may be in a tower, so this function imports it.
+    """
     return importlib.import_module("numpy.random") if "numpy" in sys.modules else None
 
 
 def _same_numpy(first: Any, second: Any) -> bool:
     if first is None or second is None:
         return first is second
-    if {first["bit_generator"], second["bit_generator"]} != {"MT19937"}:  # another bit generator, whose state has another form
+    if {first["bit_generator"], second["bit_generator"]} != {
+        "MT19937"
+    }:  # the state of another bit generator has another structure
         return False
     a, b = first["state"], second["state"]
     return a["pos"] == b["pos"] and bool((a["key"] == b["key"]).all()) and first["gauss"] == second["gauss"]

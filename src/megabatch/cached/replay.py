@@ -1,8 +1,8 @@
-"""Replay: samples are read when their chunk is due, and held in host memory for the second pass as far as they fit.
+"""Replay: samples are read when their chunk is due, and kept in host memory for the second pass if they fit.
 
-A sample that is not held is read, decoded and augmented again: no memory ever has to hold the batch. Of such a sample only a
-reference (a path, an index, any argument of `read`) and a 32-bit checksum are kept; its seed follows from its position. If the
-second reading differs from the first, an error names the samples.
+A sample that is not kept is read, decoded and augmented again, so the batch never has to fit into memory. Only its reference (a
+path, an index, or any argument of `read`) and a 32-bit checksum are kept. Its seed depends on its position. If the second
+reading differs from the first, an error lists the samples.
 """
 
 import ctypes
@@ -23,43 +23,43 @@ from megabatch.cached import randomness
 from megabatch.cached.sources import Source, Span
 from megabatch.cached.streaming import copy_to, produce_chunks
 
-PIECE = 64  # samples per task: enough to hide the overhead of a task, few enough to spread a chunk over workers
-NAMED = 5  # samples that an error lists
-_UNREAD = 2**32  # no checksum
+PIECE = 64  # samples of a task: enough to hide the overhead of a task, and few enough to spread a chunk over workers
+NAMED = 5  # the largest number of samples that an error lists
+_UNREAD = 2**32  # in place of the checksum of a sample that has not been read
 
 Read = Callable[[Any, torch.Generator], Any]
 
 
 class Checked(NamedTuple):
-    """What `read` may return: a sample, and the checksum of what it was made of, which may be much smaller."""
+    """A sample and a checksum, which `read` may return. The checksum may cover only the source data, which can be smaller."""
 
     sample: Any
     checksum: int
 
 
 class ReplayMismatchError(RuntimeError):
-    """The second reading of a sample gave other tensors than the first, so the gradients would be wrong."""
+    """The second reading of a sample gave different tensors than the first, so the gradients would be wrong."""
 
 
 class ReplaySource(Source):
     """Samples that are read when they are needed, identically each time.
 
-    `read(reference, generator)` returns one sample: a tensor, or a mapping or tuple of tensors and numbers. All its randomness
-    must come from `generator`, which is seeded for the sample. If samples are read in the main thread of a process (`workers=0`
-    or a process pool), the global generators of PyTorch, Python and NumPy are seeded too, so transforms that use them are
-    replayed as well. Threads share the global generators, so this does not work in a thread pool.
+    `read(reference, generator)` returns one sample: a tensor, or a mapping or tuple of tensors and numbers. It must draw all
+    random numbers from `generator`, which is seeded for the sample. If the main thread of a process reads the samples
+    (`workers=0` or a process pool), the global generators of PyTorch, Python and NumPy are seeded as well, so transforms may
+    use them. This does not work in a thread pool, because threads share the global generators.
 
     Args:
-        references: one for each sample; any sequence.
+        references: a sequence of one reference for each sample.
         read: reads one sample.
-        seed: of the batch. Sample i gets a seed made of this one and i. Use another seed for every batch.
-        workers: 0 to read on demand; n for n threads; or your own `concurrent.futures.Executor`, shared by many batches.
-        collate: turns a list of samples into inputs of the tower (default: stacks tensors). On a CUDA device it runs in a
-            thread of its own, ahead of the computation.
-        finish: turns a list of samples and the tower's device into inputs on that device, in place of `collate`; for
-            decoding and augmenting a whole chunk there.
-        ahead: chunks that workers read in advance.
-        hold: bytes of host memory for samples that wait for the second pass. Samples beyond are read again.
+        seed: of the batch. The seed of sample i depends on this seed and on i. Use a different seed for every batch.
+        workers: 0 to read on demand, n for n threads, or a `concurrent.futures.Executor` that many batches can share.
+        collate: turns a list of samples into inputs of the tower (default: stacks tensors). For a CUDA device it runs in a
+            separate thread, ahead of the computation.
+        finish: replaces `collate`. It turns a list of samples and the tower's device into inputs on that device, so it can
+            decode and augment a whole chunk there.
+        ahead: the number of chunks that workers read in advance.
+        hold: bytes of host memory for samples that wait for the second pass. Samples that do not fit are read again.
 
     Examples:
         ```python
@@ -93,25 +93,25 @@ class ReplaySource(Source):
         self._references, self._read, self._seed = references, read, seed
         self._workers, self._collate, self._finish, self._ahead = workers, collate, finish, ahead
         self._checksums = array("Q", [_UNREAD]) * len(references)
-        # A piece is PIECE samples. It is in `_coming` from its request to its use in a chunk, then in `_held` until the end, or
-        # in `_passing` until the chunks have gone past it. Readers' threads request pieces too, so `_lock` guards `_coming`.
+        # A piece is PIECE samples. It is in `_coming` from its request to its use in a chunk. Then it is in `_held` until the
+        # end, or in `_passing` until no later chunk needs it. Worker threads request pieces too, so `_lock` guards `_coming`.
         self._hold = hold
         self._held: dict[int, list[Any]] = {}  # piece → samples
         self._held_bytes = 0
-        self._passing: dict[int, list[Any]] = {}  # piece that is not held, and that the next span begins in → samples
-        self._coming: dict[int, Future[list[tuple[Any, int, int]]]] = {}  # piece → its reading
+        self._passing: dict[int, list[Any]] = {}  # piece that is not held and contains the start of the next span → samples
+        self._coming: dict[int, Future[list[tuple[Any, int, int]]]] = {}  # piece → future of its samples
         self._planned: Iterator[int] = iter(())  # pieces to read ahead
         self._lock = threading.Lock()
-        self._ahead_bytes = 0  # read by `start`
+        self._ahead_bytes = 0  # bytes that `start` has read
 
     def __len__(self) -> int:
         """The number of samples."""
         return len(self._references)
 
     def start(self) -> None:
-        """Begins to read as many samples as it may hold, for a batch that is due later. Needs an executor as `workers`.
+        """Starts to read as many samples as `hold` allows, for a batch that is due later. `workers` must be an executor.
 
-        A few pieces are read at a time, so that a batch that is due now does not wait for this one.
+        Only a few pieces are requested at a time, so that a batch that is due now does not wait for this one.
         """
         if isinstance(self._workers, Executor) and self._hold:
             self._planned = iter(pieces_of((0, len(self))))
@@ -119,7 +119,7 @@ class ReplaySource(Source):
                 self._read_next_planned()
 
     def stop(self) -> None:
-        """Ends the reading of samples that no chunk is waiting for, because the step or the run has failed."""
+        """Cancels the reading of samples that no chunk needs, because the step or the run has failed."""
         with self._lock:
             self._planned = iter(())
             coming = list(self._coming.values())
@@ -128,9 +128,9 @@ class ReplaySource(Source):
             future.cancel()
 
     def _read_next_planned(self, done: Future[list[tuple[Any, int, int]]] | None = None) -> None:
-        """Requests the next piece; also called when a piece is done, in the thread that read it."""
+        """Requests the next piece. The thread that has read a piece calls this function as well."""
         if done is not None:
-            # A cancelled piece ends the reading. The executor cancels under a lock, so it must not be asked for another one.
+            # Reading ends after a canceled piece. The executor cancels under a lock, so no other piece may be submitted here.
             if done.cancelled() or done.exception() is not None:
                 return
             self._ahead_bytes += sum(size for _, _, size in done.result())
@@ -139,12 +139,12 @@ class ReplaySource(Source):
         with suppress(RuntimeError):  # the executor is shutting down
             for piece in self._planned:
                 if self._checksums[piece * PIECE] != _UNREAD:
-                    continue  # read for a chunk, and perhaps gone again
+                    continue  # already read for a chunk
                 if self._request(self._workers, [piece], then=self._read_next_planned):
                     return
 
     def chunks(self, spans: Sequence[Span], device: torch.device | None) -> Iterator[Any]:
-        """Reads the spans in order and ahead of the computation, and compares repeated samples with their checksum."""
+        """Reads the spans in order, ahead of the computation, and compares samples that are read again with their checksum."""
         on_cuda = device is not None and device.type == "cuda"
         # Without workers the main thread reads, because it may seed the global random generators.
         return produce_chunks(
@@ -152,7 +152,7 @@ class ReplaySource(Source):
         )
 
     def _assemble(self, spans: Sequence[Span], pinned: bool) -> Iterator[Any]:
-        """The chunks on the host; with `finish` the samples themselves."""
+        """Yields the chunks on the host. With `finish`, it yields lists of samples."""
         with ExitStack() as cleanup:
             executor = self._workers
             if isinstance(executor, int):
@@ -175,39 +175,38 @@ class ReplaySource(Source):
                     yield stack(samples, pinned)
 
     def _request(self, executor: Any, pieces: Iterable[int], then: Callable[[Any], None] | None = None) -> int:
-        """Has pieces read that are not there yet, and `then` called after each. The main thread and readers call it.
+        """Submits the pieces that are not available yet, and calls `then` after each. Returns the number of these pieces.
 
-        Returns:
-            How many.
+        The main thread and worker threads call it.
         """
-        asked = []
+        submitted = []
         with self._lock:
             for piece in pieces:
-                if not any(piece in known for known in (self._held, self._passing, self._coming)):
+                if not any(piece in available for available in (self._held, self._passing, self._coming)):
                     positions = range(piece * PIECE, min((piece + 1) * PIECE, len(self)))
                     work = [(i, self._references[i], sample_seed(self._seed, i)) for i in positions]
                     self._coming[piece] = executor.submit(_read_piece, self._read, work)
-                    asked.append(self._coming[piece])
-        for future in asked:
+                    submitted.append(self._coming[piece])
+        for future in submitted:
             if then is not None:
                 future.add_done_callback(then)
-        return len(asked)
+        return len(submitted)
 
     def _samples(self, span: Span, executor: Executor) -> list[Any]:
-        found = []
+        result = []
         for piece in pieces_of(span):
-            self._request(executor, [piece])  # it is here or coming, unless spans overlap
+            self._request(executor, [piece])  # it is already requested, unless spans overlap
             samples = self._held.get(piece) or self._passing.get(piece) or self._receive(piece)
             first = piece * PIECE
-            found += samples[max(0, span[0] - first) : span[1] - first]
+            result += samples[max(0, span[0] - first) : span[1] - first]
             if piece not in self._held and span[1] < first + len(samples):
                 self._passing[piece] = samples
             else:
                 self._passing.pop(piece, None)
-        return found
+        return result
 
     def _receive(self, piece: int) -> list[Any]:
-        """Waits for a piece, compares it with an earlier reading, and holds it if there is room."""
+        """Waits for a piece, compares it with its first reading, and keeps it if it fits `hold`."""
         read = self._coming[piece].result()
         first, different = piece * PIECE, []
         for i, (_, now, _) in enumerate(read, first):
@@ -217,9 +216,9 @@ class ReplaySource(Source):
                 different.append(i)
         if different:
             raise ReplayMismatchError(
-                f"read must return the same tensors for the same reference and seed, but {len(different)} of samples {first} "
-                f"to {first + len(read) - 1} came out differently the second time: {self._name_samples(different)}. Draw all "
-                "randomness from the generator that is passed to read, and read nothing that changes"
+                f"read must return equal tensors for equal references and seeds, but {len(different)} of samples {first} to "
+                f"{first + len(read) - 1} differed in the second reading: {self._name_samples(different)}. Draw all random "
+                "numbers from the generator that is passed to read, and read only data that does not change"
             )
         samples = [sample for sample, _, _ in read]
         size = sum(size for _, _, size in read)
@@ -227,7 +226,7 @@ class ReplaySource(Source):
             self._held[piece] = samples
             self._held_bytes += size
         with self._lock:
-            self._coming.pop(piece, None)  # last, because readers request pieces that are nowhere
+            self._coming.pop(piece, None)  # last, because workers request pieces that are in none of the three
         return samples
 
     def _name_samples(self, positions: Sequence[int]) -> str:
@@ -236,7 +235,7 @@ class ReplaySource(Source):
 
 
 def sample_seed(seed: int, position: int) -> int:
-    """63 bits that mix both numbers (the finaliser of splitmix64), so that neighbouring samples are independent."""
+    """Hashes both numbers to 63 bits (the finalizer of splitmix64), so that neighboring samples are independent."""
     state = (seed * 0xD1342543DE82EF95 + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
@@ -244,7 +243,7 @@ def sample_seed(seed: int, position: int) -> int:
 
 
 def stack(samples: list[Any], pinned: bool = False) -> Any:
-    """Stacks samples of one structure into tensors with one row per sample; in pinned memory if a GPU will read it."""
+    """Stacks samples of one structure into tensors with one row for each sample. `pinned` memory is for copies to a GPU."""
     first = samples[0]
     if isinstance(first, Mapping):
         return {key: stack([sample[key] for sample in samples], pinned) for key in first}
@@ -253,12 +252,15 @@ def stack(samples: list[Any], pinned: bool = False) -> Any:
     tensors = [sample if isinstance(sample, Tensor) else torch.as_tensor(sample) for sample in samples]
     if not pinned:
         return torch.stack(tensors)
-    room = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, pin_memory=True)
-    return torch.stack(tensors, out=room)
+    out = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, pin_memory=True)
+    return torch.stack(tensors, out=out)
 
 
 def checksum(sample: Any, value: int = 0) -> int:
-    """CRC-32 of bytes, shape and dtype of every tensor, and of the `repr` of everything else; continues from `value`."""
+    """Computes the CRC-32 of the bytes, shape and dtype of each tensor and of the `repr` of other values.
+
+    It continues from the checksum `value`.
+    """
     if isinstance(sample, Tensor):
         data = sample.detach().cpu().contiguous()
         value = zlib.crc32(f"{data.dtype} {tuple(data.shape)}".encode(), value)
@@ -281,7 +283,7 @@ def checksum(sample: Any, value: int = 0) -> int:
 
 
 def size_of(sample: Any) -> int:
-    """Bytes of the tensors, arrays and strings in a sample."""
+    """Returns the bytes of the tensors, arrays and strings in a sample."""
     if isinstance(sample, Tensor):
         return sample.nbytes
     if isinstance(sample, Mapping):
@@ -298,12 +300,15 @@ def _values(sample: Any) -> list[Any]:
 
 
 def pieces_of(span: Span) -> range:
-    """The pieces that the samples of a span are in."""
+    """Returns the pieces that contain the samples of a span."""
     return range(span[0] // PIECE, -(-span[1] // PIECE))
 
 
 def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any, int, int]]:
-    """Samples, their checksums and their sizes. In the main thread the global random generators are restored afterwards."""
+    """Reads samples and returns them with their checksums and sizes.
+
+    In the main thread, the global random generators are restored afterwards.
+    """
     in_thread = threading.current_thread() is not threading.main_thread()
     with ExitStack() as cleanup:
         if not in_thread:
@@ -314,7 +319,7 @@ def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any,
                 randomness.seed_host(seed)
             try:
                 sample = read(reference, torch.Generator().manual_seed(seed))
-            except ConnectionError:  # no fault of the sample; the message names the server
+            except ConnectionError:  # the sample is not the cause, and the message names the server
                 raise
             except Exception as error:
                 raise RuntimeError(
@@ -327,10 +332,10 @@ def _read_piece(read: Read, work: list[tuple[int, Any, int]]) -> list[tuple[Any,
 
 
 class _Inline(Executor):
-    """Reads on demand, in the calling thread."""
+    """An executor that runs each task in the calling thread when its result is requested."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """A future that runs when its result is requested: nothing is read ahead."""
+        """Returns a future that runs the function when its result is requested."""
         return _Later(partial(function, *args, **kwargs))
 
 

@@ -1,4 +1,4 @@
-"""`cached_backward`: checks its arguments, encodes chunks without graphs, computes the loss once, and encodes chunks again."""
+"""Gradient caching. `cached_backward` encodes chunks without graphs, computes the loss once, and encodes the chunks again."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -20,7 +20,7 @@ from megabatch.world import default_group
 
 
 def check_gradients_are_possible() -> None:
-    """Refuses a call under `no_grad` or `inference_mode`."""
+    """Raises in a call under `no_grad` or `inference_mode`."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("cached_backward must be called with gradients enabled, got a call under torch.inference_mode()")
     if not torch.is_grad_enabled():
@@ -28,7 +28,7 @@ def check_gradients_are_possible() -> None:
 
 
 def check_roles(towers: Any, chunk_size: Any, *, further_rows: bool = False) -> list[Role]:
-    """One role for each pair (tower, inputs)."""
+    """Checks the pairs (tower, inputs) and the chunk sizes. Returns one role for each pair."""
     if not isinstance(towers, Sequence) or isinstance(towers, str):
         raise TypeError(f"towers must be a list of pairs (tower, inputs), got {_kind(towers)}")
     if not towers:
@@ -40,25 +40,25 @@ def check_roles(towers: Any, chunk_size: Any, *, further_rows: bool = False) -> 
         if not callable(pair[0]):
             raise TypeError(f"towers[{i}][0] must be a module or another callable, got {_kind(pair[0])}")
     sizes = _chunk_sizes(chunk_size, len(towers))
-    made = [Role(i, tower, inputs, size) for i, ((tower, inputs), size) in enumerate(zip(towers, sizes, strict=True))]
-    for role in made:
+    roles = [Role(i, tower, inputs, size) for i, ((tower, inputs), size) in enumerate(zip(towers, sizes, strict=True))]
+    for role in roles:
         if any(getattr(module, "static_graph", False) for module in role.shared):
             raise ValueError(
                 f"{role.name}[0] must be wrapped without static_graph=True, got a DistributedDataParallel with it, which "
-                "cannot skip a reduction; a cached step has a backward pass for every chunk and one reduction"
+                "cannot skip a reduction; gradient caching has a backward pass for every chunk but only one reduction"
             )
         for module in role.modules:
             if type(module).__module__.split(".")[0] == "deepspeed":
                 raise ValueError(
                     f"{role.name}[0] must be a module, or wrapped in DDP or FSDP2, got {type(module).__name__} of DeepSpeed, "
-                    "whose own backward pass reduces gradients; FSDP2 shards what ZeRO shards, and reduces once a step"
+                    "whose own backward pass reduces gradients; use FSDP2, which shards like ZeRO and reduces once in a step"
                 )
-    counts = [len(role.source) for role in made]
+    counts = [len(role.source) for role in roles]
     if len(set(counts)) > 1 and not further_rows:
         raise ValueError(
             f"towers must all have the same number of samples, got {', '.join(map(str, counts))} (rows of their inputs)"
         )
-    return made
+    return roles
 
 
 def _chunk_sizes(value: Any, towers: int) -> list[int]:
@@ -74,7 +74,7 @@ def _chunk_sizes(value: Any, towers: int) -> list[int]:
 
 
 def check_options(loss_fn: Any, budget: Any, budget_fraction: Any, scaler: Any, embeddings: Any, on_chunk: Any) -> None:
-    """Checks the other arguments."""
+    """Checks the other arguments of `cached_backward`."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of the embeddings of each tower, got {_kind(loss_fn)}")
     _budget(budget, budget_fraction)
@@ -87,9 +87,9 @@ def check_options(loss_fn: Any, budget: Any, budget_fraction: Any, scaler: Any, 
 
 
 def _budget(value: Any, fraction: Any) -> None:
-    known = value is None or (isinstance(value, str) and value in (AUTO, ALL))
-    if not known and (isinstance(value, bool) or not isinstance(value, Integral) or value < 0):
-        hint = "; a fraction of the free memory is budget_fraction" if isinstance(value, float) else ""
+    is_named = value is None or (isinstance(value, str) and value in (AUTO, ALL))
+    if not is_named and (isinstance(value, bool) or not isinstance(value, Integral) or value < 0):
+        hint = "; for a fraction of the free memory use budget_fraction" if isinstance(value, float) else ""
         raise ValueError(f'budget must be a number of bytes (an int), "auto", "all" or None, got {value!r}{hint}')
     if fraction is None:
         return
@@ -112,24 +112,24 @@ def _kind(value: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The cached step (GradCache): gradients of a batch of any size, with the activations of one chunk in memory.
+# Gradient caching (GradCache): gradients of a batch of any size, with the activations of one chunk in memory.
 #
 # The loss depends on the towers only through their embeddings. First, every tower encodes all chunks without an autograd
-# graph. Then the loss is computed once, on all embeddings, and gives the gradient of each embedding. Last, each chunk is
-# encoded again, with a graph and the same random numbers, and its rows of that gradient are backpropagated. The sum over
-# chunks is the exact gradient. See docs/cached.md.
+# graph. Then the loss and the gradient of each embedding are computed once, on all embeddings. Last, each chunk is encoded
+# again, with a graph and equal random numbers, and its rows of the gradient are backpropagated. The sum over chunks is the
+# exact gradient. See docs/cached.md.
 
 
 ENCODE = "encode"
 
 
 class Progress(NamedTuple):
-    """The argument of `on_chunk`, after each chunk."""
+    """The argument of `on_chunk`, which is called after each chunk."""
 
     stage: str  # "encode" in the first pass, "backward" in the second
     tower: int  # index in the list of towers
-    done: int  # chunks of this stage so far, over all towers
-    total: int  # chunks of this stage, over all towers
+    done: int  # number of finished chunks of this stage, over all towers
+    total: int  # number of chunks of this stage, over all towers
 
 
 def cached_backward(
@@ -144,15 +144,15 @@ def cached_backward(
     embeddings: Literal["device", "host"] = "device",
     on_chunk: Callable[[Progress], None] | None = None,
 ) -> Tensor:  # ()
-    """Computes `loss_fn` of all towers' embeddings, and all gradients, with the activations of one chunk in memory.
+    """Computes `loss_fn` of the embeddings of all towers, and all gradients, with the activations of one chunk in memory.
 
-    Same value and gradients as
+    It has the same value and gradients as
 
         loss = loss_fn(*(tower(inputs) for tower, inputs in towers))
         loss.backward()
 
-    Gradients are added to `.grad` of the towers' parameters and of parameters that `loss_fn` uses itself, such as a learned
-    scale. Dropout and other random numbers are the same in both passes. Both passes run under the caller's autocast.
+    Gradients are added to `.grad` of the towers' parameters and of parameters that `loss_fn` uses, such as a learned scale.
+    Dropout and other random numbers are equal in both passes. Both passes run under the caller's autocast.
 
         loss = mb.cached_backward(
             lambda image, text: mb.clip_loss(image, text, log_scale.exp()),
@@ -162,38 +162,39 @@ def cached_backward(
         optimizer.step()
 
     Args:
-        loss_fn: called once, with the (N, D) embeddings of each tower; returns a scalar.
+        loss_fn: a function that is called once with the (N, D) embeddings of each tower and returns a scalar.
         towers: pairs (tower, inputs). A tower is a module or another callable that returns (n, D) embeddings of n samples, or
             `megabatch.Encoded(embeddings, auxiliary_loss)`. One module may occur several times. Inputs are a tensor, a mapping
             of tensors (keyword arguments), a tuple or list of tensors (positional arguments), or a `Source`. All towers have
             the same number of samples, unless `loss_fn.further_rows` is true, as for hard negatives. Padded texts with an
-            `attention_mask` are sorted by length and cut for the tower; their embeddings return in order (`HostSource` has an
-            argument for it). An auxiliary loss is the mean over its chunk, or one number per sample; its mean over all samples
-            is added to the loss.
-        chunk_size: samples a tower encodes at once; one number, or one per tower. More of them where texts are cut.
-        budget: bytes for graphs that are kept from the first pass, so that their chunks are not encoded again; "auto" for most
-            of the free memory, "all" to keep every graph, None to keep none.
-        budget_fraction: the same as a fraction of the free memory, more than 0 and at most 1; in place of `budget`.
+            `attention_mask` are sorted by length and truncated for the tower. Their embeddings return in the original order.
+            `lengths` of `HostSource` changes that. An auxiliary loss is the mean over its chunk, or one number for each sample.
+            Its mean over all samples is added to the loss.
+        chunk_size: the number of samples that a tower encodes at once, as one number or one for each tower. A chunk of
+            truncated texts may have more samples.
+        budget: bytes for graphs that are kept from the first pass, so that their chunks are not encoded again. "auto" uses
+            most of the free memory, "all" keeps every graph, and None keeps no graph.
+        budget_fraction: the budget as a fraction of the free memory, more than 0 and at most 1, instead of `budget`.
         scaler: a `GradScaler`. The loss is scaled for the backward pass and returned unscaled.
-        sync: whether DDP and FSDP2 reduce gradients at the end of this step; False while accumulating over steps.
-        embeddings: "device", or "host" to hold embeddings and their gradients in host memory while the towers work. The loss
-            always gets them on the device.
+        sync: whether DDP and FSDP2 reduce gradients at the end of this step. Set it to False while accumulating over steps.
+        embeddings: "device" or "host". With "host", embeddings and their gradients are in host memory while the towers run.
+            The loss always gets them on the device.
         on_chunk: called with a `Progress` after each chunk.
 
     Returns:
-        The loss, detached. If the loss uses `group=`, this is this rank's share of it.
+        The detached loss. If the loss uses `group=`, it is this rank's part of the mean.
     """
     check_gradients_are_possible()
     check_options(loss_fn, budget, budget_fraction, scaler, embeddings, on_chunk)
     roles = check_roles(towers, chunk_size, further_rows=bool(getattr(loss_fn, "further_rows", False)))
     step = _Step(roles, scaler, sync, embeddings, on_chunk)
-    step.equalise_passes()
+    step.equalize_passes()
     for role in roles:
         batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
     try:
         with phase(FORWARD):
             step.encode(budget, budget_fraction)
-        for role in roles:  # layers that only the calls have shown
+        for role in roles:  # layers that were found only by the calls
             batchnorm.warn(role.batch_norms, role.name, role.chunk_size, len(role.source))
         with phase(LOSS):
             loss = step.differentiate(loss_fn)
@@ -205,46 +206,46 @@ def cached_backward(
 
 
 class _Step:
-    """The state of one call."""
+    """The state of one call of `cached_backward`."""
 
     def __init__(
         self, roles: list[Role], scaler: Any, sync: bool, where: str, on_chunk: Callable[[Progress], None] | None
     ) -> None:
         self.roles, self.scaler, self.where, self.on_chunk = roles, scaler, where, on_chunk
         self.reductions = Reductions([role.shared for role in roles], sync)
-        self.share = 0.0  # weight of one sample, so that the mean over ranks of their sums is the mean over the batch
+        self.sample_weight = 0.0  # the mean over ranks of weighted sums over samples is the mean over the batch
         self.graph_mode: bool | None = None  # whether the last pass had a graph
-        self.loss_trains = False  # whether the loss has parameters of its own
+        self.loss_trains = False  # whether the loss has trainable parameters
         self.ranks: ShardRanks | None = None
 
-    def equalise_passes(self) -> None:
+    def equalize_passes(self) -> None:
         """Makes all ranks encode as often as the rank with the most chunks, because FSDP's collectives need every rank."""
         shared = [module for role in self.roles for module in role.shared]
-        synchronised = [
+        synchronized = [
             layer for role in self.roles for _, layer in role.batch_norms if isinstance(layer, torch.nn.SyncBatchNorm)
         ]
-        self.ranks = ShardRanks.of(shared, synchronised, next((role.device for role in self.roles if role.device), None))
+        self.ranks = ShardRanks.of(shared, synchronized, next((role.device for role in self.roles if role.device), None))
         rows = len(self.roles[0].source)
         if rows == 0 and self.ranks is None and default_group() is None:
             raise ValueError("towers must have at least one sample, got inputs with 0 rows")
         no_dummy = [role.index for role in self.roles if rows == 0 and role.source.placeholder(role.device) is None]
         own = [rows, no_dummy[0] if no_dummy else -1, *(role.passes for role in self.roles)]
-        table = [own] if self.ranks is None else self.ranks.gather_integers(own)  # a line for each rank
+        table = [own] if self.ranks is None else self.ranks.gather_integers(own)  # one line for each rank
         for rank, (_, tower, *_passes) in enumerate(table):
             if tower >= 0:
                 raise ValueError(
                     f"towers[{tower}][1] must have at least one sample on every rank, because every rank encodes at least "
-                    "once and this source cannot make a dummy sample; got none"
+                    "once and this source cannot create a dummy sample; got none"
                     + (f" on rank {rank}" if self.ranks is not None else "")
                 )
         for role, *passes in zip(self.roles, *(line[2:] for line in table), strict=True):
             role.passes = max(1, *passes)
-        self.share = len(table) / max(1, sum(line[0] for line in table))
+        self.sample_weight = len(table) / max(1, sum(line[0] for line in table))
 
     # The first pass
 
     def encode(self, budget: Budget, budget_fraction: float | None) -> None:
-        """The first pass: embeddings of every tower, and graphs of the chunks that fit the budget."""
+        """Runs the first pass. It computes the embeddings of every tower and keeps the graphs that fit the budget."""
         keeper = Keeper(budget, budget_fraction, None if self.ranks is None else self.ranks.smallest)
         progress = self._progress(ENCODE, sum(role.passes for role in self.roles))
         for role in self.roles:
@@ -256,7 +257,7 @@ class _Step:
                     progress(role)
 
     def _encode_chunk(self, role: Role, i: int, inputs: Any, keeper: Keeper) -> None:
-        rows, with_graph = role.rows(i), role.trains and keeper.wants()
+        rows, with_graph = role.rows(i), role.trains and keeper.should_build()
         if role.trains:
             role.states[i] = randomness.capture(role.devices, role.states.get(i - 1))
         held = self.reductions.hold_back(role.index) if with_graph else nullcontext()
@@ -268,7 +269,7 @@ class _Step:
             else:
                 encoded, graph_bytes = role.encode_with_graph(inputs, rows)
                 role.trains = _has_graph(encoded)
-                if role.trains and keeper.keeps(graph_bytes, role.passes, self._other_bytes(encoded.embeddings)):
+                if role.trains and keeper.should_keep(graph_bytes, role.passes, self._other_bytes(encoded.embeddings)):
                     role.kept[i] = encoded
         role.store(i, encoded.embeddings, self.where)
         if encoded.auxiliary_loss is not None and rows:
@@ -276,7 +277,7 @@ class _Step:
             role.auxiliary = part if role.auxiliary is None else role.auxiliary + part
 
     def _other_bytes(self, embeddings: Tensor) -> int:
-        """Bytes that the step still has to allocate beside graphs: missing gradients and embeddings."""
+        """Returns the bytes that the step still has to allocate in addition to graphs: missing gradients and embeddings."""
         parameters = {id(p): p for role in self.roles for p in role.parameters}
         missing = sum(p.numel() * p.element_size() for p in parameters.values() if p.requires_grad and p.grad is None)
         rows = sum(len(role.source) for role in self.roles)
@@ -285,7 +286,7 @@ class _Step:
     # The loss
 
     def differentiate(self, loss_fn: Callable[..., Tensor]) -> Tensor:  # ()
-        """Computes the loss, and for each role the gradient of its embeddings."""
+        """Computes the loss and the gradient of the embeddings of each role."""
         leaves = [role.leaf() for role in self.roles]
         with self._graph(True):
             loss = loss_fn(*leaves)
@@ -293,10 +294,10 @@ class _Step:
         total = loss.detach().reshape(()).clone()
         for role in self.roles:
             if role.auxiliary is not None:
-                total = total + (role.auxiliary * self.share).to(total)
+                total = total + (role.auxiliary * self.sample_weight).to(total)
         if loss.requires_grad:
-            found = parameters_in([loss])
-            self.loss_trains = found is None or bool(found - {id(leaf) for leaf in leaves})
+            reached = parameters_in([loss])
+            self.loss_trains = reached is None or bool(reached - {id(leaf) for leaf in leaves})
             with _outside_autocast():
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         elif not any(role.trains for role in self.roles):
@@ -308,10 +309,10 @@ class _Step:
     # The second pass
 
     def backpropagate(self) -> None:
-        """The second pass: backpropagates through the kept graphs, then encodes the other chunks again, one at a time."""
+        """Runs the second pass. It backpropagates through the kept graphs, then encodes each other chunk again."""
         for role in self.roles:
             if role.gradient is None and role.auxiliary is None and not role.shared:
-                role.trains = False  # the loss does not depend on it
+                role.trains = False  # the loss does not depend on the role
         learning = [role for role in self.roles if role.trains]
         self.reductions.schedule([role.index for role in learning if len(role.kept) < role.passes])
         progress = self._progress(BACKWARD, sum(role.passes for role in learning))
@@ -363,7 +364,7 @@ class _Step:
             outputs.append(encoded.embeddings)
             gradients.append(role.gradient_of(i, encoded))
         if encoded.auxiliary_loss is not None and encoded.auxiliary_loss.requires_grad:
-            weight = torch.full_like(encoded.auxiliary_loss, role.rows(i) * self.share, requires_grad=False)
+            weight = torch.full_like(encoded.auxiliary_loss, role.rows(i) * self.sample_weight, requires_grad=False)
             outputs.append(encoded.auxiliary_loss)
             gradients.append(weight if self.scaler is None else self.scaler.scale(weight))
         for parameter in find_unreached(reducing, outputs):
@@ -386,7 +387,7 @@ class _Step:
 
     @contextmanager
     def _graph(self, enabled: bool) -> Iterator[None]:
-        # Autocast caches casts of parameters. A cast made without a graph would cut off the gradients.
+        # Autocast caches casts of parameters. A cast from a pass without a graph would block the gradients.
         if self.graph_mode is not enabled:
             torch.clear_autocast_cache()
             self.graph_mode = enabled
@@ -406,14 +407,14 @@ def _has_graph(encoded: Encoded) -> bool:
 
 @contextmanager
 def _without_trace(role: Role) -> Iterator[None]:
-    """For a dummy sample: random generators and running statistics stay as they were."""
-    with randomness.preserve_generators(role.devices), batchnorm.at_rest(role.batch_norms):
+    """Leaves random generators and running statistics unchanged by the pass of a dummy sample."""
+    with randomness.preserve_generators(role.devices), batchnorm.use_running_statistics(role.batch_norms):
         yield
 
 
 @contextmanager
 def _outside_autocast() -> Iterator[None]:
-    """For backward passes, whose dtypes follow from the forward pass."""
+    """Disables autocast for a backward pass, whose dtypes follow from the forward pass."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

@@ -1,11 +1,12 @@
-"""The chunks of a tower: their tensors, their way to the device ahead of the computation, and the time of each phase.
+"""The chunks of a tower: their tensors, their copies to the device ahead of the computation, and the time of each phase.
 
-`stream_chunks` copies tensors of the host through two buffers on the device, used in turn. A copy runs on its own stream and
-waits for the computation that used the buffer before; the computation waits for the copy. So the device holds two chunks,
-however far the host runs ahead.
+`stream_chunks` copies tensors from host memory to two device buffers in turn. A copy runs on its own stream and waits for the
+computation that used the buffer before. The computation waits for the copy. So there are two chunks on the device, however far
+the CPU runs ahead.
 
-`produce_chunks` has a thread with its own stream make the next chunk (collate, copy, decode, augment) while the main thread
-queues the kernels of this one. The thread begins chunk i when the device is done with chunk i − 2, so the device holds two.
+`produce_chunks` uses a thread with its own stream. The thread prepares the next chunk (collate, copy, decode, augment) while
+the main thread queues the kernels of the current chunk. It starts chunk i when the device has finished chunk i − 2, so there
+are at most two chunks on the device.
 """
 
 import threading
@@ -23,14 +24,14 @@ from torch import Tensor
 from megabatch.cached.memory import ALLOCATING
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The inputs of a tower: a tensor, or tensors in mappings, tuples and lists, with one row for each sample. Numbers, strings,
-# None and 0-d tensors are the same for all samples and are passed unchanged.
+# The inputs of a tower are a tensor, or tensors in mappings, tuples and lists, with one row for each sample. Numbers, strings,
+# None and 0-d tensors belong to all samples and are passed unchanged.
 
 _SAME_FOR_ALL = (bool, int, float, str, type(None))
 
 
 def map_rows(function: Callable[[Tensor], Any], inputs: Any) -> Any:
-    """Applies `function` to every tensor that has rows, and keeps the structure; mappings become dicts."""
+    """Applies `function` to every tensor that has rows. The structure is kept, but mappings become dicts."""
     if isinstance(inputs, Tensor):
         return function(inputs) if inputs.dim() else inputs
     if isinstance(inputs, Mapping):
@@ -43,7 +44,7 @@ def map_rows(function: Callable[[Tensor], Any], inputs: Any) -> Any:
 
 
 def tensors(inputs: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """(name for messages, tensor) of every tensor that has rows."""
+    """Yields the name for messages and the tensor, for every tensor that has rows."""
     if isinstance(inputs, Tensor):
         if inputs.dim():
             yield name, inputs
@@ -60,11 +61,11 @@ def tensors(inputs: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def count_rows(inputs: Any, name: str) -> int:
-    """The number of samples; all tensors must have the same number of rows."""
-    found = list(tensors(inputs, name))
-    if not found:
+    """Returns the number of samples. Raises if the tensors have different numbers of rows."""
+    named = list(tensors(inputs, name))
+    if not named:
         raise ValueError(f"{name} must contain a tensor with one row for each sample, got {type(inputs).__name__} without one")
-    counts = {label: len(tensor) for label, tensor in found}
+    counts = {label: len(tensor) for label, tensor in named}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{count} in {label}" for label, count in counts.items())
         raise ValueError(f"{name} must have the same number of rows in all its tensors, got {listed}")
@@ -72,11 +73,11 @@ def count_rows(inputs: Any, name: str) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The way of chunks to the device.
+# Copies of chunks to the device.
 
 
 def stream_chunks(chunks: Iterator[Any], device: torch.device | None) -> Iterator[Any]:
-    """The chunks on `device`. On CUDA a chunk is overwritten by the chunk after the next; other devices get plain copies."""
+    """Copies chunks to `device`. On CUDA, the chunk after the next one overwrites a chunk. On other devices, copies are new."""
     with close_at_the_end(chunks):
         if device is not None and device.type == "cuda":
             yield from _double_buffer(chunks, device)
@@ -102,19 +103,19 @@ def _double_buffer(chunks: Iterator[Any], device: torch.device) -> Iterator[Any]
 
 
 class _Buffer:
-    """Device memory for one chunk, and pinned host memory for chunks that are not pinned."""
+    """The device memory for one chunk, and pinned host memory for chunks that are not pinned."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device, self._stream = device, stream
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._done: torch.cuda.Event | None = None  # computation on the previous chunk
+        self._done: torch.cuda.Event | None = None  # after the computation on the previous chunk
         self._buffers: list[Tensor] = []
         self._staging: list[Tensor] = []
         self._from: list[Tensor] = []  # kept alive until the copy has finished
         self._chunk: Any = None
 
     def load(self, chunk: Any) -> None:
-        """Starts the copy. The host waits only for an earlier copy out of the same pinned memory."""
+        """Starts the copy. The CPU waits only for an earlier copy from the same pinned memory."""
         if self._from:
             self._copied.synchronize()
         self._from = []
@@ -140,7 +141,7 @@ class _Buffer:
         self._copied.record(self._stream)
 
     def show(self) -> Any:
-        """The chunk, for kernels on the current stream."""
+        """Returns the chunk for kernels on the current stream."""
         torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self._chunk
 
@@ -151,32 +152,32 @@ class _Buffer:
         self._done.record(torch.cuda.current_stream(self._device))
 
     def _buffer(self, buffers: list[Tensor], position: int, like: Tensor, *, pinned: bool) -> Tensor:
-        """Rows of a tensor with room for `like`; a chunk of another shape, such as longer texts, gets a new tensor."""
+        """Returns rows of a buffer that fit `like`. A chunk of another shape, such as longer texts, gets a new buffer."""
         rows, rest = len(like), like.shape[1:]
         if position < len(buffers):
             old = buffers[position]
             if old.dtype == like.dtype and old.shape[1:] == rest and len(old) >= rows:
                 return old[:rows]
-        fresh = torch.empty_like(
+        created = torch.empty_like(
             like, device="cpu" if pinned else self._device, pin_memory=pinned, memory_format=torch.contiguous_format
         )
         if not pinned:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            fresh.record_stream(self._stream)
-        buffers[position : position + 1] = [fresh]
-        return fresh
+            created.record_stream(self._stream)
+        buffers[position : position + 1] = [created]
+        return created
 
 
 def produce_chunks(
     chunks: Iterator[Any], device: torch.device | None, make: Callable[[Any, torch.device | None], Any], *, ahead: bool
 ) -> Iterator[Any]:
-    """`make(chunk, device)` of each chunk: its inputs on `device`.
+    """Yields `make(chunk, device)` of each chunk, its inputs on `device`.
 
     Args:
-        chunks: on the host.
+        chunks: the chunks in host memory.
         device: of the tower.
-        make: makes the inputs.
-        ahead: whether a thread runs `chunks` and `make`, one chunk ahead; on CUDA alone.
+        make: turns a chunk into inputs on the device.
+        ahead: whether a thread runs `chunks` and `make` one chunk ahead. It must be False on other devices than CUDA.
     """
     if device is not None and ahead:
         yield from _ahead(chunks, device, make)  # the thread closes `chunks`
@@ -187,7 +188,7 @@ def produce_chunks(
 
 
 def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, torch.device], Any]) -> Iterator[Any]:
-    made: Queue[Any] = Queue(1)
+    ready_chunks: Queue[Any] = Queue(1)
     used: Queue[torch.cuda.Event] = Queue()  # after the last kernel of each chunk
     stop = threading.Event()
     stream = _stream(device)
@@ -204,48 +205,48 @@ def _ahead(chunks: Iterator[Any], device: torch.device, make: Callable[[Any, tor
                         inputs = make(chunk, device)
                     ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     ready.record(stream)
-                    made.put((inputs, ready, chunk))  # the chunk's pinned memory lives until its copy is done
+                    ready_chunks.put((inputs, ready, chunk))  # with the chunk, to keep its pinned memory during the copy
                     del inputs, chunk
-            made.put(None)
-        except BaseException as error:  # raised where the chunk is used
-            made.put(error)
+            ready_chunks.put(None)
+        except BaseException as error:  # the main thread raises it when it needs the chunk
+            ready_chunks.put(error)
 
     thread = threading.Thread(target=produce, name="megabatch-chunks", daemon=True)
     thread.start()
     try:
-        while (item := made.get()) is not None:
+        while (item := ready_chunks.get()) is not None:
             if isinstance(item, BaseException):
                 try:
                     raise item
                 finally:
-                    del item  # its traceback holds this frame, and tensors of the thread
+                    del item  # its traceback references this frame and tensors of the thread
             inputs, ready, _ = item
             current = torch.cuda.current_stream(device)
             current.wait_event(ready)
             map_rows(lambda tensor, stream=current: tensor.record_stream(stream), inputs)  # type: ignore[misc]
             yield inputs
             del inputs, item
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting takes no core from readers
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a waiting thread takes no CPU time from workers
             done.record(torch.cuda.current_stream(device))
             used.put(done)
     finally:
         stop.set()
-        used.put(torch.cuda.Event())  # type: ignore[no-untyped-call]  # wakes the thread: an event never recorded counts as done
+        used.put(torch.cuda.Event())  # type: ignore[no-untyped-call]  # wakes the thread, because an event that was never recorded counts as done
         while thread.is_alive():
             with suppress(Empty):
-                made.get(timeout=0.05)
+                ready_chunks.get(timeout=0.05)
         thread.join()
 
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all sources of a device, because PyTorch keeps the memory that a stream has freed for that stream."""
+    """Returns one stream for all sources of a device, because PyTorch reuses freed memory only for the stream that freed it."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def close_at_the_end(iterator: Iterator[Any]) -> Iterator[None]:
-    """Closes a generator, and with it its background work; other iterators need no closing."""
+    """Closes a generator at the end of the context, which ends its background work. Other iterators are not closed."""
     try:
         yield
     finally:
@@ -254,27 +255,27 @@ def close_at_the_end(iterator: Iterator[Any]) -> Iterator[None]:
 
 
 def copy_to(chunk: Any, device: torch.device | None) -> Any:
-    """The tensors on `device`. Pinned ones are copied without waiting."""
+    """Copies the tensors to `device`. Pinned tensors are copied asynchronously."""
     return chunk if device is None else map_rows(lambda tensor: tensor.to(device, non_blocking=True), chunk)
 
 
 def join_rows(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Tensors of one shape as the rows of one tensor on `device`.
+    """Copies tensors of one shape into the rows of one tensor on `device`.
 
-    To a GPU, pinned tensors are copied without waiting, and neighbours in memory together.
+    Copies of pinned tensors to a GPU are asynchronous. Tensors that are adjacent in memory are copied together.
     """
     if device.type != "cuda":
         return torch.stack(list(tensors)).to(device)
     rows = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, device=device)
     first = 0
-    for part in neighbours(tensors):
+    for part in merge_adjacent(tensors):
         rows[first : first + len(part)].copy_(part, non_blocking=True)
         first += len(part)
     return rows
 
 
-def neighbours(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The same tensors, in order, as rows of fewer: those that follow each other in memory are one."""
+def merge_adjacent(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Merges tensors that are adjacent in memory. Yields tensors whose rows are the given tensors, in order."""
     first = 0
     for last in range(1, len(tensors) + 1):
         if last == len(tensors) or not _adjacent(tensors[last - 1], tensors[last]):
@@ -284,7 +285,7 @@ def neighbours(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _adjacent(one: Tensor, other: Tensor) -> bool:
-    """Whether a tensor begins where another of its shape ends."""
+    """Returns whether the second tensor begins in memory where the first ends. Both have one shape."""
     return (
         one.data_ptr() + one.nbytes == other.data_ptr()
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
@@ -294,17 +295,17 @@ def _adjacent(one: Tensor, other: Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The time of a step by phase: data, forward, loss, backward, and the phases that a trainer adds.
+# The time of each phase of a step: data, forward, loss, backward, and the phases that a trainer adds.
 #
 #     clock = Clock(device)
 #     with clock.activate():
 #         cached_backward(...)
 #     clock.lap()  # {"data": 0.02, "forward": 0.41, "loss": 0.01, "backward": 0.83, "other": 0.01}
 #
-# A clock is a list of marks. The time from a mark to the next belongs to one phase, so phases never overlap and their sum is
-# the total time. On a CPU a mark is a reading of the host's clock. On CUDA it is an event in the current stream, which gets the
-# device's time when the work queued before it is done. So "data" is the time that the device is idle for lack of data, however
-# long the host waits.
+# A clock is a list of marks. The time between two marks belongs to one phase, so phases never overlap and their sum is the
+# total time. On a CPU, a mark is a time of the CPU's clock. On CUDA, it is an event in the current stream, which gets the
+# device's time when the work queued before it is done. So "data" is the time that the device is idle because data is missing,
+# however long the CPU waits.
 
 DATA, FORWARD, LOSS, BACKWARD, OTHER = "data", "forward", "loss", "backward", "other"
 
@@ -313,19 +314,19 @@ class Clock:
     """Measures phases on one device.
 
     Args:
-        device: whose time is measured.
+        device: the device whose time is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._phase = OTHER
-        self._marks: list[tuple[str, Any]] = []  # phase, and when it began: seconds or a CUDA event
-        self._free: list[torch.cuda.Event] = []  # read, and ready for another mark
+        self._marks: list[tuple[str, Any]] = []  # phase and its start, in seconds or as a CUDA event
+        self._free: list[torch.cuda.Event] = []  # events that can be used for another mark
         self._begin(OTHER)
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """`phase` reports to this clock inside."""
+        """Makes `phase` use this clock in the context."""
         token = _RUNNING.set(self)
         try:
             yield
@@ -333,24 +334,24 @@ class Clock:
             _RUNNING.reset(token)
 
     def lap(self) -> dict[str, float]:
-        """Seconds of each phase since the last call.
+        """Returns the seconds of each phase since the last call.
 
-        On CUDA it waits for the device, so the place to call it is after a result of the step has been read.
+        On CUDA it synchronizes with the device, so call it after a result of the step has been read.
         """
         self._begin(self._phase)
         last = self._marks[-1]
         if isinstance(last[1], torch.cuda.Event):
             last[1].synchronize()
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         for (name, began), (_, ended) in zip(self._marks[:-1], self._marks[1:], strict=True):
-            found[name] = found.get(name, 0.0) + _seconds(began, ended)
+            times[name] = times.get(name, 0.0) + _seconds(began, ended)
         self._free += [mark for _, mark in self._marks[:-1] if isinstance(mark, torch.cuda.Event)]
         self._marks = [last]
-        return found
+        return times
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time inside belongs to this phase, but for phases inside of it."""
+        """Counts the time in the context for this phase, except the time in nested phases."""
         outer = self._phase
         self._begin(name)
         try:
@@ -373,7 +374,7 @@ _RUNNING: ContextVar[Clock | None] = ContextVar("megabatch clock", default=None)
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """The time inside belongs to this phase of the running clock; nothing is measured without one."""
+    """Counts the time in the context for this phase of the active clock. Without a clock, nothing is measured."""
     clock = _RUNNING.get()
     if clock is None:
         yield

@@ -1,4 +1,4 @@
-"""What `cached_backward` does for one tower: both passes over its chunks, and a check that both gave the same embeddings."""
+"""The part of `cached_backward` for one tower: both passes over its chunks, and a check that their embeddings are equal."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,10 +19,11 @@ from megabatch.cached.sources import Source, Span, TensorSource, as_source, long
 from megabatch.cached.streaming import DATA, close_at_the_end, map_rows, phase, tensors
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The call of a tower. A mapping becomes keyword arguments, a tuple or list positional arguments, a tensor the only argument.
+# The call of a tower. A mapping becomes keyword arguments, a tuple or list becomes positional arguments, and a tensor is the
+# only argument.
 #
-# A tower returns embeddings, or `Encoded(embeddings, auxiliary_loss)`. A plain tuple raises an error: many encoders return one,
-# and its second entry is rarely a loss. It may be a logit scale or the tokens before pooling, and the loss would be wrong.
+# A tower returns embeddings, or `Encoded(embeddings, auxiliary_loss)`. A plain tuple raises an error. Many encoders return a
+# tuple whose second entry is not a loss but a logit scale or the tokens before pooling, so the loss would be wrong.
 
 
 def call(tower: Callable[..., Any], inputs: Any) -> Any:
@@ -39,8 +40,8 @@ class Encoded(NamedTuple):
 
     Attributes:
         embeddings: (n, D), one row for each sample of the chunk.
-        auxiliary_loss: a scalar (the mean over the chunk), or (n,) with one number for each sample; None for no loss. The
-            cached step adds its mean over the whole batch to the loss.
+        auxiliary_loss: a scalar (the mean over the chunk), (n,) with one number for each sample, or None for no loss.
+            `cached_backward` adds its mean over the whole batch to the loss.
 
     Examples:
         ```python
@@ -55,14 +56,14 @@ class Encoded(NamedTuple):
 
 
 def as_encoded(answer: Any, name: str) -> Encoded:
-    """A tower's output as `Encoded`, in either form; `name` is the tower's, for messages."""
+    """Converts the output of a tower to `Encoded`. `name` is the name of the tower in messages."""
     embeddings: Any
     embeddings, auxiliary = answer if isinstance(answer, Encoded) else (answer, None)
     if not isinstance(embeddings, Tensor):
         within = " in megabatch.Encoded" if isinstance(answer, Encoded) else ""
         raise TypeError(
             f"{name} must return embeddings, a tensor of shape (n, D), or megabatch.Encoded(embeddings, auxiliary_loss), "
-            f"got {_kind(embeddings)}{within}; wrap the tower in a module that picks them"
+            f"got {_kind(embeddings)}{within}; wrap the tower in a module that returns only these"
         )
     return Encoded(embeddings, auxiliary)
 
@@ -72,14 +73,14 @@ def _kind(value: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Comparison of both passes: a tower that gives other embeddings in the second pass has wrong gradients.
+# Comparison of both passes. If a tower returns different embeddings in the second pass, its gradients are wrong.
 
 
 class Comparison:
     """Compares the last embedding of each chunk of one tower. The numbers stay on the device until `warn`."""
 
     def __init__(self) -> None:
-        self._first: dict[int, Tensor] = {}  # (D,) by the number of the pass
+        self._first: dict[int, Tensor] = {}  # number of the pass → (D,)
         self._difference: Tensor | None = None  # (), the largest relative difference so far
 
     def remember(self, i: int, embeddings: Tensor) -> None:  # (n, D)
@@ -87,16 +88,16 @@ class Comparison:
         self._first[i] = embeddings.detach()[-1].clone()
 
     def compare(self, i: int, embeddings: Tensor) -> None:  # (n, D)
-        """Compares a chunk in the second pass; a dummy pass has nothing to compare with."""
+        """Compares a chunk in the second pass. A dummy pass is not compared."""
         if i not in self._first:
             return
         dtype = torch.float64 if embeddings.dtype == torch.float64 else torch.float32
         before, now = self._first.pop(i).to(dtype), embeddings.detach()[-1].to(dtype)
-        found = (now - before).norm() / before.norm().clamp_min(torch.finfo(dtype).tiny)
-        self._difference = found if self._difference is None else torch.maximum(self._difference, found)
+        difference = (now - before).norm() / before.norm().clamp_min(torch.finfo(dtype).tiny)
+        self._difference = difference if self._difference is None else torch.maximum(self._difference, difference)
 
     def warn(self, name: str, parameters: Iterable[Tensor]) -> None:
-        """Warns of a difference beyond rounding, in the name of the tower that has these parameters."""
+        """Warns if the difference is larger than rounding errors. The dtypes of the parameters determine the bound."""
         if self._difference is None:
             return
         dtypes = {p.dtype for p in parameters if p.dtype.is_floating_point}
@@ -108,21 +109,21 @@ class Comparison:
         if value > bound:
             warn(
                 f"{name} must give the same embeddings in both passes, got a relative difference of {value:.1e}, so its "
-                "gradients are wrong. Does the tower change a state between calls, or use a random generator of its own?",
+                "gradients are wrong. Does the tower change a state between calls, or use its own random generator?",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A role: one (tower, inputs) pair of a step, with its chunks, and the state of each chunk between the passes.
+# A role is one (tower, inputs) pair of a step. It has the chunks, and the state of each chunk between the passes.
 
 
 DEVICE, HOST = "device", "host"
 
 
 class Role:
-    """One (tower, inputs) of a step."""
+    """One (tower, inputs) pair of a step."""
 
     def __init__(self, index: int, tower: Callable[..., Any], inputs: Any, chunk_size: int) -> None:
         self.index, self.name, self.tower = index, f"towers[{index}]", tower
@@ -136,20 +137,23 @@ class Role:
         self.chunk_size = chunk_size
         self.order: Tensor | None = None  # (N,) the samples from long to short, if they are encoded in that order
         self.spans = self._spans()
-        self.passes = len(self.spans)  # more if another rank has more chunks; the rest are dummy passes
+        self.passes = len(self.spans)  # larger if another rank has more chunks; the additional passes are dummy passes
         # A function whose modules are unknown counts as trained until a pass shows otherwise.
         self.trains = not self.modules or inputs_train or any(p.requires_grad for p in self.parameters)
-        self.devices = {compute_device(p) for p in self.parameters}  # whose random generators are replayed
+        self.devices = {compute_device(p) for p in self.parameters}  # the devices whose random generators are replayed
         self.states: dict[int, States] = {}
         self.kept: dict[int, Encoded] = {}
-        self.graph_bytes: dict[tuple[Any, ...], int] = {}  # measured, by the shapes of a chunk's inputs
-        self.comparison = Comparison()  # of both passes
+        self.graph_bytes: dict[tuple[Any, ...], int] = {}  # shapes of a chunk's inputs → measured bytes
+        self.comparison = Comparison()
         self.auxiliary: Tensor | None = None  # (), Σ n · auxiliary loss over chunks
         self.embeddings: Tensor | None = None  # (N, D)
         self.gradient: Tensor | None = None  # (N, D)
 
     def _spans(self) -> list[Span]:
-        """The chunks. Sorts a source that knows lengths; not for batch-norm, whose statistics would depend on the order."""
+        """Returns the chunks. Sorts a source that has lengths.
+
+        With batch normalization it does not sort, because the statistics would depend on the order.
+        """
         source, lengths = self.source, self.source.lengths
         if lengths is not None and not self.batch_norms:
             self.order = longest_first(lengths, source.width)
@@ -160,7 +164,10 @@ class Role:
 
     @contextmanager
     def keep_called_wrappers(self) -> Iterator[None]:
-        """Keeps in `shared` only the wrappers that the pass inside calls: a method may use one of two wrapped parts."""
+        """Removes wrappers from `shared` that the pass in the context does not call.
+
+        A method, for example, may use only one of two wrapped parts.
+        """
         if len(self.shared) < 2:
             yield
             return
@@ -176,36 +183,36 @@ class Role:
 
     @contextmanager
     def find_batch_norms(self, *, in_step: bool) -> Iterator[None]:
-        """Around the first pass: adds the batch-norm layers that a function calls, which are unknown before it runs.
+        """Adds the batch-norm layers that a function calls in the first pass. They are unknown before the function runs.
 
         Args:
-            in_step: whether all ranks are known to encode equally often, which SyncBatchNorm needs.
+            in_step: whether all ranks encode equally often, which SyncBatchNorm needs.
         """
 
-        def see(module: nn.Module) -> None:
+        def add_layers(module: nn.Module) -> None:
             known = {id(layer) for _, layer in self.batch_norms}
             new = [(name, layer) for name, layer in batchnorm.layers([module]) if id(layer) not in known]
             for name, layer in new:
                 if not in_step and batchnorm.waits_for_ranks(layer):
                     raise ValueError(
                         f"{self.name}[0] must be a module if it has SyncBatchNorm, because all ranks must encode equally "
-                        f"often, which has to be known before a function runs; got {type(self.tower).__name__} that calls "
-                        f"{type(module).__name__} with SyncBatchNorm {name!r}"
+                        "often, and the layers of a function are unknown before it runs; got "
+                        f"{type(self.tower).__name__} that calls {type(module).__name__} with SyncBatchNorm {name!r}"
                     )
             self.batch_norms += new
 
         if isinstance(self.tower, nn.Module):
             yield
         else:
-            with batchnorm.watch_calls(see):
+            with batchnorm.watch_calls(add_layers):
                 yield
 
     def rows(self, i: int) -> int:
-        """Samples in pass i; 0 in a dummy pass."""
+        """Returns the number of samples in pass i. It is 0 for a dummy pass."""
         return self.spans[i][1] - self.spans[i][0] if i < len(self.spans) else 0
 
     def chunks(self, passes: Sequence[int]) -> Generator[tuple[int, Any], None, None]:
-        """(pass, inputs) of these passes, in order."""
+        """Yields the number and the inputs of these passes, in order."""
         iterator = self.source.chunks([self.spans[i] for i in passes if i < len(self.spans)], self.device)
         with close_at_the_end(iterator):
             for i in passes:
@@ -215,7 +222,7 @@ class Role:
                             chunk = next(iterator)
                     except StopIteration:
                         raise ValueError(
-                            f"{self.name}[1] must give a chunk for each span it is asked for, got none for {self._samples(i)}"
+                            f"{self.name}[1] must yield a chunk for each requested span, got none for {self._samples(i)}"
                         ) from None
                 else:
                     chunk = self.source.placeholder(self.device)
@@ -223,7 +230,7 @@ class Role:
                 del chunk
 
     def encode(self, inputs: Any, rows: int) -> Encoded:
-        """Calls the tower and checks its output; the auxiliary loss is averaged. `rows` is 0 for a dummy sample of any size."""
+        """Calls the tower and checks its output. The auxiliary loss is averaged. `rows` is 0 for a dummy sample."""
         answer, auxiliary = as_encoded(call(self.tower, inputs), self.name)
         if is_sharded(answer):
             answer = answer.full_tensor()  # type: ignore[attr-defined]
@@ -241,7 +248,10 @@ class Role:
         return Encoded(answer, None if auxiliary is None else self._mean(auxiliary, rows))
 
     def encode_with_graph(self, inputs: Any, rows: int) -> tuple[Encoded, int]:
-        """`encode`, and the bytes of the graph with the inputs that it holds; on CUDA measured once for inputs of one shape."""
+        """Encodes a chunk. Returns the bytes of its graph as well, including the inputs that the graph keeps alive.
+
+        On CUDA, the bytes are measured once for each shape of inputs.
+        """
         if self.source.reuses_memory:
             inputs = map_rows(torch.clone, inputs)
         held = [tensor for _, tensor in tensors(inputs, self.name)]
@@ -267,7 +277,7 @@ class Role:
         return auxiliary.mean()
 
     def store(self, i: int, embeddings: Tensor, where: str) -> None:
-        """Copies a chunk's embeddings into the (N, D) buffer; the first chunk allocates it."""
+        """Copies a chunk's embeddings into the (N, D) buffer. The first chunk allocates the buffer."""
         if self.embeddings is None:
             shape = len(self.source), embeddings.shape[1]
             self.embedding_device = embeddings.device
@@ -282,22 +292,25 @@ class Role:
         place = self.embeddings[start:stop]
         if place.shape != embeddings.shape or place.dtype != embeddings.dtype:
             raise ValueError(
-                f"{self.name} must return embeddings of one width and dtype, got ({place.shape[1]}, {place.dtype}) first and "
-                f"({embeddings.shape[1]}, {embeddings.dtype}) for {self._samples(i)}"
+                f"{self.name} must return embeddings of one dimension and dtype, got ({place.shape[1]}, {place.dtype}) first "
+                f"and ({embeddings.shape[1]}, {embeddings.dtype}) for {self._samples(i)}"
             )
         place.copy_(embeddings.detach(), non_blocking=True)
         if self.trains:
             self.comparison.remember(i, embeddings)
 
     def _samples(self, i: int) -> str:
-        """The samples of pass i, for messages."""
+        """Describes the samples of pass i for messages."""
         start, stop = self.spans[i]
         if self.order is None:
             return f"samples {start} to {stop - 1}"
         return f"{stop - start} samples such as {int(self.order[start])}"
 
     def leaf(self) -> Tensor:  # (N, D)
-        """The embeddings as a leaf for the loss: in order, on the device, with requires_grad if the tower is trained."""
+        """Returns the embeddings as a leaf for the loss, in the original order and on the device.
+
+        It requires a gradient if the tower is trained.
+        """
         assert self.embeddings is not None, "all chunks have been encoded"
         leaf = self.embeddings.to(self.embedding_device, non_blocking=True).detach()
         if self.order is not None:
@@ -307,7 +320,7 @@ class Role:
         return leaf.requires_grad_(self.trains)
 
     def take_gradient(self, leaf: Tensor) -> None:
-        """Keeps the gradient of the embeddings, in the buffer of the embeddings if that is on the host."""
+        """Stores the gradient of the embeddings. It reuses the buffer of the embeddings if that is in host memory."""
         held, self.embeddings, gradient = self.embeddings, None, leaf.grad
         if gradient is not None and self.order is not None:
             gradient = gradient.index_select(0, _copy_to(self.order, gradient.device))
@@ -317,7 +330,7 @@ class Role:
         self.gradient = gradient
 
     def gradient_of(self, i: int, encoded: Encoded) -> Tensor:  # (n, D)
-        """The gradient of the embeddings of pass i; zero in a dummy pass, or if the loss does not use the tower."""
+        """Returns the gradient of the embeddings of pass i, or zero in a dummy pass or if the loss does not use the tower."""
         if self.gradient is None or not self.rows(i):
             return torch.zeros_like(encoded.embeddings)
         start, stop = self.spans[i]
@@ -325,12 +338,15 @@ class Role:
 
 
 def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`. From pinned memory, because from other memory the host waits for everything that is queued."""
+    """Copies a tensor to `device` through pinned memory. A copy from pageable memory would wait for all queued kernels."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def modules_of(tower: Any) -> list[nn.Module]:
-    """The modules of a tower: a module itself, the owner of a method, the modules in a partial; none for other functions."""
+    """Returns the modules of a tower: the module itself, the owner of a method, or the modules in a partial.
+
+    The modules of other functions are unknown.
+    """
     if isinstance(tower, nn.Module):
         return [tower]
     if isinstance(tower, partial):
@@ -341,7 +357,7 @@ def modules_of(tower: Any) -> list[nn.Module]:
 
 
 def _find_named_modules(tower: Any) -> list[nn.Module]:
-    """Modules among the globals and closure variables that a function's code names: known before it runs, compiled or not."""
+    """Returns modules among the globals and closure variables that a function's code names, even if it is compiled."""
     while isinstance(tower, partial):
         tower = tower.func
     function = inspect.unwrap(tower)
