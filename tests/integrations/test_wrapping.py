@@ -90,7 +90,7 @@ def test_what_nobody_would_average_is_refused(two):
     two.run(refused, 2)
 
 
-@pytest.mark.parametrize(("kind", "told"), [("DEEPSPEED", "FSDP2 shards what ZeRO shards"), ("FSDP", "fsdp_version: 2")])
+@pytest.mark.parametrize(("kind", "told"), [("DEEPSPEED", "FSDP2 shards like ZeRO"), ("FSDP", "fsdp_version: 2")])
 def test_other_ways_to_shard_are_refused_with_what_to_use(kind, told):
     accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), is_fsdp2=False)
     with pytest.raises(ValueError, match=rf"accelerator must use one process, DDP or FSDP2, got .*{told}"):

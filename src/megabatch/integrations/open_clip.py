@@ -1,6 +1,7 @@
-"""open_clip in linear memory: its losses, its loss factory, a cached step for its models, its checkpoints.
+"""Support for open_clip: losses in linear memory, its loss factory, gradient caching for its models, and its checkpoints.
 
-`ClipLoss`, `SigLipLoss` and `DistillClipLoss` have open_clip's constructors and calls, and replace its own losses anywhere.
+`ClipLoss`, `SigLipLoss` and `DistillClipLoss` have open_clip's constructors and call signatures, so they can replace its
+losses.
 """
 
 import inspect
@@ -40,9 +41,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CausalTexts:
-    """The text side of a model in which tokens after the end token have no influence, so that texts may be cut there.
+    """The text side of a model in which tokens after the end token have no effect, so that texts may be truncated there.
 
-    Attention is causal and the embedding is the end token's. open_clip's own `encode_text` takes texts of full width only.
+    Attention is causal, and the embedding comes from the end token. open_clip's `encode_text` takes only texts of full length.
     """
 
     parts: Any  # the module that has the transformer
@@ -51,7 +52,10 @@ class CausalTexts:
 
     @classmethod
     def of(cls, model: Any) -> "CausalTexts | None":
-        """None for models that pool another token, attend in both directions, or encode texts with a transformers model."""
+        """Returns the text side of a model, or None if texts may not be truncated.
+
+        These are models that pool another token, attend in both directions, or use a transformers model.
+        """
         parts = getattr(model, "text", model)  # CustomTextCLIP has a module for it
         prefix = "text_" if parts is model else ""
         pool_type = getattr(parts, f"{prefix}pool_type", None)
@@ -62,15 +66,15 @@ class CausalTexts:
         return cls(parts, pool_type, getattr(parts, f"{prefix}eos_id", None))
 
     def ends(self, text: Tensor) -> Tensor:  # (n, L) -> (n,)
-        """The position of each end token: the largest id, or the first token with the id of the end token."""
+        """Returns the position of each end token: the largest id, or the first token with the id of the end token."""
         return (text if self.pool_type == "argmax" else text.eq(self.end_id).int()).argmax(1)
 
     def lengths(self, inputs: dict[str, Tensor]) -> Tensor:  # (n,)
-        """Tokens up to and including the end token."""
+        """Returns the number of tokens up to and including the end token."""
         return self.ends(inputs["text"]) + 1
 
     def encode(self, text: Tensor) -> Tensor:  # (n, L) -> (n, D)
-        """Equal to open_clip's `encode_text` of the texts at full width."""
+        """Encodes texts. The result equals open_clip's `encode_text` of the texts at full length."""
         parts, tokens = self.parts, text.shape[1]
         dtype = parts.transformer.get_cast_dtype()
         x = parts.token_embedding(text).to(dtype) + parts.positional_embedding[:tokens].to(dtype)
@@ -79,21 +83,21 @@ class CausalTexts:
         projection = parts.text_projection
         if projection is not None:
             x = projection(x) if isinstance(projection, nn.Linear) else x @ projection
-        found: Tensor = x
-        return found
+        features: Tensor = x
+        return features
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The losses, in place of open_clip's own.
+# The losses that replace open_clip's losses.
 
 _LOSSES: tuple[type[nn.Module], ...] = (ClipLoss, SigLipLoss, DistillClipLoss)
 
 
 class Installed(AbstractContextManager["Installed"]):
-    """The effect of `install`. Use it in a `with` statement, or call `uninstall`, to restore open_clip's own losses.
+    """The result of `install`. Use it in a `with` statement, or call `uninstall`, to restore open_clip's losses.
 
     Attributes:
-        replaced: open_clip's classes that are replaced, by name.
+        replaced: the replaced classes of open_clip by name.
     """
 
     def __init__(self, modules: Sequence[Any], replaced: dict[str, type[nn.Module]]) -> None:
@@ -101,38 +105,38 @@ class Installed(AbstractContextManager["Installed"]):
         self.replaced = replaced
 
     def uninstall(self) -> None:
-        """Restores open_clip's own classes."""
+        """Restores open_clip's classes."""
         for module in self._modules:
             for name, theirs in self.replaced.items():
                 setattr(module, name, theirs)
         self.replaced = {}
 
     def __exit__(self, *error: object) -> None:
-        """Restores open_clip's own classes."""
+        """Restores open_clip's classes."""
         self.uninstall()
 
     def __str__(self) -> str:
-        """For the log of a run."""
+        """Describes the effect for the log of a run."""
         if not self.replaced:
             return "open_clip.create_loss builds open_clip's losses"
-        who = (
+        effect = (
             "open_clip.create_loss and open_clip's tasks now build"
             if len(self._modules) > 1
             else "open_clip.create_loss now builds"
         )
-        return f"{who} megabatch's {', '.join(self.replaced)}; CoCaLoss stays open_clip's own"
+        return f"{effect} megabatch's {', '.join(self.replaced)}; CoCaLoss is still open_clip's"
 
 
 def install() -> Installed:
-    """Makes `open_clip.create_loss` build the losses of this library, for scripts that take their loss from there.
+    """Makes `open_clip.create_loss` build the losses of this library.
 
-    Three names in `open_clip.factory` are replaced: `ClipLoss`, `SigLipLoss` and `DistillClipLoss`. A script that imported
-    `create_loss` before gets the new losses, too. In open_clip 4 they are also replaced in `open_clip.loss`, where its tasks
-    (`CLIPTask`, `SigLIPTask`, `CLAPTask`) take them from when they are built. `CoCaLoss` stays open_clip's. If open_clip's
-    losses take arguments that ours do not have, an error is raised and nothing is replaced.
+    It replaces `ClipLoss`, `SigLipLoss` and `DistillClipLoss` in `open_clip.factory`. A script that imported `create_loss`
+    before gets the new losses as well. In open_clip 4, the names in `open_clip.loss` are also replaced, because its tasks
+    (`CLIPTask`, `SigLIPTask`, `CLAPTask`) read them when they are built. `CoCaLoss` is not replaced. If open_clip's losses take
+    arguments that ours do not take, an error is raised and nothing is replaced.
 
-    With `--accum-freq k` open_clip's loop adds the gradients of scale and bias k times. The losses that are built here raise an
-    error in that case. `cached_backward` replaces this option.
+    With `--accum-freq k`, open_clip's loop adds the gradients of scale and bias k times, so the losses raise an error.
+    `cached_backward` replaces this option.
 
         print(install())
         open_clip_train.main.main(sys.argv[1:])
@@ -141,12 +145,12 @@ def install() -> Installed:
     theirs: dict[str, Any] = {loss.__name__: getattr(factory, loss.__name__, None) for loss in _LOSSES}
     if getattr(factory.create_loss, "__globals__", None) is not vars(factory):
         raise RuntimeError(
-            "open_clip.factory.create_loss must be open_clip's own function, got one that something has replaced"
+            "open_clip.factory.create_loss must be open_clip's own function, got another function that replaces it"
         )
     replaced = {name: kind for name, kind in theirs.items() if kind is not _BUILDERS[name]}
     for loss in _LOSSES:
         if loss.__name__ in replaced:
-            _same_arguments(replaced[loss.__name__], loss)
+            _check_arguments(replaced[loss.__name__], loss)
     modules = [factory]
     if extras.is_installed("open_clip.task"):
         modules.append(extras.load("open_clip.loss", purpose="Installing losses in open_clip"))
@@ -157,12 +161,12 @@ def install() -> Installed:
 
 
 def _builder(kind: type[nn.Module]) -> Callable[..., nn.Module]:
-    """The replacement of open_clip's class: builds our loss, which refuses open_clip's gradient accumulation."""
+    """Returns the replacement of a class of open_clip. It builds our loss, which rejects open_clip's gradient accumulation."""
 
     @wraps(kind, updated=())
     def build(*args: Any, **kwargs: Any) -> nn.Module:
         loss = kind(*args, **kwargs)
-        loss.register_forward_pre_hook(_refuse_accumulation, with_kwargs=True)
+        loss.register_forward_pre_hook(_reject_accumulation, with_kwargs=True)
         return loss
 
     return build
@@ -171,8 +175,8 @@ def _builder(kind: type[nn.Module]) -> Callable[..., nn.Module]:
 _BUILDERS = {loss.__name__: _builder(loss) for loss in _LOSSES}
 
 
-def _refuse_accumulation(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises if the features are what open_clip accumulates: all parts of a batch, of which one has a graph."""
+def _reject_accumulation(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises if open_clip accumulates gradients. The features then consist of several parts of which only one has a graph."""
     if torch.compiler.is_compiling():
         return
     for value in (*args, *kwargs.values()):
@@ -183,13 +187,13 @@ def _refuse_accumulation(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         parts = len(node.next_functions)
         if len(graphs) == 1 and parts > 1:
             raise ValueError(
-                f"open_clip's --accum-freq must be 1 with megabatch's losses, got features of {parts} parts, of which one "
-                f"has a graph: the loop would add the gradients of logit_scale and logit_bias {parts} times. Encode the batch "
-                f"in one step with megabatch.integrations.open_clip.cached_backward, or use `megabatch train`"
+                f"open_clip's --accum-freq must be 1 with megabatch's losses, got features of {parts} parts. The loop would "
+                f"add the gradients of logit_scale and logit_bias {parts} times. Encode the batch in one step with "
+                "megabatch.integrations.open_clip.cached_backward, or use `megabatch train`"
             )
 
 
-def _same_arguments(theirs: Any, ours: type[nn.Module]) -> None:
+def _check_arguments(theirs: Any, ours: type[nn.Module]) -> None:
     version = getattr(extras.load("open_clip", purpose="open_clip"), "__version__", "of unknown version")
     if not inspect.isclass(theirs):
         raise RuntimeError(
@@ -197,17 +201,17 @@ def _same_arguments(theirs: Any, ours: type[nn.Module]) -> None:
             f"megabatch.{ours.__name__} to your loop yourself"
         )
     for method in ("__init__", "forward"):
-        known = inspect.signature(getattr(ours, method)).parameters
-        unknown = [name for name in inspect.signature(getattr(theirs, method)).parameters if name not in known]
+        supported = inspect.signature(getattr(ours, method)).parameters
+        unknown = [name for name in inspect.signature(getattr(theirs, method)).parameters if name not in supported]
         if unknown:
             raise RuntimeError(
-                f"open_clip's {ours.__name__}.{method} must take the arguments that megabatch's takes, "
+                f"open_clip's {ours.__name__}.{method} must take only the arguments of megabatch's, "
                 f"got also {', '.join(unknown)} in open_clip {version}; nothing was replaced"
             )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The cached step.
+# Gradient caching.
 
 
 def cached_backward(
@@ -220,71 +224,71 @@ def cached_backward(
     chunk_size: int | Sequence[int] = 256,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Replaces open_clip's forward pass, loss and backward pass: the whole batch with the activations of one chunk.
+    """Replaces open_clip's forward pass, loss and backward pass. Only the activations of one chunk are in memory.
 
-    Same losses and gradients, including `logit_scale` and `logit_bias`, as
+    It has the same losses and gradients, including those of `logit_scale` and `logit_bias`, as
 
         output = model(images, texts)
         losses = loss(**output, output_dict=True)
         sum(losses.values()).backward()
 
-    One call with the whole batch replaces `--accum-freq k`, which with open_clip's own losses multiplies the gradient of the
-    scale by k. Texts of similar length are encoded together, cut after the longest, which changes nothing where attention is
-    causal. Models that are compiled, sharded by FSDP2 or of another kind get texts of full width.
+    One call with the whole batch replaces `--accum-freq k`, which multiplies the gradient of the scale by k. Texts of similar
+    length are encoded together and truncated to the longest text. This does not change the result if attention is causal.
+    Models that are compiled, sharded by FSDP2 or not causal get texts of full length.
 
     Args:
-        model: an open_clip `CLIP`, `CustomTextCLIP` or `CLAP` (audio); it may be wrapped in DDP, sharded by FSDP2, or compiled.
-            A task of open_clip 4 has it as `task.trainable_module`.
+        model: an open_clip `CLIP`, `CustomTextCLIP` or `CLAP` (audio). It may be wrapped in DDP, sharded by FSDP2, or compiled.
+            For a task of open_clip 4, pass `task.trainable_module`.
         images: (N, 3, H, W), a dict of NaFlex patches, the dict of audio of a `CLAP`, or a `Source`.
         texts: (N, L) token ids, or a `Source`.
-        loss: `ClipLoss`, `SigLipLoss` or `DistillClipLoss`, megabatch's or open_clip's; called with `output_dict=True`.
-        teacher: for `DistillClipLoss`, the model to distil from; it gets no gradient.
-        chunk_size: samples that are encoded at once; one number, or one for images and one for texts.
-        options: further arguments of `megabatch.cached_backward`: `budget` or `budget_fraction`, `scaler`, `sync`, `on_chunk`.
+        loss: `ClipLoss`, `SigLipLoss` or `DistillClipLoss` of megabatch or open_clip. It is called with `output_dict=True`.
+        teacher: for `DistillClipLoss`, the model to distill from. It gets no gradient.
+        chunk_size: the number of samples that are encoded at once, as one number, or one for images and one for texts.
+        options: other arguments of `megabatch.cached_backward`: `budget` or `budget_fraction`, `scaler`, `sync`, `on_chunk`.
 
     Returns:
-        The losses by their names, and their sum as "loss", detached. Over ranks these are shares; their mean is the loss.
+        The detached losses by name, and their sum as "loss". With several ranks, the mean over ranks is the loss.
     """
     sizes = list(chunk_size) if isinstance(chunk_size, Sequence) else [chunk_size] * 2
     towers: list[Any] = []
-    cuts = []
+    truncations = []
     for encode, one in ((_features, model), (_encode_by_teacher, teacher)):
         if one is not None:
-            cut = _Cut.of(one)
-            cuts += [] if cut is None else [cut]
+            truncation = _Truncation.of(one)
+            truncations += [] if truncation is None else [truncation]
             first = partial(encode, one, _first_side(one))
-            towers += [(first, images), (partial(encode, one, "text"), _by_length(texts, cut))]
+            towers += [(first, images), (partial(encode, one, "text"), _by_length(texts, truncation))]
     sizes *= len(towers) // 2
     losses: dict[str, Tensor] = {}
 
-    def total(image: Tensor, text: Tensor, *taught: Tensor) -> Tensor:  # ()
+    def total(image: Tensor, text: Tensor, *teacher_features: Tensor) -> Tensor:  # ()
         inputs = {"image_features": image, "text_features": text, **_numbers(model)}
         if teacher is not None:
             names = ("dist_image_features", "dist_text_features")
-            inputs |= dict(zip(names, taught, strict=True))
+            inputs |= dict(zip(names, teacher_features, strict=True))
             inputs["dist_logit_scale"] = _numbers(teacher)["logit_scale"].detach()
-        found = loss(**inputs, output_dict=True)
-        losses.update({name: value.detach() for name, value in found.items()})
-        added: Tensor = sum(found.values())
+        output = loss(**inputs, output_dict=True)
+        losses.update({name: value.detach() for name, value in output.items()})
+        added: Tensor = sum(output.values())
         return added
 
     with ExitStack() as stack:
-        for cut in cuts:
-            stack.enter_context(cut.allow_any_width())
-        whole_loss = plain_cached_backward(total, towers, chunk_size=sizes, **options)
-    return {**losses, "loss": whole_loss}
+        for truncation in truncations:
+            stack.enter_context(truncation.allow_any_length())
+        sum_of_losses = plain_cached_backward(total, towers, chunk_size=sizes, **options)
+    return {**losses, "loss": sum_of_losses}
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """Texts that are cut after their end token, for a model that takes texts of full width only."""
+class _Truncation:
+    """Truncates texts after their end token, for a model that takes only texts of full length."""
 
     model: Any
     causal: CausalTexts
 
     @classmethod
-    def of(cls, model: Any) -> "_Cut | None":
-        """None for a model that cannot encode them, or that does not call its methods as they are."""
+    def of(cls, model: Any) -> "_Truncation | None":
+        """Returns None for a model that cannot encode truncated texts, or whose methods cannot be replaced."""
         module = unwrap(model)
         compiled = hasattr(model, "_orig_mod") or any(part._compiled_call_impl is not None for part in module.modules())
         if compiled or isinstance(module, torch.jit.ScriptModule) or any(map(is_sharded, module.parameters())):
@@ -293,13 +297,13 @@ class _Cut:
         return None if causal is None else cls(module, causal)
 
     @contextmanager
-    def allow_any_width(self) -> Iterator[None]:
-        """Inside, the model's own `encode_text` takes texts of any width."""
-        whole = self.model.encode_text
+    def allow_any_length(self) -> Iterator[None]:
+        """Makes the model's `encode_text` accept texts of any length in the context."""
+        original = self.model.encode_text
 
         def encode_text(text: Tensor, normalize: bool = False) -> Tensor:  # (n, L) -> (n, D)
             if text.shape[1] == len(self.causal.parts.attn_mask):
-                features: Tensor = whole(text, normalize=normalize)
+                features: Tensor = original(text, normalize=normalize)
                 return features
             features = self.causal.encode(text)
             return F.normalize(features, dim=-1) if normalize else features
@@ -311,39 +315,39 @@ class _Cut:
             del self.model.encode_text
 
 
-def _by_length(texts: Any, cut: _Cut | None) -> Any:
-    """Token ids with the length of each text; anything else as it is."""
-    if cut is None or not isinstance(texts, Tensor) or texts.dim() != 2:
+def _by_length(texts: Any, truncation: _Truncation | None) -> Any:
+    """Returns token ids as a source with the length of each text. Other inputs are returned unchanged."""
+    if truncation is None or not isinstance(texts, Tensor) or texts.dim() != 2:
         return texts
-    lengths = (cut.causal.ends(texts) + 1).cpu()
+    lengths = (truncation.causal.ends(texts) + 1).cpu()
     return TensorSource(texts, lengths=lengths) if texts.is_cuda else HostSource(texts, lengths=lengths)
 
 
 def _numbers(model: Any) -> dict[str, Tensor]:
-    """Scale and bias as the model's own forward pass returns them."""
+    """Returns scale and bias as the model's forward pass returns them."""
     module = unwrap(model)
-    found = {"logit_scale": full_tensor(module.logit_scale).exp()}
+    numbers = {"logit_scale": full_tensor(module.logit_scale).exp()}
     if getattr(module, "logit_bias", None) is not None:
-        found["logit_bias"] = full_tensor(module.logit_bias)
-    return found
+        numbers["logit_bias"] = full_tensor(module.logit_bias)
+    return numbers
 
 
 def _first_side(model: Any) -> str:
-    """What the model compares with texts: images, or audio."""
+    """Returns the side that the model compares with texts: "image" or "audio"."""
     module = unwrap(model)
     return "audio" if hasattr(module, "encode_audio") and not hasattr(module, "encode_image") else "image"
 
 
 def _features(model: Callable[..., Any], side: str, /, *inputs: Any, **named: Any) -> Tensor:  # (n, D)
-    """Features of one side, through the model's wrapper. Inputs that are a dict, such as NaFlex' patches, come by name."""
+    """Computes the features of one side through the model's wrapper. Dict inputs, such as NaFlex patches, come by name."""
     output = model(**{side: named or inputs[0]})
-    known = (f"{_first_side(model)}_features", "text_features", "logit_scale", "logit_bias")
+    supported = (f"{_first_side(model)}_features", "text_features", "logit_scale", "logit_bias")
     if not isinstance(output, dict):
-        output = dict(zip(known, output, strict=False))
-    unknown = output.keys() - set(known)
+        output = dict(zip(supported, output, strict=False))
+    unknown = output.keys() - set(supported)
     if unknown:
         raise TypeError(
-            f"model must be an open_clip CLIP, CustomTextCLIP or CLAP, whose loss depends on features alone, got "
+            f"model must be an open_clip CLIP, CustomTextCLIP or CLAP, whose loss depends only on features, got "
             f"{type(unwrap(model)).__name__}, which also returns {', '.join(sorted(unknown))}"
         )
     features: Tensor = output[f"{side}_features"]
@@ -358,27 +362,27 @@ def _encode_by_teacher(teacher: Callable[..., Any], side: str, /, *inputs: Any, 
 # ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints of `open_clip_train`.
 
-_PREFIX = "module."  # DDP's, which open_clip writes when it trains on several processes and accepts everywhere
+_PREFIX = "module."  # the prefix of DDP; open_clip writes it with several processes and accepts it everywhere
 
 
 def save_checkpoint(
     path: str | Path, model: nn.Module, optimizer: Any, *, epoch: int, scaler: Any = None, name: str = "megabatch"
 ) -> None:
-    """Writes a training checkpoint that `open_clip_train` resumes from (`--resume PATH`), on one process or many.
+    """Writes a training checkpoint from which `open_clip_train` can resume (`--resume PATH`), with one or many processes.
 
     The file is written atomically. Call it on one rank.
 
     Args:
         path: of the file, usually `epoch_N.pt`.
         model: an open_clip model, wrapped in DDP or not.
-        optimizer: its optimizer; open_clip resumes from it if it has open_clip's parameter groups.
+        optimizer: the optimizer of the model. open_clip can resume it if it has open_clip's parameter groups.
         epoch: number of completed epochs.
         scaler: a `GradScaler`.
         name: of the run.
     """
     state = unwrap(model).state_dict()
     if any(is_sharded(value) for value in state.values()):
-        raise ValueError("model must be in one piece, got one sharded by FSDP2; megabatch_train.towers.save writes its weights")
+        raise ValueError("model must not be sharded, got one sharded by FSDP2; megabatch_train.towers.save writes its weights")
     checkpoint = {
         "epoch": epoch,
         "name": name,
@@ -391,20 +395,20 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Any = None, *, scaler: Any = None) -> int:
-    """Continues from a training checkpoint of `open_clip_train`, or of `save_checkpoint`: returns the completed epochs.
+    """Loads a training checkpoint of `open_clip_train` or `save_checkpoint`. Returns the number of completed epochs.
 
-    Weights alone are also read by name: `megabatch_train.towers.load("open_clip:ViT-B-32@logs/run/checkpoints/epoch_5.pt")`.
+    To read only the weights, use `megabatch_train.towers.load("open_clip:ViT-B-32@logs/run/checkpoints/epoch_5.pt")`.
 
     Args:
         path: of the file.
         model: the open_clip model that was trained, wrapped in DDP or not.
-        optimizer: its state is loaded, if given.
-        scaler: its state is loaded, if given and saved.
+        optimizer: if given, its state is loaded.
+        scaler: if given, its state is loaded if the checkpoint contains one.
     """
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(checkpoint, dict) or not {"epoch", "state_dict"} <= checkpoint.keys():
-        found = sorted(checkpoint)[:4] if isinstance(checkpoint, dict) else type(checkpoint).__name__
-        raise ValueError(f"{path} must be a training checkpoint, with epoch and state_dict, got {found}")
+        content = sorted(checkpoint)[:4] if isinstance(checkpoint, dict) else type(checkpoint).__name__
+        raise ValueError(f"{path} must be a training checkpoint, with epoch and state_dict, got {content}")
     unwrap(model).load_state_dict({key.removeprefix(_PREFIX): value for key, value in checkpoint["state_dict"].items()})
     if optimizer is not None:
         optimizer.load_state_dict(checkpoint["optimizer"])

@@ -1,7 +1,7 @@
-"""PyLate's `CachedContrastive` and `Distillation`, without score matrices and without an all-gather of documents.
+"""PyLate's `CachedContrastive` and `Distillation` without score matrices and without an all-gather of documents.
 
-The original classes encode mini-batches, twice where they cache, and hook into the trainer's backward pass; these classes
-inherit that. The loss of all embeddings is replaced, by `megabatch.late_interaction_loss`. In a script, the import changes:
+The classes inherit from PyLate's classes, which encode mini-batches (twice if they cache) and hook into the trainer's backward
+pass. Only the loss of all embeddings is replaced, by `megabatch.late_interaction_loss`. In a script, only the import changes:
 
     from megabatch.integrations.pylate import CachedContrastive
 """
@@ -27,19 +27,19 @@ __all__ = ["CachedContrastive", "Distillation"]
 
 
 class CachedContrastive(originals.CachedContrastive):  # type: ignore[misc]
-    """PyLate's loss of this name in memory that is linear in the tokens: same arguments and values.
+    """PyLate's loss of this name, with memory that is linear in the tokens. It has the same arguments and values.
 
-    Three things differ. The gradient is that of the returned value; PyLate 1.6 returns the mean over the batch and
-    backpropagates the sum, a gradient larger by the batch size. Masked document tokens are left out of the maxima, as in
-    PyLate's GPU backends; its PyTorch path counts them as products of 0. And with `gather_across_devices` documents go
-    round in a ring (docs/ring.md) instead of being gathered, and ranks may have different numbers of pairs.
+    Three things differ. First, the gradient belongs to the returned value. PyLate 1.6 returns the mean over the batch but
+    backpropagates the sum, so its gradient is larger by the batch size. Second, masked document tokens are excluded from the
+    maxima, as in PyLate's GPU backends. Its PyTorch path counts them as dot products of 0. Third, `gather_across_devices`
+    passes documents round a ring (docs/ring.md) instead of gathering them, and ranks may have different numbers of pairs.
     `score_mini_batch_size` has no effect.
 
     Args:
         model: a ColBERT model of PyLate.
-        *args: all other arguments of the original; `score_metric` must be `ColBERTScores`.
-        **kwargs: likewise, by name.
-        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+        *args: all other arguments of the original. `score_metric` must be `ColBERTScores`.
+        **kwargs: keyword arguments of the original.
+        backend: "auto", "eager" or "triton". It changes the speed but not the result.
     """
 
     def __init__(self, model: Any, *args: Any, backend: Backend = "auto", **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ class CachedContrastive(originals.CachedContrastive):  # type: ignore[misc]
     def calculate_loss(
         self, reps: Sequence[Sequence[Tensor]], masks: Sequence[Tensor], with_backward: bool = False
     ) -> Tensor:  # ()
-        """The loss of token embeddings that come in mini-batches, a list for each column of the dataset."""
+        """Computes the loss of token embeddings, which come as a list of mini-batches for each column of the dataset."""
         model = self.model if hasattr(self.model, "do_query_expansion") else self.model.module
         query_mask = None if model.do_query_expansion else masks[0]
         return ranking_loss(
@@ -66,15 +66,15 @@ class CachedContrastive(originals.CachedContrastive):  # type: ignore[misc]
 
 
 class Distillation(originals.Distillation):  # type: ignore[misc]
-    """PyLate's loss of this name, whose products exist for some queries at a time and are formed again in backward.
+    """PyLate's loss of this name. Dot products are stored for some queries at a time and computed again in backward.
 
-    Same arguments, values and gradients, but for masked document tokens: see `CachedContrastive`.
+    It has the same arguments, values and gradients, except for masked document tokens: see `CachedContrastive`.
 
     Args:
         model: a ColBERT model of PyLate.
-        score_metric: `colbert_kd_scores`, whose scores are computed here.
+        score_metric: `colbert_kd_scores`. Other functions are not supported.
         *args: all other arguments of the original.
-        **kwargs: likewise, by name.
+        **kwargs: keyword arguments of the original.
     """
 
     def __init__(

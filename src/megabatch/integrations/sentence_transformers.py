@@ -1,9 +1,9 @@
-"""The cached losses of sentence-transformers, without a similarity matrix and without an all-gather of embeddings.
+"""The cached losses of sentence-transformers without a similarity matrix and without an all-gather of embeddings.
 
-The original classes split a batch into mini-batches, encode them twice and hook into the trainer's backward pass; these classes
-inherit that part, with its support of tokenizers, images, flattened inputs and DDP. The loss of all
-embeddings is replaced, by `megabatch.info_nce_loss`, and texts are encoded longest first, because the original cuts a
-mini-batch after its longest text. In a script, only the import changes:
+The classes inherit from the original classes, which split a batch into mini-batches, encode them twice and hook into the
+trainer's backward pass. They also inherit the support of tokenizers, images, flattened inputs and DDP. Two parts are replaced.
+`megabatch.info_nce_loss` computes the loss of all embeddings. Texts are encoded from long to short, because the original
+truncates a mini-batch to its longest text. In a script, only the import changes:
 
     from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
 """
@@ -57,17 +57,17 @@ _TOKENS = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}  # f
 
 
 class _LinearMemory:
-    """Both losses: checks of the model, and a temperature that may be learned."""
+    """The base of both losses: checks of the model, and a temperature that may be learned."""
 
     model: Any
     learned_scale: LearnedScale | None
     _order: _Order
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:  # ()
-        """The loss, from which backward goes through the model mini-batch by mini-batch."""
+        """Computes the loss. Its backward pass runs through the model one mini-batch at a time."""
         if self.learned_scale is not None and "calculate_loss" in vars(self):
             raise ValueError(
-                "learn_temperature must be False inside MatryoshkaLoss, got True; "
+                "learn_temperature must be False in MatryoshkaLoss, got True; "
                 "CachedMultipleNegativesRankingLoss takes matryoshka_dims instead"
             )
         parent: Any = super()
@@ -76,35 +76,36 @@ class _LinearMemory:
         return loss if self.learned_scale is None or not torch.is_grad_enabled() else self.learned_scale.attach(loss)
 
     def get_config_dict(self) -> dict[str, Any]:
-        """The configuration for a model card."""
+        """Returns the configuration for a model card."""
         parent: Any = super()
         own = {"learn_temperature": self.learned_scale is not None, "sort_by_length": self._order.enabled}
         return {**parent.get_config_dict(), **own}
 
 
 class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultipleNegativesRankingLoss):
-    """sentence-transformers' loss of this name in memory that is linear in the batch: same arguments, values and gradients.
+    """sentence-transformers' loss of this name, with memory that is linear in the batch.
 
-    With `gather_across_devices` embeddings go round in a ring (docs/ring.md) instead of being gathered, and ranks may have
-    different numbers of pairs. `mini_batch_size` is the number of texts encoded at once; the loss does not depend on it.
-    `hardness_mode` doubles the width of the products. `similarity_fct` is `cos_sim` or `dot_score`.
+    It has the same arguments, values and gradients. `gather_across_devices` passes embeddings round a ring (docs/ring.md)
+    instead of gathering them, and ranks may have different numbers of pairs. `mini_batch_size` is the number of texts encoded
+    at once. The loss does not depend on it. `hardness_mode` doubles the embedding dimension of the matmuls. `similarity_fct` is
+    `cos_sim` or `dot_score`.
 
     Args:
         model: a SentenceTransformer.
         *args: all other arguments of the original.
-        **kwargs: likewise, by name.
+        **kwargs: keyword arguments of the original.
         learn_temperature: whether `scale` is the initial value of a parameter, which the trainer's optimizer then trains. It
             is not part of the saved model.
-        max_scale: upper bound of a learned scale.
-        labels_are_ids: whether the dataset's column "label" has an integer for each row, and rows with equal integers are not
-            each other's negatives. A query with several positives becomes several rows with one label.
-        matryoshka_dims: widths that embeddings are to be cut to later; the loss is the sum over all of them. Include the full
-            width, because columns beyond the largest width get no gradient. With "query_to_doc", alone or "per_direction" with
-            "doc_to_query", and without hard negatives.
-        matryoshka_weights: one for each width (default: all 1).
-        sort_by_length: whether texts of similar length are encoded together, which saves padding. Dropout then draws other
-            numbers than in the original, as for another order of the batch.
-        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+        max_scale: the upper bound of a learned scale.
+        labels_are_ids: whether the column "label" of the dataset has an integer for each row. Rows with equal integers are then
+            not each other's negatives. A query with several positives becomes several rows with one label.
+        matryoshka_dims: the dimensions to which embeddings may be truncated later. The loss is the sum over them. Include the
+            full dimension, because columns beyond the largest dimension get no gradient. They are supported without hard
+            negatives, for the direction "query_to_doc", or with "doc_to_query" and `partition_mode="per_direction"`.
+        matryoshka_weights: one weight for each dimension (default: all 1).
+        sort_by_length: whether texts of similar length are encoded together, which saves padding. Dropout then draws different
+            numbers than in the original, as in a batch with another order.
+        backend: "auto", "eager" or "triton". It changes the speed but not the result.
     """
 
     def __init__(
@@ -136,9 +137,9 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:  # ()
-        """The loss of embeddings that come in mini-batches, a list for each column of the dataset."""
+        """Computes the loss of embeddings, which come as a list of mini-batches for each column of the dataset."""
         if self.labels_are_ids and labels is None:
-            raise ValueError('labels must be given where labels_are_ids is True: the dataset needs a column "label"')
+            raise ValueError('labels must be given if labels_are_ids is True, so the dataset needs a column "label"')
         columns = self._order.restore(reps)
         if self.similarity_fct is cos_sim:
             columns = [F.normalize(column, dim=1) for column in columns]
@@ -148,9 +149,9 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         )
 
     def get_config_dict(self) -> dict[str, Any]:
-        """The configuration for a model card."""
-        further = ("labels_are_ids", "matryoshka_dims", "matryoshka_weights")
-        return {**super().get_config_dict(), **{name: getattr(self, name) for name in further}}
+        """Returns the configuration for a model card."""
+        added = ("labels_are_ids", "matryoshka_dims", "matryoshka_weights")
+        return {**super().get_config_dict(), **{name: getattr(self, name) for name in added}}
 
     def _loss(self, columns: list[Tensor], ids: Tensor | None, scale: float | Tensor) -> Tensor:  # ()
         query, key = columns[:2]
@@ -159,7 +160,7 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
             if hard is not None:
                 raise ValueError(
                     f"matryoshka_dims must be None with hard negatives, got {self.matryoshka_dims} and {len(columns)} columns; "
-                    "MatryoshkaLoss around this loss takes them, one width after another"
+                    "MatryoshkaLoss around this loss supports them, one dimension after another"
                 )
             return mb.matryoshka_clip_loss(
                 query,
@@ -188,12 +189,15 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
     def _with_hardness(
         self, query: Tensor, key: Tensor, hard: Tensor | None, ids: Tensor | None, options: dict[str, Any]
     ) -> Tensor:  # ()
-        """Similarities of some negatives are scale·⟨q, k⟩ + strength·⟨q, k⟩, the second without a gradient.
+        """Computes the loss with hardness. The logits of some negatives are scale·⟨q, k⟩ + strength·⟨q, k⟩.
 
-        That is a product of twice the width, [q, q·strength / scale] and [k, k]; and with [k, 0] it is the plain one.
+        The second term has no gradient. The sum is the dot product of [q, q·strength / scale] and [k, k], which have twice the
+        dimension. With [k, 0], the second term is 0.
         """
-        harder = query.detach() * (self.hardness_strength / options["scale"])  # the scale keeps its gradient: they cancel
-        wide, plain_key = torch.cat((query, harder), 1), _beside(key, harder=False)
+        harder = query.detach() * (
+            self.hardness_strength / options["scale"]
+        )  # the scale is not detached, because its gradients cancel
+        wide, plain_key = torch.cat((query, harder), 1), _double(key, harder=False)
         own = _own_ids(query) if ids is None else ids
         contrast = [_CONTRASTS[name] for name in self.directions]
         if self.partition_mode == "per_direction":
@@ -201,31 +205,31 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         negatives = self._match_again(plain_key)
         if self.hardness_mode != "hard_negatives":
             contrast.remove(_CONTRASTS[QUERY_TO_DOC])
-            negatives.append(mb.Negatives(_beside(key, harder=True), ids=own))
+            negatives.append(mb.Negatives(_double(key, harder=True), ids=own))
         if "query-query" in contrast:
             contrast.remove("query-query")
-            negatives.append(mb.Negatives(_beside(query, harder=False), ids=own))
+            negatives.append(mb.Negatives(_double(query, harder=False), ids=own))
         if hard is not None:
             negatives += self._hard_negatives(hard, own)
         return mb.info_nce_loss(wide, plain_key, negatives=negatives, contrast=contrast, ids=own, **options)
 
     def _hard_negatives(self, hard: Tensor, own: Tensor) -> list[mb.Negatives]:
         if self.hardness_mode == "all_negatives":
-            return [mb.Negatives(_beside(hard, harder=True))]
+            return [mb.Negatives(_double(hard, harder=True))]
         if DOC_TO_DOC in self.directions:
             raise ValueError(
                 f'hardness_mode must be None or "all_negatives" with the direction "{DOC_TO_DOC}" and hard negatives, '
                 f"got {self.hardness_mode!r}"
             )
         others_are_harder = self.hardness_mode == "in_batch_negatives"
-        others = _beside(hard, harder=others_are_harder).flatten(0, 1)  # (N·K, 2·D)
+        others = _double(hard, harder=others_are_harder).flatten(0, 1)  # (N·K, 2·D)
         return [
             mb.Negatives(others, ids=own.repeat_interleave(hard.shape[1])),
-            mb.Negatives(_beside(hard, harder=not others_are_harder), private=True),
+            mb.Negatives(_double(hard, harder=not others_are_harder), private=True),
         ]
 
     def _match_again(self, key: Tensor) -> list[mb.Negatives]:
-        """The original's joint softmax has the matching pair a second time, as one of "doc_to_query"."""
+        """Returns the matching pair as a negative, because the joint softmax of the original contains it twice."""
         doubled = self.partition_mode == "joint" and DOC_TO_QUERY in self.directions
         return [mb.Negatives(key[:, None], private=True)] if doubled else []
 
@@ -235,29 +239,29 @@ class CachedMultipleNegativesRankingLoss(_LinearMemory, originals.CachedMultiple
         )
         if not allowed:
             raise ValueError(
-                'directions must be ("query_to_doc",), or with "doc_to_query" and partition_mode="per_direction", where '
+                'directions must be ("query_to_doc",), or with "doc_to_query" and partition_mode="per_direction", if '
                 f"matryoshka_dims are given, got {self.directions} and {self.partition_mode!r}"
             )
         if self.similarity_fct is not cos_sim:
-            raise ValueError("similarity_fct must be cos_sim where matryoshka_dims are given, got dot_score")
+            raise ValueError("similarity_fct must be cos_sim if matryoshka_dims are given, got dot_score")
         if self.hardness_mode is not None:
-            raise ValueError(f"hardness_mode must be None where matryoshka_dims are given, got {self.hardness_mode!r}")
+            raise ValueError(f"hardness_mode must be None if matryoshka_dims are given, got {self.hardness_mode!r}")
 
     def _group(self) -> Any:
         return default_group() if self.gather_across_devices else None
 
 
 class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRankingLoss):
-    """sentence-transformers' loss of this name: the mean of both directions, each with a softmax of its own.
+    """sentence-transformers' loss of this name: the mean of both directions, each with its own softmax.
 
-    The same as `CachedMultipleNegativesRankingLoss` with `directions=("query_to_doc", "doc_to_query")` and
+    It equals `CachedMultipleNegativesRankingLoss` with `directions=("query_to_doc", "doc_to_query")` and
     `partition_mode="per_direction"`.
 
     Args:
         model: a SentenceTransformer.
-        scale: factor of the similarities.
+        scale: the factor of the similarities.
         similarity_fct: `cos_sim` or `dot_score`.
-        mini_batch_size: texts encoded at once.
+        mini_batch_size: the number of texts encoded at once.
         kwargs: all other arguments of `CachedMultipleNegativesRankingLoss`.
     """
 
@@ -281,22 +285,22 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
 
 
 class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
-    """sentence-transformers' loss of this name in memory that is linear in the batch: same arguments, values and gradients.
+    """sentence-transformers' loss of this name, with memory that is linear in the batch.
 
-    Two things differ from the original. A query is never its own negative, even if the guide gives query and positive the same
-    embedding. And with `gather_across_devices`, anchors are contrasted with the anchors of all ranks, as one process with the
-    whole batch would do; the original contrasts them with the anchors of their own rank.
+    It has the same arguments, values and gradients, except for two things. A query is never its own negative, even if the guide
+    gives query and positive equal embeddings. With `gather_across_devices`, anchors are contrasted with the anchors of all
+    ranks, as in one process with the whole batch. The original contrasts them only with the anchors of their own rank.
 
     Args:
         model: a SentenceTransformer.
-        guide: another SentenceTransformer, whose similarities decide which texts may be negatives.
+        guide: another SentenceTransformer. Its similarities decide which texts may be negatives.
         *args: all other arguments of the original.
-        **kwargs: likewise, by name.
+        **kwargs: keyword arguments of the original.
         learn_temperature: whether 1 / `temperature` is the initial value of a parameter, which the trainer's optimizer then
             trains. It is not part of the saved model.
-        max_scale: upper bound of a learned 1 / temperature.
-        sort_by_length: whether texts of similar length are encoded together, which saves padding. Dropout then draws other
-            numbers than in the original, as for another order of the batch.
+        max_scale: the upper bound of a learned 1 / temperature.
+        sort_by_length: whether texts of similar length are encoded together, which saves padding. Dropout then draws different
+            numbers than in the original, as in a batch with another order.
     """
 
     def __init__(
@@ -318,25 +322,25 @@ class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
     def calculate_loss(
         self, reps: list[list[Tensor]], reps_guided: list[list[Tensor]], *, with_backward: bool = False
     ) -> Tensor:  # ()
-        """The loss of embeddings and of the guide's, which come in mini-batches, a list for each column of the dataset."""
+        """Computes the loss of the embeddings of model and guide, each a list of mini-batches for each column."""
         columns = [F.normalize(column, dim=1) for column in self._order.restore(reps)]
-        seen = [F.normalize(column, dim=1) for column in self._order.restore(reps_guided)]
+        guide = [F.normalize(column, dim=1) for column in self._order.restore(reps_guided)]
         return differentiate(
-            lambda scale: self._loss(columns, seen, scale),
+            lambda scale: self._loss(columns, guide, scale),
             1 / self.temperature,
             self.learned_scale,
             with_backward=with_backward,
         )
 
-    def _loss(self, columns: list[Tensor], seen: list[Tensor], scale: float | Tensor) -> Tensor:  # ()
+    def _loss(self, columns: list[Tensor], guide: list[Tensor], scale: float | Tensor) -> Tensor:  # ()
         contrast: list[Contrast] = ["query-key"]
         contrast += ["query-query"] if self.contrast_anchors else []
         contrast += ["key-key"] if self.contrast_positives else []
-        # Hard negatives have no owners: the original does not compare positives with them.
-        hard = mb.Negatives(torch.cat(columns[2:]), guide=torch.cat(seen[2:])) if len(columns) > 2 else None
+        # Hard negatives have no owners, because the original does not compare positives with them.
+        hard = mb.Negatives(torch.cat(columns[2:]), guide=torch.cat(guide[2:])) if len(columns) > 2 else None
         margin: float | Tensor = -self.margin
         if self.margin_strategy == "relative":
-            margin = -self.margin * (seen[0] * seen[1]).sum(1).abs()  # (N,)
+            margin = -self.margin * (guide[0] * guide[1]).sum(1).abs()  # (N,)
         return mb.info_nce_loss(
             columns[0],
             columns[1],
@@ -344,13 +348,13 @@ class CachedGISTEmbedLoss(_LinearMemory, originals.CachedGISTEmbedLoss):
             negatives=hard,
             contrast=contrast,
             margin=margin,
-            guide=(seen[0], seen[1]),
+            guide=(guide[0], guide[1]),
             group=default_group() if self.gather_across_devices else None,
         )
 
 
 class _Order:
-    """Sorts the texts of each column from long to short for the time of a call, and its embeddings back."""
+    """Sorts the texts of each column from long to short, and restores the order of their embeddings."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -358,7 +362,10 @@ class _Order:
 
     @contextmanager
     def of(self, columns: Iterable[dict[str, Tensor]], model: Any) -> Iterator[list[dict[str, Tensor]]]:
-        """The columns, sorted; not for a model with batch-norm, whose statistics depend on the texts of a mini-batch."""
+        """Yields the sorted columns.
+
+        They are not sorted for a model with batch normalization, because its statistics depend on the texts of a mini-batch.
+        """
         columns, sorting = list(columns), self.enabled and not batchnorm.layers([model])
         self._orders = [_longest_first(column) if sorting else None for column in columns]
         try:
@@ -370,14 +377,17 @@ class _Order:
             self._orders = []
 
     def restore(self, reps: list[list[Tensor]]) -> list[Tensor]:  # of (N, D)
-        """The embeddings of each column in the order of the batch, from those of its mini-batches."""
+        """Returns the embeddings of each column in the order of the batch, from the embeddings of its mini-batches."""
         orders = self._orders or [None] * len(reps)
-        whole = [torch.cat(parts) for parts in reps]
-        return [x if order is None else _rows(x, order.argsort()) for x, order in zip(whole, orders, strict=True)]
+        columns = [torch.cat(parts) for parts in reps]
+        return [x if order is None else _rows(x, order.argsort()) for x, order in zip(columns, orders, strict=True)]
 
 
 def _longest_first(features: dict[str, Any]) -> Tensor | None:  # (N,)
-    """The texts from long to short; None for anything but padded tokens, and where sorting would cut nothing."""
+    """Returns the order of the texts from long to short.
+
+    Returns None if the features are not padded tokens, or if sorting would not save padding.
+    """
     plain = all(isinstance(value, Tensor | bool | int | float | str | None) for value in features.values())
     rows = {key: value for key, value in features.items() if isinstance(value, Tensor) and value.dim()}
     lengths = from_mask(rows) if plain and rows.keys() <= _TOKENS else None
@@ -389,7 +399,7 @@ def _rows(value: Any, order: Tensor) -> Any:
 
 
 def _one_vector(name: str, model: Any) -> None:
-    """Refuses a late-interaction model: it returns one vector for each token."""
+    """Raises for a late-interaction model, which returns one vector for each token."""
     if isinstance(model, MultiVectorEncoder):
         raise TypeError(
             f"{name} must return one vector for each text, got {type(model).__name__}, which returns one for each token; "
@@ -397,38 +407,38 @@ def _one_vector(name: str, model: Any) -> None:
         )
 
 
-def _beside(embeddings: Tensor, *, harder: bool) -> Tensor:  # (..., D) → (..., 2·D)
-    """Embeddings concatenated with a detached copy of themselves (`harder`), or with zeros."""
+def _double(embeddings: Tensor, *, harder: bool) -> Tensor:  # (..., D) → (..., 2·D)
+    """Concatenates embeddings with a detached copy of them if `harder`, or else with zeros."""
     second = embeddings.detach() if harder else torch.zeros_like(embeddings, requires_grad=False)
     return torch.cat((embeddings, second), -1)
 
 
 def _own_ids(rows: Tensor) -> Tensor:  # (N,)
-    """One integer per row, different on all ranks."""
+    """Returns one integer for each row. The integers of different ranks differ."""
     first = 0 if default_group() is None else dist.get_rank() << 40
     return torch.arange(first, first + len(rows), device=rows.device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The losses of `MultiVectorEncoder`: late interaction, without score matrices.
+# The losses of `MultiVectorEncoder`: late interaction without score matrices.
 
 _NORMALIZES = {scoring.colbert_scores: False, scoring.mean_colbert_scores: True}
 _NORMALIZES_CANDIDATES = {scoring.colbert_kd_scores: False, scoring.mean_colbert_kd_scores: True}
 
 
 class CachedMultiVectorMultipleNegativesRankingLoss(multi_vector_losses.CachedMultiVectorMultipleNegativesRankingLoss):
-    """sentence-transformers' loss of this name in memory that is linear in the tokens: same arguments, values and gradients.
+    """sentence-transformers' loss of this name, with memory that is linear in the tokens.
 
-    With `gather_across_devices` the tokens of documents go round in a ring (docs/ring.md) instead of being gathered, and ranks
-    may have different numbers of pairs. Scores of float64 inputs are float64; the original rounds them to float32.
-    `score_mini_batch_size` has no effect. `similarity_fct` is `colbert_scores` or `mean_colbert_scores`. A positive all of
-    whose tokens are masked makes the loss infinite.
+    It has the same arguments, values and gradients. `gather_across_devices` passes the tokens of documents round a ring
+    (docs/ring.md) instead of gathering them, and ranks may have different numbers of pairs. Scores of float64 inputs are
+    float64, but the original rounds them to float32. `score_mini_batch_size` has no effect. `similarity_fct` is
+    `colbert_scores` or `mean_colbert_scores`. If all tokens of a positive are masked, the loss is infinite.
 
     Args:
         model: a MultiVectorEncoder.
         *args: all other arguments of the original.
-        **kwargs: likewise, by name.
-        backend: "auto", "eager" or "triton". Changes the speed, never the result.
+        **kwargs: keyword arguments of the original.
+        backend: "auto", "eager" or "triton". It changes the speed but not the result.
     """
 
     def __init__(self, model: Any, *args: Any, backend: Backend = "auto", **kwargs: Any) -> None:
@@ -439,7 +449,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(multi_vector_losses.CachedMu
     def calculate_loss(
         self, reps: list[list[Tensor]], masks_chunks: list[list[Tensor]], *, with_backward: bool = False
     ) -> Tensor:  # ()
-        """The loss of token embeddings that come in mini-batches, a list for each column of the dataset."""
+        """Computes the loss of token embeddings, which come as a list of mini-batches for each column of the dataset."""
         columns = [cat_padded_token_embeddings(parts, masks) for parts, masks in zip(reps, masks_chunks, strict=True)]
         return ranking_loss(
             [values for values, _ in columns],
@@ -453,14 +463,15 @@ class CachedMultiVectorMultipleNegativesRankingLoss(multi_vector_losses.CachedMu
 
 
 class MultiVectorDistillKLDivLoss(multi_vector_losses.MultiVectorDistillKLDivLoss):
-    """sentence-transformers' loss of this name; products exist for some queries at a time and are formed again in backward.
+    """sentence-transformers' loss of this name. Dot products are stored for some queries at a time.
 
-    Same arguments, values and gradients. `similarity_fct` is `colbert_kd_scores` or `mean_colbert_kd_scores`.
+    Backward computes them again. The arguments, values and gradients are the same. `similarity_fct` is `colbert_kd_scores` or
+    `mean_colbert_kd_scores`.
 
     Args:
         model: a MultiVectorEncoder.
         *args: all other arguments of the original.
-        **kwargs: likewise, by name.
+        **kwargs: keyword arguments of the original.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -470,13 +481,13 @@ class MultiVectorDistillKLDivLoss(multi_vector_losses.MultiVectorDistillKLDivLos
         self.similarity_fct = partial(candidate_scores, normalize=normalize)
 
     def get_config_dict(self) -> dict[str, Any]:
-        """The configuration for a model card."""
+        """Returns the configuration for a model card."""
         name = "mean_colbert_kd_scores" if self._normalize else "colbert_kd_scores"
         return {**super().get_config_dict(), "similarity_fct": name}
 
 
 def _divides_scores(function: Any, known: dict[Any, bool], expected: str) -> bool:
-    """Whether the scores are divided by the number of query tokens."""
+    """Returns whether the scores are divided by the number of query tokens."""
     if function not in known:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(f"similarity_fct must be {expected} of sentence_transformers, got {name}")

@@ -1,4 +1,4 @@
-"""The cached step inside other trainers: a loop with Accelerate, transformers' `Trainer`, Lightning.
+"""Gradient caching in other trainers: a loop with Accelerate, transformers' `Trainer`, and Lightning.
 
 | trainer | name |
 |---|---|
@@ -22,12 +22,12 @@ from megabatch.world import default_group
 __all__ = ["CachedModule", "CachedTrainer", "cached_backward", "default_group", "full_tensor"]
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Accelerate: its accumulation, precision, scaler, DDP or FSDP2.
+# Accelerate, with its accumulation, precision, scaler, DDP or FSDP2.
 
-_INSTEAD = {
-    "FSDP": "; fsdp_version: 2 in the accelerator's settings is FSDP2",
-    "DEEPSPEED": ", whose backward pass would reduce gradients once for each chunk. FSDP2 shards what ZeRO shards and reduces "
-    "once a step: fsdp_version: 2 in the accelerator's settings, with fsdp_offload_params as for ZeRO-Offload",
+_ALTERNATIVES = {
+    "FSDP": "; set fsdp_version: 2 in the accelerator's settings to use FSDP2",
+    "DEEPSPEED": ", whose backward pass would reduce gradients once for each chunk. FSDP2 shards like ZeRO and reduces once in "
+    "a step: set fsdp_version: 2 in the accelerator's settings, and fsdp_offload_params to offload as ZeRO-Offload does",
 }
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP")
 
@@ -39,46 +39,48 @@ def cached_backward(
     towers: Towers,
     **options: Any,
 ) -> Tensor:  # ()
-    """Replaces the forward pass, the loss and `accelerator.backward(loss)`: the same gradients, one chunk at a time.
+    """Replaces the forward pass, the loss and `accelerator.backward(loss)`. Gradients are equal, but only one chunk needs
+    memory.
 
     The loss is divided by the accelerator's accumulation steps and scaled by its scaler. Towers and loss run under its
     autocast. Gradients are reduced only in the last step of `accelerator.accumulate(model)`.
 
     Args:
         accelerator: an `accelerate.Accelerator`; one process, DDP or FSDP2.
-        model: the module returned by `accelerator.prepare`, which contains the towers; None if each tower is itself prepared.
-        loss_fn: called once, with the (N, D) embeddings of each tower; returns a scalar. Pass `group=default_group()` to its
-            loss for negatives of all processes, and with FSDP2 `full_tensor(parameter)` instead of a parameter of the model.
+        model: the module returned by `accelerator.prepare`, which contains the towers, or None if each tower is prepared.
+        loss_fn: a function that is called once with the (N, D) embeddings of each tower and returns a scalar. To use negatives
+            of all processes, pass `group=default_group()` to its loss. With FSDP2, use `full_tensor(parameter)` instead of a
+            parameter of the model.
         towers: pairs (tower, inputs), as for `megabatch.cached_backward`. A tower may be a part of the model
-            (`accelerator.unwrap_model(model).text`) or a method of it; it is called through the wrapper.
-        options: further arguments of `megabatch.cached_backward`: `chunk_size`, `budget` or `budget_fraction`, `embeddings`,
+            (`accelerator.unwrap_model(model).text`) or one of its methods. It is called through the wrapper.
+        options: other arguments of `megabatch.cached_backward`: `chunk_size`, `budget` or `budget_fraction`, `embeddings`,
             `on_chunk`.
 
     Returns:
-        The loss, detached and not divided.
+        The detached loss, which is not divided by the accumulation steps.
     """
     kind = accelerator.distributed_type.value
     if kind not in _KINDS or (kind == "FSDP" and not accelerator.is_fsdp2):
         name = "FSDP in its first version" if kind == "FSDP" else kind
-        raise ValueError(f"accelerator must use one process, DDP or FSDP2, got {name}{_INSTEAD.get(kind, '')}")
+        raise ValueError(f"accelerator must use one process, DDP or FSDP2, got {name}{_ALTERNATIVES.get(kind, '')}")
     steps: int = accelerator.gradient_accumulation_steps
     with accelerator.autocast():
-        share = plain_cached_backward(
-            lambda *found: loss_fn(*found) / steps,
+        divided = plain_cached_backward(
+            lambda *embeddings: loss_fn(*embeddings) / steps,
             route_through_wrappers(towers, model),
             scaler=accelerator.scaler,
             sync=accelerator.sync_gradients or bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")),
             **options,
         )
-    return share * steps
+    return divided * steps
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# transformers' `Trainer`, which runs Accelerate.
+# transformers' `Trainer`, which uses Accelerate.
 
 
 class CachedTrainer(CachedOptions):
-    """A mixin that gives a `transformers.Trainer` batches of any size:
+    """A mixin that adds batches of any size to a `transformers.Trainer`:
 
         class ContrastiveTrainer(CachedTrainer, Trainer):
             chunk_size = 64
@@ -89,39 +91,39 @@ class CachedTrainer(CachedOptions):
             def embedding_loss(self, module, query, document, *, group):
                 return mb.info_nce_loss(query, document, scale=full_tensor(module.log_scale).exp(), group=group)
 
-    Each batch of the trainer (`per_device_train_batch_size` on every process) is one loss with in-batch negatives. A step of
-    the optimizer follows the mean over `gradient_accumulation_steps` batches, or over the last ones of an epoch.
-    The fp16 scaler, bf16, clipping, DDP and FSDP2 are the trainer's own. Evaluation returns the loss of each batch.
+    Each batch of the trainer (`per_device_train_batch_size` on every process) has one loss with in-batch negatives. An
+    optimizer step uses the mean gradient of `gradient_accumulation_steps` batches, or of the last batches of an epoch. The
+    trainer controls the fp16 scaler, bf16, clipping, DDP and FSDP2. Evaluation returns the loss of each batch.
 
     `chunk_size`, `budget` and `budget_fraction` are attributes, as in the example (`CachedOptions`).
     """
 
-    # The trainer's own:
+    # Attributes of the trainer.
     accelerator: Any
     optimizer: Any
     current_gradient_accumulation_steps: int
 
     def towers(self, module: Any, inputs: Any) -> Towers:
-        """Pairs (tower, inputs) of a batch; towers are the module, parts of it or its methods.
+        """Returns the pairs (tower, inputs) of a batch. Towers are the module, parts of it or its methods.
 
         Args:
-            module: the model as it was given to the trainer, without DDP's wrapper.
+            module: the model that was passed to the trainer, without DDP's wrapper.
             inputs: the data collator's result.
         """
         raise NotImplementedError(f"{type(self).__name__} must define towers(module, inputs): pairs (tower, inputs)")
 
     def embedding_loss(self, module: Any, *embeddings: Tensor, group: Any) -> Tensor:  # ()
-        """The loss of all embeddings of a batch.
+        """Returns the loss of all embeddings of a batch.
 
         Args:
             module: as for `towers`.
             embeddings: (N, D) of each tower.
-            group: process group the batch is sharded over, for `group=` of the loss; None for one process.
+            group: the process group whose ranks share the batch, for `group=` of the loss. It is None for one process.
         """
         raise NotImplementedError(f"{type(self).__name__} must define embedding_loss(module, *embeddings, group): a scalar")
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:  # ()
-        """Gradients of one batch; called by the trainer."""
+        """Computes the gradients of one batch. The trainer calls it."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -138,11 +140,11 @@ class CachedTrainer(CachedOptions):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        """The loss of one batch, without gradients; called by the trainer."""
+        """Computes the loss of one batch without gradients. The trainer calls it."""
         module = unwrap(model)
         with self.accelerator.autocast():
-            found = encode_towers(route_through_wrappers(self.towers(module, inputs), model), self.chunk_size)
-            return self.embedding_loss(module, *found, group=default_group()).detach(), None, None
+            embeddings = encode_towers(route_through_wrappers(self.towers(module, inputs), model), self.chunk_size)
+            return self.embedding_loss(module, *embeddings, group=default_group()).detach(), None, None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class CachedTrainer(CachedOptions):
 
 
 class CachedModule(CachedOptions):
-    """A mixin that gives a `LightningModule` batches of any size:
+    """A mixin that adds batches of any size to a `LightningModule`:
 
         class Model(CachedModule, LightningModule):
             chunk_size = 64
@@ -161,39 +163,43 @@ class CachedModule(CachedOptions):
             def embedding_loss(self, image, text, *, group):
                 return mb.clip_loss(image, text, full_tensor(self.log_scale).exp(), group=group)
 
-    Each batch (of all processes) is one loss with in-batch negatives. A step of the optimizers follows the mean over
-    `accumulate` batches, or over the remaining ones at the end of an epoch. Schedulers are stepped after each step or epoch,
-    according to their `interval`. Step a `ReduceLROnPlateau` yourself, because it needs a metric. To clip gradients call
-    `self.clip_gradients` in `on_before_optimizer_step`. Precision, the fp16 scaler, DDP and FSDP2 (`ModelParallelStrategy`) are
-    the trainer's own. `Trainer(accumulate_grad_batches=…)` does not work with manual optimization; Lightning raises an error.
+    Each batch of all processes has one loss with in-batch negatives. A step of the optimizers uses the mean gradient of
+    `accumulate` batches, or of the remaining batches at the end of an epoch. Schedulers are stepped after each step or epoch,
+    according to their `interval`. Step a `ReduceLROnPlateau` yourself, because it needs a metric. To clip gradients, call
+    `self.clip_gradients` in `on_before_optimizer_step`. The trainer controls precision, the fp16 scaler, DDP and FSDP2
+    (`ModelParallelStrategy`). Lightning raises an error for `Trainer(accumulate_grad_batches=…)`, because this option does not
+    work with manual optimization.
 
-    Attributes (beside those of `CachedOptions`: `chunk_size`, `budget`, `budget_fraction`):
-        accumulate: batches whose gradients make one step.
+    Attributes (in addition to `chunk_size`, `budget` and `budget_fraction` of `CachedOptions`):
+        accumulate: the number of batches whose gradients are used for one step.
     """
 
     accumulate: int = 1
     _waiting = 0  # batches since the last step
-    trainer: Any  # Lightning's
+    trainer: Any  # the trainer of Lightning
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.automatic_optimization = False
 
     def towers(self, batch: Any) -> Towers:
-        """Pairs (tower, inputs) of a batch; towers are this module, parts of it or its methods."""
+        """Returns the pairs (tower, inputs) of a batch. Towers are this module, parts of it or its methods."""
         raise NotImplementedError(f"{type(self).__name__} must define towers(batch): pairs (tower, inputs)")
 
     def embedding_loss(self, *embeddings: Tensor, group: Any) -> Tensor:  # ()
-        """The loss of all embeddings of a batch.
+        """Returns the loss of all embeddings of a batch.
 
         Args:
             embeddings: (N, D) of each tower.
-            group: process group the batch is sharded over, for `group=` of the loss; None for one process.
+            group: the process group whose ranks share the batch, for `group=` of the loss. It is None for one process.
         """
         raise NotImplementedError(f"{type(self).__name__} must define embedding_loss(*embeddings, group): a scalar")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # ()
-        """Gradients of one batch, and with the last of `accumulate` a step. Returns the loss; over ranks, a share of it."""
+        """Computes the gradients of one batch, and makes a step after `accumulate` batches.
+
+        Returns this rank's part of the mean loss.
+        """
         last: bool = self.trainer.is_last_batch
         steps = last or self._waiting + 1 >= self.accumulate
         loss = plain_cached_backward(
@@ -211,14 +217,14 @@ class CachedModule(CachedOptions):
 
     @torch.no_grad()
     def batch_loss(self, batch: Any) -> Tensor:  # ()
-        """The loss of a batch, encoded in chunks and without gradients, for a `validation_step`."""
-        found = encode_towers(route_through_wrappers(self.towers(batch), self.trainer.model), self.chunk_size)
-        return self.embedding_loss(*found, group=default_group())
+        """Computes the loss of a batch in chunks and without gradients, for a `validation_step`."""
+        embeddings = encode_towers(route_through_wrappers(self.towers(batch), self.trainer.model), self.chunk_size)
+        return self.embedding_loss(*embeddings, group=default_group())
 
     def _step(self) -> None:
         owner: Any = self
-        found = owner.optimizers()
-        optimizers = found if isinstance(found, list) else [found]
+        one_or_more = owner.optimizers()
+        optimizers = one_or_more if isinstance(one_or_more, list) else [one_or_more]
         if self._waiting > 1:  # divided here, because an epoch may end before `accumulate` batches
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             for parameter in {id(p): p for group in groups for p in group["params"] if p.grad is not None}.values():

@@ -1,4 +1,4 @@
-"""Helpers of the integrations: towers inside models wrapped in DDP or FSDP2, and a scale that is learned."""
+"""Helpers of the integrations: towers in models wrapped in DDP or FSDP2, and a learned scale."""
 
 import math
 import sys
@@ -22,7 +22,7 @@ from megabatch.late import Similarities
 from megabatch.world import default_group
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Towers that are parts of a model wrapped in DDP or FSDP2: calls go through the wrapper.
+# Towers that are parts of a model wrapped in DDP or FSDP2. Calls go through the wrapper.
 #
 # DDP and FSDP2 gather parameters and prepare the reduction when the wrapper itself is called. A tower that is a part or a
 # method of the model would bypass the wrapper, and its gradients would not be averaged.
@@ -31,12 +31,12 @@ Towers = Sequence[tuple[Callable[..., Any], Any]]
 
 
 class CachedOptions:
-    """Options of `megabatch.cached_backward` as attributes of a trainer or module.
+    """The options of `megabatch.cached_backward` as attributes of a trainer or module.
 
     Attributes:
-        chunk_size: samples a tower encodes at once; one number, or one for each tower.
+        chunk_size: the number of samples that a tower encodes at once, as one number or one for each tower.
         budget: bytes for graphs that are kept from the first pass, as for `megabatch.cached_backward`.
-        budget_fraction: the same as a fraction of the free memory.
+        budget_fraction: the budget as a fraction of the free memory.
     """
 
     chunk_size: int | Sequence[int] = 256
@@ -49,34 +49,35 @@ class CachedOptions:
 
 
 def unwrap(model: Any) -> Any:
-    """The module that DDP or `torch.compile` was given."""
+    """Returns the module that was passed to DDP or `torch.compile`."""
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
     return model
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """A parameter that the loss uses itself, gathered if FSDP2 shards it; its gradient is averaged over ranks."""
+    """Returns a parameter that the loss uses, gathered if FSDP2 shards it. Its gradient is averaged over ranks."""
     if not is_sharded(parameter):
         return parameter
     from torch.distributed.tensor import Partial
 
     sharded: Any = parameter
     mesh = sharded.device_mesh
-    found: Tensor = sharded.full_tensor(grad_placements=[Partial()] * mesh.ndim)
-    if found.requires_grad:
-        # The mean as a sum of shares: `Partial("avg")` is a sum in PyTorch 2.8 with gloo.
-        found.register_hook(lambda gradient: gradient / mesh.size())  # type: ignore[no-untyped-call]
-    return found
+    gathered: Tensor = sharded.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if gathered.requires_grad:
+        # The gradient is divided here, because `Partial("avg")` computes a sum in PyTorch 2.8 with gloo.
+        gathered.register_hook(lambda gradient: gradient / mesh.size())  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def route_through_wrappers(towers: Towers, model: Any) -> list[tuple[Callable[..., Any], Any]]:
-    """The same pairs, with every tower that belongs to a wrapped model called through the wrapper.
+    """Returns the pairs with towers that are called through the wrapper of the model to which they belong.
 
     Args:
-        towers: pairs (tower, inputs), as for `cached_backward`; towers may be parts of the module inside `model`, methods of
-            it, or that module itself.
-        model: the trainer's model: a module, DDP's wrapper, or a module sharded by FSDP2; None if towers belong to none.
+        towers: pairs (tower, inputs), as for `cached_backward`. A tower may be the module in `model`, a part of this module or
+            one of its methods.
+        model: the trainer's model, which is a module, DDP's wrapper, or a module sharded by FSDP2. None means that no model
+            contains the towers.
     """
     if model is None:
         return _check_towers(towers)
@@ -85,7 +86,7 @@ def route_through_wrappers(towers: Towers, model: Any) -> list[tuple[Callable[..
     first_version = fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel)
     if first_version or isinstance(model, nn.DataParallel) or not isinstance(module, nn.Module):
         raise TypeError(f"model must be a module, wrapped in DDP, sharded by FSDP2 or neither, got {type(model).__name__}")
-    found = []
+    routed = []
     for tower, inputs in towers:
         if tower is module:
             tower = model
@@ -93,14 +94,14 @@ def route_through_wrappers(towers: Towers, model: Any) -> list[tuple[Callable[..
             for outer, inner in reversed(_around(modules_of(tower), model, module)):
                 if inner is not tower:
                     tower = partial(_through, outer, _Part(inner, tower))
-        found.append((tower, inputs))
-    return _check_towers(found)
+        routed.append((tower, inputs))
+    return _check_towers(routed)
 
 
 def _around(modules: Sequence[nn.Module], model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """The wrappers around these parts, outermost first: (module to call, module whose `forward` the tower replaces).
+    """Returns the wrappers around these parts as (module to call, module whose `forward` the tower replaces), outermost first.
 
-    These are the model, if it is wrapped or sharded, and the modules that FSDP2 shards between the model and the parts. A
+    Wrappers are the model, if it is wrapped or sharded, and modules between the model and the parts that FSDP2 shards. A
     function with unknown modules counts as a part of the model.
     """
     inside = {id(part) for part in modules}
@@ -116,14 +117,14 @@ def _around(modules: Sequence[nn.Module], model: nn.Module, module: nn.Module) -
 
 
 class _Part(NamedTuple):
-    """The tower to call inside of the wrapper."""
+    """A tower to call in the wrapper, and the module whose `forward` it replaces."""
 
     module: Any
     tower: Callable[..., Any]
 
 
 def _through(model: Callable[..., Any], part: _Part, *args: Any, **kwargs: Any) -> Any:
-    """Calls the tower inside a call of the wrapper, by replacing `module.forward` for that call."""
+    """Calls the tower in a call of the wrapper. It replaces `module.forward` during that call."""
     own = vars(part.module)
     before = own.get("forward")  # set on the instance by Accelerate
 
@@ -144,7 +145,7 @@ def _through(model: Callable[..., Any], part: _Part, *args: Any, **kwargs: Any) 
 
 
 def _check_towers(towers: Towers) -> list[tuple[Callable[..., Any], Any]]:
-    """With several processes, refuses trained towers whose gradients no wrapper would average."""
+    """Raises if there are several processes and no wrapper would average the gradients of a trained tower."""
     if default_group() is not None:
         for i, (tower, _) in enumerate(towers):
             modules = modules_of(tower)
@@ -159,32 +160,32 @@ def _check_towers(towers: Towers) -> list[tuple[Callable[..., Any], Any]]:
 
 @torch.no_grad()
 def encode_towers(towers: Towers, chunk_size: int | Sequence[int]) -> list[Tensor]:  # of (N, D)
-    """The embeddings of each tower, encoded in chunks without gradients, for evaluation."""
+    """Computes the embeddings of each tower in chunks and without gradients, for evaluation."""
     sizes = chunk_size if isinstance(chunk_size, Sequence) else [chunk_size] * len(towers)
-    found = []
+    embeddings = []
     for i, ((tower, inputs), size) in enumerate(zip(towers, sizes, strict=True)):
         parameters = [parameter for module in modules_of(tower) for parameter in module.parameters()]
         device = parameters[0].device if parameters else None
         source = as_source(inputs, f"towers[{i}][1]", device)
         spans = [(start, min(start + size, len(source))) for start in range(0, len(source), size)]
-        answers = (call(tower, chunk) for chunk in source.chunks(spans, device))
-        found.append(torch.cat([as_encoded(answer, f"towers[{i}]").embeddings for answer in answers]))
-    return found
+        outputs = (call(tower, chunk) for chunk in source.chunks(spans, device))
+        embeddings.append(torch.cat([as_encoded(output, f"towers[{i}]").embeddings for output in outputs]))
+    return embeddings
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A learned temperature for a loss that runs its backward pass inside the trainer's forward pass.
+# A learned temperature for a loss that runs its backward pass in the trainer's forward pass.
 
 
 class LearnedScale(nn.Module):
-    """1 / temperature as a parameter, by its logarithm.
+    """1 / temperature, whose logarithm is a parameter.
 
-    Its gradient is computed during the trainer's forward pass, before gradient accumulation and loss scaling apply their
-    factors. So the gradient is kept, and added to the graph of the loss that the trainer backpropagates.
+    Its gradient is computed in the trainer's forward pass, before gradient accumulation and loss scaling apply their factors.
+    So the gradient is kept and added to the graph of the loss that the trainer backpropagates.
 
     Args:
-        initial: the first value.
-        largest: upper bound.
+        initial: the initial value.
+        largest: the upper bound.
     """
 
     gradient: Tensor | None = None
@@ -193,24 +194,26 @@ class LearnedScale(nn.Module):
         super().__init__()
         if not 0 < initial <= largest:
             raise ValueError(f"max_scale must be at least the initial scale, {initial}, got {largest}")
-        self.bias = nn.Parameter(torch.tensor(math.log(initial)))  # so called because trainers decay no biases
+        self.bias = nn.Parameter(
+            torch.tensor(math.log(initial))
+        )  # named bias, because trainers do not apply weight decay to biases
         self.largest = largest
 
     def forward(self) -> Tensor:  # ()
-        """The logarithm, clamped, as a leaf apart from the parameter."""
+        """Clamps the parameter and returns a copy of it as a separate leaf."""
         with torch.no_grad():
             self.bias.clamp_(max=math.log(self.largest))
         return self.bias.detach().requires_grad_()
 
     def keep(self, gradient: Tensor) -> None:
-        """Keeps the gradient from the loss, averaged over ranks, because no wrapper does that for this parameter."""
+        """Keeps the gradient from the loss. It is averaged over ranks here, because no wrapper does that for this parameter."""
         if default_group() is not None:
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
         self.gradient = gradient
 
     def attach(self, loss: Tensor) -> Tensor:  # ()
-        """The same value, with a graph through which backward also reaches the parameter."""
+        """Returns the loss with a graph through which backward also reaches the parameter."""
         assert self.gradient is not None, "the loss has been computed"
         gradient, self.gradient = self.gradient, None
         return loss + (self.bias - self.bias.detach()) * gradient
@@ -219,12 +222,15 @@ class LearnedScale(nn.Module):
 def differentiate(
     loss_of: Callable[[float | Tensor], Tensor], scale: float, learned: LearnedScale | None, *, with_backward: bool
 ) -> Tensor:  # ()
-    """The loss. `with_backward` computes the gradients: of the embeddings in their `.grad`, of the scale in `learned`."""
+    """Computes the loss.
+
+    With `with_backward`, it also computes the gradients of the embeddings (in `.grad`) and of the scale (in `learned`).
+    """
     logarithm = None if learned is None else learned()
     loss = loss_of(scale if logarithm is None else logarithm.exp())
     if not with_backward:
         return loss
-    with torch.autocast(loss.device.type, enabled=False):  # backward takes its types from forward
+    with torch.autocast(loss.device.type, enabled=False):  # the dtypes of backward follow from forward
         loss.backward()  # type: ignore[no-untyped-call]
     if learned is not None:
         assert logarithm is not None
@@ -248,7 +254,7 @@ def ranking_loss(
     backend: Backend = "auto",
     with_backward: bool = False,
 ) -> Tensor:  # ()
-    """The loss of all columns; `with_backward` leaves the gradients in the `.grad` of what the columns are made of."""
+    """Computes the loss of all columns. `with_backward` stores the gradients in the `.grad` of the leaves of the columns."""
     if len(columns) < 2:
         raise ValueError(f"the dataset must have at least two columns, queries and their documents, got {len(columns)}")
 
@@ -277,9 +283,10 @@ def candidate_scores(
     *,
     normalize: bool = False,
 ) -> Tensor:  # (N, K)
-    """MaxSim scores of each query with its own K documents; with the arguments of both libraries' `colbert_kd_scores`.
+    """Computes the MaxSim scores of each query with its own K documents.
 
-    The products are held for some queries at a time, and formed again in backward.
+    The arguments are those of `colbert_kd_scores` in both libraries. The dot products of some queries are in memory at a time,
+    and backward computes them again.
     """
     documents = documents_embeddings.flatten(0, 1)
     masks = queries_mask, None if documents_mask is None else documents_mask.flatten(0, 1)
