@@ -229,7 +229,7 @@ def test_nothing_of_the_size_of_the_scores_is_saved():
 def test_errors_name_the_argument():
     query, document = unit(3, 2, 4, seed=0), unit(3, 5, 4, seed=1)
     for arguments, options, message in (
-        ((query[0], document), {}, r"query must have shape \(items, vectors, width\)"),
+        ((query[0], document), {}, r"query must have shape \(items, vectors, dim\)"),
         ((query, document[:2]), {}, "same number of items"),
         ((query, document), {"document_mask": torch.ones(3, 4)}, r"the mask of document must have shape \(3, 5\)"),
         (
@@ -238,7 +238,7 @@ def test_errors_name_the_argument():
             "document.lengths must be at least 1",
         ),
         ((query, document), {"ids": torch.arange(4)}, r"ids must have shape \(3,\)"),
-        ((query, document), {"negatives": unit(3, 5, 3, seed=2)}, "must have the same width"),
+        ((query, document), {"negatives": unit(3, 5, 3, seed=2)}, "must have the same embedding dimension"),
     ):
         with pytest.raises(ValueError, match=message):
             mb.late_interaction_loss(*arguments, scale=1.0, **options)

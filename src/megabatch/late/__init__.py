@@ -1,6 +1,6 @@
-"""Late interaction: queries and documents of many vectors each, compared by the best match of every query vector.
+"""Late interaction: queries and documents have many vectors each, and a score sums the best match of every query vector.
 
-s_ij = scale · Σ_t max_u ⟨q_it, d_ju⟩ is the MaxSim score of ColBERT. Neither the scores nor the winners are held, unless all of
+s_ij = scale · Σ_t max_u ⟨q_it, d_ju⟩ is the MaxSim score of ColBERT. Scores and argmax indices are not stored, unless all of
 them fit in a workspace of fixed size.
 """
 
@@ -23,12 +23,12 @@ __all__ = ["KEPT", "SEPARATE", "Similarities", "Tokens", "maxsim_logsumexp"]
 
 
 class Tokens(NamedTuple):
-    """Items of many vectors: the tokens of texts, or the patches of pages.
+    """Items with many vectors each, such as the tokens of texts or the patches of pages.
 
     Attributes:
-        values: (N, L, D) padded, or (T, D) packed: the vectors of one item after those of another.
-        mask: (N, L) or (T,) bool; vectors where it is False do not count. None if all do.
-        lengths: (N,) integers of at least 1, for packed items: how many vectors each has.
+        values: (N, L, D) for padded items, or (T, D) for packed items, with the vectors of all items concatenated.
+        mask: (N, L) or (T,) bool, False for vectors that do not count. None if all vectors count.
+        lengths: (N,) integers of at least 1, the numbers of vectors of packed items.
 
     Examples:
         ```python
@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 
 
 class Similarities:
-    """The similarities between two checked sets of items, and how calls run."""
+    """The MaxSim scores between two sets of items that have been checked, and how operators on them run."""
 
     def __init__(
         self,
@@ -67,30 +67,30 @@ class Similarities:
         )
         self.scale = number(scale, "scale", self.query.values, shared=True)
         self.normalize, self.names = normalize, names
-        self._query_vectors = self.query.values  # as they were given
+        self._query_vectors = self.query.values  # before `share_query`
 
     def share_query(self) -> None:
-        """Prepares the query for several operators (`primitives.widen_float16`), here and in `against`."""
+        """Prepares the query for use in several operators, including operators of `against` (`primitives.widen_float16`)."""
         self.query = replace(self.query, values=widen_float16(self.query.values))
 
     def against(self, document: Tensor | Tokens, name: str) -> "Similarities":
-        """The same queries, which are shared, against other documents."""
+        """Returns the scores of the shared queries with other documents."""
         other = copy(self)
         other.document, other.names = _items(document, None, name), (self.names[0], name)
         checks.embeddings(self._query_vectors, other.document.values, other.names)
         return other
 
     def check_pairs(self) -> None:
-        """At least one query, if no other rank can have one."""
+        """Raises if there is no query, unless other ranks may have queries."""
         if not self.run.group and self.query.count == 0:
             raise ValueError(f"{self.names[0]} must have at least one item: the mean over no pairs is undefined")
 
     def check_ids(self, ids: Any) -> None:
-        """One integer for each query, which is its document's as well; or None."""
+        """Raises unless `ids` is None or has one integer for each query, which is also the id of its document."""
         checks.ids(ids, "ids", self._rows(self.query), self.names[0])
 
     def check_exclude(self, value: Any) -> None:
-        """None, "diagonal", or (row ids, column ids)."""
+        """Raises unless `value` is None, "diagonal", or (row ids, column ids)."""
         checks.exclude(value, self._rows(self.query), self._rows(self.document), self.names)
 
     @staticmethod
@@ -104,24 +104,24 @@ class Similarities:
         diagonal: str = KEPT,
         columns: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (N,), (M,) or (0,), (N,) or (0,), ()
-        """(row, column, match, mean_weight), as `primitives.logsumexp`."""
+        """Returns (row, column, match, mean_weight), like `primitives.logsumexp`."""
         row, col, match, mean_weight, *_ = apply(own_operators.maxsim_logsumexp, *self._inputs(ids, diagonal, columns=columns))
         return row, col, match, mean_weight
 
     def of_own(self) -> tuple[Tensor, Tensor]:  # (N, M / N), ()
-        """(similarities of each query to its own documents, mean_weight)."""
+        """Returns (the scores of each query with its own documents, mean_weight)."""
         scores, mean_weight = apply(own_operators.maxsim_pairs, *self._inputs((None, None), KEPT, columns=False))
         return scores, mean_weight
 
     def _inputs(self, ids: tuple[Tensor | None, Tensor | None], diagonal: str, *, columns: bool) -> tuple[Any, ...]:
         query, document = self.query, self.document
         learned = query.values, document.values, self.scale
-        keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)  # a gradient may come
+        keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)  # backward may be called
         return (
             *learned,
             *(query.lengths, document.lengths, query.valid, document.valid),
             *ids,
-            *(self.normalize, columns, keep, query.width, document.width, diagonal),
+            *(self.normalize, columns, keep, query.max_length, document.max_length, diagonal),
             *self.run,
         )
 
@@ -131,16 +131,16 @@ def _items(value: Tensor | Tokens, mask: Tensor | None, name: str) -> TokenRows:
     if not isinstance(tokens.values, Tensor):
         raise TypeError(f"{name} must be a tensor or Tokens, got {type(tokens.values).__name__}")
     if mask is not None and tokens.mask is not None:
-        raise ValueError(f"{name}_mask must be None where {name} has a mask of its own")
+        raise ValueError(f"{name}_mask must be None if {name} is Tokens with a mask, got two masks")
     mask, values, lengths = tokens.mask if mask is None else mask, tokens.values, tokens.lengths
     expected = 3 if lengths is None else 2
     if values.dim() != expected or 0 in values.shape[1:]:
-        layout = "(items, vectors, width)" if lengths is None else "(vectors, width) with lengths"
-        raise ValueError(f"{name} must have shape {layout}, none of the last ones 0, got {tuple(values.shape)}")
+        layout = "(items, vectors, dim), where vectors and dim" if lengths is None else "(vectors, dim) with lengths, where dim"
+        raise ValueError(f"{name} must have shape {layout} must not be 0, got {tuple(values.shape)}")
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != values.shape[:-1]:
-            came = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"the mask of {name} must have shape {tuple(values.shape[:-1])}, got {came}")
+            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"the mask of {name} must have shape {tuple(values.shape[:-1])}, got {got}")
         if mask.device != values.device:
             raise ValueError(f"the mask of {name} must be on {values.device}, got {mask.device}")
         mask = mask.bool().reshape(-1)
@@ -153,7 +153,7 @@ def _items(value: Tensor | Tokens, mask: Tensor | None, name: str) -> TokenRows:
     least, most, total = torch.stack((lengths.amin(), lengths.amax(), lengths.sum())).tolist() if len(lengths) else (1, 1, 0)
     if least < 1 or total != len(values):
         raise ValueError(
-            f"{name}.lengths must be at least 1 and add up to the {len(values)} vectors of {name}, got a least of {least} "
+            f"{name}.lengths must be at least 1 and add up to the {len(values)} vectors of {name}, got a minimum of {least} "
             f"and a sum of {total}"
         )
     return TokenRows(values, most, lengths, mask)
@@ -171,17 +171,17 @@ def maxsim_logsumexp(
     group: Group = None,
     backend: Backend = "auto",
 ) -> LogSumExp:  # (N,), (M,)
-    """Row and column logsumexps of all MaxSim scores, both from one pass over them.
+    """Returns the row and column logsumexps of all MaxSim scores. One pass over the scores computes both.
 
-    Same as, without the products and without the scores:
+    The result equals the result of this code, but neither the dot products nor the scores are stored:
 
         s = scale * torch.einsum("itd,jud->ijtu", query, document).amax(3).sum(2)
         return s.logsumexp(1), s.logsumexp(0)
 
-    Differentiable once, in query, document and scale. Of equal products the first wins, and gets the gradient. Masked vectors
-    do not count. A query without vectors has the score 0 with every document; a document without vectors is left out of all
-    sums. Memory beyond inputs and gradients is a float32 sum of the gradients and a workspace of fixed size. See
-    `pairwise_logsumexp` for the precision.
+    The result is differentiable once, with respect to query, document and scale. Among equal dot products, only the first one
+    gets a gradient. Masked vectors do not count. A query without vectors has the score 0 with every document. A document
+    without vectors is excluded from all sums. In addition to inputs and gradients, the operation needs a float32 accumulator
+    of the gradients and a workspace of fixed size. See `pairwise_logsumexp` for the precision.
 
     Examples:
         ```python
@@ -192,11 +192,11 @@ def maxsim_logsumexp(
         query: (N, Lq, D) vectors, or `Tokens`.
         document: (M, Ld, D) vectors of the same dtype, or `Tokens`.
         scale: a float, or a tensor of one element.
-        query_mask: (N, Lq); vectors where it is False do not count.
-        document_mask: (M, Ld); the same.
-        exclude: None, "diagonal" or (row ids, column ids); see `pairwise_logsumexp`.
-        normalize: divide the scores of a query by its number of vectors.
-        group: see `clip_loss`. Sums are over the queries and documents of all ranks; the documents' vectors travel.
+        query_mask: (N, Lq) bool, False for vectors that do not count.
+        document_mask: (M, Ld) bool, False for vectors that do not count.
+        exclude: None, "diagonal" or (row ids, column ids), see `pairwise_logsumexp`.
+        normalize: whether to divide the scores of a query by its number of vectors.
+        group: see `clip_loss`. Sums are over the queries and documents of all ranks. Ranks send the vectors of documents.
         backend: see `clip_loss`.
     """
     similarities = Similarities(

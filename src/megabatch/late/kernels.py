@@ -63,8 +63,8 @@ class TokenSide:
     """The queries, or the documents."""
 
     values: Tensor  # (T, D) rounded
-    width: int
-    starts: Tensor | None  # (N,) int64; None if each item has `width` vectors
+    max_length: int
+    starts: Tensor | None  # (N,) int64; None if each item has `max_length` vectors
     lengths: Tensor | None  # (N,) int64
     valid: Tensor | None  # (T,) int8
 
@@ -73,7 +73,7 @@ class TokenSide:
         """Rounded to `precision`."""
         valid = None if tokens.valid is None else tokens.valid.to(torch.int8)
         starts = None if tokens.lengths is None else tokens.starts()
-        return cls(operand(tokens.values, precision), tokens.width, starts, tokens.lengths, valid)
+        return cls(operand(tokens.values, precision), tokens.max_length, starts, tokens.lengths, valid)
 
     def tables(self, items: slice) -> tuple[Tensor | None, Tensor | None]:
         """(starts, lengths) of some items; None if all have the same length."""
@@ -85,8 +85,8 @@ class TokenSide:
 def query_slots(block: LateBlock) -> tuple[int, int]:
     """(rows of a slot, slots of a query)."""
     tile = kernel_plan.maxsim_tile(block.precision, block.device, block.query.D)
-    slot = min(tile.rows, max(16, triton.next_power_of_2(block.query.width)))
-    return slot, triton.cdiv(block.query.width, slot)
+    slot = min(tile.rows, max(16, triton.next_power_of_2(block.query.max_length)))
+    return slot, triton.cdiv(block.query.max_length, slot)
 
 
 class MaxsimOperands:
@@ -102,7 +102,7 @@ class MaxsimOperands:
 
     def queries(self, rows: slice, vectors: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
         """(starts, lengths, valid, vectors): from the first vector of the queries on, if these need no starts."""
-        first = rows.start * self.q.width if self.q.starts is None else 0
+        first = rows.start * self.q.max_length if self.q.starts is None else 0
         valid = self.q.valid
         if first:
             valid, vectors = None if valid is None else valid[first:], vectors[first:]
@@ -111,7 +111,7 @@ class MaxsimOperands:
     @property
     def constants(self) -> dict[str, int]:
         """Compile-time arguments of every kernel; a width is 0 if tables tell where items begin."""
-        widths = {"WIDTH": self.d.width if self.d.starts is None else 0, "QUERY_WIDTH": self.q.width}
+        widths = {"WIDTH": self.d.max_length if self.d.starts is None else 0, "QUERY_WIDTH": self.q.max_length}
         return {"D": self.block.query.D, **widths, "SLOTS": self.slots, "SLOT": self.slot}
 
 
@@ -280,7 +280,7 @@ def sums(
 
 def winner_dtype(block: LateBlock) -> torch.dtype:
     """The type of a winner's number within its document."""
-    return torch.int16 if block.document.width < 2**15 else torch.int32
+    return torch.int16 if block.document.max_length < 2**15 else torch.int32
 
 
 def empty_winners(block: LateBlock, queries: int, documents: int) -> Tensor:  # (m, rows)
@@ -420,7 +420,7 @@ def add_document_gradients(
 def _add(operands: MaxsimOperands, rows: slice, columns: slice, winners: Tensor, weights: Tensor, ddocument: Tensor) -> None:
     (m, n), count, device = weights.shape, winners.shape[1], winners.device
     tile = kernel_plan.maxsim_listed_tile(operands.block.precision, operands.block.device)
-    parts, chunks = triton.cdiv(operands.d.width, tile.rows), triton.cdiv(count, _CHUNK)
+    parts, chunks = triton.cdiv(operands.d.max_length, tile.rows), triton.cdiv(count, _CHUNK)
     sizes, blocks = (count, parts, chunks), {"BLOCK_T": _CHUNK, "BLOCK_U": tile.rows}
     counts = torch.empty(m * parts * chunks, dtype=torch.int32, device=device)
     launch(_count_kernel, (chunks, m), (winners, counts), sizes, **blocks)
@@ -527,8 +527,8 @@ def add_strip_gradients(
 # those of the whole block take no more memory than a strip's, forward may keep them and the scores for backward.
 
 
-def room_to_keep(block: LateBlock) -> Kept | None:
-    """Uninitialised scores and winners of the block; None if the winners are too many."""
+def allocate_kept(block: LateBlock) -> Kept | None:
+    """Uninitialized scores and winners of the block; None if the winners are too many."""
     slot, slots = query_slots(block)
     if not kernel_plan.maxsim_is_kept(block.N * slot * slots, block.M, winner_dtype(block).itemsize):
         return None
@@ -582,5 +582,5 @@ def _poison(tokens: TokenRows) -> Tensor:  # (N,)
     if plain:
         return each
     if tokens.lengths is None:
-        return each.view(tokens.count, tokens.width).sum(1)
+        return each.view(tokens.count, tokens.max_length).sum(1)
     return each.new_zeros(tokens.count).index_add_(0, tokens.owners(), each)

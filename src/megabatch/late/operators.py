@@ -1,6 +1,4 @@
-"""The operators of late interaction: logsumexps of the scores and their gradients, over the tiles of a backend, on one process
-and around the ring of ranks.
-"""
+"""The operators of late interaction: logsumexps of the scores and their gradients, on one process or on several ranks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,16 +30,16 @@ from megabatch.tiles.eager import diagonal_of
 from megabatch.tiles.sums import LogSum, weighted_softmax
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Logsumexps and their gradients, over the tiles of a backend: `tiles` or `kernels`.
+# Logsumexps and their gradients, over the tiles of an engine: `tiles` or `kernels`.
 #
-# A tile here is a matrix of scores, one number for each query and document; the products of their vectors stay in the
-# backend.
+# In this file, a tile is a matrix of scores, with one number for each query and document. Only the engines access the dot
+# products of vectors.
 
 
 class LateBackend(Protocol):
-    """What `tiles` has, which says what it means."""
+    """The functions of an engine. The docstrings in `late.tiles` define them."""
 
-    def room_to_keep(self, block: LateBlock) -> Kept | None: ...  # noqa: D102
+    def allocate_kept(self, block: LateBlock) -> Kept | None: ...  # noqa: D102
 
     def score_tiles(self, block: LateBlock, kept: Kept | None = None) -> Iterator[tuple[slice, slice, Tensor]]: ...  # noqa: D102
 
@@ -51,7 +49,7 @@ class LateBackend(Protocol):
 
 
 def backend_for(name: str, block: LateBlock) -> LateBackend:
-    """By its name; a block without similarities needs no kernels."""
+    """Returns the engine with this name. An empty block always uses the PyTorch engine."""
     if name == EAGER or block.is_empty:
         return tiles
     from megabatch.late import kernels
@@ -60,8 +58,8 @@ def backend_for(name: str, block: LateBlock) -> LateBackend:
 
 
 def tile_statistics(block: LateBlock, backend: str, *, columns: bool, kept: Kept | None = None) -> tuple[LogSum, LogSum]:
-    """Row sums (N,) and column sums (M,) of exp(s); without `columns` these are empty, (0,). Fills `kept`."""
-    empty, found = _empty_documents(block), None
+    """Returns row sums (N,) and column sums (M,) of exp(s). Without `columns`, the latter are empty, (0,). Fills `kept`."""
+    empty, sums = _empty_documents(block), None
     for rows, window, largest in () if block.is_empty else backend_for(backend, block).score_tiles(block, kept):
         s = _similarities(block, empty, rows, window, largest)
         parts = [LogSum.of_exponentials(s.clone() if columns else s, 1)]
@@ -69,13 +67,13 @@ def tile_statistics(block: LateBlock, backend: str, *, columns: bool, kept: Kept
             parts.append(LogSum.of_exponentials(s, 0))
         if s.shape == (block.N, block.M):
             return parts[0], parts[1] if columns else LogSum.empty(0, dtype=block.dtype, device=block.device)
-        found = found or _no_sums(block, columns=columns)
-        for sums, place, part in zip(found, (rows, window), parts, strict=False):
-            sums.part(place).add_(part)
-    return found or _no_sums(block, columns=columns)
+        sums = sums or _empty_sums(block, columns=columns)
+        for whole, items, part in zip(sums, (rows, window), parts, strict=False):
+            whole.part(items).add_(part)
+    return sums or _empty_sums(block, columns=columns)
 
 
-def _no_sums(block: LateBlock, *, columns: bool) -> tuple[LogSum, LogSum]:
+def _empty_sums(block: LateBlock, *, columns: bool) -> tuple[LogSum, LogSum]:
     row, col = (LogSum.empty(size, dtype=block.dtype, device=block.device) for size in (block.N, block.M if columns else 0))
     return row, col
 
@@ -83,7 +81,7 @@ def _no_sums(block: LateBlock, *, columns: bool) -> tuple[LogSum, LogSum]:
 def tile_gradients(
     block: LateBlock,
     backend: str,
-    row: LogSum,  # (N,) the whole sums, of which the block may be a part
+    row: LogSum,  # (N,) sums over all columns, which may be more than the columns of the block
     col: LogSum | None,  # (M,)
     drow: Tensor | None,  # (N,)
     dcol: Tensor | None,  # (M,)
@@ -92,10 +90,10 @@ def tile_gradients(
     dscale: Tensor | None,  # () float64, added to
     kept: Kept | None = None,
 ) -> None:
-    """Adds the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩ to those of the vectors and of the scale.
+    """Adds the gradients of ⟨drow, log row⟩ + ⟨dcol, log col⟩ to `dquery`, `ddocument` and `dscale`.
 
-    The vectors' gradients lack the factor `block.scale`: the weights of a tile are rounded to half precision, and with the
-    scale they could leave its range.
+    The gradients of the vectors are not yet multiplied by `block.scale`. The weights of a tile are rounded to half precision,
+    and after a multiplication by the scale they could overflow.
     """
     if block.is_empty:
         return
@@ -114,15 +112,18 @@ def tile_gradients(
         g = parts[0].add_(parts[1]) if len(parts) == 2 else parts[0] if parts else torch.zeros_like(s)
         weights = g if block.weight is None else g.mul_(block.weight[rows, None])
         if dscale is not None:
-            known = largest if empty is None else largest.masked_fill(empty[columns], 0.0)  # 0·∞ is not 0
-            dscale.add_((weights.double() * known).sum())
+            finite = largest if empty is None else largest.masked_fill(empty[columns], 0.0)  # because 0·∞ is NaN
+            dscale.add_((weights.double() * finite).sum())
         return weights
 
     backend_for(backend, block).add_gradients(block, weigh, dquery, ddocument, kept)
 
 
 def pair_scores(block: LateBlock, kept: Kept | None = None) -> Tensor:  # (N, K)
-    """s of each query with its own K documents; −inf for documents without vectors. `kept` has those of one document each."""
+    """Returns the scores of each query with its own K documents, and −inf for documents without vectors.
+
+    If K is 1, the scores in `kept` are used instead of computing them again.
+    """
     empty = _empty_documents(block)
     if kept is None:
         parts = [pairs.sums() * block.factors(rows) for rows, pairs in tiles.pair_tiles(block)]
@@ -135,7 +136,7 @@ def pair_scores(block: LateBlock, kept: Kept | None = None) -> Tensor:  # (N, K)
 def pair_gradients(
     block: LateBlock, dscores: Tensor, dquery: Tensor, ddocument: Tensor, dscale: Tensor | None
 ) -> None:  # (N, K)
-    """Adds the gradients of ⟨dscores, pair_scores⟩ to those of the vectors and of the scale, as `tile_gradients`."""
+    """Adds the gradients of ⟨dscores, pair_scores⟩ to `dquery`, `ddocument` and `dscale`, like `tile_gradients`."""
     empty = _empty_documents(block)
     for rows, pairs in tiles.pair_tiles(block):
         (largest, winners), g = pairs.largest(), dscores[rows]
@@ -153,7 +154,7 @@ def _empty_documents(block: LateBlock) -> Tensor | None:  # (M,) bool
 
 
 def _similarities(block: LateBlock, empty: Tensor | None, rows: slice, columns: slice, largest: Tensor) -> Tensor:  # (n, m)
-    """The similarities of a tile; −inf where a pair is left out."""
+    """Returns the scores s of a tile, with −inf for excluded pairs."""
     s = largest * block.factors(rows)
     if empty is not None:
         s.masked_fill_(empty[columns], -torch.inf)
@@ -166,45 +167,48 @@ def _similarities(block: LateBlock, empty: Tensor | None, rows: slice, columns: 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Late interaction over all ranks: queries stay, and the vectors of all ranks' documents visit them.
+# Late interaction over all ranks: queries stay on their rank, and the vectors of all documents visit it.
 #
-# The columns of a lap are vectors, not documents. Numbers of a document, such as its id, travel in the place of its first
-# vector. How many documents a rank has, and their lengths, is told to all ranks before the lap.
+# The columns of a lap are vectors, not documents. A number of a document, such as its id, is sent at the position of its first
+# vector. Each rank sends the number and the lengths of its documents to all ranks before the lap.
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of one rank, without their vectors."""
+    """The number and the lengths of the documents of one rank."""
 
     count: int
-    width: int
+    max_length: int
     lengths: Tensor | None  # (M,)
 
     @classmethod
     def of_all_ranks(cls, own: TokenRows, ranks: Ranks) -> list["Documents"]:
-        """By rank."""
+        """Returns the documents of each rank."""
         device = own.values.device
-        sizes = torch.tensor([own.count, own.width, own.lengths is not None], device=device)
-        known = [tuple(part.tolist()) for part in ranks.all_gather(sizes)]
-        if not any(packed for _, _, packed in known):
-            return [cls(count, width, None) for count, width, _ in known]
-        room = torch.zeros(max(count for count, _, _ in known), dtype=torch.int64, device=device)
-        room[: own.count] = own.all_lengths()
-        lengths = ranks.all_gather(room)
-        return [cls(count, width, part[:count]) for (count, width, _), part in zip(known, lengths, strict=True)]
+        own_sizes = torch.tensor([own.count, own.max_length, own.lengths is not None], device=device)
+        sizes = [tuple(part.tolist()) for part in ranks.all_gather(own_sizes)]
+        if not any(packed for _, _, packed in sizes):
+            return [cls(count, max_length, None) for count, max_length, _ in sizes]
+        own_lengths = torch.zeros(max(count for count, _, _ in sizes), dtype=torch.int64, device=device)
+        own_lengths[: own.count] = own.all_lengths()
+        lengths = ranks.all_gather(own_lengths)
+        return [cls(count, max_length, part[:count]) for (count, max_length, _), part in zip(sizes, lengths, strict=True)]
 
 
 @dataclass(frozen=True)
 class RingLate:
-    """The passes over the tiles, taken round the ring."""
+    """The passes over the documents of all ranks."""
 
-    ranks: Ranks  # their columns are vectors
+    ranks: Ranks  # `ranks.columns` counts vectors
     route: Route
     backend: str
     documents: list[Documents]  # of each rank
 
     def statistics(self, block: LateBlock, *, columns: bool) -> tuple[LogSum, LogSum]:
-        """Row sums (N,) and column sums (M,) of exp(s) over the whole batch; without `columns` these are empty, (0,)."""
+        """Returns row sums (N,) and column sums (M,) of exp(s) over the whole batch.
+
+        Without `columns`, the column sums are empty, (0,).
+        """
         block = self._prepare(block)
         row = LogSum.empty(block.N, dtype=block.dtype, device=block.device)
 
@@ -235,7 +239,7 @@ class RingLate:
         ddocument: Tensor,
         dscale: Tensor | None,
     ) -> None:
-        """As `tile_gradients`; `ddocument` receives what all ranks add."""
+        """Adds gradients like `tile_gradients`. `ddocument` receives the sum over all ranks."""
         block = self._prepare(block)
         weights: list[Tensor] = []
         if col is not None and dcol is not None:
@@ -256,7 +260,7 @@ class RingLate:
         return Lap(self.route, self.ranks).run(own, work, merge)
 
     def _prepare(self, block: LateBlock) -> LateBlock:
-        """`block` as it goes round: rounded once, and the main diagonal that of the whole batch."""
+        """Returns the block that is sent to other ranks: rounded once, with the main diagonal of the whole batch."""
         half = HALF_DTYPE.get(block.precision)
         if half is not None:
             query, document = (replace(side, values=side.values.to(half)) for side in (block.query, block.document))
@@ -279,19 +283,19 @@ class RingLate:
         return [part for part in (tokens.values, tokens.valid, ids) if part is not None]
 
     def _visit_block(self, block: LateBlock, blocks: tuple[int, ...], here: Tensors) -> tuple[LateBlock, Tensors]:
-        """The local queries against the documents that are here, and what else travelled with them."""
+        """Returns the block of the local queries and the visiting documents, and the other tensors of these documents."""
         values, *rest = here
         valid = None if block.document.valid is None else rest.pop(0)
         present = [self.documents[rank] for rank in blocks if self.documents[rank].count]
-        width = max((part.width for part in present), default=1)
+        max_length = max((part.max_length for part in present), default=1)
         lengths = None
-        if any(part.lengths is not None or part.width != width for part in present):
+        if any(part.lengths is not None or part.max_length != max_length for part in present):
             each = (
-                torch.full((part.count,), part.width, device=values.device) if part.lengths is None else part.lengths
+                torch.full((part.count,), part.max_length, device=values.device) if part.lengths is None else part.lengths
                 for part in present
             )
             lengths = torch.cat(list(each))
-        tokens = TokenRows(values, width, lengths, valid)
+        tokens = TokenRows(values, max_length, lengths, valid)
         ids = None if block.col_ids is None else rest.pop(0)[tokens.starts()]
         diagonal = block.skip_diagonal and blocks == (self.ranks.rank,)
         return replace(block, document=tokens, col_ids=ids, skip_diagonal=diagonal), rest
@@ -301,20 +305,20 @@ _EMPTY = (-torch.inf, 0.0)  # shift and total of an empty sum
 
 
 def _spread(values: Tensor, tokens: TokenRows, fill: float) -> Tensor:  # (M,) → (T,)
-    """The number of each document in the place of its first vector."""
+    """Returns a tensor with the number of each document at the position of its first vector, and `fill` elsewhere."""
     spread = values.new_full((len(tokens.values),), fill)
     spread[tokens.starts()] = values
     return spread
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Logsumexps of late interaction, and the scores of queries with documents of their own.
+# Logsumexps of late interaction, and the scores of queries with their own documents.
 #
-# Backward finds the winners again, unless forward could keep all of them in a workspace.
+# Backward computes the argmax indices again, unless forward could store all of them in a workspace.
 
 
 class MaxsimInputs(NamedTuple):
-    """Two sets of items, and the similarity of late interaction between them."""
+    """Two sets of items, and the settings of the scores between them."""
 
     query: Tensor  # (Tq, D)
     document: Tensor  # (Td, D)
@@ -328,19 +332,19 @@ class MaxsimInputs(NamedTuple):
     normalize: bool
     columns: bool
     keep: bool
-    query_width: int
-    document_width: int
+    query_max_length: int
+    document_max_length: int
     diagonal: str
     precision: str
     backend: str
     group: str
 
     def block(self) -> LateBlock:
-        """The similarities."""
-        query = TokenRows(self.query, self.query_width, self.query_lengths, self.query_valid)
+        """Returns the description of the scores."""
+        query = TokenRows(self.query, self.query_max_length, self.query_lengths, self.query_valid)
         return LateBlock.of(
             query,
-            TokenRows(self.document, self.document_width, self.document_lengths, self.document_valid),
+            TokenRows(self.document, self.document_max_length, self.document_lengths, self.document_valid),
             self.scale,
             self.precision,
             weight=1 / query.counts().clamp_min(1).to(accumulator_dtype(self.query.dtype)) if self.normalize else None,
@@ -350,31 +354,32 @@ class MaxsimInputs(NamedTuple):
         )
 
     def sizes(self) -> tuple[int, int]:
-        """N and M."""
-        block = (self.query, self.query_width, self.query_lengths), (self.document, self.document_width, self.document_lengths)
-        N, M = (TokenRows(*side).count for side in block)
+        """Returns N and M."""
+        query = self.query, self.query_max_length, self.query_lengths
+        document = self.document, self.document_max_length, self.document_lengths
+        N, M = (TokenRows(*side).count for side in (query, document))
         return N, M
 
     def terms(self) -> dict[str, Any]:
-        """What ranks have to agree on."""
+        """Returns values that must be equal on all ranks."""
         excluded = "ids" if self.row_ids is not None else self.diagonal
         dtypes = " and ".join(str(side.dtype).removeprefix("torch.") for side in (self.query, self.document))
         return {
-            "the width of the embeddings": self.query.shape[1],
+            "the embedding dimension": self.query.shape[1],
             "the dtype of the embeddings": dtypes,
             "the precision": self.precision,
             "the backend": self.backend,
-            "the kind of device": self.query.device.type,
-            "what is excluded": excluded,
+            "the device type": self.query.device.type,
+            "the set of excluded pairs": excluded,
             "document_mask": "given" if self.document_valid is not None else "None",
             "normalize": self.normalize,
-            "what is summed": "rows and columns" if self.columns else "rows",
+            "the direction of the sums": "rows and columns" if self.columns else "rows",
         }
 
 
 @dataclass(frozen=True)
 class _LatePasses:
-    """The passes of one process or of all ranks."""
+    """The passes over the tiles of one process, or of all ranks."""
 
     statistics: Callable[..., tuple[LogSum, LogSum]]
     gradients: Callable[..., None]
@@ -382,12 +387,15 @@ class _LatePasses:
     largest: Callable[[Tensor], Tensor] | None = None
 
 
-def _passes_for(given: MaxsimInputs, block: LateBlock, operation: str, *, mean: bool = False, **terms: str) -> _LatePasses:
+def _passes_for(
+    given: MaxsimInputs, block: LateBlock, operation: str, *, mean: bool = False, outputs: str = "empty"
+) -> _LatePasses:
     if not given.group:
-        alone = partial(tile_statistics, backend=given.backend), partial(tile_gradients, backend=given.backend)
-        return _LatePasses(*alone, 1 / max(block.N, 1))
+        passes = partial(tile_statistics, backend=given.backend), partial(tile_gradients, backend=given.backend)
+        return _LatePasses(*passes, 1 / max(block.N, 1))
     ranks = Ranks.at(given.group, operation, block.device)
-    ranks = agree(ranks, {**given.terms(), "the route": ranks.route, **terms}, block.N, len(block.document.values))
+    terms = {**given.terms(), "the route": ranks.route, "the set of outputs that have a gradient": outputs}
+    ranks = agree(ranks, terms, block.N, len(block.document.values))
     if mean:
         _check_rows(ranks)
     column_bytes = block.document.D * (block.document.values.element_size() + block.dtype.itemsize)
@@ -410,12 +418,12 @@ def _shapes(given: MaxsimInputs) -> tuple[Tensor, ...]:
     M = M if given.columns else 0
     match = logit(given.query, N if given.diagonal == SEPARATE else 0)
     sums = (statistic(given.query, 2, size) for size in (N, M))
-    kept = _room_to_keep(given, given.block()) or _keep_nothing(given)
+    kept = _allocate_kept(given, given.block()) or _keep_nothing(given)
     return logit(given.query, N), logit(given.query, M), match, fill_mean_weight(given.query, 1.0), *sums, *kept
 
 
-def _room_to_keep(given: MaxsimInputs, block: LateBlock) -> Kept | None:
-    return backend_for(given.backend, block).room_to_keep(block) if given.keep and not given.group else None
+def _allocate_kept(given: MaxsimInputs, block: LateBlock) -> Kept | None:
+    return backend_for(given.backend, block).allocate_kept(block) if given.keep and not given.group else None
 
 
 def _keep_nothing(given: MaxsimInputs) -> Kept:
@@ -424,17 +432,17 @@ def _keep_nothing(given: MaxsimInputs) -> Kept:
 
 @define(MaxsimInputs, results=8, fake=_shapes)
 def maxsim_logsumexp(given: MaxsimInputs) -> tuple[Tensor, ...]:
-    """(log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, mean_weight, and for backward the two sums, packed, scores and winners).
+    """Returns (log Σ_j exp s_ij, log Σ_i exp s_ij, s_ii, mean_weight, row, col, scores, argmax).
 
-    Without `columns` the second and the sixth have no entries; s_ii has none unless the diagonal is kept apart. The first three
-    are float64. Scores and winners have entries if there is a gradient to come (`keep`), one process, and a workspace holds all
-    of them.
+    The last four are for backward. `row` and `col` are packed sums. Without `columns`, the second result and `col` are empty.
+    If the diagonal is not separate, s_ii is empty. The first three results are float64. Scores and argmax indices are empty if
+    backward cannot be called (`keep`), if there are several ranks, or if they do not fit in a workspace.
     """
-    block, apart = given.block(), given.diagonal == SEPARATE
-    passes = _passes_for(given, block, "late interaction", mean=apart)
-    kept = _room_to_keep(given, block)
+    block, separate = given.block(), given.diagonal == SEPARATE
+    passes = _passes_for(given, block, "late interaction", mean=separate)
+    kept = _allocate_kept(given, block)
     row, col = passes.statistics(block, columns=given.columns, **({} if kept is None else {"kept": kept}))
-    match = pair_scores(block, kept)[:, 0].to(torch.float64, copy=True) if apart and block.N else logit(given.query, 0)
+    match = pair_scores(block, kept)[:, 0].to(torch.float64, copy=True) if separate and block.N else logit(given.query, 0)
     of_columns = (col.value(), col.pack()) if given.columns else (logit(given.query, 0), block.zeros(2, 0))
     mean_weight = fill_mean_weight(given.query, passes.mean_weight)
     return row.value(), of_columns[0], match, mean_weight, row.pack(), of_columns[1], *(kept or _keep_nothing(given))
@@ -462,20 +470,20 @@ def maxsim_logsumexp_backward(
     dmatch: Tensor | None,  # (N,)
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    """(dquery, ddocument, dscale)."""
+    """Returns (dquery, ddocument, dscale)."""
     block = given.block()
     dcol, dmatch = dcol if given.columns else None, dmatch if given.diagonal == SEPARATE else None
-    used = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "nothing"
-    passes = _passes_for(given, block, "late interaction backward", used=used)
+    outputs = " ".join(name for name, d in (("rows", drow), ("columns", dcol)) if d is not None) or "empty"
+    passes = _passes_for(given, block, "late interaction backward", outputs=outputs)
     grad_scale = choose_grad_scale(block.scale, block.precision, drow, dcol, matches=dmatch, largest=passes.largest)
     factor = block.scale * grad_scale
     dquery, ddocument = block.zeros(*given.query.shape), given.document.new_empty(given.document.shape)
     dscale = torch.zeros((), dtype=torch.float64, device=block.device) if needs[2] else None
     kept = Kept(scores, winners) if scores.numel() else None
-    # One process rounds the gradients of some documents after the other. Those of a ring's columns travel as a whole.
-    at_once = kernel_plan.documents_at_once(block.document.width, block.document.D)
-    for items in [slice(0, block.M)] if given.group else windows(block.M, at_once):
-        part, place = block.of_documents(items)
+    # One process computes and rounds the gradients of a few documents at a time. Ranks send the gradients of all documents.
+    count = kernel_plan.documents_at_once(block.document.max_length, block.document.D)
+    for items in [slice(0, block.M)] if given.group else windows(block.M, count):
+        part, vectors = block.of_documents(items)
         sums = block.zeros(len(part.document.values), block.document.D)
         passes.gradients(
             part,
@@ -491,7 +499,7 @@ def maxsim_logsumexp_backward(
         if dmatch is not None and block.N:
             pairs, own = block.pairs(items)
             pair_gradients(pairs, divide_gradient(dmatch[items, None], grad_scale), dquery[own], sums, dscale)
-        ddocument[place] = sums.mul_(factor)
+        ddocument[vectors] = sums.mul_(factor)
     return dquery.mul_(factor).to(given.query.dtype), ddocument, _of_scale(dscale, grad_scale, given)
 
 
@@ -509,7 +517,10 @@ def _pair_shapes(given: MaxsimInputs) -> tuple[Tensor, Tensor]:
 
 @define(MaxsimInputs, results=2, fake=_pair_shapes)
 def maxsim_pairs(given: MaxsimInputs) -> tuple[Tensor, Tensor]:
-    """(s of each query with its own documents, (N, M / N), mean_weight). The documents of one query come after another's."""
+    """Returns (the scores of each query with its own documents, (N, M / N), mean_weight).
+
+    Documents 0 to K − 1 belong to query 0, documents K to 2K − 1 to query 1, and so on, where K = M / N.
+    """
     block = given.block()
     mean_weight = 1 / max(block.N, 1)
     if given.group:
@@ -522,7 +533,7 @@ def maxsim_pairs(given: MaxsimInputs) -> tuple[Tensor, Tensor]:
 
 @define(MaxsimInputs, "Tensor dscores, bool[] needs", results=3, fake=_gradient_shapes)
 def maxsim_pairs_backward(given: MaxsimInputs, dscores: Tensor, needs: list[bool]) -> tuple[Tensor, ...]:
-    """(dquery, ddocument, dscale)."""
+    """Returns (dquery, ddocument, dscale)."""
     block = given.block()
     grad_scale = choose_grad_scale(block.scale, block.precision, dscores)
     dquery, ddocument = (block.zeros(*side.shape) for side in (given.query, given.document))
