@@ -123,7 +123,7 @@ def test_embeddings_of_other_weights_and_wrong_arguments(place, tmp_path):
         with pytest.raises(ValueError, match=message):
             call("search", *arguments)
     (tmp_path / "x.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"must have x\.json and x\.jsonl beside it"):
+    with pytest.raises(FileNotFoundError, match=r"must have x\.json and x\.jsonl in the same folder"):
         call("search", place / "run", "red", "--embeddings", tmp_path / "x.npy")
     with pytest.raises(ValueError, match=r"--output must end in \.npy or \.parquet"):
         call("embed", place / "run", "--data", place / "images", "--output", tmp_path / "x.csv")
@@ -252,13 +252,13 @@ def test_a_changed_image_is_not_continued_with(place, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         call("embed", *arguments)
     shutil.copy(tmp_path / "images" / "1.png", tmp_path / "images" / "0.png")
-    with pytest.raises(ValueError, match="must be of the same model and data; changed since: samples"):
+    with pytest.raises(ValueError, match="must have the same model and data, but these have changed: samples"):
         call("embed", *arguments)
 
 
 def test_embeddings_are_cut_to_a_dimension(place, tmp_path, capsys, caplog):
     output, arguments = tmp_path / "x.npy", (place / "run", "--data", place / "pairs.csv")
-    with pytest.raises(ValueError, match="--dim must be from 1 to 16, the dimension of the embeddings, got 17"):
+    with pytest.raises(ValueError, match="--dim must be from 1 to 16, the embedding dimension, got 17"):
         call("embed", *arguments, "--output", output, "--dim", 17)
     call("embed", *arguments, "--output", output, "--side", "texts", "--dim", 5)
     assert "7 embeddings of 5 dimensions in" in capsys.readouterr().out

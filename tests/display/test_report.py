@@ -236,7 +236,7 @@ def test_what_is_missing_leaves_a_gap_and_says_so(tmp_path, pair, missing):
         "config.toml": "Not shown: the run has no data.",
         "command.txt": "batch_size = 1024",
         "metrics.jsonl": "there are no curves",
-        "model.safetensors": "must have a model.safetensors, got none: has the run come to its end?",
+        "model.safetensors": "must have a model.safetensors, got none: is the run complete?",
         "data": "Not shown: No such file: ",
     }
     assert says[missing] in told
@@ -278,7 +278,7 @@ def test_what_a_run_is_tested_on(tmp_path):
     assert of(data="emoji", validation="x.csv").test_data == ("x.csv", None)
     assert of(data="x.csv", validation="wordnet").test_data == ("wordnet", "test")
     assert of(data="emoji", data_options={"a": 1}, validation_options={"b": 2}).test_options == {"b": 2}
-    with pytest.raises(ValueError, match="must name data"):
+    with pytest.raises(ValueError, match="must have data"):
         of().test_set()
 
 

@@ -128,7 +128,7 @@ def test_messages():
     pair, data = model(), Vectors()
     with pytest.raises(ValueError, match=r"tower .* image, got .* text"):
         list(embed_chunks(pair.second, data, 0))
-    with pytest.raises(ValueError, match="indices must name at least one sample, got none"):
+    with pytest.raises(ValueError, match="indices must contain at least one sample, got none"):
         embed(pair.first, data, 0, [])
     with pytest.raises(ValueError, match="side must be 0 or 1, got 2"):
         data.source([0], 2, pair.first)

@@ -184,7 +184,7 @@ def test_work_of_another_model_or_other_data_is_not_continued(place, tmp_path, w
     else:
         word = "word 3," if what == "the first side of the pairs" else "of 8 things"
         pairs.write_text(pairs.read_text().replace(word, word.replace("o", "a")))
-    with pytest.raises(ValueError, match=f"changed since: {what}. Remove the folder to embed everything again"):
+    with pytest.raises(ValueError, match=f"but these have changed: {what}. Remove the folder to embed everything again"):
         mine(tmp_path, "--output", output)
 
 

@@ -178,7 +178,7 @@ def test_memory_does_not_grow_with_the_product():
 @pytest.mark.parametrize(
     ("rows", "columns", "message"),
     [
-        ([0, 1], [0, 1], "rows must name every row of x at least once, got none for row 2 of 3"),
+        ([0, 1], [0, 1], "rows must contain every row of x at least once, got no pair for row 2 of 3"),
         ([0, 1, 5], [0, 1, 2], "rows must be row numbers of x, from 0 to 2, got 0 to 5"),
         ([0, 1, 2], [0, 1, -1], "columns must be row numbers of y, from 0 to 3, got -1 to 1"),
     ],
@@ -238,7 +238,7 @@ def test_zero_shot_against_the_dense_computation(pool):
 
 @pytest.mark.parametrize("template", ["a photo", "{0} {1}", "a {name}", "a {} {", "{} {}", "{.x}"])
 def test_templates_need_a_place_for_the_name(template):
-    with pytest.raises(ValueError, match=r'templates must have a "\{\}" where the name goes, and no other') as caught:
+    with pytest.raises(ValueError, match=r'templates must have a "\{\}" in place of the name, and no other') as caught:
         classifier(lambda texts: torch.zeros(len(texts), 2), ["cat"], [template])
     assert str(caught.value).endswith(repr(template))
 

@@ -28,7 +28,7 @@ def test_of_equal_ones_the_first_and_nan_last():
 def test_messages():
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         search(torch.ones(1, 2), torch.ones(3, 2), 0)
-    with pytest.raises(ValueError, match=r"the width of the queries, 2, got shape \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"the dimension of the queries, 2, got shape \(3, 4\)"):
         search(torch.ones(1, 2), torch.ones(3, 4))
     with pytest.raises(ValueError, match="same length, at least 1, got 0 and 0"):
         draw("never.png", [], [])

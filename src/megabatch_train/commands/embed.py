@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     unreadable = int(rows.rows()[:, 0].isnan().sum())
     shutil.rmtree(work)
     tell(
-        f"{rows.done:,} embeddings of {rows.width} dimensions in {output}"
+        f"{rows.done:,} embeddings of {rows.dim} dimensions in {output}"
         + (f"; {unreadable:,} samples could not be read, their rows are NaN" if unreadable else "")
     )
     return 0

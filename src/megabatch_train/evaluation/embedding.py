@@ -1,4 +1,4 @@
-"""Embeddings for evaluation and search: computed, searched, mined for hard negatives, and stored in files."""
+"""Embeddings for evaluation and search: computes them, searches them, mines hard negatives, and stores them in files."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ from megabatch_train.towers.tower import Tower
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Embeddings of samples for evaluation and search: chunk by chunk, without gradients and augmentation.
+# Embeddings of samples for evaluation and search. They are computed chunk by chunk, without gradients and augmentation.
 
 
 def embed(
@@ -43,10 +43,10 @@ def embed(
     chunk_size: int = 256,
     workers: int | Executor = 0,
 ) -> Tensor:  # (n, D)
-    """Embeddings of one side of samples. Unreadable samples get the embedding of a blank; `dataset.usable` masks them."""
+    """Returns embeddings of one side of samples. An unreadable sample is encoded as a blank; `dataset.usable` masks it."""
     chunks = list(embed_chunks(tower, dataset, side, indices, chunk_size=chunk_size, workers=workers))
     if not chunks:
-        raise ValueError("indices must name at least one sample, got none")
+        raise ValueError("indices must contain at least one sample, got none")
     return torch.cat(chunks)
 
 
@@ -60,7 +60,7 @@ def embed_chunks(
     chunk_size: int = 256,
     workers: int | Executor = 0,
 ) -> Iterator[Tensor]:  # (n, D) each
-    """The same, one chunk at a time, for data whose embeddings need not all be in memory. Logs the progress of long work."""
+    """Yields the embeddings of `embed` one chunk at a time, so that they need not all be in memory. Logs the progress."""
     if tower.kind != dataset.sides[side]:
         raise ValueError(f"tower must encode side {side} of the dataset, {dataset.sides[side]}, got a tower for {tower.kind}")
     chosen = range(len(dataset)) if indices is None else indices
@@ -70,14 +70,14 @@ def embed_chunks(
     for (_, done), inputs in zip(spans, source.chunks(spans, device_of(tower.module)), strict=True):
         with use_evaluation_mode(tower.module):
             embeddings = call(tower.module, inputs)
-        yield embeddings  # outside of `use_evaluation_mode`: the caller may train between chunks
+        yield embeddings  # outside of `use_evaluation_mode`, because the caller may train between chunks
         progress.tell(done)
 
 
 def readable(
     tower: Tower, dataset: Dataset, side: int, indices: range, *, chunk_size: int, workers: int | Executor
 ) -> Iterator[Tensor]:  # (n, D) each
-    """The same with NaN for unreadable samples, which find nothing and are never found."""
+    """Yields the embeddings of `embed_chunks` with NaN for unreadable samples, so that they never match in a search."""
     position = 0
     for chunk in embed_chunks(tower, dataset, side, indices, chunk_size=chunk_size, workers=workers):
         usable = dataset.usable(indices[position : position + len(chunk)]).to(chunk.device)
@@ -87,7 +87,7 @@ def readable(
 
 @torch.no_grad()
 def encode(tower: Tower, samples: Sequence[Any]) -> Tensor:  # (n, D)
-    """Embeddings of texts or images outside of a dataset, such as queries and class names."""
+    """Returns embeddings of texts or images that are not in a dataset, such as queries and class names."""
     inputs = tower.collate([tower.prepare(sample, None) for sample in samples])
     device = device_of(tower.module)
     with use_evaluation_mode(tower.module):
@@ -96,18 +96,18 @@ def encode(tower: Tower, samples: Sequence[Any]) -> Tensor:  # (n, D)
 
 
 def truncate(towers: Sequence[Tower], dim: int) -> int:
-    """Cuts the embeddings of towers to their first `dim` columns, brought to unit length, from now on.
+    """Truncates all later embeddings of towers to their first `dim` columns, and normalizes them to unit length.
 
     Args:
-        towers: which may share a module. Their modules are changed in place.
-        dim: from 1 to the full dimension.
+        towers: towers, which can share a module. The modules are changed in place.
+        dim: embedding dimension, from 1 to the full dimension.
 
     Returns:
         The full dimension.
     """
     full = min(encode(tower, [blank(tower.kind)]).shape[1] for tower in towers)
     if not 1 <= dim <= full:
-        raise ValueError(f"dim must be from 1 to {full}, the dimension of the embeddings, got {dim}")
+        raise ValueError(f"dim must be from 1 to {full}, the embedding dimension, got {dim}")
     if dim < full:
         for module in {id(tower.module): tower.module for tower in towers}.values():
             module.register_forward_hook(lambda module, inputs, output: F.normalize(output[:, :dim], dim=-1))
@@ -115,7 +115,7 @@ def truncate(towers: Sequence[Tower], dim: int) -> int:
 
 
 def read_or_none(dataset: Dataset, index: int, side: int) -> Any:
-    """One side of a sample; None if it cannot be read."""
+    """Reads one side of a sample. Returns None if it cannot be read."""
     try:
         return dataset.read(index, side)
     except UnreadableSampleError:
@@ -123,7 +123,7 @@ def read_or_none(dataset: Dataset, index: int, side: int) -> Any:
 
 
 def read_stored_or_none(dataset: Dataset, index: int, side: int) -> Any:
-    """One side of a sample, an image still encoded; None if it cannot be read."""
+    """Reads one side of a sample without decoding images. Returns None if it cannot be read."""
     try:
         return dataset.read_stored(index, side)
     except UnreadableSampleError:
@@ -131,14 +131,14 @@ def read_stored_or_none(dataset: Dataset, index: int, side: int) -> Any:
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """The device of its first parameter; None without parameters."""
+    """Returns the device of the first parameter of a module; None without parameters."""
     first = next(module.parameters(), None)
     return None if first is None else first.device
 
 
 @contextmanager
 def use_evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every part has its mode again."""
+    """Sets evaluation mode within the context, and then restores the mode of every submodule."""
     before = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -149,10 +149,10 @@ def use_evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The best matches of a few queries among many embeddings, streamed: one chunk and the best matches are in memory.
+# The best matches of a few queries among many embeddings. Only one chunk and the best matches so far are in memory.
 
 
-ROWS = 4096  # embeddings scored and sorted at once
+ROWS = 4096  # number of embeddings that are scored and sorted at once
 
 
 class Matches(NamedTuple):
@@ -164,14 +164,14 @@ class Matches(NamedTuple):
 
 @torch.no_grad()
 def search(queries: Tensor, embeddings: Tensor | Iterable[Tensor], k: int = 8) -> Matches:  # (Q, D), (M, D) or chunks of it
-    """The k rows of `embeddings` most similar to each query; ties go to the smaller index.
+    """Returns the k rows of `embeddings` that are most similar to each query. Among equal scores, the smaller index is first.
 
-    In place of a row with NaN comes, last, the score −inf and the index −1.
+    A row with NaN is replaced by the score −inf and the index −1, and comes last.
 
     Args:
-        queries: (Q, D).
-        embeddings: (M, D), or its rows in chunks, as `embed_chunks` gives them.
-        k: matches per query, at most 1,024; fewer if there are fewer rows.
+        queries: (Q, D) embeddings.
+        embeddings: (M, D), or its rows in chunks, as `embed_chunks` yields them.
+        k: number of matches per query, at most 1,024. There are fewer if `embeddings` has fewer rows.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
@@ -180,7 +180,7 @@ def search(queries: Tensor, embeddings: Tensor | Iterable[Tensor], k: int = 8) -
     for chunk in torch.split(embeddings, ROWS) if isinstance(embeddings, Tensor) else embeddings:
         if chunk.dim() != 2 or chunk.shape[1] != queries.shape[1]:
             raise ValueError(
-                f"embeddings must have the width of the queries, {queries.shape[1]}, got shape {tuple(chunk.shape)}"
+                f"embeddings must have the dimension of the queries, {queries.shape[1]}, got shape {tuple(chunk.shape)}"
             )
         scores, indices = pairwise.pairwise_topk(queries, chunk.to(queries), k)
         best = best.merge(Best(scores, torch.where(indices < 0, indices, indices + position)))
@@ -192,22 +192,24 @@ def search(queries: Tensor, embeddings: Tensor | Iterable[Tensor], k: int = 8) -
 # Hard negatives: documents that a model ranks high for a query although they do not match it.
 
 
-QUERIES_AT_ONCE = 8192  # queries searched for at once
+QUERIES_AT_ONCE = 8192  # number of queries in one search
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which documents may be negatives of a query, with the names of sentence-transformers' `mine_hard_negatives`.
+    """The documents that can be negatives of a query. Names are as in `mine_hard_negatives` of sentence-transformers.
+
+    The score of a document is the dot product of its embedding and the embedding of the query.
 
     Args:
-        negatives: of each query.
-        range_min: so many of the best are skipped: they are probably matches that nobody has labelled.
-        range_max: so many of the best are looked at (default: as many as needed).
-        max_score: no product above it.
-        min_score: no product below it.
-        absolute_margin: no product above that of the positive less this.
-        relative_margin: no product above s − this·|s|, s being that of the positive.
-        sampling: "top" for the best of the range, "random" for a random choice.
+        negatives: number of negatives of each query.
+        range_min: number of best documents that are skipped, because they are probably unlabeled matches.
+        range_max: number of best documents that are considered (default: as many as needed).
+        max_score: largest score of a negative.
+        min_score: smallest score of a negative.
+        absolute_margin: the score of a negative is below s − absolute_margin, where s is the score of the positive.
+        relative_margin: the score of a negative is below s − relative_margin·|s|.
+        sampling: "top" for the best documents of the range, "random" for a random choice.
     """
 
     negatives: int
@@ -244,13 +246,13 @@ class Choice:
 
     @property
     def candidates(self) -> int:
-        """Documents found for each query, of which the negatives are chosen."""
+        """The number of best documents of each query, from which the negatives are chosen."""
         if self.range_max is not None:
             return self.range_max
         return self.range_min + self.negatives * (4 if self.sampling == "random" else 1)
 
     def limit(self, positive: Tensor) -> Tensor | None:  # (n,) → (n,)
-        """The product that a negative has to be below."""
+        """Returns the score that every negative must be below; None without a limit."""
         limits = (
             [] if self.max_score is None else [torch.full_like(positive, self.max_score).nextafter(positive.new_tensor(9e9))]
         )
@@ -261,20 +263,20 @@ class Choice:
         return torch.stack(limits).amin(0) if limits else None
 
 
-class _Known:
-    """The documents of each query, where a query has several rows."""
+class _MatchingDocuments:
+    """The matching documents of each query, for queries with several rows."""
 
     def __init__(self, queries: Tensor, positive: Tensor, documents: int) -> None:  # (N,), (N,) int64
         self._queries, self._documents = queries, documents
         self._pairs = torch.unique(queries * documents + positive)
-        self._counts = torch.bincount(self._pairs // documents)  # of each query
+        self._counts = torch.bincount(self._pairs // documents)  # number of documents of each query
 
     def most_others(self, rows: slice) -> int:
-        """The largest number of documents that a query of these rows has beside the row's own."""
+        """Returns the largest number of matching documents of these rows' queries, not counting the document of the row."""
         return int(self._counts[self._queries[rows]].max()) - 1
 
     def remove(self, candidates: Tensor, rows: slice) -> Tensor:  # (n, k) int64
-        """The documents candidates for these rows without those of the query; −1 at the end in their place."""
+        """Removes the matching documents from the candidates of these rows, and fills the end of each row with −1."""
         keys = self._queries[rows, None].to(candidates.device) * self._documents + candidates
         gone = torch.isin(keys, self._pairs.to(candidates.device)) | (candidates < 0)
         order = gone.int().argsort(dim=1, stable=True)
@@ -293,20 +295,21 @@ def hard_negatives(
     first: int = 0,
     device: torch.device | None = None,
 ) -> Iterator[Tensor]:  # (n, negatives) int64 each
-    """Row numbers of the hard negatives of each query, best first, some queries at a time; −1 where there are fewer.
+    """Yields the row numbers of the hard negatives of each query, best first. Missing negatives are −1.
 
-    On a GPU, embeddings are rounded to float16.
+    Each yielded tensor has the negatives of several queries. On a GPU, embeddings are rounded to float16.
 
     Args:
         query: (N, D) embeddings.
         document: (M, D) embeddings.
         positive: (N,) the document of each query.
-        choice: which documents may be negatives.
-        ids: of queries and documents; a document with the id of a query is none of its negatives (default: only its own).
-        queries: a number for each row of `query`, from 0 on. Rows with equal numbers are one query, and the documents of all of
-            them are none of its negatives. Not with ids.
+        choice: the documents that can be negatives.
+        ids: ids of queries and documents. A document with the id of a query is not its negative (default: only the document of
+            the query is excluded).
+        queries: a number for each row of `query`, counted from 0. Rows with equal numbers are one query, and the documents of
+            all these rows are not its negatives. It cannot be combined with ids.
         first: query to begin with.
-        device: to compute on (default: where the queries are).
+        device: device of the computation (default: device of the queries).
     """
     target = query.device if device is None else device
     dtype = torch.float16 if target.type == "cuda" else query.dtype
@@ -314,12 +317,12 @@ def hard_negatives(
     own, others = (positive, torch.arange(len(document))) if ids is None else ids
     others = others.to(target)
     wide = accumulator_dtype(dtype)
-    matches_of_queries = None if queries is None else _Known(queries, positive, len(document))
+    matching = None if queries is None else _MatchingDocuments(queries, positive, len(document))
     lowest = None if choice.min_score is None else torch.tensor(choice.min_score, dtype=wide, device=target)
     for rows in windows(slice(first, len(query)), QUERIES_AT_ONCE):
         x = query[rows].to(target, dtype)
         match = (x.to(wide) * document[positive[rows].to(target)].to(wide)).sum(1)
-        more = 0 if matches_of_queries is None else matches_of_queries.most_others(rows)
+        more = 0 if matching is None else matching.most_others(rows)
         candidates = pairwise.pairwise_topk(
             x,
             document,
@@ -328,14 +331,16 @@ def hard_negatives(
             above=None if lowest is None else lowest.nextafter(lowest - 1),
             below=choice.limit(match),
         ).indices
-        if matches_of_queries is not None:
-            candidates = matches_of_queries.remove(candidates, rows)[:, : choice.candidates]
+        if matching is not None:
+            candidates = matching.remove(candidates, rows)[:, : choice.candidates]
         candidates = candidates[:, choice.range_min :]
-        yield (candidates[:, : choice.negatives] if choice.sampling == "top" else _draw(candidates, choice.negatives, rows)).cpu()
+        yield (
+            candidates[:, : choice.negatives] if choice.sampling == "top" else _draw(candidates, choice.negatives, rows)
+        ).cpu()
 
 
 def _draw(candidates: Tensor, count: int, rows: slice) -> Tensor:  # (n, k) → (n, count)
-    """A random choice of the documents candidates, in their order. A row always draws the same, wherever a search begins."""
+    """Draws some candidates at random, and keeps their order. The draw of a row depends only on its number."""
     generator = torch.Generator()
     drawn = [torch.rand(candidates.shape[1], generator=generator.manual_seed(row)) for row in range(rows.start, rows.stop)]
     keys = torch.stack(drawn).to(candidates.device).masked_fill(candidates < 0, 2.0)
@@ -344,10 +349,10 @@ def _draw(candidates: Tensor, count: int, rows: slice) -> Tensor:  # (n, k) → 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Embeddings in files: written chunk by chunk, so that a stopped command continues, and read again by a search.
+# Embeddings in files. They are written chunk by chunk, so that a stopped command can continue, and a search reads them.
 #
-# `megabatch embed` writes one file for each side: NumPy's format with the samples in JSON lines beside it, or Parquet with
-# both.
+# `megabatch embed` writes one file for each side. In NumPy's format, another file has the samples as JSON lines. A Parquet file
+# contains embeddings and samples.
 
 
 FORMATS = (".npy", ".parquet")
@@ -357,32 +362,32 @@ _ABOUT = "megabatch"  # key of the file's metadata
 
 
 class Stored:
-    """Embeddings of one side in a file, written chunk by chunk, in float32."""
+    """Embeddings of one side in a file. They are written chunk by chunk in float32."""
 
     def __init__(self, path: Path, total: int) -> None:
         self.path, self.total = path.with_suffix(".bin"), total
-        self._width = path.with_suffix(".width")
-        self.width = int(self._width.read_text()) if self._width.exists() else 0
+        self._dim_file = path.with_suffix(".width")
+        self.dim = int(self._dim_file.read_text()) if self._dim_file.exists() else 0
         size = self.path.stat().st_size if self.path.exists() else 0
-        self.done = size // (4 * self.width) if self.width else 0
+        self.done = size // (4 * self.dim) if self.dim else 0
         if self.path.exists():
-            os.truncate(self.path, self.done * 4 * self.width)  # a row that was cut off
+            os.truncate(self.path, self.done * 4 * self.dim)  # removes an incomplete row
 
     def append(self, chunk: Tensor) -> None:  # (n, D)
-        """Adds rows."""
-        if not self.width:
-            self.width = chunk.shape[1]
-            self._width.write_text(str(self.width))
+        """Appends rows to the file."""
+        if not self.dim:
+            self.dim = chunk.shape[1]
+            self._dim_file.write_text(str(self.dim))
         with self.path.open("ab") as file:
             file.write(chunk.float().cpu().contiguous().numpy().tobytes())
         self.done += len(chunk)
 
     def rows(self) -> Tensor:  # (N, D)
-        """All rows, mapped from the file and not read into memory."""
-        return torch.from_file(str(self.path), shared=False, size=self.done * self.width).view(self.done, self.width)
+        """Returns all rows. They are memory-mapped."""
+        return torch.from_file(str(self.path), shared=False, size=self.done * self.dim).view(self.done, self.dim)
 
     def fill(self, tower: Tower, dataset: Dataset, side: int, *, chunk_size: int, workers: int | Executor) -> None:
-        """Embeds the samples that are not in the file yet, with the arguments of `embed`. Rows of unreadable ones are NaN."""
+        """Embeds the samples that are not in the file yet, as `embed` does. The rows of unreadable samples are NaN."""
         if self.done:
             LOG.info("%s of %s %ss are embedded already", f"{self.done:,}", f"{self.total:,}", tower.kind)
         rest = range(self.done, self.total)
@@ -393,12 +398,12 @@ class Stored:
 
 
 def fingerprint(pair: Pair) -> Any:
-    """A checksum of a model: embeddings of different models are not compared."""
+    """Returns a checksum of a model. Embeddings of different models must not be compared."""
     return checksum([pair.name, dict(pair.options), [tower.module.state_dict() for tower in pair.towers]])
 
 
 def digest(samples: Iterable[Any], number: int) -> str:
-    """A checksum of any number of samples, one in memory at a time."""
+    """Returns a checksum of samples. Only one sample is in memory at a time."""
     total, progress = hashlib.sha256(), ReadingProgress("samples checksummed", number)
     for done, sample in enumerate(samples, 1):
         total.update(f"{checksum(sample)},".encode())
@@ -407,19 +412,19 @@ def digest(samples: Iterable[Any], number: int) -> str:
 
 
 def work_folder(output: Path) -> Path:
-    """Where embeddings wait until the output is complete."""
+    """Returns the folder that keeps embeddings until the output is complete."""
     return output.with_name(output.name + ".work")
 
 
 def targets(output: Path) -> list[Path]:
-    """The files that `write` writes."""
+    """Returns the files that `write` writes."""
     return [output] if output.suffix == ".parquet" else [output.with_suffix(ending) for ending in (".json", ".jsonl", ".npy")]
 
 
 def check_output(output: Path) -> None:
-    """Checks before the work that `write` will be able to write: the ending, the package for it, and the files at the place.
+    """Raises an error before the work begins if `write` could not write: checks the extension, the package and existing files.
 
-    Only files of an earlier `write` are replaced; any other is an error.
+    `write` replaces only files of an earlier `write`. Any other existing file raises an error.
     """
     if output.suffix not in FORMATS:
         raise ValueError(f"--output must end in {' or '.join(FORMATS)}, got {str(output)!r}")
@@ -433,7 +438,7 @@ def check_output(output: Path) -> None:
 
 
 def _is_ours(output: Path) -> bool:
-    """Whether `write` wrote the files at this place."""
+    """Returns whether `write` wrote the existing files."""
     try:
         if output.suffix == ".parquet":
             return _names_model(_about_parquet(output))
@@ -441,7 +446,7 @@ def _is_ours(output: Path) -> bool:
         with listed.open("rb") if listed.exists() else nullcontext() as file:
             has_samples = file is None or list(json.loads(file.readline())) == list(SAMPLE)
         return has_samples and _names_model(json.loads(described.read_text("utf-8")))
-    except (OSError, ValueError, TypeError):  # missing, or of another kind
+    except (OSError, ValueError, TypeError):  # the file is missing or has another format
         return False
 
 
@@ -455,14 +460,14 @@ def _about_parquet(path: Path) -> Any:
 
 
 def continue_or_begin(work: Path, about: dict[str, Any]) -> None:
-    """A folder of the same model and data is continued; another is an error."""
+    """Continues the folder if it has the same model and data. Raises an error if they differ."""
     path = work / "about.json"
     if path.exists():
         before = json.loads(path.read_text())
         changed = [name for name, value in about.items() if before.get(name) != value]
         if changed:
             raise ValueError(
-                f"{work} must be of the same model and data; changed since: {', '.join(changed)}. Remove the folder "
+                f"{work} must have the same model and data, but these have changed: {', '.join(changed)}. Remove the folder "
                 "to embed everything again, or choose another --output"
             )
         return
@@ -471,26 +476,26 @@ def continue_or_begin(work: Path, about: dict[str, Any]) -> None:
 
 
 def write(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Writes embeddings and samples as one Parquet file, or as an array with the samples and `about` beside it.
+    """Writes embeddings, samples and `about` to one Parquet file, or to the three files of `targets`.
 
     Args:
-        output: ends in one of `FORMATS`.
+        output: path that ends in one of `FORMATS`.
         stored: all embeddings.
-        samples: one table row for each, with the same keys.
-        about: the model and the data.
+        samples: one table row for each embedding. All rows have the same keys.
+        about: description of the model and the data.
     """
     package = _load_writer(output)
     if output.suffix == ".parquet":
         _write_parquet(package, output, stored, samples, about)
         return
-    header = {"descr": "<f4", "fortran_order": False, "shape": (stored.done, stored.width)}
+    header = {"descr": "<f4", "fortran_order": False, "shape": (stored.done, stored.dim)}
 
     def array(file: Any) -> None:
         package.lib.format.write_array_header_1_0(file, header)
         with stored.path.open("rb") as rows:
             shutil.copyfileobj(rows, file, 1 << 24)
 
-    # The model and data come first: they show whose files these are. The array comes last: with it the output is complete.
+    # `about` is written first, because it marks the files as ours. The array is written last, because it completes the output.
     described, listed, _ = targets(output)
     lines = (json.dumps(sample, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n" for sample in samples)
     file_io.write(described, lambda file: file.write(json.dumps(about, indent=1).encode()))
@@ -499,7 +504,7 @@ def write(output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about
 
 
 def _load_writer(output: Path) -> ModuleType:
-    """pyarrow or NumPy."""
+    """Imports pyarrow or NumPy."""
     if output.suffix == ".parquet":
         return extras.load("pyarrow", purpose="Writing Parquet")
     return extras.load("numpy", purpose="Writing embeddings")
@@ -509,7 +514,7 @@ def _write_parquet(
     arrow: ModuleType, output: Path, stored: Stored, samples: Iterable[dict[str, Any]], about: dict[str, Any]
 ) -> None:
     parquet = extras.load("pyarrow.parquet", purpose="Writing Parquet")
-    texts, kind = iter(samples), arrow.list_(arrow.float32(), stored.width)
+    texts, kind = iter(samples), arrow.list_(arrow.float32(), stored.dim)
     metadata = {_ABOUT: json.dumps(about)}
 
     def table(file: Any) -> None:
@@ -528,10 +533,10 @@ def _write_parquet(
 
 
 class Saved:
-    """Embeddings that `write` wrote.
+    """Reads embeddings that `write` wrote.
 
     Args:
-        path: ends in one of `FORMATS`.
+        path: path that ends in one of `FORMATS`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -546,23 +551,23 @@ class Saved:
             names = [name for name in parquet.read_schema(path).names if name != EMBEDDING]
             self.samples: list[dict[str, Any]] = parquet.read_table(path, columns=names).to_pylist()
         else:
-            beside = targets(path)[:2]
-            if not all(place.is_file() for place in beside):
+            about, samples, _ = targets(path)
+            if not (about.is_file() and samples.is_file()):
                 raise FileNotFoundError(
-                    f"{path} must have {beside[0].name} and {beside[1].name} beside it, as embed writes them"
+                    f"{path} must have {about.name} and {samples.name} in the same folder, as embed writes them"
                 )
-            self.about = json.loads(beside[0].read_text("utf-8"))
-            with beside[1].open("rb") as lines:
+            self.about = json.loads(about.read_text("utf-8"))
+            with samples.open("rb") as lines:
                 self.samples = [json.loads(line) for line in lines]
         if not _names_model(self.about):
-            raise ValueError(f"{path} must be a file that `megabatch embed` wrote, got one that names no model")
+            raise ValueError(f"{path} must be a file that `megabatch embed` wrote, got one without the name of a model")
         if path.suffix == ".npy" and (rows := len(self._array())) != len(self.samples):
             raise ValueError(
-                f"{path} must have a row for each line of {beside[1].name}, got {rows:,} and {len(self.samples):,}"
+                f"{path} must have a row for each line of {path.stem}.jsonl, got {rows:,} and {len(self.samples):,}"
             )
 
     def chunks(self) -> Iterator[Tensor]:  # (n, D) each
-        """The embeddings, some rows at a time."""
+        """Yields the embeddings, at most `ROWS` at a time."""
         if self.path.suffix == ".parquet":
             parquet = extras.load("pyarrow.parquet", purpose="Reading Parquet")
             with parquet.ParquetFile(self.path) as file:
@@ -575,6 +580,6 @@ class Saved:
             yield torch.from_numpy(array[first : first + ROWS].copy())
 
     def _array(self) -> Any:  # (N, D)
-        """The rows of a file in NumPy's format, not read into memory."""
+        """Returns the memory-mapped rows of a file in NumPy's format."""
         numpy = extras.load("numpy", purpose="Reading embeddings")
         return numpy.load(self.path, mmap_mode="r", allow_pickle=False)

@@ -20,18 +20,18 @@ from megabatch_train.evaluation.embedding import device_of, embed
 from megabatch_train.towers.tower import Pair
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Chance level: the recall and the retrieval rank that a random order of the candidates would have.
+# Chance level: the expected recall and retrieval rank of a random order of the candidates.
 
 
 def expect_recall(k: int, candidates: int, correct: float = 1) -> float:
-    """The chance that one of the first k candidates in random order is a correct one.
+    """Returns the probability that one of the first k candidates in random order is correct.
 
     Example: `expect_recall(5, 1000)` is 0.005, and with two correct candidates `expect_recall(5, 1000, 2)` is 0.00998.
 
     Args:
-        k: candidates that count as found.
+        k: number of first candidates.
         candidates: number of distinct candidates.
-        correct: number of correct ones among them; a mean over queries need not be a whole number.
+        correct: number of correct candidates. A mean over queries can be a fraction.
     """
     if k >= candidates:
         return 1.0
@@ -41,18 +41,21 @@ def expect_recall(k: int, candidates: int, correct: float = 1) -> float:
 
 
 def expect_rank(candidates: int, correct: float = 1) -> float:
-    """The mean retrieval rank of the best correct candidate in random order, from 1. Other correct candidates do not count."""
+    """Returns the mean retrieval rank of the first correct candidate in random order. Ranks count from 1.
+
+    Other correct candidates do not count as candidates.
+    """
     return (candidates - correct) / (correct + 1) + 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ranks where a row has several matching columns, or a column several matching rows: the rank of the best match.
+# Retrieval ranks if a row has several matching columns, or a column has several matching rows: the rank of the best match.
 #
-# The library ranks one entry of each row and of each column, in one pass over the tiles. Here that entry is the best match.
-# Finding it takes one product for each matching pair. Ties and NaN are as in `pairwise_rank`: similarities within rounding
-# error are equal, the smaller index comes first, and NaN ranks last. With one match per row both agree.
+# The library ranks one entry of each row and of each column in one pass over the tiles. Here, this entry is the best match.
+# Finding it takes one dot product for each matching pair. Ties and NaN are as in `pairwise_rank`: similarities within rounding
+# error are equal, the smaller index comes first, and NaN ranks last. With one match per row, the results are equal.
 
-ROWS = 8192  # pairs whose similarities are computed at once
+ROWS = 8192  # number of pairs whose similarities are computed at once
 
 
 @torch.no_grad()
@@ -65,16 +68,16 @@ def ranks_of_best(
     group: Any = None,
     backend: Backend = "auto",
 ) -> PairRanks:  # (N,), (M,) int64
-    """The rank of each row's best match among the columns that do not match it, and of each column's; 0 is best.
+    """Returns the retrieval rank of the best match of each row and of each column. Rank 0 is best.
 
-    Same as the smallest position of a matching column in `(x @ y.T)[i]` sorted in descending order, where other matching
-    columns are not counted, without the matrix. A column without a match ranks last.
+    The rank of row i is the smallest position of a matching column in `(x @ y.T)[i]` in descending order. Other matching
+    columns are not counted. The matrix is not stored. A column without a match ranks last.
 
     Args:
         x: (N, D) embeddings.
-        y: (M, D) embeddings, of the same dtype.
-        rows: (P,) row numbers of the matching pairs, counted over all ranks; every row occurs at least once. Over a group, this
-            rank must have all pairs of its rows and of its columns, and may have others.
+        y: (M, D) embeddings of the same dtype.
+        rows: (P,) row numbers of the matching pairs, counted over all ranks. Every row occurs at least once. With a group, this
+            rank must pass all pairs of its rows and of its columns, and can pass other pairs.
         columns: (P,) column numbers of the matching pairs, counted over all ranks.
         group: process group that x and y are sharded over (default: no sharding).
         backend: see `clip_loss`.
@@ -83,28 +86,28 @@ def ranks_of_best(
     world = World.of(group, y.device)
     first, totals = _count_rows(world, x, y)
     _check_pairs(rows, columns, totals)
-    pairs = torch.unique(torch.stack([rows, columns]), dim=1)  # a pair counts once, however often it is named
+    pairs = torch.unique(torch.stack([rows, columns]), dim=1)  # a repeated pair counts once
     by_row = _MatchingEntries.find(x, y, pairs[0] - first[0], pairs[1], run, world)
     by_column = _MatchingEntries.find(y, x, pairs[1] - first[1], pairs[0], run, world)
-    _check_all_named(by_row, "rows", "x", len(x))
+    _check_all_have_pairs(by_row, "rows", "x", len(x))
     entries = RankedEntries(by_row.match, by_column.match, by_row.target, by_column.target)
     there, back = rank(x, y, run, entries)
     return PairRanks(there - by_row.count_before(), back - by_column.count_before())
 
 
 class _MatchingEntries(NamedTuple):
-    """The entries of the matching pairs of this rank's rows, and the best of each row. For columns, x and y are exchanged."""
+    """The logit matrix entries of this rank's matching pairs, and the best entry of each row. Columns exchange x and y."""
 
     rows: Tensor  # (P,) int64
     columns: Tensor  # (P,) int64, counted over all ranks
     similarity: Tensor  # (P,)
-    noise: Tensor  # (P,) how far rounding may have moved the similarity
+    noise: Tensor  # (P,) bound of the rounding error of the similarity
     match: Tensor  # (N,) the best similarity of each row
-    target: Tensor  # (N,) int64, its column
+    target: Tensor  # (N,) int64, the column of the best similarity
 
     @staticmethod
     def find(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor, run: Execution, world: World) -> "_MatchingEntries":
-        """The entries of the pairs (row of x here, column over all ranks) whose row is here."""
+        """Computes the entries of the pairs whose row is on this rank. Columns are counted over all ranks."""
         here = (rows >= 0) & (rows < len(x))
         rows, columns = rows[here], columns[here]
         similarity = torch.empty(len(rows), dtype=accumulator_dtype(x.dtype), device=x.device)
@@ -119,7 +122,7 @@ class _MatchingEntries(NamedTuple):
         return _MatchingEntries(rows, columns, similarity, noise, *_best(len(x), similarity, rows, columns))
 
     def count_before(self) -> Tensor:  # (N,) int64
-        """The number of matching columns that come before each row's best match: equal to it up to rounding, or NaN."""
+        """Returns how many matching columns rank before each row's best match, because they are equal up to rounding or NaN."""
         match, target = self.match[self.rows], self.target[self.rows]
         later = (self.similarity <= match + self.noise) & (self.columns > target)
         before = ~((self.similarity < match - self.noise) | later) & (self.columns != target)
@@ -127,17 +130,19 @@ class _MatchingEntries(NamedTuple):
 
 
 def _best(N: int, similarity: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:  # (N,), (N,) int64
-    """The best match of each row and its column: the first of equal ones; NaN only if all its matches are NaN."""
+    """Returns the best similarity of each row and its column, the first of equal ones. It is NaN if all matches are NaN."""
     lowest, none = torch.finfo(similarity.dtype).min, torch.iinfo(torch.int64).max
-    known = similarity.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=lowest)
-    best = torch.full((N,), -torch.inf, dtype=known.dtype, device=known.device).scatter_reduce(0, rows, known, "amax")
-    among = torch.where(known == best[rows], columns, none)
-    target = torch.full((N,), none, dtype=torch.int64, device=known.device).scatter_reduce(0, rows, among, "amin")
+    comparable = similarity.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=lowest)
+    best = torch.full((N,), -torch.inf, dtype=comparable.dtype, device=comparable.device).scatter_reduce(
+        0, rows, comparable, "amax"
+    )
+    among = torch.where(comparable == best[rows], columns, none)
+    target = torch.full((N,), none, dtype=torch.int64, device=comparable.device).scatter_reduce(0, rows, among, "amin")
     return torch.where(best == -torch.inf, torch.nan, best), target
 
 
 def _count_rows(world: World, x: Tensor, y: Tensor) -> tuple[list[int], list[int]]:
-    """(The number of this rank's first row of x, and of y; the rows of both on all ranks)."""
+    """Returns the numbers of this rank's first rows of x and y, and the total numbers of rows of x and y."""
     counts = world.gather_integers([len(x), len(y)])
     return [sum(line[side] for line in counts[: world.rank]) for side in (0, 1)], [
         sum(line[side] for line in counts) for side in (0, 1)
@@ -148,7 +153,8 @@ def _check_pairs(rows: Tensor, columns: Tensor, totals: Sequence[int]) -> None:
     for name, value, side, length in (("rows", rows, "x", totals[0]), ("columns", columns, "y", totals[1])):
         if value.dtype != torch.int64 or value.dim() != 1 or len(value) != len(rows):
             raise ValueError(
-                f"{name} must be a vector of int64, as long as its partner, got {value.dtype}, {tuple(value.shape)}"
+                f"{name} must be a vector of int64, and rows and columns must have equal length, got {value.dtype}, "
+                f"{tuple(value.shape)}"
             )
         if len(value) and not (int(value.min()) >= 0 and int(value.max()) < length):
             raise ValueError(
@@ -156,14 +162,15 @@ def _check_pairs(rows: Tensor, columns: Tensor, totals: Sequence[int]) -> None:
             )
 
 
-def _check_all_named(found: _MatchingEntries, name: str, side: str, length: int) -> None:
-    without = (torch.bincount(found.rows, minlength=length) == 0).nonzero().flatten()
+def _check_all_have_pairs(entries: _MatchingEntries, name: str, side: str, length: int) -> None:
+    without = (torch.bincount(entries.rows, minlength=length) == 0).nonzero().flatten()
     if len(without):
-        raise ValueError(f"{name} must name every row of {side} at least once, got none for row {int(without[0])} of {length}")
+        row = int(without[0])
+        raise ValueError(f"{name} must contain every row of {side} at least once, got no pair for row {row} of {length}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Recall and ranks in both directions, with open_clip's names, without the similarity matrix.
+# Recall and retrieval ranks in both directions, with the metric names of open_clip. The similarity matrix is not stored.
 
 
 RECALLS = (1, 5, 10)
@@ -180,25 +187,25 @@ def retrieval(
     group: Any = None,
     backend: Backend = "auto",
 ) -> dict[str, float]:
-    """Recall@1, 5 and 10, mean reciprocal rank, nDCG@10, mean and median rank in both directions; ranks count from 1.
+    """Computes recall@1, 5 and 10, mean reciprocal rank, nDCG@10, mean and median rank in both directions.
 
-    `num_samples` is N; `num_texts` is M, if it differs.
+    Ranks count from 1. `num_samples` is N. `num_texts` is M, if M differs from N.
 
     Args:
         image: (N, D) embeddings of the first side.
-        text: (M, D) embeddings of the second.
-        owners: (M,) the row of `image` that each text belongs to, if images have several texts; the best text counts. None if
-            row i belongs to row i. Over a group, an image and its texts are on one rank.
-        pairs: (P,), (P,) the rows of `image` and of `text` that belong together, if texts may have several images as well;
-            every row occurs at least once, and the best match counts. Over a group, the pairs of all ranks, with rows counted
-            over all ranks.
-        names: of the two sides, as in "image_to_text_R@1".
-        group: process group the data is sharded over (default: no sharding). All ranks get the same result.
-        backend: for `pairwise_rank`.
+        text: (M, D) embeddings of the second side.
+        owners: (M,) the row of `image` that each text belongs to, if images have several texts. The best text counts. None if
+            row i belongs to row i. With a group, an image and its texts must be on the same rank.
+        pairs: (P,), (P,) the rows of `image` and of `text` that belong together, if texts can have several images too. Every
+            row occurs at least once, and the best match counts. With a group, these are the pairs of all ranks, and rows are
+            counted over all ranks.
+        names: names of the two sides, as in "image_to_text_R@1".
+        group: process group that the data is sharded over (default: no sharding). All ranks get the same result.
+        backend: backend of `pairwise_rank`.
     """
     world = World.of(group, image.device)
     if owners is not None and pairs is not None:
-        raise ValueError("owners must be None where pairs are given, got both")
+        raise ValueError("owners must be None if pairs are given, got both")
     if owners is None and pairs is None:
         there, back = pairwise.pairwise_rank(image, text, group=group, backend=backend)
     else:
@@ -219,9 +226,11 @@ def _summary(name: str, ranks: Tensor) -> dict[str, float]:
     values = ranks.double()
     middle = values.quantile(0.5, interpolation="midpoint") if len(values) < 2**24 else values.median()  # quantile's limit
     result = {f"{name}_mean_rank": values.mean().item() + 1, f"{name}_median_rank": math.floor(middle.item()) + 1.0}
-    found = ranks.double()
-    result |= {f"{name}_MRR": (1 / (found + 1)).mean().item()}
-    result |= {f"{name}_nDCG@10": torch.where(ranks < 10, 1 / (found + 2).log2(), 0.0).mean().item()}  # one match counts
+    positions = ranks.double()
+    result |= {f"{name}_MRR": (1 / (positions + 1)).mean().item()}
+    result |= {
+        f"{name}_nDCG@10": torch.where(ranks < 10, 1 / (positions + 2).log2(), 0.0).mean().item()
+    }  # only the best match counts
     return result | {f"{name}_R@{k}": (ranks < k).double().mean().item() for k in RECALLS}
 
 
@@ -234,7 +243,7 @@ TEMPLATES = (
     "a photo of a {}.",
     "a drawing of a {}.",
     "a picture of the {}.",
-)  # general prompts; many datasets have their own
+)  # general prompts; many datasets have special prompts
 TOPS = (1, 5)
 
 
@@ -242,40 +251,40 @@ TOPS = (1, 5)
 def classifier(
     encode: Callable[[list[str]], Tensor], names: Sequence[str], templates: Sequence[str] = TEMPLATES, *, at_once: int = 64
 ) -> Tensor:  # (C, D)
-    """One unit vector per class: the mean over templates of the text embeddings of its name.
+    """Returns one unit vector per class: the normalized mean of the text embeddings of its name in all templates.
 
     Args:
-        encode: texts to embeddings, (n,) -> (n, D).
-        names: of the classes.
-        templates: texts with "{}" where the name goes.
-        at_once: classes whose texts are encoded together.
+        encode: function from texts to embeddings, (n,) -> (n, D).
+        names: names of the classes.
+        templates: texts with "{}" in place of the name.
+        at_once: number of classes whose texts are encoded together.
     """
     if not names or not templates:
         raise ValueError(f"names and templates must not be empty, got {len(names)} and {len(templates)}")
     for template in templates:
         try:
             has_name = template.format("name") != template
-        except (ValueError, LookupError, AttributeError):  # {name}, {0} {1}, {.x}, or a brace alone
+        except (ValueError, LookupError, AttributeError):  # {name}, {0} {1}, {.x}, or a single brace
             has_name = False
         if not has_name:
-            raise ValueError(f'templates must have a "{{}}" where the name goes, and no other braces, got {template!r}')
-    found = []
+            raise ValueError(f'templates must have a "{{}}" in place of the name, and no other braces, got {template!r}')
+    classes = []
     for start in range(0, len(names), at_once):
         part = names[start : start + at_once]
         texts = encode([template.format(name) for name in part for template in templates])  # (n·templates, D)
-        found.append(F.normalize(F.normalize(texts, dim=-1).view(len(part), len(templates), -1).mean(1), dim=-1))
-    return torch.cat(found)
+        classes.append(F.normalize(F.normalize(texts, dim=-1).view(len(part), len(templates), -1).mean(1), dim=-1))
+    return torch.cat(classes)
 
 
 def zero_shot(image: Tensor, labels: Tensor, classes: Tensor, *, name: str = "imagenet", group: Any = None) -> dict[str, float]:
-    """Top-1 and top-5 accuracy, as `{name}-zeroshot-val-top1`.
+    """Computes top-1 and top-5 accuracy, with keys such as `{name}-zeroshot-val-top1`.
 
     Args:
         image: (N, D) embeddings.
         labels: (N,) int64 class numbers.
-        classes: (C, D) from `classifier`, the same on all ranks.
-        name: of the dataset.
-        group: process group the images are sharded over (default: no sharding). All ranks get the same result.
+        classes: (C, D) result of `classifier`, equal on all ranks.
+        name: name of the dataset.
+        group: process group that the images are sharded over (default: no sharding). All ranks get the same result.
     """
     rows = torch.arange(len(image), device=image.device)
     ranks = World.of(group, image.device).gather_rows(ranks_of_best(image, classes.to(image), rows, labels).row)
@@ -285,11 +294,11 @@ def zero_shot(image: Tensor, labels: Tensor, classes: Tensor, *, name: str = "im
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Semantic textual similarity (STS): how well the similarities of a model are in the order of people's scores.
+# Semantic textual similarity (STS): how well the similarities of a model agree with the order of human scores.
 
 
 def spearman(x: Tensor, y: Tensor) -> float:  # (n,), (n,)
-    """Spearman's rank correlation: the correlation of the ranks, where ties have the mean of their ranks."""
+    """Returns Spearman's rank correlation. Equal values get the mean of their ranks."""
     if len(x) < 2:
         raise ValueError(f"a correlation needs at least two scored pairs, got {len(x)}")
     a, b = (_ranks(values) for values in (x, y))
@@ -300,15 +309,15 @@ def spearman(x: Tensor, y: Tensor) -> float:  # (n,), (n,)
 def sts(
     pair: Pair, dataset: Dataset, scores: Tensor, *, chunk_size: int = 256, workers: Any = 0, group: Any = None
 ) -> dict[str, float]:
-    """The correlation of cosine similarities with scores, (samples,). Samples without a score or unreadable are skipped."""
+    """Returns the correlation of cosine similarities with scores (samples,). Skips unreadable samples and missing scores."""
     world = World.of(group, device_of(pair.second.module))
     ours = list(range(world.rank, len(dataset), world.size))
     sides = [embed(pair.towers[side], dataset, side, ours, chunk_size=chunk_size, workers=workers) for side in (0, 1)]
     good = (dataset.usable(ours) & ~scores[ours].isnan()).to(sides[0].device)
-    found = torch.cosine_similarity(sides[0], sides[1])[good].double()
-    similarities, wanted = world.gather_rows(found), world.gather_rows(scores[ours].to(found.device)[good])
-    failed = len(dataset) - len(similarities)
-    return {"sts_spearman": spearman(similarities, wanted), "num_samples": len(similarities), "num_failed": failed}
+    cosines = torch.cosine_similarity(sides[0], sides[1])[good].double()
+    all_cosines, all_scores = world.gather_rows(cosines), world.gather_rows(scores[ours].to(cosines.device)[good])
+    failed = len(dataset) - len(all_cosines)
+    return {"sts_spearman": spearman(all_cosines, all_scores), "num_samples": len(all_cosines), "num_failed": failed}
 
 
 def _ranks(values: Tensor) -> Tensor:  # (n,) -> (n,) float64
@@ -332,32 +341,33 @@ def evaluate(
     workers: int | Executor = 0,
     group: Any = None,
 ) -> dict[str, float]:
-    """Retrieval in both directions over the distinct items and documents of a dataset; `retrieval` describes the metrics.
+    """Computes the metrics of `retrieval` over the distinct items and documents of a dataset.
 
     Samples with the same first side (`dataset.items`) are one item, such as an image with several captions. Samples with the
     same second side (`dataset.documents`) are one document, such as an answer to several questions. Each is ranked once, and
-    every match of it is right. `num_pairs` is the number of different pairs, if items and documents have several matches.
+    each of its matches is correct. `num_pairs` is the number of different pairs, if items and documents have several matches.
     `num_failed` is the number of unreadable samples on all ranks. `clip_val_loss` is CLIP's loss over all pairs at `scale`
-    (default: the model's). Under autocast the towers encode in half precision, but embeddings are compared as they are.
+    (default: the scale of the model). Under autocast, the towers encode in half precision, but embeddings are compared in the
+    dtype that they have.
     """
     world = World.of(group, device_of(pair.second.module))
     pairs = _pairs_of(dataset)
-    if len(pairs.item_samples) < world.size:  # raised on all ranks, since the others would wait
+    if len(pairs.item_samples) < world.size:  # all ranks raise it, because the other ranks would wait forever
         raise ValueError(f"dataset must have at least one item for each of {world.size} ranks, got {len(pairs.item_samples)}")
     if len(pairs.document_samples) < world.size:
-        group, world = None, World.of(None, world.device)  # with so few of them, each rank evaluates everything
+        group, world = None, World.of(None, world.device)  # with so few documents, each rank evaluates everything
     sides: list[Tensor] = []
     read: set[int] = set()
     for side, samples in enumerate((pairs.item_samples, pairs.document_samples)):
         mine = samples[_share(len(samples), world)].tolist()
         sides.append(embed(pair.towers[side], dataset, side, mine, chunk_size=chunk_size, workers=workers))
         read.update(mine)
-    one_to_one = pairs.are_one_to_one  # before samples are excluded: then pair i is still of item i and document i
+    one_to_one = pairs.are_one_to_one  # also valid after samples are excluded: pair i stays the pair of item i and document i
     failed = set().union(*world.gather_objects({index for index in read if index in dataset.failures}))
     if failed:
         pairs, sides = _without(pairs, failed, sides, world)
     if not len(pairs.items):
-        reason = next(found for found in world.gather_objects(next(iter(dataset.failures.values()), None)) if found)
+        reason = next(text for text in world.gather_objects(next(iter(dataset.failures.values()), None)) if text)
         raise ValueError(f"none of {len(dataset):,} samples could be read, the first because {reason}")
     names = ("image", "text") if dataset.sides[0] != dataset.sides[1] else ("query", "text")
     matches = None if one_to_one else (pairs.items.to(world.device), pairs.documents.to(world.device))
@@ -370,25 +380,25 @@ def evaluate(
 
 
 class _EvaluationPairs(NamedTuple):
-    """The pairs of a dataset, on all ranks: pair i is of the item `items[i]` and the document `documents[i]`."""
+    """The pairs of a dataset on all ranks. Pair i consists of the item `items[i]` and the document `documents[i]`."""
 
     samples: Tensor  # (P,) int64 sample indices, sorted by item
     items: Tensor  # (P,) int64, in ascending order
     documents: Tensor  # (P,) int64, numbered in the order of first appearance
-    item_samples: Tensor  # (items,) int64: a sample of each item
-    document_samples: Tensor  # (documents,) int64
+    item_samples: Tensor  # (items,) int64, a sample of each item
+    document_samples: Tensor  # (documents,) int64, a sample of each document
 
     @property
     def are_one_to_one(self) -> bool:
-        """Whether no item and no document is in two pairs. Pair i is then of item i and document i."""
+        """Whether each item and each document is in only one pair. If so, pair i consists of item i and document i."""
         return len(self.items) == len(self.item_samples) == len(self.document_samples)
 
     def count_different(self) -> int:
-        """The number of different pairs."""
+        """Returns the number of different pairs."""
         return len(torch.unique(self.items * len(self.document_samples) + self.documents))
 
     def ids(self) -> Tensor | None:  # (P,) or (P, 2) int64
-        """Ids for a loss: pairs that share an item or a document are not each other's negatives."""
+        """Returns ids for a loss. Pairs that share an item or a document are not each other's negatives."""
         if self.are_one_to_one:
             return None
         if len(self.document_samples) == len(self.items):
@@ -410,16 +420,16 @@ def _pairs_of(dataset: Dataset) -> _EvaluationPairs:
 
 
 def _share(count: int, world: World) -> slice:
-    """This rank's part of so many items or documents."""
+    """Returns the range of items or documents that this rank evaluates."""
     return slice(world.rank * count // world.size, (world.rank + 1) * count // world.size)
 
 
 def _without(
     pairs: _EvaluationPairs, failed: set[int], sides: list[Tensor], world: World
 ) -> tuple[_EvaluationPairs, list[Tensor]]:
-    """The pairs and this rank's embeddings without unreadable samples, and without what has no pair any more.
+    """Removes unreadable samples, and then items and documents without a pair, from the pairs and this rank's embeddings.
 
-    An unreadable image is skipped with all its captions.
+    If an image is unreadable, all its captions are skipped.
     """
     unreadable = torch.tensor(sorted(failed))
     good = ~torch.isin(pairs.samples, unreadable) & ~torch.isin(pairs.item_samples, unreadable)[pairs.items]
@@ -444,15 +454,15 @@ def _loss(
     scale: float,
     world: World,
 ) -> Tensor:  # ()
-    """This rank's share of CLIP's loss over all pairs. A pair belongs to the rank of its item."""
+    """Returns CLIP's loss of this rank's pairs against all pairs. A pair belongs to the rank of its item."""
     if matches is None:
         return clip_loss(items, documents, scale, group=world.group)
     first = world.row_offset(len(items))
     mine = (matches[0] >= first) & (matches[0] < first + len(items))
-    wanted = matches[1][mine]
-    partners = documents.new_empty(len(wanted), documents.shape[1])
+    columns = matches[1][mine]
+    partners = documents.new_empty(len(columns), documents.shape[1])
     for begin, block in world.blocks(documents):
-        here = (wanted >= begin) & (wanted < begin + len(block))
-        partners[here] = block[wanted[here] - begin]
+        here = (columns >= begin) & (columns < begin + len(block))
+        partners[here] = block[columns[here] - begin]
     own = items[matches[0][mine] - first]
     return clip_loss(own, partners, scale, ids=None if ids is None else ids.to(mine.device)[mine], group=world.group)

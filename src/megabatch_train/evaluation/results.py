@@ -14,11 +14,11 @@ from megabatch_train.data import load as data
 from megabatch_train.data.dataset import Dataset
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Results as JSON lines: one object per line, appended, so that they can be read during a run.
+# Results as JSON lines. Each result is appended as one object per line, so the file can be read during a run.
 
 
 def append(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Appends one line, or nothing if the disk is full. NaN and infinity become null, since JSON has neither."""
+    """Appends one line. If the disk is full, writes nothing and raises an OSError. NaN and infinity become null."""
     place = Path(path)
     place.parent.mkdir(parents=True, exist_ok=True)
     line = f"{json.dumps(_writable(result), ensure_ascii=False, allow_nan=False)}\n".encode()
@@ -28,21 +28,21 @@ def append(path: str | Path, result: Mapping[str, Any]) -> None:
             if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
         except OSError:
-            file.truncate(end)  # half a line, followed by another, would make the file unreadable
+            file.truncate(end)  # an incomplete line before other lines would make the file unreadable
             raise
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """All lines. An incomplete last line is left out: it may be in the middle of being written."""
+    """Returns the objects of all lines. Excludes an incomplete last line, because another process may be writing it."""
     lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n")  # strings may contain other line separators
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(lines):
         try:
-            found.append(json.loads(line.decode()))
-        except ValueError as error:  # not JSON, or half a character
+            records.append(json.loads(line.decode()))
+        except ValueError as error:  # the line is not JSON or ends within a character
             if number < len(lines) - 1:
                 raise ValueError(f"{path}, line {number + 1}, must be a JSON object: {error}") from error
-    return found
+    return records
 
 
 def _writable(value: Any) -> Any:
@@ -52,7 +52,7 @@ def _writable(value: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A run as its folder has it.
+# The files of a run in its folder.
 
 
 CONFIG, COMMAND, METRICS, ENVIRONMENT = "config.toml", "command.txt", "metrics.jsonl", "environment.json"
@@ -61,32 +61,31 @@ BEST, BEST_ABOUT = "best", "best.json"  # folder of the best weights, and their 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run as its folder has it."""
+    """The contents of the files in the folder of a run."""
 
     folder: Path
     config_text: str
     config: dict[str, Any]
     command: str
-    training: list[dict[str, Any]]  # by step, each once
-    evaluations: list[dict[str, Any]]  # by step, each once: {"step", "evaluation"}
+    training: list[dict[str, Any]]  # one record per step, sorted by step
+    evaluations: list[dict[str, Any]]  # one record {"step", "evaluation"} per step, sorted by step
     environment: dict[str, Any] = field(default_factory=dict)  # date, hardware, versions, sizes
-    best: dict[str, Any] = field(
-        default_factory=dict
-    )  # step, metric and value of the best evaluation, if best/ has its weights
+    # step, metric and value of the best evaluation, if best/ has its weights
+    best: dict[str, Any] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[str]:
-        """Warnings of the trainer about runs that learn nothing."""
+        """The trainer's warnings that the run learns nothing."""
         return [record["problem"] for record in self.training if "problem" in record]
 
     @property
     def training_data(self) -> str:
-        """The training data's name."""
+        """The name of the training data."""
         return str(self.config.get("data", ""))
 
     @property
     def test_data(self) -> tuple[str, str | None] | None:
-        """(name, split) of the data to evaluate on, which is the training data if there is no other; None if none is named."""
+        """Name and split of the evaluation data; None if the run has none. Without validation data it is the training data."""
         if self.config.get("holdout"):
             return self.training_data, "test"
         named = self.config.get("validation") or self.training_data
@@ -95,26 +94,26 @@ class SavedRun:
 
     @property
     def tests_on_training_data(self) -> bool:
-        """Whether the run names no other data to evaluate on than what it learned."""
-        known = self.config.get("validation") or self.config.get("holdout")
-        return not known and self.training_data not in data.WITH_SPLITS
+        """Whether the run has no evaluation data other than its training data."""
+        other_data = self.config.get("validation") or self.config.get("holdout")
+        return not other_data and self.training_data not in data.WITH_SPLITS
 
     @property
     def training_part(self) -> tuple[str, str | None] | None:
-        """(name, split) of the data that the run learned from; None if none is named."""
+        """Name and split of the data that the run was trained on; None if the run has none."""
         spec = self.training_data
         split = "train" if self.config.get("holdout") or spec in data.WITH_SPLITS else None
         return (spec, split) if spec else None
 
     @property
     def training_options(self) -> dict[str, Any]:
-        """Options of that data, such as a table's columns."""
+        """Options of the training data, such as the columns of a table."""
         holdout = self.config.get("holdout")
         return {**self._locate_options("data_options"), **({"holdout": holdout} if holdout else {})}
 
     @property
     def test_data_is(self) -> str:
-        """How the data to evaluate on is related to the run, in words."""
+        """A description of how the evaluation data is related to the run."""
         if self.config.get("holdout"):
             return "held out of the training data"
         if self.tests_on_training_data:
@@ -122,26 +121,26 @@ class SavedRun:
         return "the validation data of the run"
 
     def test_set(self, *, size: int | None = None) -> Dataset:
-        """The data to evaluate on. `size` is the side length of emoji, in pixels."""
-        found = self.test_data
-        if found is None:
-            raise ValueError(f"{self.folder / CONFIG} must name data (data = …), got none")
-        return data.load(self.locate(found[0]), found[1], size=size, **self.test_options)
+        """Loads the evaluation data. `size` is the side length of emoji in pixels."""
+        spec_and_split = self.test_data
+        if spec_and_split is None:
+            raise ValueError(f"{self.folder / CONFIG} must have data (data = …), got none")
+        return data.load(self.locate(spec_and_split[0]), spec_and_split[1], size=size, **self.test_options)
 
     def locate(self, spec: str) -> str:
-        """Data of the run, as it is found from the present working directory."""
+        """Returns the data specification, changed so that relative paths work from the current working directory."""
         directory = self._directory
         return spec if directory is None else data.anchor(spec, directory)
 
     @property
     def _directory(self) -> Path | None:
-        """The working directory that the run's paths are relative to; None if it is not known, or if it is the present one."""
-        found = self.environment.get("directory")
-        return Path(found) if isinstance(found, str) and os.path.isabs(found) and found != os.getcwd() else None
+        """The working directory of the run, which its paths are relative to; None if it is unknown or the current one."""
+        directory = self.environment.get("directory")
+        return Path(directory) if isinstance(directory, str) and os.path.isabs(directory) and directory != os.getcwd() else None
 
     @property
     def test_options(self) -> dict[str, Any]:
-        """Options of that data, such as a table's columns."""
+        """Options of the evaluation data, such as the columns of a table."""
         if holdout := self.config.get("holdout"):
             return {**self._locate_options("data_options"), "holdout": holdout}
         return self._locate_options("data_options" if self.tests_on_training_data else "validation_options")
@@ -152,7 +151,7 @@ class SavedRun:
 
 
 def read_run(folder: str | Path) -> SavedRun:
-    """Reads a run. A missing file leaves its part empty; a damaged one raises an error that names it."""
+    """Reads a run. If a file is missing, its part is empty. A damaged file raises an error with its name."""
     place = Path(folder)
     if not place.is_dir():
         raise FileNotFoundError(f"No such folder: {folder}")
@@ -175,6 +174,6 @@ def _text(path: Path) -> str:
 
 
 def _by_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sorted by step; of a step that was repeated after a stop, the last record."""
+    """Sorts records by step. If a step was repeated after a stop, only its last record is kept."""
     last = {int(record["step"]): record for record in records}
     return [last[step] for step in sorted(last)]

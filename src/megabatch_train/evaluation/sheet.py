@@ -1,4 +1,4 @@
-"""A contact sheet as PNG: a row for each query, with its matches, their names and scores; credits at the bottom."""
+"""A contact sheet as PNG: each query has a row with its matches, their names and scores. Credits are at the bottom."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from torch import Tensor
 from megabatch import extras, file_io
 from megabatch_train.data.images import to_pillow
 
-PICTURE, GAP, QUERY_WIDTH, TEXT_SIZE, SMALL_SIZE = 96, 14, 190, 14, 11  # pixels
+PICTURE, GAP, QUERY_WIDTH, TEXT_SIZE, SMALL_SIZE = 96, 14, 190, 14, 11  # in pixels
 LINE_HEIGHT = round(SMALL_SIZE * 1.3)
 ROW_HEIGHT = PICTURE + 3 * LINE_HEIGHT + GAP
-MOST_MATCHES, MOST_QUERIES = 12, 100  # drawn: 1,538 by at most 15,100 pixels
+MOST_MATCHES, MOST_QUERIES = 12, 100  # limits, so that the image has at most 1,538 × 15,100 pixels
 INK, FAINT, LINE = "#1c2733", "#6b7a89", "#e3e8ed"
 
 Shown = str | Tensor  # a text, or an image as (3, H, W) uint8
@@ -26,7 +26,7 @@ class Found:
     shown: Shown
     name: str
     score: float
-    right: bool | None = None  # whether the query is its own caption; None if unknown
+    right: bool | None = None  # whether the match is the one that belongs to the query; None if unknown
 
 
 def draw(
@@ -37,7 +37,7 @@ def draw(
     title: str = "",
     credits: Sequence[str] = (),
 ) -> None:
-    """Writes the sheet as PNG, one row per query; of many queries and matches the first, so that it can be opened."""
+    """Writes the sheet as PNG with one row per query. Only the first queries and matches are drawn, to limit its size."""
     if len(queries) != len(found) or not queries:
         raise ValueError(f"queries and found must be of the same length, at least 1, got {len(queries)} and {len(found)}")
     queries, found = queries[:MOST_QUERIES], [row[:MOST_MATCHES] for row in found[:MOST_QUERIES]]
@@ -64,7 +64,7 @@ class _Sheet:
         self._write(foot, GAP, bottom, FAINT)
 
     def row(self, number: int, query: Shown, found: Sequence[Found]) -> None:
-        """One query and its matches."""
+        """Draws one query and its matches."""
         top = self.top + number * ROW_HEIGHT
         if number:
             self._pen.line([(GAP, top - GAP // 2), (self.image.width - GAP, top - GAP // 2)], fill=LINE)
@@ -78,7 +78,7 @@ class _Sheet:
             self._write([f"{match.score:.2f}"], left, below + len(name) * LINE_HEIGHT, FAINT)
 
     def _show(self, shown: Shown, left: int, top: int, width: int) -> None:
-        """A text within the width, or a picture scaled to its square; both centred vertically."""
+        """Draws a text within the width, or an image scaled to a square. Both are vertically centered."""
         if isinstance(shown, str):
             step = round(TEXT_SIZE * 1.3)
             lines = self._lines(shown, width, self.font, most=max(1, PICTURE // step))
@@ -92,12 +92,12 @@ class _Sheet:
         picture = picture.resize(size, self.pillow.Resampling.LANCZOS)
         self.image.paste(picture, (left + (PICTURE - size[0]) // 2, top + (PICTURE - size[1]) // 2))
 
-    def _write(self, lines: Sequence[str], left: int, top: int, colour: str) -> None:
+    def _write(self, lines: Sequence[str], left: int, top: int, color: str) -> None:
         for number, line in enumerate(lines):
-            self._pen.text((left, top + number * LINE_HEIGHT), line, fill=colour, font=self.small)
+            self._pen.text((left, top + number * LINE_HEIGHT), line, fill=color, font=self.small)
 
     def _lines(self, text: str, width: int, font: Any, *, most: int) -> list[str]:
-        """The text in lines that fit the width; text beyond the last line becomes an ellipsis."""
+        """Breaks a text into lines that fit the width. An ellipsis replaces text beyond the last line."""
         lines: list[str] = []
         for word in text.split():
             longer = f"{lines[-1]} {word}" if lines else word
