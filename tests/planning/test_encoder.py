@@ -184,7 +184,7 @@ def test_two_encoders_that_are_none(configs):
     with pytest.raises(ValueError, match=r'model must be one name, or two with "\+" between them'):
         models.model(f"hf:{images}+")
     # As `towers.load` says it, and without asking anybody.
-    with pytest.raises(ValueError, match=r"no-such-name is no folder with a config.json, and not in the local cache"):
+    with pytest.raises(ValueError, match=r"no-such-name is not a folder with a config.json, and not in the local cache"):
         models.model(f"hf:{images}+no-such-folder/no-such-name")
 
 
@@ -243,7 +243,7 @@ def test_a_plan_asks_nobody(name, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: pytest.fail("asked for an address"))
-    with pytest.raises(ValueError, match=r"not in the local cache of the Hugging Face hub.* a plan downloads nothing"):
+    with pytest.raises(ValueError, match=r"not in the local cache of the Hugging Face hub.* A plan downloads nothing"):
         models.model(name)
     assert not constants.HF_HUB_OFFLINE
 

@@ -151,7 +151,7 @@ def test_nothing_fits():
     found = plan()
     tiny = replace(found, setup=replace(found.setup, gpu=replace(GPU, memory_gb=0.001)))
     assert tiny.largest(MEGABATCH, REPLAY) == 0
-    assert "Not even one pair a GPU fits" in report.advice(tiny)
+    assert "Not even one pair per GPU fits" in report.advice(tiny)
 
 
 def test_a_chunk_is_chosen_by_the_memory():
@@ -166,7 +166,7 @@ def test_a_chunk_is_chosen_by_the_memory():
         (20000, 1, "With 20,000 pairs the loss does not fit; the encoder does"),
         (100, 0.0029, "With 100 pairs the encoder does not fit; the loss does"),
         (3000, 0.01, "With 3,000 pairs neither the loss nor the encoder fits"),
-        (1000, 0.0238, "With 1,000 pairs the loss and the encoder each fit alone, but not together"),
+        (1000, 0.0238, "With 1,000 pairs the loss and the encoder each fit separately, but not together"),
     ],
 )
 def test_is_it_my_loss_or_my_encoder(batch, gb, says):

@@ -1,1 +1,1 @@
-"""Memory and time of a training step, estimated before it is run."""
+"""Estimates the memory and time of a training step without running it."""

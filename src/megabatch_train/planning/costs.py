@@ -1,4 +1,4 @@
-"""Memory and time of the loss on one rank, and the communication of a step over many ranks, without running them."""
+"""Estimates of the loss's memory and time on one rank, and of the communication of a step over many ranks."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,27 +13,27 @@ from megabatch_train.planning import gpus
 from megabatch_train.planning.gpus import Gpu
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Memory and time of the loss alone on one rank: megabatch and its peers.
+# Memory and time of only the loss on one rank, for megabatch and the baselines.
 #
-# A rank has n pairs, all R ranks together B, and embeddings are D wide. Bytes are counted at the peak of forward and backward,
-# beyond the embeddings, gradients included. Tests compare megabatch's and the dense formulas with the sum of all live tensors;
-# `benchmarks/plan_validation.py` compares megabatch's with a GPU.
+# A rank has n pairs, all R ranks together have B pairs, and D is the embedding dimension. Bytes are counted at the peak of
+# forward and backward. They include gradients, but not the embeddings. Tests compare the formulas of megabatch and the dense
+# losses with the sum of all live tensors. `benchmarks/plan_validation.py` compares the formulas of megabatch with a GPU.
 
 
 VANILLA, LOCAL, INF_CL, MEGABATCH = "vanilla CLIP", "OpenCLIP, local loss", "Inf-CL", "megabatch"
 
 FLOAT, HALF = 4, 2
-STATISTICS = 64  # bytes a row: sums of exponentials in float64 and their logarithms; measured
-DENSE_BYTES = 16  # bytes of a matrix entry at the peak, in float32 and under autocast: four float32 matrices; measured
+STATISTICS = 64  # bytes per row, measured: sums of exponentials in float64 and their logarithms
+DENSE_BYTES = 16  # bytes per matrix entry at the peak, measured: four float32 matrices, in float32 and under autocast
 
-# Float32 blocks of n×D that inf_cl holds: ten on one GPU (measured, benchmarks/results/loss_gpu.md), and in its ring five
-# more: the present block and the arriving one; the travelling gradient, the arriving one, and the gradient of this visit.
+# Number of float32 blocks of n×D that inf_cl holds. On one GPU there are ten (measured, benchmarks/results/loss_gpu.md). Its
+# ring adds five: the current and the arriving block, and the traveling gradient, the arriving gradient and the new gradient.
 INF_CL_BLOCKS, INF_CL_RING_BLOCKS = 10, 5
 
-# Seconds that a loss takes in a step however small it is: 0.8 to 1.2 ms measured at 4k pairs on an H200
-# (benchmarks/results/plan_validation.md). Its launches are made while the device still encodes; a small loss that runs alone
-# waits for them (small_gpu.md there). Work hides part of this time: the two are combined as the cube root of the sum of their
-# cubes.
+# Minimum seconds of a loss in a step. At 4k pairs on an H200, 0.8 to 1.2 ms were measured
+# (benchmarks/results/plan_validation.md). In a step, the CPU launches the kernels of the loss while the GPU still encodes. A
+# small loss without a step is launch-bound (benchmarks/results/small_gpu.md). Computation hides part of this time, so the two
+# times are combined as the cube root of the sum of their cubes.
 LAUNCHING = 0.9e-3
 
 
@@ -41,28 +41,29 @@ LAUNCHING = 0.9e-3
 class Shape:
     """The loss of one rank."""
 
-    batch: int  # B, of all ranks
+    batch: int  # B, pairs of all ranks
     ranks: int
     nodes: int
-    width: int  # D
-    embedding_bytes: int  # of one number as the towers return it
-    half: bool  # whether products are in half precision
+    dim: int  # D, the embedding dimension
+    embedding_bytes: int  # bytes of one number in the embeddings
+    half: bool  # whether matmuls are in half precision
 
     @property
     def rows(self) -> int:
-        """n, the largest number of rows of a rank."""
+        """The largest number of rows of a rank, n."""
         return -(-self.batch // self.ranks)
 
 
 def loss_bytes(system: str, shape: Shape) -> float:
-    """Bytes of one rank's loss at its peak."""
+    """Returns the peak bytes of one rank's loss."""
     return {VANILLA: _vanilla, LOCAL: _local, INF_CL: _inf_cl, MEGABATCH: _megabatch}[system](shape)
 
 
 def loss_seconds(system: str, shape: Shape, gpu: Gpu, precision: str, efficiency: float = gpus.LOSS_EFFICIENCY) -> float:
-    """Seconds of one rank's work in a training step, without communication."""
-    pairs = shape.batch * (shape.batch if system == VANILLA else shape.rows)  # vanilla: all logits on every rank
-    operations, rate = 8.0 * pairs * shape.width, gpu.rate(precision)
+    """Returns the seconds of one rank's loss in a training step, without communication."""
+    # Vanilla CLIP computes all logits on every rank.
+    pairs = shape.batch * (shape.batch if system == VANILLA else shape.rows)
+    operations, rate = 8.0 * pairs * shape.dim, gpu.rate(precision)
     if system == INF_CL:
         return operations / (gpus.INF_CL_EFFICIENCY * gpu.rate("bf16"))
     seconds = operations / (efficiency * rate)
@@ -72,37 +73,37 @@ def loss_seconds(system: str, shape: Shape, gpu: Gpu, precision: str, efficiency
 
 
 def _megabatch(shape: Shape) -> float:
-    """See docs/kernels.md for one rank, docs/ring.md for many."""
-    n, D, s = shape.rows, shape.width, shape.embedding_bytes
-    block, product = n * D, HALF if shape.half else FLOAT
+    """Returns the bytes of megabatch. docs/kernels.md describes one rank, and docs/ring.md describes many ranks."""
+    n, D, s = shape.rows, shape.dim, shape.embedding_bytes
+    block, element = n * D, HALF if shape.half else FLOAT
     rounded = 2 * block * HALF if shape.half and s > HALF else 0
     statistics = STATISTICS * n
     path = dispatch.find_rule(dispatch.BOTH, n, D, TRITON).path if shape.ranks == 1 else dispatch.TWO_PASS
     if path != dispatch.TWO_PASS:
-        # Gradients are made with the loss: float32 sums, then copies in the inputs' type.
-        one = pair_strip(n, product)
-        weights = min(one.rows, n) * min(one.columns, n) * product
-        if path == dispatch.DENSE:  # all logits are in memory, and in float32 the weights overwrite them
+        # Gradients are computed with the loss, as float32 sums. Then they are copied to the dtype of the inputs.
+        one = pair_strip(n, element)
+        weights = min(one.rows, n) * min(one.columns, n) * element
+        if path == dispatch.DENSE:  # all logits are in memory; in float32 the softmax weights overwrite them
             weights = n * n * (FLOAT + HALF if shape.half else FLOAT)
         return rounded + 2 * block * FLOAT + statistics + max(weights, 2 * block * s)
-    strip = strip_size(n, n, D, product)
+    strip = strip_size(n, n, D, element)
     rows, columns = min(strip.rows, n), min(strip.columns, n)
-    work = rows * columns * product + 2 * rows * D * FLOAT
+    work = rows * columns * element + 2 * rows * D * FLOAT
     if shape.ranks == 1:
-        # dx in its own type, and the sums of dy in float32. At the end dy is a rounded copy of them, if it is not float32.
+        # dx has its own dtype, and the sums of dy are float32. If dy is not float32, the sums are rounded to a copy at the end.
         last = block * s if s < FLOAT else 0
         return rounded + block * s + block * FLOAT + statistics + max(work, last)
-    # Travelling columns; sums of columns (found here, arriving, leaving, at home) and of rows. Two levels hold twice as many
-    # travelling columns, and two more blocks of sums.
+    # The ring holds traveling columns, sums of rows, and sums of columns (new, arriving, leaving, and on the home rank). With
+    # two levels it holds twice as many traveling columns, and two more blocks of sums.
     two_levels = shape.nodes > 1 and shape.ranks > shape.nodes
-    travelling = (4 if two_levels else 2) * block * product
+    traveling = (4 if two_levels else 2) * block * element
     sums = (7 if two_levels else 5) * block * FLOAT
-    return rounded + travelling + sums + 2 * block * s + 2 * statistics + work
+    return rounded + traveling + sums + 2 * block * s + 2 * statistics + work
 
 
 def _vanilla(shape: Shape) -> float:
-    gathered = shape.batch * shape.width
-    # For both towers: the gathered embeddings and their concatenation, the gradient, half-precision copies for the product.
+    gathered = shape.batch * shape.dim
+    # Both towers need the gathered embeddings, their concatenation, the gradient, and half-precision copies for the matmul.
     several = 2 * 2 * FLOAT + 2 * FLOAT + (2 * HALF if shape.half else 0) if shape.ranks > 1 else 2 * shape.embedding_bytes
     return DENSE_BYTES * float(shape.batch) ** 2 + gathered * several
 
@@ -110,23 +111,23 @@ def _vanilla(shape: Shape) -> float:
 def _local(shape: Shape) -> float:
     if shape.ranks == 1:
         return _vanilla(shape)
-    # For both towers: the gathered embeddings and their concatenation.
-    return DENSE_BYTES * float(shape.batch) * shape.rows + shape.batch * shape.width * 2 * 2 * FLOAT
+    # Both towers need the gathered embeddings and their concatenation.
+    return DENSE_BYTES * float(shape.batch) * shape.rows + shape.batch * shape.dim * 2 * 2 * FLOAT
 
 
 def _inf_cl(shape: Shape) -> float:
     blocks = INF_CL_BLOCKS + (INF_CL_RING_BLOCKS if shape.ranks > 1 else 0)
-    return float(blocks * shape.rows * shape.width * FLOAT)
+    return float(blocks * shape.rows * shape.dim * FLOAT)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The communication of a training step over many ranks: bytes and seconds.
 #
-# Bytes are exact: they follow from the schedule, hop by hop, and tests compare them with the bytes really sent. Seconds come
-# from a simulation of the schedule: every rank has a clock, every link carries one message after another at its bandwidth, and
-# a rank that needs a message waits for it. The waiting time is the exposed part of the communication.
+# Bytes are exact, because they follow from the hops of the schedule. Tests compare them with the bytes that are really sent.
+# Seconds come from a simulation of the schedule. Every rank has a clock, every link carries one message after another at its
+# bandwidth, and a rank that needs a message waits for it. This waiting time is the exposed part of the communication.
 #
-# Bandwidths, latencies and the compute rate are inputs; measure them on your machine.
+# Bandwidths, latencies and the compute rate are inputs, which should be measured on the target machine.
 
 
 SCHEDULES: dict[str, Callable[[Nodes], Route]] = {
@@ -138,23 +139,23 @@ SCHEDULES: dict[str, Callable[[Nodes], Route]] = {
 
 @dataclass(frozen=True)
 class Link:
-    """A full-duplex link: this bandwidth in each direction at once."""
+    """A full-duplex link. Both directions have this bandwidth at the same time."""
 
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes per second
     latency: float = 0.0  # seconds
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equally many ranks. Inside a node every rank has a link of its own; between nodes, a node has `rails` links."""
+    """Nodes with equally many ranks. Within a node, every rank has a separate link. Between nodes, a node has `rails` links."""
 
     nodes: int
     ranks_per_node: int
     inside: Link
     between: Link
-    rate: float  # operations a second of one rank, all ranks working
-    rails: int = 1  # links that a node has to the others, shared out evenly among its ranks; one, or one for each rank
-    overhead: float = 0.0  # seconds that one piece of work takes, however small
+    rate: float  # operations per second of one rank while all ranks compute
+    rails: int = 1  # number of links from a node to other nodes: one for all its ranks, or one for each rank
+    overhead: float = 0.0  # minimum seconds of one piece of work
 
     @property
     def ranks(self) -> int:
@@ -163,29 +164,29 @@ class Cluster:
 
     @property
     def layout(self) -> Nodes:
-        """The ranks of each node, numbered as torchrun does."""
+        """The ranks of each node, with the numbers of torchrun."""
         return tuple(tuple(range(n * self.ranks_per_node, (n + 1) * self.ranks_per_node)) for n in range(self.nodes))
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One lap of the ring: operations for a pair, bytes sent for a column."""
+    """The costs of one lap of the ring."""
 
     name: str
-    operations: int  # for a pair, per unit of width
-    block_bytes: int  # of a column, on its way to all ranks
-    sums_bytes: int  # of the sums of a column, on their way home
-    exchanges: int = 1  # small all-to-all messages before the lap
+    operations: int  # operations per pair and embedding dimension
+    block_bytes: int  # bytes per column, which travels to all ranks
+    sums_bytes: int  # bytes of the sums per column, which travel to the home rank
+    exchanges: int = 1  # number of small all-to-all messages before the lap
 
 
 def clip_passes(D: int, element_bytes: int, *, sums_bytes: int = 4, statistics_bytes: int | None = None) -> list[Pass]:
-    """Forward and backward of `clip_loss` with both towers learned.
+    """Returns the forward and backward passes of `clip_loss` if both towers are trained.
 
     Args:
-        D: the width of the embeddings.
-        element_bytes: of one number as it travels; 2 for half precision, also under autocast.
-        sums_bytes: of a number in a gradient sum.
-        statistics_bytes: of a number in a sum of exponentials; `backends.sums_dtype` says which (8 for Triton).
+        D: embedding dimension.
+        element_bytes: bytes of a number in traveling embeddings: 2 for half precision and under autocast.
+        sums_bytes: bytes of a number in a gradient sum.
+        statistics_bytes: bytes of a number in a sum of exponentials, which depend on the backend (8 for Triton).
     """
     statistics = 2 * (statistics_bytes or sums_bytes)
     return [
@@ -199,11 +200,11 @@ class Cost:
     """The cost of one pass, on the rank that finishes last."""
 
     seconds: float
-    exposed: float  # seconds in which it waits for messages
+    exposed: float  # seconds in which the rank waits for messages
 
 
 def traffic(schedule: Route, columns: list[int], lap: Pass) -> list[int]:
-    """Bytes that each rank sends, exactly."""
+    """Returns the exact number of bytes that each rank sends."""
     sent = [0] * len(columns)
     for hops, per_column in ((schedule.blocks, lap.block_bytes), (schedule.sums, lap.sums_bytes)):
         for hop in hops:
@@ -212,13 +213,13 @@ def traffic(schedule: Route, columns: list[int], lap: Pass) -> list[int]:
 
 
 def predict(name: str, cluster: Cluster, batch: int, D: int, lap: Pass) -> Cost:
-    """The cost of one pass over a batch that is shared out evenly.
+    """Predicts the cost of one pass over a batch that is split evenly over the ranks.
 
     Args:
         name: "ring", "two_level" or "gather".
         cluster: the ranks and their links.
-        batch: pairs of all ranks together.
-        D: the width of the embeddings.
+        batch: number of pairs of all ranks.
+        D: embedding dimension.
         lap: one of `clip_passes`.
     """
     if name not in SCHEDULES:
@@ -230,13 +231,13 @@ def predict(name: str, cluster: Cluster, batch: int, D: int, lap: Pass) -> Cost:
     return Cost(clocks[slowest], clocks[slowest] - working[slowest])
 
 
-# A lap is in steady state after its first steps: every further node adds the same waiting time. So two small clusters are
-# simulated, with as many pairs on each rank, and a line through both extends them. Thousands of ranks would take too long.
-SIMULATED = 6  # nodes, or ranks of one node, up to which everything is simulated
+# A lap is in steady state after its first steps, so every further node adds the same waiting time. To simulate thousands of
+# ranks would take too long. Therefore two small clusters with equally many pairs per rank are simulated and extrapolated.
+SIMULATED = 6  # largest number of nodes, or of ranks of one node, that is fully simulated
 
 
 def estimate_wait(cluster: Cluster, rows: int, D: int, element_bytes: int) -> float:
-    """Exposed seconds of the loss, forward and backward, with the schedule that "auto" chooses for many pairs."""
+    """Returns the exposed seconds of forward and backward, with the schedule that "auto" chooses for many pairs."""
     if cluster.ranks == 1:
         return 0.0
     name = "two_level" if cluster.nodes > 1 and cluster.ranks_per_node > 1 else "ring"
@@ -254,7 +255,10 @@ def estimate_wait(cluster: Cluster, rows: int, D: int, element_bytes: int) -> fl
 
 
 def all_reduce_seconds(cluster: Cluster, size: float) -> float:
-    """Seconds of a ring all-reduce of `size` bytes over all ranks, by the slowest link. An all-gather takes half of it."""
+    """Returns the seconds of a ring all-reduce of `size` bytes over all ranks. An all-gather takes half of this time.
+
+    The slowest link determines the time.
+    """
     slowest = cluster.inside.bandwidth
     if cluster.nodes > 1:
         slowest = min(slowest, cluster.between.bandwidth * cluster.rails)
@@ -262,7 +266,7 @@ def all_reduce_seconds(cluster: Cluster, size: float) -> float:
 
 
 class _Simulation:
-    """Clocks of ranks and links, moved forward step by step."""
+    """Simulates a lap step by step with clocks for ranks and links."""
 
     def __init__(self, schedule: Route, cluster: Cluster, columns: list[int], D: int, lap: Pass) -> None:
         self.schedule, self.cluster, self.columns, self.D, self.lap = schedule, cluster, columns, D, lap
@@ -271,7 +275,7 @@ class _Simulation:
         self._sums_arrive: dict[tuple[int, int], float] = defaultdict(float)
 
     def run(self) -> tuple[list[float], list[float]]:
-        """When each rank ends, and how long it worked."""
+        """Returns the time at which each rank ends, and the time for which it computed."""
         ranks, cluster = range(self.cluster.ranks), self.cluster
         slow = max(cluster.inside.latency, cluster.between.latency if cluster.nodes > 1 else 0.0)
         clocks = [self.lap.exchanges * (len(ranks) - 1) * slow for _ in ranks]
@@ -298,17 +302,17 @@ class _Simulation:
         size = hop.length(self.columns[hop.block]) * per_column
         crosses = self.schedule.crosses(hop)
         link = self.cluster.between if crosses else self.cluster.inside
-        ways = [("out", *self._rail(hop.source, crosses)), ("in", *self._rail(hop.target, crosses))]
+        ends = [("out", *self._rail(hop.source, crosses)), ("in", *self._rail(hop.target, crosses))]
         # A message starts when both sides have reached this step.
-        asked = max(clocks[hop.source], clocks[hop.target])
-        # Each end serves its own messages in order: a message that waits at one end does not block the other end.
-        for way in ways:
-            self._free[way] = max(asked, self._free[way]) + size / link.bandwidth
-        end = max(self._free[way] for way in ways)
-        arrives[hop.target, hop.needed] = max(arrives[hop.target, hop.needed], end + link.latency)
+        earliest = max(clocks[hop.source], clocks[hop.target])
+        # Each end of a link serves its own messages in order. A message that waits at one end does not block the other end.
+        for end in ends:
+            self._free[end] = max(earliest, self._free[end]) + size / link.bandwidth
+        done = max(self._free[end] for end in ends)
+        arrives[hop.target, hop.needed] = max(arrives[hop.target, hop.needed], done + link.latency)
 
     def _rail(self, rank: int, crosses: bool) -> tuple[int, int]:
-        """Which link a rank uses: (−1, rank) inside its node, (node, rail) between nodes."""
+        """Returns the link that a rank uses: (−1, rank) within its node, or (node, rail) between nodes."""
         if not crosses:
             return -1, rank
         node, place = divmod(rank, self.cluster.ranks_per_node)

@@ -1,4 +1,4 @@
-"""GPUs and their rates, and the choices of a plan. Imports nothing large, so that `megabatch plan --help` answers at once."""
+"""GPUs and their rates, and the options of a plan. Imports nothing large, so that `megabatch plan --help` is fast."""
 
 import math
 import re
@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from megabatch_train.machine import PEAKS
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Choices and defaults of a plan. Imports nothing large, so that the help of `megabatch plan` appears at once.
+# Options and defaults of a plan.
 
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 1, "none": 0}  # float32 states per parameter
 SHARDINGS = ("none", "optimizer", "fsdp")
-HOST_MEMORY = 2 * 2**40  # bytes of a node; assumed
+HOST_MEMORY = 2 * 2**40  # bytes per node, assumed
 STAND_IN = "PARAMETERS:TOKENSxWIDTH for each tower, such as 304M:257x1024,124M:77x768"
 
 
 def number(text: str) -> int:
-    """ "304M", "1.2B", "64k" or "1,048,576" as a number; k, M and B are thousands, millions and billions."""
+    """Parses "304M", "1.2B", "64k" or "1,048,576". The units k, M and B are thousands, millions and billions."""
     units = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
     bare = text.replace(",", "").replace("_", "").strip()
     try:
@@ -30,40 +30,42 @@ def number(text: str) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# GPUs: figures of their vendors, and assumptions beyond them.
+# GPUs: numbers of their vendors, and assumptions for everything else.
 #
-# Every figure in `CATALOGUE` is printed in the document that `source` names, for dense matrices and one direction of a
-# link. Figures with 2:4 sparsity, or for both directions together, are halved. All other numbers are named constants below:
-# assumptions or measurements.
+# Every number in `CATALOGUE` is from the document in `source`, and is valid for dense matrices and one direction of a link.
+# Numbers with 2:4 sparsity, or for both directions together, are halved. All other numbers are the named constants below, which
+# are assumed or measured.
 
 
 GIB = 2**30
 
-# Share of the memory that PyTorch can allocate: of the datasheet's gigabytes, read as GiB, less error correction. An H200
-# reports 139.8 of 141 (benchmarks/results/loss_gpu.json); contexts, libraries and fragmentation take the rest. Assumed for all.
+# Fraction of the memory that PyTorch can allocate, assumed for all GPUs. The memory is the gigabytes of the datasheet in GiB,
+# minus error correction. An H200 reports 139.8 of 141 (benchmarks/results/loss_gpu.json). Contexts, libraries and fragmentation
+# take the rest.
 USABLE = 0.94
 
-# Share of a link's bandwidth that a message of megabytes gets. Assumed.
+# Fraction of a link's bandwidth for a message of several megabytes, assumed.
 LINK_EFFICIENCY = 0.8
 
-LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 25e-6  # seconds of a message; assumed
+LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 25e-6  # seconds per message, assumed
 
-# Share of the dense bfloat16 rate that encoders reach under autocast. An assumption, between two measurements of ViT-L/14: 0.32
-# to 0.33 on an H200 (benchmarks/results/plan_validation.md), 0.37 to 0.39 by the paper's times on eight A800. Smaller towers
-# reach less: ViT-B/16 0.25 to 0.26 there, ViT-B/32 0.20 to 0.22.
+# Fraction of the dense bfloat16 rate that encoders reach under autocast, assumed. It is between two measurements of ViT-L/14:
+# 0.32 to 0.33 on an H200 (benchmarks/results/plan_validation.md), and 0.37 to 0.39 from the paper's times on eight A800.
+# Smaller towers reach less on the H200: 0.25 to 0.26 for ViT-B/16, and 0.20 to 0.22 for ViT-B/32.
 ENCODER_EFFICIENCY = 0.35
 
-# Share of the same rate that megabatch's loss reaches, counting 8·B²·D operations, on an H200 from 64k pairs on: alone and
-# repeated, 0.630 to 0.661 (benchmarks/results/loss_gpu.md and tests/planning/loss_gpu_second_run.json); in a step, after
-# encoders, 0.660 to 0.730 (plan_validation.md). 0.67 is within 5 % of the first (mean of two runs) and 10 % of the second.
-# Assumed elsewhere.
+# Fraction of the same rate that megabatch's loss reaches with 8·B²·D operations, assumed for all GPUs. On an H200 with at least
+# 64k pairs, the loss without encoders reaches 0.630 to 0.661 (benchmarks/results/loss_gpu.md and
+# tests/planning/loss_gpu_second_run.json). In a step, after encoders, it reaches 0.660 to 0.730 (plan_validation.md). 0.67 is
+# within 5 % of the first range (mean of two runs) and within 10 % of the second.
 LOSS_EFFICIENCY = 0.67
 
-# The rate of inf_cl: 16 to 19 TFLOP/s measured on an H200 (the same file), where 8·B²·D operations are counted though it
-# does 20.
+# Fraction of the same rate for inf_cl, which reaches 16 to 19 TFLOP/s on an H200 (benchmarks/results/loss_gpu.md). Here, 8·B²·D
+# operations are counted, although inf_cl needs 20·B²·D.
 INF_CL_EFFICIENCY = 0.0175
 
-# Bytes of memory traffic for each pair of a dense loss under autocast, beside the products: 92 to 107 measured there.
+# Bytes of memory traffic per pair of a dense loss under autocast, in addition to the matmuls. They are measured: 92 to 107
+# (benchmarks/results/loss_gpu.md).
 DENSE_TRAFFIC = 95
 
 
@@ -72,17 +74,17 @@ class Gpu:
     """One GPU."""
 
     name: str
-    memory_gb: float  # of the datasheet
-    half: float  # TFLOP/s, bfloat16 or float16, dense, float32 sums
+    memory_gb: float  # GB in the datasheet
+    half: float  # dense TFLOP/s in bfloat16 or float16 with float32 sums
     tf32: float
-    single: float  # float32 without the matrix engine
+    single: float  # TFLOP/s in float32 without tensor cores
     bandwidth: float  # GB/s of its memory
-    inside: float  # GB/s in one direction to the other GPUs of its node, all together
-    between: float  # GB/s in one direction of a link to other nodes; assumed
-    rail_each: bool  # whether each GPU of a node is assumed to have such a link, or all share one
+    inside: float  # GB/s in one direction to all other GPUs of its node together
+    between: float  # GB/s in one direction of a link to other nodes, assumed
+    rail_each: bool  # whether each GPU of a node has such a link (otherwise all GPUs share one link), assumed
     source: str
-    to_one: float | None = None  # part of `inside` that reaches any one other GPU; None for all of it
-    correction_gb: float = 0  # memory that error correction takes
+    to_one: float | None = None  # the part of `inside` that one other GPU can get; None for all of it
+    correction_gb: float = 0  # GB that error correction takes
 
     @property
     def usable(self) -> float:
@@ -90,7 +92,7 @@ class Gpu:
         return (self.memory_gb - self.correction_gb) * GIB * USABLE
 
     def rate(self, precision: str) -> float:
-        """Operations a second at most: "bf16", "fp16", "tf32" or "fp32"."""
+        """Returns the peak operations per second for "bf16", "fp16", "tf32" or "fp32"."""
         return 1e12 * {"bf16": self.half, "fp16": self.half, "tf32": self.tf32, "fp32": self.single}[precision]
 
 
@@ -116,7 +118,7 @@ CATALOGUE = [
         "RTX4090-24GB", 24, *PEAKS["RTX4090"], 1008, 32, _NIC_100, False,
         "NVIDIA Ada GPU Architecture whitepaper, GeForce RTX 4090, PCIe Gen4 x16",
     ),
-    # No switch: a link of its own to each of seven others.
+    # It has no switch, but a separate link to each of the seven other GPUs.
     Gpu(
         "MI300X-192GB", 192, *PEAKS["MI300X"], 5300, 448, _NIC_400, True,
         "AMD Instinct MI300X accelerator data sheet, seven Infinity Fabric links of 128 GB/s, both ways together", to_one=64,
@@ -125,10 +127,10 @@ CATALOGUE = [
 
 
 def find(name: str) -> Gpu:
-    """A GPU of the catalogue: "A800-80GB", or "a800" if only one has that name."""
-    wanted = _plain(name)
-    exact = [gpu for gpu in CATALOGUE if _plain(gpu.name) == wanted]
-    near = exact or [gpu for gpu in CATALOGUE if wanted and _plain(gpu.name).startswith(wanted)]
+    """Returns a GPU of the catalogue by its name, "A800-80GB", or by the beginning of its name, "a800", if it is unique."""
+    plain = _plain(name)
+    exact = [gpu for gpu in CATALOGUE if _plain(gpu.name) == plain]
+    near = exact or [gpu for gpu in CATALOGUE if plain and _plain(gpu.name).startswith(plain)]
     if len(near) == 1:
         return near[0]
     names = ", ".join(gpu.name for gpu in CATALOGUE)
@@ -142,14 +144,14 @@ _OWN = re.compile(r"(?P<memory>\d+(\.\d*)?)GB@(?P<rate>\d+(\.\d*)?)TFLOPS", re.I
 
 
 def parse(text: str) -> tuple[int, Gpu]:
-    """(how many, which): "8xA800-80GB", "H200", or with memory and dense half-precision rate "8x80GB@312TFLOPS".
+    """Parses "8xA800-80GB", "H200", or memory and dense half-precision rate, "8x80GB@312TFLOPS". Returns count and GPU.
 
-    The links of a GPU given by memory and rate are the A100's; its other rates are the A100's in proportion.
+    A GPU that is given by memory and rate has the links of the A100. Its other rates are proportional to the A100's rates.
     """
-    counted = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text)
-    if counted is None:
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text)
+    if match is None:
         raise ValueError(f"gpus must be like 8xA800-80GB or 8x80GB@312TFLOPS, got {text!r}")
-    count, name = int(counted[1] or 1), counted[2]
+    count, name = int(match[1] or 1), match[2]
     if count < 1:
         raise ValueError(f"gpus must be 1 or more, got {text!r}")
     own = _OWN.fullmatch(name)
@@ -159,7 +161,7 @@ def parse(text: str) -> tuple[int, Gpu]:
     if not (memory > 0 and rate > 0):
         raise ValueError(f"gpus must have memory and a rate above 0, got {text!r}")
     ratio = rate / base.half
-    made = replace(
+    gpu = replace(
         base,
         name=name,
         memory_gb=memory,
@@ -167,9 +169,9 @@ def parse(text: str) -> tuple[int, Gpu]:
         tf32=base.tf32 * ratio,
         single=base.single * ratio,
         bandwidth=base.bandwidth * ratio,
-        source="memory and rate as given; everything else as an A100's, in proportion to the rate",
+        source="memory and rate as given; links of an A100; other rates in proportion to the A100",
     )
-    return count, made
+    return count, gpu
 
 
 def _plain(name: str) -> str:

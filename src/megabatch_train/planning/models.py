@@ -1,4 +1,4 @@
-"""Memory and FLOPs of towers, measured on tensors that have shapes and no data."""
+"""Memory and FLOPs of towers, measured on tensors that have shapes but no data."""
 
 import importlib
 import re
@@ -24,18 +24,17 @@ from megabatch_train.towers.small import SmallConfig, SmallImageTower, SmallText
 from megabatch_train.towers.tower import flops
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Memory and operations of PyTorch code, found by running it on tensors that have shapes and no data.
+# Memory and operations of PyTorch code, measured by running it on tensors that have shapes but no data.
 #
-# Nothing is allocated and no device is needed: operators return the shapes of their results, and the meter adds up the
-# storages that are alive. Tensors saved by autograd live as long as their graph, so the peaks of forward and backward
-# passes are right.
+# This allocates nothing and needs no GPU. Operators return only the shapes of their results, and the meter adds up the storages
+# that are alive. Tensors that autograd saves live as long as their graph, so the peaks of forward and backward are correct.
 #
-# The tensors claim to be on a CPU, where PyTorch can run backward passes without a device. Two differences of CUDA are
-# imitated: under autocast, normalisations and softmax compute in float32, and allocations are rounded up to 512 bytes.
+# The device of the tensors is the CPU, because PyTorch can run backward passes there without a GPU. Two properties of CUDA are
+# imitated: under autocast, normalizations and softmax compute in float32, and allocations are rounded up to 512 bytes.
 
-ALLOCATION_UNIT = 512  # bytes, of PyTorch's allocator for CUDA
+ALLOCATION_UNIT = 512  # bytes; PyTorch's CUDA allocator rounds up to multiples of it
 
-# Functions that autocast runs in float32 on CUDA and in half precision on a CPU, as far as towers call them.
+# Functions in towers that autocast runs in float32 on CUDA, but in half precision on a CPU.
 _IN_FLOAT32: set[Callable[..., Any]] = {
     F.layer_norm,
     F.rms_norm,
@@ -54,41 +53,41 @@ _IN_FLOAT32: set[Callable[..., Any]] = {
 
 
 class Meter(TorchDispatchMode):
-    """Bytes alive now and at the peak, and operations so far, of tensors made inside `count_tensors`."""
+    """Counts current and peak bytes of tensors that are created inside `count_tensors`, and operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = 0
         self.peak = 0
-        self.operations = 0  # floating-point, of matrix products, convolutions and attention
-        self._seen: set[int] = set()
+        self.operations = 0  # floating-point operations of matmuls, convolutions and attention
+        self._counted: set[int] = set()
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """Leaves these tensors out: they existed before."""
-        self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
+        """Excludes these tensors, because they existed before."""
+        self._counted.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Counts the storages of all tensors that an operator returns, and its operations."""
         result = func(*args, **(kwargs or {}))
         self.operations += flops(func, args, kwargs or {}, result)
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._seen:
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._counted:
                 storage = tensor.untyped_storage()
                 size = -(-storage.nbytes() // ALLOCATION_UNIT) * ALLOCATION_UNIT
-                self._seen.add(key)
+                self._counted.add(key)
                 self.alive += size
                 self.peak = max(self.peak, self.alive)
                 weakref.finalize(storage, self._note_freed, key, size)
         return result
 
     def _note_freed(self, key: int, size: int) -> None:
-        self._seen.discard(key)
+        self._counted.discard(key)
         self.alive -= size
 
 
 @contextmanager
 def count_tensors(meter: Meter, half: torch.dtype | None) -> Iterator[None]:
-    """Counts tensors made inside the context; `half` is autocast's type, or None. Use it inside `nowhere`."""
+    """Counts tensors that are created within the context. `half` is the autocast dtype or None. Use it inside `nowhere`."""
     autocast = torch.autocast("cpu", dtype=half or torch.bfloat16, enabled=half is not None)
     with autocast, _Float32(half is not None), meter:
         yield
@@ -96,22 +95,22 @@ def count_tensors(meter: Meter, half: torch.dtype | None) -> Iterator[None]:
 
 @cache
 def nowhere() -> AbstractContextManager[Any]:
-    """Tensors made inside have a shape and no data. There is one such context, because tensors of two cannot be mixed."""
+    """Returns the context in which tensors have a shape but no data. Tensors of two such contexts cannot be mixed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def without_data(module: nn.Module) -> nn.Module:
-    """`module`, built on the meta device, with parameters and buffers of the same shapes; to be used inside `nowhere`."""
-    made: dict[int, Tensor] = {}
+    """Replaces parameters and buffers on the meta device by CPU tensors of equal shapes. Use it inside `nowhere`."""
+    replacements: dict[int, Tensor] = {}
 
     def like(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in replacements:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             trained = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trained else empty
-        return made[id(tensor)]
+            replacements[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trained else empty
+        return replacements[id(tensor)]
 
     for part in module.modules():
         for group in (part._parameters, part._buffers):
@@ -122,7 +121,7 @@ def without_data(module: nn.Module) -> nn.Module:
 
 
 class _Float32(TorchFunctionMode):
-    """CUDA's autocast where the CPU's differs."""
+    """Imitates autocast on CUDA for the functions that autocast on a CPU treats differently."""
 
     def __init__(self, enabled: bool) -> None:
         super().__init__()
@@ -135,19 +134,19 @@ class _Float32(TorchFunctionMode):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Towers by name, without weights: a plan needs only a model's shape.
+# Towers by name, without weights, because a plan needs only the shapes of a model.
 #
-# The names are the same as for `towers.load`. Nothing is allocated or downloaded: for "hf:NAME" the config.json must be on
-# this machine. If only the number of parameters is known, a transformer of that size stands in for the tower.
+# The names are as in `towers.load`. Nothing is allocated or downloaded, so the config.json of "hf:NAME" must be a local file.
+# If only the number of parameters is known, a transformer of this size replaces the tower.
 
 
-SMALL_TEXT_GRAMS = 64  # n-grams of a name or a short sentence
+SMALL_TEXT_GRAMS = 64  # number of n-grams of a name or a short sentence
 MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True)
 class ModelSide:
-    """One tower without data: `module(**inputs(n))` are the embeddings of n samples."""
+    """One tower without data. `module(**inputs(n))` returns the embeddings of n samples."""
 
     name: str
     module: nn.Module
@@ -169,7 +168,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of both towers; shared ones count once."""
+        """Number of parameters of both towers. Shared parameters count once."""
         return sum(p.numel() for p in self._each_once())
 
     @property
@@ -194,37 +193,37 @@ def model(
     lora: int = 0,
     frozen: torch.dtype = torch.float32,
 ) -> Model:
-    """The towers of a name, or of parameter counts.
+    """Builds towers without data, from a name or from numbers of parameters.
 
     Args:
         spec: a name of `towers.load`, or `STAND_IN`.
-        image_size: pixels of a side; None for the model's own.
-        length: tokens of a text; None for the model's own.
-        lora: rank of the adapters of a transformers model, which are trained in place of its weights; 0 for none.
-        frozen: the type that weights beside adapters are stored in.
+        image_size: side length of images in pixels (default: the model's size).
+        length: number of tokens of a text (default: the model's length).
+        lora: LoRA rank of a transformers model, whose adapters are trained instead of its weights. 0 means no adapters.
+        frozen: dtype of the frozen weights of a model with adapters.
     """
     if lora and not spec.startswith(("hf:", "hf-config:")):
         raise ValueError(f'lora must be left out for models other than "hf:" and "hf-config:", got {lora} for {spec!r}')
     family, _, name = spec.partition(":")
     with torch.device("meta"), _offline():
         if spec == "small":
-            made = _small(image_size, length)
+            sides = _small(image_size, length)
         elif family == "open_clip" and name:
-            made = _open_clip(name, image_size, length)
+            sides = _open_clip(name, image_size, length)
         elif family in ("hf", "hf-config") and name:
-            made = _huggingface(spec, image_size, length, lora)
+            sides = _huggingface(spec, image_size, length, lora)
         elif spec[:1].isdigit():
-            made = _stand_ins(spec)
+            sides = _stand_ins(spec)
         else:
             raise ValueError(f"No such model: {spec}. Possible are: {'; '.join(MODELS)}; or {STAND_IN}")
     with nowhere():
-        for module in {id(side.module): side.module for side in made}.values():
+        for module in {id(side.module): side.module for side in sides}.values():
             without_data(module)
         if family in ("hf", "hf-config"):
-            _freeze_unused(made)
+            _freeze_unused(sides)
         if lora:
-            store_frozen([side.module for side in made], frozen)
-    return Model(spec, made)
+            store_frozen([side.module for side in sides], frozen)
+    return Model(spec, sides)
 
 
 def _small(image_size: int | None, length: int | None) -> tuple[ModelSide, ModelSide]:
@@ -249,19 +248,19 @@ def _open_clip(name: str, image_size: int | None, length: int | None) -> tuple[M
         options["force_context_length"] = length
     try:
         with quiet():
-            whole = package().create_model(architecture, device="meta", pretrained_hf=False, **options)
+            clip = package().create_model(architecture, device="meta", pretrained_hf=False, **options)
     except OSError as error:
         raise ValueError(
-            f"the text tower of {architecture} is one of transformers; its config.json is not in the local cache of the "
-            "Hugging Face hub, and a plan downloads nothing"
+            f"the text tower of {architecture} is a transformers model whose config.json is not in the local cache of the "
+            "Hugging Face hub. A plan downloads nothing"
         ) from error
     for name in ("logit_scale", "logit_bias"):
-        if getattr(whole, name, None) is not None:
-            getattr(whole, name).requires_grad_(False)
-    size = whole.visual.image_size
+        if getattr(clip, name, None) is not None:
+            getattr(clip, name).requires_grad_(False)
+    size = clip.visual.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    tokens = length or int(whole.context_length)
-    module = Sides(whole)
+    tokens = length or int(clip.context_length)
+    module = Sides(clip)
     return (
         ModelSide("image", module, lambda n: {"image": torch.zeros(n, 3, height, width)}),
         ModelSide("text", module, lambda n: {"text": _ids(n, tokens)}),
@@ -270,7 +269,7 @@ def _open_clip(name: str, image_size: int | None, length: int | None) -> tuple[M
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """No requests to the Hugging Face hub, by any package."""
+    """Prevents requests to the Hugging Face hub by any package within the context."""
     if not extras.is_installed("huggingface_hub"):
         yield
         return
@@ -309,7 +308,7 @@ def _huggingface(spec: str, image_size: int | None, length: int | None, lora: in
 
 
 def _freeze_unused(sides: tuple[ModelSide, ModelSide]) -> None:
-    """The towers as `towers.load` makes them, without data; inside `nowhere`."""
+    """Freezes unused parameters as `towers.load` does. Use it inside `nowhere`."""
     from megabatch_train.towers.huggingface import freeze_unused
 
     for side in {id(side.module): side for side in sides}.values():
@@ -317,7 +316,7 @@ def _freeze_unused(sides: tuple[ModelSide, ModelSide]) -> None:
 
 
 class StandIn(nn.Module):
-    """A pre-norm transformer over vectors, with as many layers as give the number of parameters."""
+    """A pre-norm transformer over vectors. Its number of layers follows from the number of parameters."""
 
     def __init__(self, parameters: int, tokens: int, width: int) -> None:
         super().__init__()
@@ -330,7 +329,7 @@ class StandIn(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (n, tokens, width) -> (n, width)
-        """Embeddings of unit length."""
+        """Returns embeddings of unit length."""
         h = tokens + self.position
         for block in self.blocks:
             h = block(h)
@@ -356,7 +355,7 @@ _STAND_IN = re.compile(r"([^:]+):([1-9]\d*)x([1-9]\d*)")
 
 def _stand_ins(spec: str) -> tuple[ModelSide, ModelSide]:
     towers = [_STAND_IN.fullmatch(text.strip()) for text in spec.split(",")]
-    first, second = towers[0], towers[-1]  # one description stands for both
+    first, second = towers[0], towers[-1]  # a single description is used for both towers
     if len(towers) > 2 or first is None or second is None:
         raise ValueError(f"model must be {STAND_IN}, got {spec!r}")
     try:
@@ -376,49 +375,49 @@ def _ids(n: int, tokens: int) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Bytes and operations of a tower that encodes a chunk, measured on tensors without data (`count_tensors`).
+# Bytes and operations of a tower that encodes a chunk. They are measured on tensors without data (`count_tensors`).
 
 
 @dataclass(frozen=True)
 class Line:
-    """A number of bytes that grows with the samples: `fixed` + `each` · n."""
+    """A number of bytes that grows linearly with the number of samples n: `fixed` + `each` · n."""
 
     fixed: float
     each: float
 
     def at(self, n: float) -> float:
-        """Bytes for n samples."""
+        """Returns the bytes for n samples."""
         return self.fixed + self.each * n
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """One tower at one precision. Bytes of one device, without weights, their gradients and inputs."""
+    """One tower at one precision. Bytes are per device, and do not include weights, their gradients and inputs."""
 
     name: str
-    width: int  # D of the embeddings
-    embedding_bytes: int  # of one number
-    input_bytes: int  # of one sample
-    casts: int  # half-precision copies of weights that autocast keeps during a step
-    saved: Line  # activations held after the forward pass, without casts
+    width: int  # embedding dimension D
+    embedding_bytes: int  # bytes of one number of an embedding
+    input_bytes: int  # bytes of one sample
+    casts: int  # bytes of half-precision copies of weights that autocast keeps during a step
+    saved: Line  # activations after the forward pass, without casts
     forward: Line  # peak of a forward pass without a graph, without casts
     backward: Line  # peak of a forward and backward pass, without casts
-    forward_operations: float  # of one sample
+    forward_operations: float  # operations per sample
     backward_operations: float
 
     @property
     def embedding(self) -> int:
-        """Bytes of one embedding."""
+        """Number of bytes of one embedding."""
         return self.width * self.embedding_bytes
 
 
 def measure(side: ModelSide, chunk: int, half: torch.dtype | None) -> Encoder:
-    """Measures a chunk of `chunk` samples and one of half the size, to separate fixed bytes from bytes a sample.
+    """Measures a chunk of `chunk` samples and a chunk of half the size, to separate fixed bytes from bytes per sample.
 
     Args:
-        side: the tower, without data.
-        chunk: samples encoded at once, 2 or more.
-        half: autocast's type, or None for none.
+        side: the tower without data.
+        chunk: number of samples that are encoded at once, at least 2.
+        half: autocast dtype, or None without autocast.
     """
     if chunk < 2:
         raise ValueError(f"chunk must be 2 or more, got {chunk}")
@@ -451,16 +450,16 @@ def measure(side: ModelSide, chunk: int, half: torch.dtype | None) -> Encoder:
 class _Run:
     embeddings: Tensor
     input_bytes: int
-    alive: int  # after the forward pass
-    peak: int
-    forward: int  # operations
-    operations: int
+    alive: int  # bytes after the forward pass
+    peak: int  # bytes
+    forward: int  # operations of the forward pass
+    operations: int  # operations of all passes
 
 
 def _run(side: ModelSide, n: int, half: torch.dtype | None, *, graph: bool) -> _Run:
     inputs, parameters = side.inputs(n), list(side.module.parameters())
     for p in parameters:
-        p.grad = torch.empty_like(p) if p.requires_grad else None  # as in every step but the first
+        p.grad = torch.empty_like(p) if p.requires_grad else None  # gradients exist in every step except the first
     meter = Meter()
     meter.ignore([*parameters, *side.module.buffers(), *inputs.values(), *(p.grad for p in parameters if p.grad is not None)])
     with count_tensors(meter, half), torch.set_grad_enabled(graph):

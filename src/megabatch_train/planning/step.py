@@ -1,8 +1,8 @@
 """Memory and time of a training step on each GPU, for any batch size, by part.
 
-A step of this library is `cached_backward`: chunks are encoded without a graph, the loss is computed once, chunks are
-encoded again with a graph. Its peak memory is in a tower's backward pass over a chunk, or in the loss. A plain step has one
-peak: the loss, with all activations held.
+A cached step is `cached_backward` (GradCache): chunks are encoded without a graph, the loss is computed once, and chunks are
+encoded again with a graph. Its peak memory is in a tower's backward pass over a chunk, or in the loss. A plain step has its
+peak in the loss, while all activations are alive.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from megabatch_train.towers.tower import set_checkpointing
 
 DEVICE, HOST, REPLAY = "device", "host", "replay"
 SOURCES = (DEVICE, HOST, REPLAY)
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # autocast's type for a precision
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # autocast dtype by precision
 SYSTEMS = (VANILLA, LOCAL, INF_CL, MEGABATCH)
 
-# Chunk sizes that a plan chooses from: the largest whose activations take at most this share of a GPU. Larger chunks gain
-# nothing, because the matrix products already keep the device busy.
+# A plan chooses the largest of these chunk sizes whose activations take at most this fraction of a GPU. Larger chunks are not
+# faster, because the matmuls already keep the device busy.
 CHUNKS, CHUNK_SHARE = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2), 0.2
 
-# Smaller chunks may leave the device idle. Training then measures whether activation checkpointing is faster.
+# Smaller chunks may leave the device idle. For them, training measures whether activation checkpointing is faster.
 BUSY_CHUNK = 32
 
 
@@ -52,23 +52,23 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """GPUs of all nodes."""
+        """Number of GPUs of all nodes."""
         return self.nodes * self.per_node
 
     @property
     def half(self) -> bool:
-        """Whether products are in half precision."""
+        """Whether matmuls are in half precision."""
         return self.precision in AUTOCAST
 
     @property
     def cluster(self) -> Cluster:
         """The cluster with the bandwidth to one other GPU, which the ring uses."""
-        give = 1e9 * gpus.LINK_EFFICIENCY
+        usable = 1e9 * gpus.LINK_EFFICIENCY
         return Cluster(
             nodes=self.nodes,
             ranks_per_node=self.per_node,
-            inside=Link((self.gpu.to_one or self.gpu.inside) * give, gpus.LATENCY_INSIDE),
-            between=Link(self.gpu.between * give, gpus.LATENCY_BETWEEN),
+            inside=Link((self.gpu.to_one or self.gpu.inside) * usable, gpus.LATENCY_INSIDE),
+            between=Link(self.gpu.between * usable, gpus.LATENCY_BETWEEN),
             rate=self.gpu.rate(self.precision) * self.loss_efficiency,
             rails=self.per_node if self.gpu.rail_each else 1,
         )
@@ -83,7 +83,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU by part. A plain step holds `loss` and `activations` together, a cached step one or the other."""
+    """Bytes of one GPU by part. A plain step needs `loss` and `activations` together. A cached step needs only one of them."""
 
     weights: float
     gradients: float
@@ -105,10 +105,10 @@ class Seconds:
     """Seconds of a step by part."""
 
     encode: float  # forward passes
-    recompute: float  # forward passes of a cached step's second pass
+    recompute: float  # second forward passes of a cached step
     backward: float
     loss: float
-    waiting: float  # exposed communication: columns of the loss, gradients of the towers, sharded weights
+    waiting: float  # exposed communication of the loss's columns, the towers' gradients and sharded weights
 
     @property
     def total(self) -> float:
@@ -118,41 +118,41 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model on a setup, encoded in chunks."""
+    """The plan for a model on a setup, with a chunk size."""
 
     model: Model
     setup: Setup
     encoders: tuple[Encoder, ...]
     chunk: int
     checkpointing: bool = False  # whether activations are computed again in the backward pass
-    checkpointed_chunk: int = 0  # samples that fit with checkpointing; only for small chunks without it, else 0
+    checkpointed_chunk: int = 0  # samples that fit with checkpointing; 0 unless `chunk` is small and without checkpointing
 
     # Memory
 
     def rows(self, batch: int) -> int:
-        """Pairs on each GPU."""
+        """Returns the number of pairs on each GPU."""
         return -(-batch // self.setup.ranks)
 
     def shape(self, batch: int) -> Shape:
-        """The shape of the loss."""
+        """Returns the shape of the loss."""
         first = self.encoders[0]
         return Shape(batch, self.setup.ranks, self.setup.nodes, first.width, first.embedding_bytes, self.setup.half)
 
     @cached_property
     def states(self) -> Memory:
-        """Memory held between steps, and the gradients."""
-        whole, trained = self.model.weight_bytes, self.model.trained_parameters * FLOAT
+        """The memory that persists between steps, and the gradients."""
+        weights, trained = self.model.weight_bytes, self.model.trained_parameters * FLOAT
         ranks, sharding = self.setup.ranks, self.setup.sharding
         optimizer = trained * OPTIMIZERS[self.setup.optimizer] / (ranks if sharding != "none" else 1)
         if sharding == "fsdp":
-            # FSDP gathers one layer and prefetches the next; gradients stay unsharded until the last chunk.
-            return Memory(whole / ranks + 2 * self.largest_layer_bytes, trained, optimizer)
-        buckets = trained if ranks > 1 else 0  # DDP's
-        return Memory(whole, trained + buckets, optimizer)
+            # FSDP gathers one layer and prefetches the next layer. Gradients stay unsharded until the last chunk.
+            return Memory(weights / ranks + 2 * self.largest_layer_bytes, trained, optimizer)
+        buckets = trained if ranks > 1 else 0  # gradient buckets of DDP
+        return Memory(weights, trained + buckets, optimizer)
 
     @cached_property
     def largest_layer_bytes(self) -> int:
-        """Bytes of the largest block that is repeated, or of the largest module with parameters of its own."""
+        """Bytes of the largest repeated block, or of the largest module that has parameters, without its submodules."""
         blocks = [
             sum(p.numel() * p.element_size() for p in child.parameters())
             for side in self.model.sides
@@ -169,25 +169,25 @@ class Plan:
 
     @property
     def casts(self) -> float:
-        """Autocast's half-precision copies of all weights; shared ones count once."""
+        """Bytes of autocast's half-precision copies of all weights. Shared weights count once."""
         return self.encoders[0].casts if self.model.is_one_tower else sum(tower.casts for tower in self.encoders)
 
     def embeddings(self, batch: int) -> float:
-        """Embeddings of all towers, or their gradients."""
+        """Returns the bytes of the embeddings of all towers, which are also the bytes of their gradients."""
         return self.rows(batch) * sum(tower.embedding for tower in self.encoders)
 
     def inputs(self, batch: int, source: str) -> float:
-        """Inputs on the device: the whole batch, or two chunks of the tower that is encoding."""
+        """Returns the bytes of inputs on the device: the whole batch, or two chunks of the tower that encodes."""
         if source == DEVICE:
             return self.rows(batch) * sum(tower.input_bytes for tower in self.encoders)
         return 2 * min(self.chunk, self.rows(batch)) * max(tower.input_bytes for tower in self.encoders)
 
     def host_bytes(self, batch: int) -> float:
-        """Host memory of a node that holds the inputs."""
+        """Returns the host memory of a node for the inputs."""
         return self.rows(batch) * self.setup.per_node * sum(tower.input_bytes for tower in self.encoders)
 
     def while_encoding(self, batch: int, source: str) -> Memory:
-        """A cached step, at the peak of the largest tower's backward pass over a chunk."""
+        """Returns the memory of a cached step at the peak of the largest tower's backward pass over a chunk."""
         chunk = min(self.chunk, self.rows(batch))
         return replace(
             self.states,
@@ -198,7 +198,7 @@ class Plan:
         )
 
     def while_comparing(self, batch: int, system: str, source: str) -> Memory:
-        """A cached step, at the peak of its loss."""
+        """Returns the memory of a cached step at the peak of its loss."""
         return replace(
             self.states,
             embeddings=self.embeddings(batch),
@@ -207,7 +207,7 @@ class Plan:
         )
 
     def plain(self, batch: int, system: str) -> Memory:
-        """A plain step: all activations are held during the loss and the last tower's backward pass."""
+        """Returns the memory of a plain step, which keeps all activations until the loss and the last tower's backward pass."""
         rows = self.rows(batch)
         saved = sum(tower.saved.at(rows) for tower in self.encoders)
         work = max(tower.backward.at(rows) - tower.saved.at(rows) for tower in self.encoders)
@@ -222,13 +222,13 @@ class Plan:
         )
 
     def peak_with_caching(self, batch: int, system: str, source: str) -> Memory:
-        """The larger of a cached step's two peaks."""
+        """Returns the larger of the two peaks of a cached step."""
         return max(self.while_encoding(batch, source), self.while_comparing(batch, system, source), key=lambda m: m.total)
 
     # The largest batch
 
     def largest(self, system: str, source: str | None) -> int:
-        """The largest batch that fits, a multiple of the GPUs; 0 if none does. `source` is None for a plain step."""
+        """Returns the largest multiple of the number of GPUs that fits, or 0. `source` is None for a plain step."""
 
         def fits(rows: int) -> bool:
             batch = rows * self.setup.ranks
@@ -242,7 +242,7 @@ class Plan:
     # Time
 
     def seconds(self, batch: int, system: str = MEGABATCH, *, cached: bool = True) -> Seconds:
-        """Seconds of one step. Communication: megabatch's ring, or all-gather for the dense losses."""
+        """Returns the seconds of one step. megabatch communicates in a ring, and the dense losses use an all-gather."""
         setup, rows, shape = self.setup, self.rows(batch), self.shape(batch)
         rate = setup.gpu.rate(setup.precision) * setup.encoder_efficiency
         forward = rows * sum(tower.forward_operations for tower in self.encoders) / rate
@@ -259,20 +259,20 @@ class Plan:
     def _columns(self, system: str, shape: Shape) -> float:
         if system == MEGABATCH:
             element = HALF if self.setup.half else FLOAT
-            return costs.estimate_wait(self.setup.cluster, shape.rows, shape.width, element)
+            return costs.estimate_wait(self.setup.cluster, shape.rows, shape.dim, element)
         if system == INF_CL:
-            return 0.0  # Inf-CL's two rings send columns and gradients in float32, hidden behind much longer work
-        # All-gather of both towers' embeddings, reduce-scatter of their gradients.
-        return costs.all_reduce_seconds(self.setup.all_links, 2 * shape.batch * shape.width * FLOAT)
+            return 0.0  # Inf-CL sends columns and gradients in float32 in two rings while it computes for much longer
+        # The dense losses all-gather the embeddings of both towers, and reduce-scatter their gradients.
+        return costs.all_reduce_seconds(self.setup.all_links, 2 * shape.batch * shape.dim * FLOAT)
 
     def _gradients(self, rows: int, forward: float, backward: float, cached: bool) -> float:
         chunk = min(self.chunk, rows) if cached else rows
         chunks = -(-rows // chunk)
         averaging = costs.all_reduce_seconds(self.setup.all_links, self.model.trained_parameters * FLOAT)
-        hidden_by = backward / chunks  # the last chunk's backward pass
+        hidden_by = backward / chunks  # the backward pass of the last chunk
         exposed = max(0.0, averaging - hidden_by)
         if self.setup.sharding == "fsdp":
-            # FSDP gathers the weights for each chunk in both forward passes and in backward; each costs half an all-reduce.
+            # FSDP gathers the weights for each chunk in both forward passes and in backward. Each costs half an all-reduce.
             gathering = costs.all_reduce_seconds(self.setup.all_links, self.model.weight_bytes) / 2
             passes, work = (3, 2 * forward + backward) if cached else (2, forward + backward)
             exposed += max(0.0, passes * chunks * gathering - work)
@@ -280,12 +280,12 @@ class Plan:
 
 
 def make(model: Model, setup: Setup, chunk: int | None = None, *, checkpointing: bool = False) -> Plan:
-    """Measures the towers; chooses a chunk size if none is given.
+    """Measures the towers, and chooses a chunk size if none is given.
 
     Args:
         model: the towers.
         setup: GPUs and training options.
-        chunk: samples encoded at once.
+        chunk: number of samples that are encoded at once.
         checkpointing: whether the towers' blocks compute their activations again in the backward pass.
     """
     half, modules = AUTOCAST.get(setup.precision), [side.module for side in model.sides]
@@ -304,18 +304,18 @@ def make(model: Model, setup: Setup, chunk: int | None = None, *, checkpointing:
 
 def _chunk(model: Model, setup: Setup) -> int:
     half = AUTOCAST.get(setup.precision)
-    tried = [models.measure(side, 32, half) for side in model.sides[: 1 if model.is_one_tower else 2]]
-    room = CHUNK_SHARE * setup.gpu.usable
-    return next((c for c in CHUNKS if max(tower.backward.at(c) for tower in tried) <= room), CHUNKS[-1])
+    encoders = [models.measure(side, 32, half) for side in model.sides[: 1 if model.is_one_tower else 2]]
+    limit = CHUNK_SHARE * setup.gpu.usable
+    return next((c for c in CHUNKS if max(tower.backward.at(c) for tower in encoders) <= limit), CHUNKS[-1])
 
 
 def on(plan: Plan, nodes: int, per_node: int) -> Plan:
-    """The same plan on another number of GPUs."""
+    """Returns the plan on another number of GPUs."""
     return replace(plan, setup=replace(plan.setup, nodes=nodes, per_node=per_node))
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, if every smaller one fits."""
+    """Returns the largest number that fits by bisection. Every smaller number must fit too."""
     if not fits(1):
         return 0
     low, high = 1, 2
