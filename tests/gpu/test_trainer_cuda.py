@@ -10,7 +10,7 @@ from torch import nn
 import runs
 from megabatch import ClipLoss, HostSource
 from megabatch.world import World
-from megabatch_train.towers.tower import Pair, Tower, compile_towers, compiler_settings, use_products
+from megabatch_train.towers.tower import Pair, Tower, compile_towers, compiler_settings, replace_patch_convolutions
 
 # The compiler imports modules that use what PyTorch has deprecated, and recommends TF32, which would round float32 steps.
 pytestmark = [
@@ -118,7 +118,7 @@ def test_patch_embeddings_are_products_under_autocast(dtype, layout):
         return [values.detach(), *torch.autograd.grad((values * weights.to(values.dtype)).sum(dtype=torch.float64), inputs)]
 
     wanted = results(copy.deepcopy(layer).double(), images.double())
-    use_products([layer])
+    replace_patch_convolutions([layer])
     with torch.autocast("cuda", dtype):
         found = results(layer, images)
     assert found[0].dtype == dtype

@@ -133,7 +133,7 @@ def test_a_compiler_that_misses_evaluation_is_not_used(quick, monkeypatch, caplo
     tower = deep().towers[0].module
     assert not blocks.compile_towers([tower], World.of(None, torch.device("cpu")))
     assert "cannot be compiled" in caplog.text
-    assert "keep their dropout in evaluation, a fault of Python 3.13.0" in caplog.text
+    assert "keep their dropout in evaluation, a bug of Python 3.13.0" in caplog.text
     assert not any(part._compiled_call_impl for part in tower.modules())
 
 

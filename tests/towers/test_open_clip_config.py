@@ -162,7 +162,9 @@ def test_code_of_a_transformers_folder_needs_a_flag(tmp_path, monkeypatch):
         f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\nraise ImportError('it ran')\n"
     )
     for spec in (f"hf:{tmp_path}", f"hf-config:{tmp_path}"):
-        with pytest.raises(ValueError, match=r"code of its own, got one whose files have code: --trust-remote-code runs it"):
+        with pytest.raises(
+            ValueError, match=r"without custom code, got one whose files contain code: --trust-remote-code runs it"
+        ):
             towers.load(spec, ("text", "text"))
     assert not (tmp_path / "ran").exists()
     with allow_remote_code(), pytest.raises(ImportError, match="it ran"):

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from helpers import leaves
-from megabatch_train.towers.tower import PatchConv2d, use_products
+from megabatch_train.towers.tower import PatchConv2d, replace_patch_convolutions
 
 
 def both(*arguments, dtype=torch.float64, **options):
     """A convolution, and the same one as a product."""
     plain = nn.Conv2d(*arguments, dtype=dtype, **options)
     product = copy.deepcopy(plain)
-    use_products([product])
+    replace_patch_convolutions([product])
     assert type(product) is PatchConv2d
     return plain, product
 
@@ -105,7 +105,7 @@ class Own(nn.Conv2d):
 )
 def test_other_convolutions_stay(layer):
     kind = type(layer)
-    use_products([nn.Sequential(layer)])
+    replace_patch_convolutions([nn.Sequential(layer)])
     assert type(layer) is kind
 
 
@@ -140,7 +140,7 @@ def test_open_clip_gives_the_same_embeddings():
     model = open_clip.CLIP(embed_dim=12, vision_cfg=vision, text_cfg=text).double()
     images = torch.randn(5, 3, 32, 32, dtype=torch.float64)
     wanted, names = model.encode_image(images, normalize=True), list(model.state_dict())
-    use_products([model])
+    replace_patch_convolutions([model])
     assert type(model.visual.conv1) is PatchConv2d
     assert list(model.state_dict()) == names
     torch.testing.assert_close(model.encode_image(images, normalize=True), wanted, rtol=1e-12, atol=1e-12)

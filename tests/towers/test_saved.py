@@ -123,7 +123,7 @@ def test_images_and_texts_by_two_transformers_encoders(tmp_path, images):
     pair = towers.load(configs(tmp_path, images=images, texts=BERT))
     assert (pair.first.kind, pair.second.kind) == ("image", "text")
     pictures, texts = embeddings(pair)
-    assert pictures.shape == texts.shape == (2, huggingface.WIDTH)
+    assert pictures.shape == texts.shape == (2, huggingface.PAIR_DIM)
     torch.testing.assert_close(pictures.norm(dim=1), torch.ones(2))
     assert not torch.allclose(pictures[0], pictures[1])
     for tower in pair.towers:  # every parameter that asks for a gradient gets one: DDP waits for all of them
@@ -224,7 +224,7 @@ def test_messages(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"must have a model.safetensors, got none"):
         towers.load_saved(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"half a file")
-    with pytest.raises(ValueError, match=r"must be a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"must be a complete safetensors file"):
         towers.load_saved(tmp_path)
     from safetensors.torch import save_file
 

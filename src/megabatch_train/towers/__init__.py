@@ -1,6 +1,6 @@
 """Encoders by name: `towers.load("small")`, "open_clip:ViT-B-32", "hf:NAME"; saved and loaded again by `save` and `load_saved`.
 
-Optional packages are imported when asked for.
+Optional packages are imported when they are needed.
 """
 
 from megabatch_train.towers.models import load, load_saved, save

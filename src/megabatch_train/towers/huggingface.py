@@ -1,11 +1,11 @@
 """transformers encoders as towers: "hf:NAME" with pretrained weights, "hf-config:FOLDER" with random weights.
 
-For text–text data one encoder serves both sides. For image–text data two names are given, "hf:IMAGES+TEXTS", and a linear layer
-brings the output of each encoder to a common dimension. If a folder or name has the files of sentence-transformers, texts are
-encoded as these describe (`sentence_transformer`). Otherwise, the embedding of a text is the mean over its tokens, or the last
-token of a causal model (a decoder). The embedding of an image is the mean over its places. All have unit length. With
-"hf-config:" nothing is downloaded. The config.json of a folder describes the model, and if the folder has no tokenizer, words
-are hashed into the vocabulary.
+For text–text data, one encoder serves both sides. For image–text data, the user names two encoders, "hf:IMAGES+TEXTS", and a
+linear layer projects the output of each encoder to a common dimension. If a folder or name has the files of
+sentence-transformers, texts are encoded as these files describe (`sentence_transformer`). Otherwise, the embedding of a text is
+the mean over its tokens, or the last token of a causal model (a decoder). The embedding of an image is the mean over its
+positions. All embeddings have unit length. With "hf-config:" nothing is downloaded. The config.json of a folder describes the
+model, and if the folder has no tokenizer, words are hashed into the vocabulary.
 """
 
 import copy
@@ -37,7 +37,7 @@ from megabatch_train.towers.huggingface_inputs import (
     longest,
     texts_of,
 )
-from megabatch_train.towers.lora import ADAPTER_WEIGHTS, LoraConfig, check_targets, inject, quantisation
+from megabatch_train.towers.lora import ADAPTER_WEIGHTS, LoraConfig, check_targets, inject, quantization_options
 from megabatch_train.towers.sentence_transformer import (
     LAST,
     MEAN,
@@ -52,30 +52,30 @@ from megabatch_train.towers.sentence_transformer import (
 from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, explain_remote_code
 
 LOG = logging.getLogger("megabatch")
-WIDTH = 512  # of the embeddings of two encoders, CLIP's
+PAIR_DIM = 512  # embedding dimension of two encoders, as in CLIP
 PURPOSE = "A transformers encoder"
-OPTIONS = ("max_length", "pooling", "include_prompt", "packed")  # of texts
+OPTIONS = ("max_length", "pooling", "include_prompt", "packed")  # options of texts
 
 
 class TextEncoder(nn.Module):
-    """The last layer, pooled over the tokens of a text, with optional layers after it.
+    """A transformers model whose last layer is pooled over the tokens of a text, with optional layers after the pooling.
 
     Attributes:
-        layers: of a model of sentence-transformers, after the pooling.
-        head: a projection to the dimension that both encoders of a pair have.
-        causal: whether a token sees only the tokens before it.
-        pooling: one of `POOLINGS`. The default is "mean", or "last" if the model is causal, because only the last token then
-            depends on the whole text.
+        layers: layers of a sentence-transformers model after the pooling.
+        head: projection to the dimension that both encoders of a pair have.
+        causal: whether a token attends only to the tokens before it.
+        pooling: one of `POOLINGS`. The default is "mean". If the model is causal, the default is "last", because only the last
+            token depends on the whole text.
         include_prompt: whether the tokens of a prompt are pooled too.
         packed: whether texts are encoded without padding (`Packed`).
     """
 
-    def __init__(self, model: Any, width: int | None = None, layers: Sequence[LayerConfig] = ()) -> None:
+    def __init__(self, model: Any, dim: int | None = None, layers: Sequence[LayerConfig] = ()) -> None:
         super().__init__()
         self.model: Any = model
         self.layers = sentence_transformer.build_layers(layers)
-        found = next((layer.out_features for layer in reversed(layers) if layer.out_features), None)
-        self.head = nn.Identity() if found is not None and found == width else _head(model, width, found)
+        last_dim = next((layer.out_features for layer in reversed(layers) if layer.out_features), None)
+        self.head = nn.Identity() if last_dim is not None and last_dim == dim else _head(model, dim, last_dim)
         self.causal = is_causal(model)
         self.pooling = LAST if self.causal else MEAN
         self.include_prompt = True
@@ -85,12 +85,12 @@ class TextEncoder(nn.Module):
     def forward(  # (n, T) each -> (n, D)
         self, input_ids: Tensor, attention_mask: Tensor, pooled_mask: Tensor | None = None
     ) -> Tensor:
-        """Embeddings of unit length, of texts that are padded on either side.
+        """Returns embeddings of unit length. Texts can be padded on either side.
 
         Args:
             input_ids: tokens.
             attention_mask: 1 for tokens and 0 for padding.
-            pooled_mask: 1 for tokens that are pooled, if some are excluded. Texts must then not be packed.
+            pooled_mask: 1 for tokens that are pooled, if some are excluded. If it is given, texts must not be packed.
         """
         if self.packed:
             packed = Packed.of(input_ids, attention_mask)
@@ -108,17 +108,18 @@ class TextEncoder(nn.Module):
 
     def _encode_padded(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # (n, T, H)
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if "position_ids" in self._takes:  # padding on the left would move them
+        if "position_ids" in self._takes:  # padding on the left would shift the positions
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
-        if "use_cache" in self._takes:  # for texts that go on; it would grow when a checkpoint computes again
+        if "use_cache" in self._takes:  # the cache is for generation; it would grow when a checkpointed block is computed again
             inputs["use_cache"] = False
         states: Tensor = self.model(**inputs).last_hidden_state
         return states
 
     def pack(self) -> bool:
-        """Encodes texts without padding from now on, if this model then gives the same embeddings; returns whether it does.
+        """Encodes texts without padding from now on if the embeddings stay the same. Returns whether they do.
 
-        A text must also have the same embedding beside other texts: convolutions and recurrent layers see their tokens.
+        The embedding of a text must not depend on the other texts of its chunk. In convolutions and recurrent layers it would,
+        because these read the tokens of neighboring texts.
         """
         if not ("position_ids" in self._takes and enable_packing(self.model)):
             return False
@@ -126,16 +127,16 @@ class TextEncoder(nn.Module):
         mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]], device=device)
         ids = torch.arange(mask.numel(), device=device).view_as(mask) % 7 + 1
         training = self.training
-        self.eval()  # draws no random numbers
+        self.eval()  # evaluation draws no random numbers
         try:
             with torch.no_grad():
                 padded = self(ids, mask)
                 self.packed = True
-                found, other = self(ids, mask), self(torch.cat((ids[:2] + 1, ids[2:])), mask)
+                unpadded, other = self(ids, mask), self(torch.cat((ids[:2] + 1, ids[2:])), mask)
                 precision = torch.finfo(self.model.dtype).eps
-                same = (found - padded).abs().max() <= precision**0.5
-                self.packed = bool(same and (found - other)[2].norm() <= precision)
-        except Exception:  # of any model that was not made for it
+                same = (unpadded - padded).abs().max() <= precision**0.5
+                self.packed = bool(same and (unpadded - other)[2].norm() <= precision)
+        except Exception:  # a model that does not support packing can raise any error
             self.packed = False
         finally:
             self.train(training)
@@ -150,52 +151,52 @@ class TextEncoder(nn.Module):
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether a token of a transformers model sees only the tokens before it."""
+    """Returns whether a token of a transformers model attends only to the tokens before it."""
     config: Any = model.config
-    found = any(getattr(part, "is_causal", False) is True for part in model.modules())
-    return found and getattr(config, "is_causal", True) is not False
+    has_causal_layer = any(getattr(part, "is_causal", False) is True for part in model.modules())
+    return has_causal_layer and getattr(config, "is_causal", True) is not False
 
 
 class ImageEncoder(nn.Module):
-    """Mean pooling of the last layer over the positions of an image, with a projection."""
+    """A transformers model whose last layer is averaged over the positions of an image, and then projected."""
 
-    def __init__(self, model: nn.Module, width: int) -> None:
+    def __init__(self, model: nn.Module, dim: int) -> None:
         super().__init__()
         self.model = model
-        self.head = _head(model, width)
+        self.head = _head(model, dim)
 
     def forward(self, pixel_values: Tensor) -> Tensor:  # (n, 3, S, S) -> (n, D)
-        """Embeddings of unit length."""
+        """Returns embeddings of unit length."""
         model: Any = self.model
-        states = widen(model(pixel_values=pixel_values.to(model.dtype)).last_hidden_state)  # (n, places, H), or (n, H, h, w)
+        states = widen(model(pixel_values=pixel_values.to(model.dtype)).last_hidden_state)  # (n, positions, H) or (n, H, h, w)
         pooled = states.mean(1) if states.dim() == 3 else states.mean((2, 3))
         return F.normalize(self.head(pooled), dim=-1)
 
 
 def load(name: str, lora: LoraConfig | None = None) -> Pair:
-    """Encoders with their weights, tokenizer and image processor, from the hub's names or folders; with adapters for `lora`.
+    """Loads encoders with weights, tokenizer and image processor by names on the hub or folders. `lora` adds adapters.
 
-    The pair's options are those that the files of sentence-transformers have, and are not applied yet.
+    The options of the pair come from the files of sentence-transformers. They are not applied yet.
     """
     parts = [_locate(part, absolute=lora is not None) for part in _parts(name)]
     name = "+".join(parts)
-    with _within_reach(name):
-        described = sentence_transformer.read(parts[-1])
-        of_parts = [None] * (len(parts) - 1) + [described]
+    with _explain_missing_files(name):
+        sentence_model = sentence_transformer.read(parts[-1])
+        of_parts = [None] * (len(parts) - 1) + [sentence_model]
         encoders = [_download(part, lora, sentences) for part, sentences in zip(parts, of_parts, strict=True)]
-        return _apply_sentence_model(_pair(f"hf:{name}", encoders, lora), described)
+        return _apply_sentence_model(_pair(f"hf:{name}", encoders, lora), sentence_model)
 
 
 def load_config(folder: str, lora: LoraConfig | None = None) -> Pair:
-    """Encoders with random weights, from a config.json. Nothing is downloaded. Options are as for `load`."""
+    """Builds encoders with random weights from a config.json. Downloads nothing. The options of the pair are as for `load`."""
     folders = [Path(part) for part in _parts(folder)]
-    described = sentence_transformer.read(folders[-1], offline=True) if folders[-1].is_dir() else None
-    layers = () if described is None else described.layers
-    return _apply_sentence_model(load_folders(f"hf-config:{folder}", folders, lora, layers), described)
+    sentence_model = sentence_transformer.read(folders[-1], offline=True) if folders[-1].is_dir() else None
+    layers = () if sentence_model is None else sentence_model.layers
+    return _apply_sentence_model(load_folders(f"hf-config:{folder}", folders, lora, layers), sentence_model)
 
 
 def _apply_sentence_model(pair: Pair, model: SentenceModel | None) -> Pair:
-    """The pair with the options of a model of sentence-transformers."""
+    """Returns the pair with the options of a sentence-transformers model."""
     if model is None:
         return pair
     encoder, texts = _text_parts(pair.second)
@@ -209,7 +210,7 @@ def _apply_sentence_model(pair: Pair, model: SentenceModel | None) -> Pair:
 
 
 def _text_parts(tower: Tower) -> tuple[TextEncoder, TokenInputs | HashedWords]:
-    """The encoder and the preprocessing of a text tower of this module; an error for another tower."""
+    """Returns the encoder and the preprocessing of a text tower. Raises a TypeError if another module made the tower."""
     encoder, texts = tower.module, getattr(tower.collate, "__self__", None)
     if not isinstance(encoder, TextEncoder) or not isinstance(texts, TokenInputs | HashedWords):
         raise TypeError(f"tower must have a TextEncoder, got {type(encoder).__name__}")
@@ -217,30 +218,30 @@ def _text_parts(tower: Tower) -> tuple[TextEncoder, TokenInputs | HashedWords]:
 
 
 def read_configs(spec: str) -> list[Any]:
-    """The configs of the encoders that `load` ("hf:…") or `load_config` ("hf-config:…") would make, from this machine alone."""
+    """Returns the configs of the encoders that `load` ("hf:…") or `load_config` ("hf-config:…") build. Downloads nothing."""
     family, _, name = spec.partition(":")
     if family == "hf-config":
         return [_config(Path(part)) for part in _parts(name)]
     transformers = extras.load("transformers", purpose=PURPOSE)
-    found = []
+    configs = []
     for part in _parts(name):
         try:
-            found.append(transformers.AutoConfig.from_pretrained(part, local_files_only=True, trust_remote_code=False))
+            configs.append(transformers.AutoConfig.from_pretrained(part, local_files_only=True, trust_remote_code=False))
         except OSError as error:
             raise ValueError(
-                f"{part} is no folder with a config.json, and not in the local cache of the Hugging Face hub; a plan downloads "
-                f"nothing. `hf download {part} config.json` fetches it"
+                f"{part} is not a folder with a config.json, and not in the local cache of the Hugging Face hub. A plan "
+                f"downloads nothing, so fetch it first: `hf download {part} config.json`"
             ) from error
-    return found
+    return configs
 
 
 def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
     """Applies `OPTIONS` to the texts of towers from `load` and `load_config`.
 
     Args:
-        pair: the towers, changed in place.
+        pair: the towers, which are changed in place.
         options: `max_length` in tokens; `pooling`, one of `POOLINGS`; `include_prompt`, whether the tokens of a prompt are
-            pooled too; `packed`, whether texts are encoded without padding (default: if the model is causal and can).
+            pooled too; `packed`, whether texts are encoded without padding (default: true if the model supports it).
     """
     for tower in pair.towers:
         if tower.kind != "text":
@@ -276,7 +277,7 @@ def adapt(pair: Pair, options: Mapping[str, Any]) -> None:
 
 
 def exclude_prompt(tower: Tower, prompt: str) -> Tower:
-    """The tower with a mask of the tokens to pool among its inputs, if its encoder does not pool the tokens of a prompt."""
+    """Returns the tower. If its encoder does not pool the tokens of a prompt, its inputs get a mask of the pooled tokens."""
     if not isinstance(tower.module, TextEncoder) or tower.module.include_prompt:
         return tower
     texts = copy.copy(_text_parts(tower)[1])
@@ -286,12 +287,14 @@ def exclude_prompt(tower: Tower, prompt: str) -> Tower:
 
 
 def describe(pair: Pair, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes the files that sentence-transformers needs beside those of the text encoder; none without a tokenizer.
+    """Writes the files that sentence-transformers needs in addition to the files of the text encoder.
+
+    Writes nothing if the texts have no tokenizer.
 
     Args:
         pair: the towers.
-        folder: of the text encoder.
-        weights: of the encoder's `layers` and `head` by their names, whole and on the CPU.
+        folder: folder of the text encoder.
+        weights: full tensors of the encoder's `layers` and `head` by name, on the CPU.
     """
     encoder, texts = _text_parts(pair.second)
     if not isinstance(texts, TokenInputs):
@@ -307,7 +310,7 @@ def describe(pair: Pair, folder: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def layer_configs(encoder: nn.Module) -> list[LayerConfig]:
-    """The layers of a text encoder after its pooling; none for another module."""
+    """Returns the layers of a text encoder after its pooling. For another module, returns an empty list."""
     if not isinstance(encoder, TextEncoder):
         return []
     return [layer.config for layer in encoder.layers if isinstance(layer, DenseLayer | UnitLength)]
@@ -321,7 +324,7 @@ def _check_length(encoder: TextEncoder, length: Any) -> int:
 
 
 def random_encoders(configs: Sequence[Any], name: str, lora: LoraConfig | None = None) -> list[TextEncoder | ImageEncoder]:
-    """An encoder of texts, or one of images and one of texts, with random weights; adapters or all parameters are trained."""
+    """Returns a text encoder, or an image and a text encoder, with random weights. Trains the adapters if `lora` is given."""
     transformers = extras.load("transformers", purpose=PURPOSE)
     models = [transformers.AutoModel.from_config(config) for config in configs]
     if lora is not None:
@@ -330,19 +333,19 @@ def random_encoders(configs: Sequence[Any], name: str, lora: LoraConfig | None =
     if len(models) == 1:
         return [_text_encoder(models[0], None, name)]
     images, texts = models
-    return [_image_encoder(images, name), _text_encoder(texts, WIDTH, name)]
+    return [_image_encoder(images, name), _text_encoder(texts, PAIR_DIM, name)]
 
 
 def load_folders(
     name: str, folders: Sequence[Path], lora: LoraConfig | None = None, layers: Sequence[LayerConfig] = ()
 ) -> Pair:
-    """Encoders with random weights, as they were when towers of this name were saved into the folders.
+    """Builds encoders with random weights from the folders that towers of this name were saved to.
 
     Args:
-        name: of the pair.
-        folders: with config.json.
-        lora: adapters.
-        layers: after the pooling of the text encoder.
+        name: name of the pair.
+        folders: folders with a config.json.
+        lora: configuration of the adapters.
+        layers: layers after the pooling of the text encoder.
     """
     with explain_remote_code(name):
         return _pair(name, [_build_from_config(folder, lora, layers) for folder in folders], lora)
@@ -350,16 +353,16 @@ def load_folders(
 
 @dataclass(frozen=True)
 class _ModelParts:
-    """An encoder, and where its texts or images would come from."""
+    """A transformers model, and functions that build the preprocessing of its texts or images."""
 
     model: Any
     texts: Callable[[], TokenInputs | HashedWords]
     images: Callable[[], ImageInputs]
-    layers: Sequence[LayerConfig] = ()  # after the pooling of texts
-    weights: Mapping[str, Tensor] | None = None  # of the layers
+    layers: Sequence[LayerConfig] = ()  # layers after the pooling of texts
+    weights: Mapping[str, Tensor] | None = None  # weights of the layers
 
     def __post_init__(self) -> None:
-        """Names the class in the config, as `save_pretrained` does; FSDP will rename it."""
+        """Records the class name in the config, as `save_pretrained` does, because FSDP renames the class later."""
         self.model.config.architectures = [type(self.model).__name__]
 
 
@@ -371,7 +374,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _locate(part: str, *, absolute: bool) -> str:
-    """A name on the hub as it is, or a folder, which must exist; as an absolute path for adapters, which load it again."""
+    """Returns a name on the hub unchanged. A folder must exist. Adapters load it again, so they need an absolute path."""
     if os.path.isdir(part):
         return os.path.abspath(part) if absolute else part
     if part.startswith(("/", "./", "../", "~")) or part.count("/") > 1:
@@ -386,7 +389,7 @@ def _download(name: str, lora: LoraConfig | None, sentences: SentenceModel | Non
     if lora is None:
         model = transformers.AutoModel.from_pretrained(name, **options).float()  # small updates need float32
     else:
-        model = transformers.AutoModel.from_pretrained(name, **options, **quantisation(lora.quantize))
+        model = transformers.AutoModel.from_pretrained(name, **options, **quantization_options(lora.quantize))
         inject(model, lora, name)
     return _ModelParts(
         model,
@@ -416,18 +419,18 @@ def _config(folder: Path) -> Any:
 
 
 @contextmanager
-def _within_reach(name: str) -> Iterator[None]:
-    """An error that describes valid names, if the files are not found."""
+def _explain_missing_files(name: str) -> Iterator[None]:
+    """Replaces the error for missing files by an error that describes valid names."""
     try:
         with explain_remote_code(name):
             yield
     except OSError as error:
         if (Path(name) / ADAPTER_WEIGHTS).is_file():
             raise ValueError(
-                f"{name} is an adapter and no whole model; `megabatch export RUN --to hf FOLDER` writes one from the run"
+                f"{name} is an adapter, not a full model; `megabatch export RUN --to hf FOLDER` writes a model from the run"
             ) from error
         raise ValueError(
-            f"{name} is no folder, and cannot be fetched from the Hugging Face hub: {str(error).splitlines()[0]} "
+            f"{name} is not a folder, and cannot be fetched from the Hugging Face hub: {str(error).splitlines()[0]} "
             '"hf-config:FOLDER" builds an encoder with random weights from a config.json and downloads nothing'
         ) from error
 
@@ -439,21 +442,21 @@ def _pair(name: str, encoders: list[_ModelParts], lora: LoraConfig | None) -> Pa
         tower = _text_tower(encoders[0], None, name)
         return Pair(tower, tower, name=name, lora=lora)
     images, texts = encoders
-    return Pair(_image_tower(images, name), _text_tower(texts, WIDTH, name), name=name, lora=lora)
+    return Pair(_image_tower(images, name), _text_tower(texts, PAIR_DIM, name), name=name, lora=lora)
 
 
-def _text_encoder(model: Any, width: int | None, name: str, layers: Sequence[LayerConfig] = ()) -> TextEncoder:
+def _text_encoder(model: Any, dim: int | None, name: str, layers: Sequence[LayerConfig] = ()) -> TextEncoder:
     _check(model, "input_ids", "texts", name)
-    return TextEncoder(model, width, layers)
+    return TextEncoder(model, dim, layers)
 
 
 def _image_encoder(model: Any, name: str) -> ImageEncoder:
     _check(model, "pixel_values", "images", name)
-    return ImageEncoder(model, WIDTH)
+    return ImageEncoder(model, PAIR_DIM)
 
 
-def _text_tower(parts: _ModelParts, width: int | None, name: str) -> Tower:
-    encoder = _text_encoder(parts.model, width, name, parts.layers)
+def _text_tower(parts: _ModelParts, dim: int | None, name: str) -> Tower:
+    encoder = _text_encoder(parts.model, dim, name, parts.layers)
     if parts.weights is not None:
         encoder.layers.load_state_dict(parts.weights)
     texts = parts.texts()
@@ -478,7 +481,7 @@ def _image_tower(parts: _ModelParts, name: str) -> Tower:
 
 @dataclass(frozen=True)
 class _ModelFiles:
-    """Writes what `_build_from_config` reads."""
+    """Writes the files that `_build_from_config` reads."""
 
     model: Any
     inputs: TokenInputs | HashedWords | ImageInputs
@@ -497,20 +500,20 @@ def _check(model: Any, expected: str, what: str, name: str) -> None:
         )
 
 
-def _head(model: nn.Module, width: int | None, inner: int | None = None) -> nn.Module:
-    """A projection to a width, from that of the layers before it (default: the model's own); the identity if none is asked."""
-    if width is None:
+def _head(model: nn.Module, dim: int | None, inner: int | None = None) -> nn.Module:
+    """Returns a projection from `inner` (default: the model's hidden size) to `dim`, or the identity if `dim` is None."""
+    if dim is None:
         return nn.Identity()
     config: Any = model.config
-    # Convolutional encoders have a width per stage; the last one is the output's.
+    # Convolutional encoders have a hidden size per stage. The last one is the size of the output.
     inner = inner or getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
-    return nn.Linear(inner, width, bias=False)
+    return nn.Linear(inner, dim, bias=False)
 
 
 def freeze_unused(encoder: nn.Module, inputs: dict[str, Tensor]) -> None:
-    """Parameters that embeddings do not depend on, such as a pooler's; DDP would wait for their gradients forever."""
+    """Freezes parameters that embeddings do not depend on, such as a pooler. DDP would wait for their gradients forever."""
     training = encoder.training
-    encoder.eval()  # draws no random numbers
+    encoder.eval()  # evaluation draws no random numbers
     with torch.enable_grad():
         reached = parameters_in([encoder(**inputs)])
     assert reached is not None, "no reentrant checkpoints"

@@ -21,9 +21,9 @@ except ImportError:  # before version 2.10
 # ----------------------------------------------------------------------------------------------------------------------
 # Preprocessing: tokenizers or hashed words, and images of the encoder's size.
 
-LONGEST = 128  # tokens; a longer text is cut, unless the model takes fewer
+LONGEST = 128  # maximum number of tokens; a longer text is truncated; models with fewer positions have a lower limit
 _NO_LIMIT = 1_000_000  # tokens; tokenizers without a limit have a larger number
-IMAGE_SIZE = 224  # pixels of a side, if the config has none
+IMAGE_SIZE = 224  # side length in pixels if the config has no image size
 _FIRST_WORD = 3  # ids below are special tokens in most vocabularies
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 _PROCESSOR = "preprocessor_config.json"
@@ -31,7 +31,7 @@ _PURPOSE = "A transformers encoder"
 
 
 def texts_of(config: Any, folder: Path) -> "TokenInputs | HashedWords":
-    """The folder's tokenizer, or hashed words if it has none."""
+    """Returns the tokenizer of the folder, or hashed words if the folder has none."""
     if any((folder / file).is_file() for file in _TOKENIZERS):
         transformers = extras.load("transformers", purpose=_PURPOSE)
         options = {"local_files_only": True, "trust_remote_code": allows_remote_code()}
@@ -40,7 +40,7 @@ def texts_of(config: Any, folder: Path) -> "TokenInputs | HashedWords":
 
 
 def images_of(config: Any, folder: Path) -> "ImageInputs":
-    """Normalised by the folder's image processor, or to [−1, 1] if it has none."""
+    """Returns inputs that are normalized as in the folder's image processor, or to [−1, 1] if the folder has none."""
     processor = None
     if (folder / _PROCESSOR).is_file():
         transformers = extras.load("transformers", purpose=_PURPOSE)
@@ -50,102 +50,102 @@ def images_of(config: Any, folder: Path) -> "ImageInputs":
 
 
 def longest(config: Any) -> int:
-    """Largest number of tokens of a text encoder."""
+    """Returns the maximum number of tokens of a text."""
     most = getattr(config, "max_position_embeddings", None)
-    # RoBERTa-like models count positions from the padding id on.
+    # RoBERTa-like models number positions from the padding id on, so they have up to two positions less.
     return min(LONGEST, most - 2) if isinstance(most, int) and most > 2 else LONGEST
 
 
 def height_and_width(config: Any) -> tuple[int, int]:
-    """Pixels of the images that an encoder takes."""
+    """Returns the size of the images that an encoder takes, in pixels."""
     size = getattr(config, "image_size", None) or IMAGE_SIZE
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
 class TokenInputs:
-    """A tokenizer of transformers, a chunk at a time.
+    """A transformers tokenizer, which is called once per chunk.
 
     Attributes:
-        longest: tokens of a text; a longer one is cut.
-        prompt_tokens: at the beginning of each text, which are not pooled; None if all tokens are pooled.
+        longest: maximum number of tokens of a text. Longer texts are truncated.
+        prompt_tokens: number of tokens at the beginning of each text that are not pooled; None if all tokens are pooled.
     """
 
     def __init__(self, tokenizer: Any, longest: int) -> None:
         self._tokenizer, self.longest = tokenizer, longest
         self.prompt_tokens: int | None = None
-        tokenizer.padding_side = "right"  # chunks of similar length are cut there
-        if tokenizer.pad_token is None:  # of many decoders
+        tokenizer.padding_side = "right"  # inputs are trimmed on the right
+        if tokenizer.pad_token is None:  # many decoders have none
             tokenizer.pad_token = tokenizer.eos_token
 
     def prepare(self, text: str, generator: torch.Generator | None) -> str:
-        """As it is."""
+        """Returns the text unchanged."""
         return text
 
     def collate(self, samples: list[str]) -> dict[str, Tensor]:
-        """A chunk, padded to its longest; an empty text has one token, the padding's."""
+        """Returns the tokens of a chunk, padded to its longest text. An empty text has one token, the padding token."""
         tokens = self._tokenizer(samples, padding=True, truncation=True, max_length=self.longest, return_tensors="pt")
         ids, mask = (tokens[key].long() for key in ("input_ids", "attention_mask"))
         if ids.shape[1] == 0:
             ids, mask = ids.new_full((len(samples), 1), self._tokenizer.pad_token_id), mask.new_ones(len(samples), 1)
         mask[:, 0] |= ~mask.any(1)
-        found = {"input_ids": ids, "attention_mask": mask}
+        inputs = {"input_ids": ids, "attention_mask": mask}
         if self.prompt_tokens is not None:
-            found["pooled_mask"] = mask * (torch.arange(mask.shape[1]) >= self.prompt_tokens)
-        return found
+            inputs["pooled_mask"] = mask * (torch.arange(mask.shape[1]) >= self.prompt_tokens)
+        return inputs
 
     def limit(self, config: Any, stored: int | None) -> int:
-        """Tokens of a text in a model of sentence-transformers: as stored in its files, or else as many as the model takes."""
+        """Returns the maximum number of tokens of a sentence-transformers model: `stored`, or the limit of the model."""
         most = getattr(config, "max_position_embeddings", None)
-        known = [stored or self._tokenizer.model_max_length, *([most] if isinstance(most, int) and most > 0 else [])]
-        return min(known) if min(known) < _NO_LIMIT else self.longest
+        limits = [stored or self._tokenizer.model_max_length, *([most] if isinstance(most, int) and most > 0 else [])]
+        return min(limits) if min(limits) < _NO_LIMIT else self.longest
 
     def lowercase(self) -> None:
-        """Puts texts into lower case before anything else."""
+        """Makes the tokenizer convert texts to lower case before any other step."""
         normalizers = extras.load("tokenizers.normalizers", purpose=_PURPOSE)
         inner = self._tokenizer.backend_tokenizer
         inner.normalizer = normalizers.Sequence([normalizers.Lowercase(), *filter(None, [inner.normalizer])])
 
     def count_prompt(self, prompt: str) -> int:
-        """Tokens of a prompt with the special tokens before it, and without the one after it."""
+        """Returns the number of tokens of a prompt, including special tokens before it, but not the one after it."""
         ids = self._tokenizer([prompt], truncation=True, max_length=self.longest)["input_ids"][0] if prompt else []
         return len(ids) - (bool(ids) and ids[-1] in self._tokenizer.all_special_ids)
 
     def write(self, folder: Path) -> None:
-        """The tokenizer's files."""
+        """Writes the files of the tokenizer."""
         self._tokenizer.save_pretrained(folder)
 
 
 class HashedWords:
-    """Words as hashed ids, without a vocabulary."""
+    """Preprocessing that hashes words to ids, without a vocabulary."""
 
     def __init__(self, vocabulary: int, longest: int) -> None:
         self.vocabulary, self.longest = vocabulary, longest
 
     def prepare(self, text: str, generator: torch.Generator | None) -> Tensor:  # (k,)
-        """One text."""
+        """Returns the ids of the words of a text."""
         words = n_grams(text, self.vocabulary - _FIRST_WORD, ()) + _FIRST_WORD
         return words[: self.longest]
 
     def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
-        """A chunk, padded to its longest; an empty text has one token, of number 0."""
+        """Returns the tokens of a chunk, padded to its longest text. An empty text has one token with id 0."""
         tokens, mask = pad(samples)
         mask[:, 0] = 1
         return {"input_ids": tokens, "attention_mask": mask}
 
     def limit(self, config: Any, stored: int | None) -> int:
-        """As for `Tokens`."""
+        """Returns the maximum number of tokens, as in `TokenInputs.limit`."""
         most = getattr(config, "max_position_embeddings", None)
         return min(stored or self.longest, most) if isinstance(most, int) and most > 0 else stored or self.longest
 
     def lowercase(self) -> None:
-        """Does nothing: words are hashed in lower case."""
+        """Does nothing, because words are always hashed in lower case."""
 
     def write(self, folder: Path) -> None:
-        """Writes nothing: the config is enough."""
+        """Writes nothing, because the config describes the preprocessing."""
 
 
 class ImageInputs:
-    """Images of the encoder's size: random crops in training, else as its image processor resizes them."""
+    """Images of the encoder's size. Training uses random crops. Evaluation uses the image processor, if there is one."""
 
     def __init__(self, config: Any, processor: Any | None) -> None:
         self.size = height_and_width(config)
@@ -155,67 +155,67 @@ class ImageInputs:
         self._mean, self._deviation = (torch.tensor(value)[:, None, None] for value in (mean, deviation))
 
     def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor:  # (3, S, S)
-        """One image, for evaluation."""
+        """Returns the pixels of one image for evaluation."""
         if self.processor is not None:
-            made: Tensor = self.processor(images=to_pillow(image), return_tensors="pt")["pixel_values"][0]
-            return made
+            pixels: Tensor = self.processor(images=to_pillow(image), return_tensors="pt")["pixel_values"][0]
+            return pixels
         middle = fit_to_square(image, max(self.size))[:, : self.size[0], : self.size[1]]
         return (leave_unchanged(middle) - self._mean) / self._deviation
 
     def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
-        """A chunk."""
+        """Stacks the images of a chunk."""
         return {"pixel_values": torch.stack(samples)}
 
     def write(self, folder: Path) -> None:
-        """The image processor's numbers."""
+        """Writes the files of the image processor."""
         if self.processor is not None:
             self.processor.save_pretrained(folder)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Packed texts: the tokens of a chunk in one row without padding, for causal transformers.
+# Packed texts: a causal transformer encodes the tokens of a chunk in one row without padding.
 #
-# Only attention sees more than one token at a time, so every other layer works on the tokens of all texts at once, and none of
-# them on padding. Attention is told where texts begin and end. It is PyTorch's variable-length attention (`varlen_attn`) where
-# that exists: on CUDA, in half precision. Elsewhere, texts are padded for attention alone.
+# Only attention combines several tokens. Every other layer computes the tokens of all texts at once, and computes no padding.
+# Attention gets the positions where texts begin and end. On CUDA in half precision, it is PyTorch's variable-length attention
+# (`varlen_attn`). Elsewhere, texts are padded, but only for attention.
 
 ATTENTION = "megabatch_packed"  # the name in transformers' table of attention functions
 HALF = (torch.bfloat16, torch.float16)
-WIDEST_HEAD, HEAD_MULTIPLE = 256, 8  # of flash attention
-FIRST_CAPABILITY = (8, 0)  # of CUDA devices with flash attention
-# Arguments of `varlen_attn`, which differ between versions of PyTorch.
+WIDEST_HEAD, HEAD_MULTIPLE = 256, 8  # limits of flash attention
+FIRST_CAPABILITY = (8, 0)  # minimum compute capability for flash attention
+# The arguments of `varlen_attn` differ between versions of PyTorch.
 ARGUMENTS = frozenset() if varlen is None else frozenset(inspect.signature(varlen.varlen_attn).parameters)
-# What a model may ask of its attention that neither of the two ways does.
-BEYOND = ("softcap", "s_aux", "position_bias", "head_mask")
+# Options of a model's attention that neither implementation supports.
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 class Packed(NamedTuple):
     """The texts of a chunk, one after the other: T tokens of n texts."""
 
     tokens: Tensor  # (T,) int64
-    positions: Tensor  # (T,) int64, each text from 0
-    rows: Tensor  # (T,) int64: the text of each token
-    limits: Tensor  # (n + 1,) int32: where texts begin, and where the last one ends
+    positions: Tensor  # (T,) int64, counted from 0 in each text
+    rows: Tensor  # (T,) int64, the text of each token
+    limits: Tensor  # (n + 1,) int32, where texts begin, and where the last one ends
     longest: int
 
     @staticmethod
     def of(input_ids: Tensor, attention_mask: Tensor) -> "Packed":  # (n, L), (n, L)
-        """Texts that are padded on either side. A text without tokens is its first padding token."""
+        """Packs texts that are padded on either side. A text without tokens becomes its first padding token."""
         mask = attention_mask.bool()
         mask = mask | (~mask.any(1, keepdim=True) & (torch.arange(mask.shape[1], device=mask.device) == 0))
         lengths = mask.sum(1)
         limits = F.pad(lengths.cumsum(0), (1, 0))
-        places = mask.flatten().nonzero()[:, 0]  # the host waits for the number of tokens
+        places = mask.flatten().nonzero()[:, 0]  # the CPU waits for the GPU here, because it needs the number of tokens
         rows = places // mask.shape[1]
         positions = torch.arange(len(rows), device=rows.device) - limits[rows]
         return Packed(input_ids.flatten()[places], positions, rows, limits.to(torch.int32), int(lengths.max()))
 
     def states(self, model: nn.Module) -> Tensor:  # (T, H)
-        """The last layer of a model that `enable_packing` was called on."""
+        """Returns the output of the last layer. `enable_packing` must have been called with the model."""
         device = self.tokens.device
         has_kernel = varlen is not None and device.type == "cuda"
         has_kernel = has_kernel and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
-        found = model(
+        output = model(
             input_ids=self.tokens[None],
             position_ids=self.positions[None],
             use_cache=False,
@@ -224,21 +224,21 @@ class Packed(NamedTuple):
             max_length_q=self.longest,
             max_length_k=self.longest,
         )
-        states: Tensor = found.last_hidden_state[0]
+        states: Tensor = output.last_hidden_state[0]
         return states
 
     def last(self, states: Tensor) -> Tensor:  # (T, H) -> (n, H)
-        """The states of the last tokens."""
+        """Returns the state of the last token of each text."""
         return states[self.limits[1:].long() - 1]
 
     def mean(self, states: Tensor) -> Tensor:  # (T, H) -> (n, H)
-        """The means over texts; padded again, because a sum into rows in any order would round differently each time."""
+        """Returns the mean over each text. The states are padded first, because a scattered sum is not deterministic."""
         texts = len(self.limits) - 1
         total = _pad(states, self.rows * self.longest + self.positions, texts, self.longest).sum(1)
         return total / self.limits.diff()[:, None]
 
     def unpack(self, states: Tensor) -> tuple[Tensor, Tensor]:  # (T, H) -> (n, L, H), (n, L)
-        """The states padded again, and the mask of the tokens."""
+        """Returns the padded states and the mask of the tokens."""
         texts = len(self.limits) - 1
         padded = _pad(states, self.rows * self.longest + self.positions, texts, self.longest)
         places = torch.arange(self.longest, device=states.device)
@@ -246,10 +246,10 @@ class Packed(NamedTuple):
 
 
 def enable_packing(model: Any) -> bool:
-    """Gives a model the attention of packed texts, which is PyTorch's ordinary attention for texts that are not packed.
+    """Replaces the attention of a model by `attention`, which also accepts padded texts.
 
     Returns:
-        Whether transformers and the model have a place for it. If not, the model is unchanged.
+        Whether transformers and the model support this. If not, the model is unchanged.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -263,17 +263,17 @@ def enable_packing(model: Any) -> bool:
 
 
 def disable_packing(model: Any) -> None:
-    """PyTorch's ordinary attention again."""
+    """Restores PyTorch's standard attention."""
     if getattr(model.config, "_attn_implementation", None) == ATTENTION:
         model.set_attn_implementation("sdpa")
 
 
 def _mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """No mask for packed texts, nor for texts without padding, which are causal by the attention's own flag."""
+    """Returns None without an attention mask: packed texts need no mask, and other texts use the attention's causal flag."""
     from transformers.masking_utils import sdpa_mask
 
-    made: Tensor | None = None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **options)
-    return made
+    mask: Tensor | None = None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **options)
+    return mask
 
 
 def attention(
@@ -290,31 +290,32 @@ def attention(
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # (1, T, heads, d)
-    """Causal attention inside each text, as transformers calls it; PyTorch's ordinary one for texts that are not packed.
+    """Computes causal attention within each text, with the arguments that transformers passes.
 
-    `cu_seq_lens_q` are the limits of the texts; `cu_seq_lens_k` is the same, or None on a device without `varlen_attn`.
+    For texts that are not packed, it is PyTorch's standard attention. `cu_seq_lens_q` contains the limits of the packed texts.
+    `cu_seq_lens_k` contains the same limits, or is None on a device without `varlen_attn`.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         options |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
-        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return found
-    if any(options.get(name) is not None for name in BEYOND):
-        raise NotImplementedError(f"packed texts have no attention with any of {', '.join(BEYOND)}")
+        output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return output
+    if any(options.get(name) is not None for name in UNSUPPORTED):
+        raise NotImplementedError(f"attention of packed texts does not support {', '.join(UNSUPPORTED)}")
     kind = query.device.type
-    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as for PyTorch's own attention
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # PyTorch's attention casts in the same way
         query, key, value = (part.to(torch.get_autocast_dtype(kind)) for part in (query, key, value))
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # (T, heads, d)
-    width = query.shape[-1]
-    fits = query.dtype in HALF and width <= WIDEST_HEAD and width % HEAD_MULTIPLE == 0 and not dropout
+    head_dim = query.shape[-1]
+    fits = query.dtype in HALF and head_dim <= WIDEST_HEAD and head_dim % HEAD_MULTIPLE == 0 and not dropout
     if cu_seq_lens_k is not None and fits and (window is None or "window_size" in ARGUMENTS):
-        return _variable(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)[None], None
+        return _attend_packed(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)[None], None
     return _attend_padded(query, key, value, cu_seq_lens_q, max_length_q, scaling, window, dropout)[None], None
 
 
-def _variable(
+def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, limits: Tensor, longest: int, scaling: float | None, window: int | None
 ) -> Tensor:  # (T, heads, d)
     if "scale" not in ARGUMENTS and scaling is not None:
@@ -329,8 +330,8 @@ def _variable(
         options["window_size"] = (-1 if window is None else window - 1, 0)
     else:
         options["is_causal"] = True
-    made: Any = varlen.varlen_attn(query, key, value, limits, limits, longest, longest, **options)
-    return cast(Tensor, made)
+    output: Any = varlen.varlen_attn(query, key, value, limits, limits, longest, longest, **options)
+    return cast(Tensor, output)
 
 
 def _attend_padded(
@@ -343,7 +344,7 @@ def _attend_padded(
     window: int | None,
     dropout: float,
 ) -> Tensor:  # (T, heads, d)
-    """Padded behind each text, where causal attention does not look."""
+    """Computes attention of texts that are padded at their ends, where causal attention does not look."""
     texts = len(limits) - 1
     rows = torch.repeat_interleave(torch.arange(texts, device=limits.device), limits.diff(), output_size=len(query))
     places = rows * longest + torch.arange(len(query), device=limits.device) - limits[rows]
@@ -353,7 +354,7 @@ def _attend_padded(
         behind = number[:, None] - number
         mask = (behind >= 0) & (behind < window)
     query, key, value = (_pad(part, places, texts, longest).transpose(1, 2) for part in (query, key, value))
-    found = F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -363,7 +364,7 @@ def _attend_padded(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return found.transpose(1, 2).flatten(0, 1)[places]
+    return output.transpose(1, 2).flatten(0, 1)[places]
 
 
 def _pad(values: Tensor, places: Tensor, texts: int, longest: int) -> Tensor:  # (T, …) -> (n, L, …)

@@ -1,6 +1,7 @@
-"""LoRA by PEFT: pairs of small matrices beside the linear layers of a transformers model are trained; its weights are frozen.
+"""LoRA with PEFT: trains pairs of small matrices that are added to the linear layers of a transformers model.
 
-A saved adapter has PEFT's file names and tensor names: `PeftModel.from_pretrained(model, FOLDER)` reads it.
+The weights of the model are frozen. A saved adapter has the file names and tensor names of PEFT, so
+`PeftModel.from_pretrained(model, FOLDER)` loads it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 
 from megabatch import extras
 
-NAME = "default"  # of the adapter inside of PEFT
+NAME = "default"  # name of the adapter in PEFT
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of names in PEFT's files
+PREFIX = "base_model.model."  # prefix of names in PEFT's files
 PARTS = ("lora_A", "lora_B")
 ALL = "all-linear"
 
@@ -23,9 +24,9 @@ ALL = "all-linear"
 class LoraConfig:
     """Adapters of "hf:" and "hf-config:" models."""
 
-    rank: int = 0  # of the adapters; 0 for none, and all weights are trained
+    rank: int = 0  # LoRA rank of the adapters; 0 trains all weights without adapters
     alpha: float | None = None  # adapters are multiplied by alpha / rank (default: twice the rank)
-    dropout: float = 0.0  # of an adapter's inputs
+    dropout: float = 0.0  # dropout of the inputs of an adapter
     targets: tuple[str, ...] = ()  # endings of the names of layers (default: all linear layers)
     quantize: Literal["none", "int8", "nf4"] = "none"  # how frozen weights of "hf:" models are stored, by bitsandbytes
     merge: bool = False  # whether the saved model has the adapters added to its weights
@@ -44,8 +45,8 @@ class LoraConfig:
                 raise ValueError(f"lora.{name} must be left out without lora.rank, got {value!r}")
         if self.quantize != "none" and self.merge:
             raise ValueError(
-                f"lora.merge must be false with lora.quantize, got lora.quantize = {self.quantize!r}: quantised weights would "
-                "round the adapters away; merge them with the original weights (PEFT: merge_and_unload)"
+                f"lora.merge must be false with lora.quantize, got lora.quantize = {self.quantize!r}. Quantized weights would "
+                "round the adapters to nothing, so merge them with the original weights (PEFT: merge_and_unload)"
             )
 
 
@@ -53,9 +54,9 @@ def inject(model: Any, config: LoraConfig, name: str = "") -> None:
     """Adds adapters to a transformers model in place, and freezes its other weights.
 
     Args:
-        model: from `transformers.AutoModel`.
-        config: of the adapters, with a rank above 0.
-        name: of the model on the hub, recorded for PEFT.
+        model: a model from `transformers.AutoModel`.
+        config: configuration of the adapters, with a rank above 0.
+        name: name of the model on the hub, which PEFT records.
     """
     peft = extras.load("peft", purpose="LoRA")
     about = peft.LoraConfig(
@@ -79,34 +80,36 @@ def inject(model: Any, config: LoraConfig, name: str = "") -> None:
         ) from error
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()  # an optimizer's small updates would be rounded away
+            parameter.data = parameter.data.float()  # half precision would round small updates to zero
 
 
 def check_targets(models: Sequence[nn.Module], config: LoraConfig) -> None:
-    """Raises an error for targets that no layer of any of the models has."""
+    """Raises an error if a target matches no layer of any model."""
     adapted = [f".{name}" for model in models for name, _ in _find_adapted(model)]
     unknown = [target for target in config.targets if not any(name.endswith(f".{target}") for name in adapted)]
     if unknown:
-        raise ValueError(f"lora.targets must be endings of names of linear layers, got {', '.join(unknown)}, which none has")
+        raise ValueError(
+            f"lora.targets must be endings of names of linear layers, got {', '.join(unknown)}, which no layer has"
+        )
 
 
 def store_frozen(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
-    """Stores frozen weights in the type that the towers compute in. Quantised and float64 weights stay as they are."""
+    """Casts frozen weights to the dtype that the towers compute in. Quantized and float64 weights stay unchanged."""
     for module in modules:
         for parameter in module.parameters():
             if not parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float64:
                 parameter.data = parameter.data.to(dtype)
 
 
-def quantisation(how: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for quantised weights."""
+def quantization_options(how: str) -> dict[str, Any]:
+    """Returns the arguments of `from_pretrained` for quantized weights."""
     if how == "none":
         return {}
     transformers = extras.load("transformers", purpose="LoRA")
     if not extras.is_installed("bitsandbytes"):
         raise ModuleNotFoundError(
             f'lora.quantize = "{how}" needs the package "bitsandbytes", which is not installed; pip install bitsandbytes '
-            'installs it, and lora.quantize = "none" does without'
+            'installs it, and lora.quantize = "none" does not need it'
         )
     options: dict[str, Any] = {"load_in_8bit": True}
     if how == "nf4":
@@ -116,13 +119,13 @@ def quantisation(how: str) -> dict[str, Any]:
 
 
 def find_trained(module: nn.Module) -> set[str]:
-    """The names in a module's state that training changes: trained weights, and buffers."""
-    found = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    return found | ({name for name, _ in module.named_buffers()} & set(module.state_dict()))
+    """Returns the names in a module's state that training changes: the names of trained weights and of buffers."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return trained | ({name for name, _ in module.named_buffers()} & set(module.state_dict()))
 
 
 def adapter(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters among the weights of a model, under PEFT's names."""
+    """Returns the adapters among the weights of a model by their names in PEFT."""
     return {
         PREFIX + key.replace(f".{NAME}.", "."): value
         for key, value in weights.items()
@@ -131,8 +134,8 @@ def adapter(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merge_adapters(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a tower or model, adapters added to the layers beside them, under the model's own names."""
-    found = {
+    """Returns the weights of a tower or model by the names of the original model, with each adapter added to its layer."""
+    merged = {
         key.replace(".base_layer.", "."): value
         for key, value in weights.items()
         if not any(f".{part}." in key for part in PARTS)
@@ -142,9 +145,9 @@ def merge_adapters(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
         wide = torch.promote_types(first.dtype, torch.float32)
         delta = layer.scaling[NAME] * (second.to(wide) @ first.to(wide))
         key = f"{name}.weight"
-        base = found[key]
-        found[key] = (base.to(wide) + (delta.T if layer.fan_in_fan_out else delta)).to(base.dtype).contiguous()
-    return found
+        base = merged[key]
+        merged[key] = (base.to(wide) + (delta.T if layer.fan_in_fan_out else delta)).to(base.dtype).contiguous()
+    return merged
 
 
 def _find_adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:

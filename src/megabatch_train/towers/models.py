@@ -1,4 +1,4 @@
-"""Models: towers by name ("small", "open_clip:…", "hf:…"), and trained ones, which are saved to a folder and loaded from it."""
+"""Models: towers by name ("small", "open_clip:…", "hf:…"), and trained towers, which are saved to and loaded from a folder."""
 
 import dataclasses
 import json
@@ -25,10 +25,10 @@ from megabatch_train.towers.sentence_transformer import LayerConfig, write_tenso
 from megabatch_train.towers.tower import SIDES, Pair
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Towers by name, and with the prompts and options of their texts.
+# Towers by name, with prompts and options for their texts.
 
 LOG = logging.getLogger("megabatch")
-PROMPTS = ("query_prompt", "document_prompt")  # of the first and the second side
+PROMPTS = ("query_prompt", "document_prompt")  # options for the first and the second side
 TEXT_OPTIONS = (*PROMPTS, *huggingface.OPTIONS)
 
 
@@ -37,12 +37,12 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig 
 
     Args:
         spec: see `megabatch_train.names.MODELS`.
-        kinds: a dataset's `sides`.
-        lora: adapters for "hf:" and "hf-config:", which are then trained in place of the weights; a rank of 0 is none.
-        options: fields of `small.SmallConfig`, for "small"; `query_prompt` and `document_prompt`, which texts of the first and
-            second side begin with, for all models; options of `huggingface.adapt`, for "hf:". They replace those that a model
-            of sentence-transformers has in its files. `config` is the contents of the file of "open_clip:FILE.json", if it
-            need not be read.
+        kinds: the `sides` of a dataset.
+        lora: adapters for "hf:" and "hf-config:", which are trained instead of the weights. A rank of 0 means no adapters.
+        options: the allowed options depend on the model. "small" has the fields of `small.SmallConfig`. All models have
+            `query_prompt` and `document_prompt`, which texts of the first and second side begin with. "hf:" has the options of
+            `huggingface.adapt`, which replace the options in the files of a sentence-transformers model. "open_clip:FILE.json"
+            has `config`, the contents of the file; if it is given, the file is not read.
     """
     family, _, name = spec.partition(":")
     texts = {key: options.pop(key) for key in TEXT_OPTIONS if key in options}
@@ -76,20 +76,18 @@ def load(spec: str, kinds: tuple[str, str] = (IMAGE, TEXT), *, lora: LoraConfig 
 
 
 def _log_choice(pair: Pair, given: Mapping[str, Any]) -> None:
-    """Logs how texts are encoded: as the files of the model describe, or by default."""
+    """Logs whether the files of the model or the defaults determine how texts are encoded."""
     encoder, name = pair.second.module, pair.name.partition(":")[2].rpartition("+")[2]
     assert isinstance(encoder, huggingface.TextEncoder)
     if "pooling" in pair.options:
-        found = {key: value for key, value in {**pair.options, **given}.items() if value != ""}
-        widths = [
-            f"a Dense layer of {layer.out_features}" for layer in huggingface.layer_configs(encoder) if layer.out_features
-        ]
-        told = ", ".join([*(f"{key} = {value!r}" for key, value in found.items()), *widths])
-        LOG.info("%s is a model of sentence-transformers: %s", name, told)
+        chosen = {key: value for key, value in {**pair.options, **given}.items() if value != ""}
+        dims = [f"a Dense layer of {layer.out_features}" for layer in huggingface.layer_configs(encoder) if layer.out_features]
+        description = ", ".join([*(f"{key} = {value!r}" for key, value in chosen.items()), *dims])
+        LOG.info("%s is a model of sentence-transformers: %s", name, description)
     elif "pooling" not in given:
         LOG.info(
             '%s has no modules.json of sentence-transformers, so texts are encoded with pooling = "%s" and max_length = %d; '
-            "model_options.pooling and model_options.max_length choose others",
+            "model_options.pooling and model_options.max_length change this",
             *(name, encoder.pooling, given.get("max_length", huggingface_inputs.longest(encoder.model.config))),
         )
 
@@ -102,38 +100,38 @@ class Prompted:
     inner: Callable[[Any, torch.Generator | None], Any]
 
     def __call__(self, text: str, generator: torch.Generator | None) -> Any:
-        """One text."""
+        """Preprocesses a text with its prompt."""
         return self.inner(self.prompt + text, generator)
 
 
 def adapt_texts(pair: Pair, options: Mapping[str, Any]) -> Pair:
-    """The pair with prompts, longest text, pooling and packing, if `TEXT_OPTIONS` are among the options."""
-    found = {key: options[key] for key in TEXT_OPTIONS if key in options}
-    if of_encoder := {key: found[key] for key in huggingface.OPTIONS if key in found}:
+    """Returns the pair with the `TEXT_OPTIONS` among the options: prompts, maximum length, pooling and packing."""
+    given = {key: options[key] for key in TEXT_OPTIONS if key in options}
+    if of_encoder := {key: given[key] for key in huggingface.OPTIONS if key in given}:
         huggingface.adapt(pair, of_encoder)
     towers = []
     for tower, key in zip(pair.towers, PROMPTS, strict=True):
-        prompt = found.get(key, "")
+        prompt = given.get(key, "")
         if not isinstance(prompt, str):
             raise ValueError(f"model_options.{key} must be a text, got {prompt!r}")
         if tower.kind == TEXT:
             tower = huggingface.exclude_prompt(tower, prompt)
             tower = replace(tower, prepare=Prompted(prompt, tower.prepare)) if prompt else tower
         towers.append(tower)
-    return replace(pair, first=towers[0], second=towers[1], options={**pair.options, **found}) if found else pair
+    return replace(pair, first=towers[0], second=towers[1], options={**pair.options, **given}) if given else pair
 
 
 def text_options(pair: Pair) -> dict[str, Any]:
-    """The `TEXT_OPTIONS` of a pair, whether they were given or were in the files that it was loaded from."""
+    """Returns the `TEXT_OPTIONS` of a pair. They come from the user or from the files of the model."""
     return {key: value for key, value in pair.options.items() if key in TEXT_OPTIONS}
 
 
 def anchor(spec: str, directory: Path) -> str:
-    """The model with the relative paths that exist in a directory made absolute.
+    """Returns the model specification with absolute paths, for relative paths that exist in a directory.
 
     Args:
         spec: see `megabatch_train.names.MODELS`, or the folder of a run.
-        directory: that relative paths are relative to.
+        directory: the directory that relative paths start from.
     """
     if spec == "small":
         return spec
@@ -151,7 +149,7 @@ def anchor(spec: str, directory: Path) -> str:
 
 
 def image_size(spec: str, options: Mapping[str, Any]) -> int | None:
-    """Pixels of a side of the model's images, for emoji, which are drawn in this size; None for any size."""
+    """Returns the side length of the model's images in pixels, or None for any size. Emoji are rendered in this size."""
     sizes = {key: value for key, value in options.items() if key not in TEXT_OPTIONS}
     return small.build_config(sizes).image_size if spec == "small" else None
 
@@ -159,37 +157,39 @@ def image_size(spec: str, options: Mapping[str, Any]) -> int | None:
 # ----------------------------------------------------------------------------------------------------------------------
 # A trained model is saved to a folder and loaded from it: the weights, and the description that rebuilds its towers.
 #
-# `model.safetensors` has both: the tensors, and in its header the name of the towers, scale and bias, in one atomic file.
-# An open_clip model is saved under open_clip's own names, with its config in the same folder:
-# `open_clip.create_model("local-dir:FOLDER")` loads it. A text encoder of transformers is saved under its own names, with its
-# config and tokenizer in the same folder: `AutoModel.from_pretrained(FOLDER)` and `SentenceTransformer(FOLDER)` load it. The
-# file also contains the layers after its pooling, under names that transformers ignores. Two encoders of transformers have
-# their configs and tokenizers in the folders `first` and `second`, and their weights in one file, so that both are always of
-# the same step; `megabatch export` writes a model of each.
+# `model.safetensors` is one atomic file. It contains the tensors, and its header contains the name of the towers, the scale and
+# the bias.
 #
-# The folders `first` and `second` also contain LoRA adapters, as PEFT reads them, next to config and tokenizer: with adapters
-# in the folder of the run, transformers would load a model without them. With LoRA on "hf:NAME" the file contains only trained
-# tensors, and the other tensors are loaded by that name.
+# - An open_clip model has open_clip's tensor names, with its config in the same folder, so
+#   `open_clip.create_model("local-dir:FOLDER")` loads it.
+# - A text encoder of transformers has the tensor names of transformers, with its config and tokenizer in the same folder, so
+#   `AutoModel.from_pretrained(FOLDER)` and `SentenceTransformer(FOLDER)` load it. The file also contains the layers after its
+#   pooling, under names that transformers ignores.
+# - Two encoders of transformers have their configs and tokenizers in the folders `first` and `second`. Their weights are in one
+#   file, so both are always from the same step. `megabatch export` writes a separate model of each.
+# - LoRA adapters are in the folders `first` and `second`, in the format of PEFT, next to config and tokenizer. They are not in
+#   the folder of the run, because transformers would load a model from there without them. With LoRA on "hf:NAME", the file
+#   contains only trained tensors, and the other tensors are loaded by that name.
 
 
 WEIGHTS = "model.safetensors"
 _HEADER = "megabatch"
-_LAYERS = "megabatch_layers."  # prefix of the layers after the pooling of one text encoder
+_LAYERS = "megabatch_layers."  # prefix of the layers after the pooling of a single text encoder
 _FORMAT = 1
 
 
 def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
-    """Writes the pair with `pair.logit_scale` and `pair.logit_bias`, and returns the file.
+    """Writes the pair with `pair.logit_scale` and `pair.logit_bias`, and returns the path of the file.
 
-    With FSDP2 all ranks must call it; the first one writes.
+    With FSDP2, all ranks must call it. Rank 0 writes.
 
     Args:
-        pair: from `towers.load`; after training with the learned scale, `dataclasses.replace(pair, logit_scale=…)`.
-        folder: created if it does not exist.
-        step: of the training run, recorded in the file.
+        pair: a pair from `towers.load`. After training, pass the learned scale: `dataclasses.replace(pair, logit_scale=…)`.
+        folder: folder to write to. It is created if it does not exist.
+        step: training step, which is recorded in the file.
     """
     place = Path(folder)
-    weights = _weights(pair)  # on all ranks: sharded weights are gathered
+    weights = _weights(pair)  # all ranks call it, because it gathers sharded weights
     if World.of(default_group()).rank == 0:
         description = {
             "format": _FORMAT,
@@ -200,7 +200,7 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             "logit_bias": pair.logit_bias,
             "layers": huggingface.layer_configs(pair.second.module),
             "bases": _bases(pair, place),
-            "frozen": _type_of_frozen(pair),
+            "frozen": _dtype_of_frozen(pair),
             "lora": dataclasses.asdict(pair.lora) if pair.lora is not None and not pair.lora.merge else None,
             "step": step,
         }
@@ -213,7 +213,7 @@ def save(pair: Pair, folder: str | Path, *, step: int | None = None) -> Path:
             elif pair.lora is not None and pair.lora.merge:
                 huggingface.describe(pair, place / SIDES[1], _of(f"{SIDES[1]}.", weights))
         safetensors = extras.load("safetensors.torch", purpose="Saving a model")
-        # transformers asks for the format "pt".
+        # transformers requires the format "pt".
         about = {"format": "pt", _HEADER: json.dumps(description, default=dataclasses.asdict)}
         parts = _sort_metadata(safetensors.save(weights, about))
         file_io.write(place / WEIGHTS, lambda file: file.writelines(parts))
@@ -224,8 +224,8 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
     """Loads a saved pair with its weights, scale and bias, in evaluation mode.
 
     Args:
-        folder: of a run, or another one that `save` wrote to.
-        device: of the modules.
+        folder: folder of a run, or another folder that `save` wrote to.
+        device: device of the modules.
     """
     place = Path(folder)
     description, weights = _read(place / WEIGHTS)
@@ -244,8 +244,8 @@ def load_saved(folder: str | Path, device: torch.device | str = "cpu") -> Pair:
     return replace(pair, logit_scale=description["logit_scale"], logit_bias=description["logit_bias"])
 
 
-def _type_of_frozen(pair: Pair) -> str | None:
-    """The type that a run stores the weights beside its adapters in, such as "bfloat16"."""
+def _dtype_of_frozen(pair: Pair) -> str | None:
+    """Returns the dtype of the frozen weights of a run with adapters, such as "bfloat16"."""
     if not pair.base_is_elsewhere:
         return None
     frozen = [p.dtype for p in pair.parameters() if not p.requires_grad and p.is_floating_point()]
@@ -253,16 +253,16 @@ def _type_of_frozen(pair: Pair) -> str | None:
 
 
 def read_step(folder: str | Path) -> int | None:
-    """The training step of a folder's model; None if there is no model that records one."""
+    """Returns the training step of the model in a folder; None if there is no model or it records no step."""
     path = Path(folder) / WEIGHTS
     if not path.is_file():
         return None
-    found: int | None = _header(path).get("step")
-    return found
+    step: int | None = _header(path).get("step")
+    return step
 
 
 def _build(description: dict[str, Any], place: Path) -> Pair:
-    """The towers, before their weights are loaded."""
+    """Builds the towers without loading their weights."""
     family, _, name = description["name"].partition(":")
     if family == "open_clip":
         return adapt_texts(open_clip.load_folder(name, place), description["options"])
@@ -270,7 +270,7 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
         adapters = settings.build(LoraConfig, description["lora"]) if description.get("lora") else None
         if family == "hf" and adapters is not None:
             pair = huggingface.load(_find_bases(name, place, description.get("bases", {})), adapters)
-            pair = replace(pair, options={})  # the file has them
+            pair = replace(pair, options={})  # the description has the options
         else:
             sides = SIDES if "+" in name else SIDES[:1] if adapters is not None else ("",)
             folders = [place / side for side in sides]
@@ -281,7 +281,7 @@ def _build(description: dict[str, Any], place: Path) -> Pair:
 
 
 def _bases(pair: Pair, place: Path) -> dict[str, str]:
-    """The folders of the weights beside the adapters, by their absolute paths: relative to the folder of the model."""
+    """Returns the folders of the base models of adapters: absolute path → path relative to the folder of the saved model."""
     if not pair.base_is_elsewhere:
         return {}
     folders = [part for part in pair.name.partition(":")[2].split("+") if os.path.isabs(part)]
@@ -289,22 +289,22 @@ def _bases(pair: Pair, place: Path) -> dict[str, str]:
 
 
 def _find_bases(name: str, place: Path, bases: Mapping[str, str]) -> str:
-    """The encoders that adapters were trained on, whose folders may have been moved together with the model."""
-    found = []
+    """Returns the base models of adapters. Their folders may have been moved together with the saved model."""
+    parts = []
     for part in name.split("+"):
         moved = place.absolute() / str(bases.get(part, ""))
-        found.append(os.path.normpath(moved) if part in bases and not os.path.isdir(part) and moved.is_dir() else part)
-    return "+".join(found)
+        parts.append(os.path.normpath(moved) if part in bases and not os.path.isdir(part) and moved.is_dir() else part)
+    return "+".join(parts)
 
 
 def _is_one_model(pair: Pair) -> bool:
-    """Whether the folder is a model of open_clip or transformers, with its names of weights and its files."""
-    known = pair.name.startswith(("open_clip:", "hf:", "hf-config:"))
-    return known and pair.first.module is pair.second.module and (pair.lora is None or pair.lora.merge)
+    """Returns whether the saved folder is a model of open_clip or transformers, with their tensor names and files."""
+    has_own_format = pair.name.startswith(("open_clip:", "hf:", "hf-config:"))
+    return has_own_format and pair.first.module is pair.second.module and (pair.lora is None or pair.lora.merge)
 
 
 def _modules(pair: Pair) -> dict[str, nn.Module]:
-    """The modules to save by the prefix of their tensors' names; a module of both sides occurs once."""
+    """Returns the modules to save by the prefix of their tensor names. A module that serves both sides occurs once."""
     if _is_one_model(pair):
         encoder: Any = pair.first.module
         return {"": encoder.model, **({_LAYERS: encoder.layers} if huggingface.layer_configs(encoder) else {})}
@@ -314,29 +314,29 @@ def _modules(pair: Pair) -> dict[str, nn.Module]:
 
 
 def _weights(pair: Pair) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    weights: dict[str, Tensor] = {}
+    stored_pointers: set[int] = set()
     for prefix, module in _modules(pair).items():
         for key, value in module.state_dict().items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            tensor = whole.detach().to("cpu").contiguous()
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            tensor = full.detach().to("cpu").contiguous()
             # safetensors refuses two names for one tensor, so tied weights are stored twice.
-            found[prefix + key] = tensor.clone() if tensor.data_ptr() in seen else tensor
-            seen.add(tensor.data_ptr())
+            weights[prefix + key] = tensor.clone() if tensor.data_ptr() in stored_pointers else tensor
+            stored_pointers.add(tensor.data_ptr())
     if pair.name.startswith("open_clip:"):
-        found["logit_scale"] = torch.full_like(found["logit_scale"], math.log(pair.logit_scale))
-        if pair.logit_bias is not None and "logit_bias" in found:
-            found["logit_bias"] = torch.full_like(found["logit_bias"], pair.logit_bias)
-    return found
+        weights["logit_scale"] = torch.full_like(weights["logit_scale"], math.log(pair.logit_scale))
+        if pair.logit_bias is not None and "logit_bias" in weights:
+            weights["logit_bias"] = torch.full_like(weights["logit_bias"], pair.logit_bias)
+    return weights
 
 
 def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
-    """Writes adapters, or two merged models, into the folders of their towers; returns the weights of the pair's file."""
+    """Writes adapters, or two merged models, to the folders of their towers. Returns the weights for `model.safetensors`."""
     assert pair.lora is not None
-    found: dict[str, Tensor] = {}
+    remaining: dict[str, Tensor] = {}
     for prefix, module in _modules(pair).items():
         own, folder = _of(prefix, weights), place / prefix.rstrip(".")
-        inner = "model." if prefix else ""  # a tower of two has a projection beside its model
+        inner = "model." if prefix else ""  # one of two towers consists of `model` and a projection
         if pair.lora.merge:
             own = lora.merge_adapters(module, own)
             if prefix not in ("", _LAYERS):
@@ -348,19 +348,19 @@ def _with_adapters(pair: Pair, weights: dict[str, Tensor], place: Path) -> dict[
             if pair.base_is_elsewhere:
                 names = lora.find_trained(module)
                 own = {key: value for key, value in own.items() if key in names}
-        found |= {prefix + key: value for key, value in own.items()}
-    return found
+        remaining |= {prefix + key: value for key, value in own.items()}
+    return remaining
 
 
 def _of(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, without it; for an empty one, those without a prefix."""
+    """Returns the tensors whose names begin with a prefix, and removes it. An empty prefix excludes `_LAYERS`."""
     if not prefix:
         return {key: value for key, value in weights.items() if not key.startswith(_LAYERS)}
     return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
 
 
 def _sort_metadata(data: bytes) -> tuple[bytes, memoryview]:
-    """A safetensors file as header and tensors, with its metadata sorted: safetensors writes them in random order."""
+    """Returns header and tensors of a safetensors file with sorted metadata, because safetensors writes a random order."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -370,7 +370,7 @@ def _sort_metadata(data: bytes) -> tuple[bytes, memoryview]:
 
 
 def keep(pair: Pair, place: Path) -> None:
-    """Writes the files, besides weights, that rebuild the towers and their preprocessing."""
+    """Writes the files that rebuild the towers and their preprocessing, except the weights."""
     place.mkdir(parents=True, exist_ok=True)
     for number, tower in enumerate(pair.towers):
         if tower.keep is not None and (number == 0 or pair.first.module is not pair.second.module):
@@ -378,7 +378,7 @@ def keep(pair: Pair, place: Path) -> None:
 
 
 def folder_of(pair: Pair, side: int) -> str:
-    """The folder, inside the folder of the pair, that `keep` writes the files of a side to; empty for the folder itself."""
+    """Returns the subfolder that `keep` writes the files of a side to; empty for the folder of the pair itself."""
     if _is_one_model(pair):
         return ""
     return SIDES[0] if pair.first.module is pair.second.module else SIDES[side]
@@ -386,10 +386,10 @@ def folder_of(pair: Pair, side: int) -> str:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
-        raise FileNotFoundError(f"the folder {path.parent} must have a {path.name}, got none: has the run come to its end?")
+        raise FileNotFoundError(f"the folder {path.parent} must have a {path.name}, got none: is the run complete?")
     header = _header(path)
     with _open(path) as file:
-        # safe_open has keys and is no mapping.
+        # safe_open has keys, but it is not a mapping.
         return header, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
@@ -411,4 +411,4 @@ def _open(path: Path) -> Iterator[Any]:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} must be a whole safetensors file, got one that is not: {error}") from error
+        raise ValueError(f"{path} must be a complete safetensors file, got a damaged one: {error}") from error

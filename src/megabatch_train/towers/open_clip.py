@@ -25,15 +25,15 @@ from megabatch_train.towers.tower import Pair, Tower, allows_remote_code, explai
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Configs of open_clip models: of an architecture by name, of a file, or of a saved model.
+# Configs of open_clip models. They come from an architecture by name, a file, or a saved model.
 #
-# Configs are data that may come from anybody, so they may name architectures and sizes, and nothing that could run code.
+# A config can come from an untrusted source. It may contain architectures and sizes, but nothing that runs code.
 
 PURPOSE = "An open_clip model"
 PREPROCESSING = ("mean", "std", "interpolation", "resize_mode")
 _FILE = ".json"
 _TOKENIZER_OPTIONS = ("clean", "strip_sep_token", "language", "reduction_mask", "additional_special_tokens")
-_SHOWN = 80  # characters of a file in an error message
+_SHOWN = 80  # number of characters of a file in an error message
 
 
 @dataclass(frozen=True)
@@ -45,38 +45,39 @@ class ModelConfig:
 
     @classmethod
     def parse(cls, text: str, source: str) -> "ModelConfig":
-        """Reads a config: a plain one, or an `open_clip_config.json` that has the preprocessing too.
+        """Parses a plain config, or an `open_clip_config.json`, which also contains the preprocessing.
 
         Args:
             text: JSON.
-            source: for error messages.
+            source: name of the source for error messages.
         """
         try:
-            found = json.loads(text)
+            content = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{source} must be JSON, got {str(error) or 'too many levels'}") from error
-        model = found.get("model_cfg", found) if isinstance(found, dict) else None
+        model = content.get("model_cfg", content) if isinstance(content, dict) else None
         parts = ("embed_dim", "vision_cfg", "text_cfg")
         kinds = (int, dict, dict)
         if not isinstance(model, dict) or not all(isinstance(model.get(p), kind) for p, kind in zip(parts, kinds, strict=True)):
             raise ValueError(f"{source} must be a config of open_clip with {', '.join(parts)}, got {_shorten(text)}")
         _check_names(model, source)
-        images = found.get("preprocess_cfg", {}) if model is not found else {}
+        images = content.get("preprocess_cfg", {}) if model is not content else {}
         return cls(model, {key: images[key] for key in PREPROCESSING if key in images})
 
     @property
     def tokenizer(self) -> str:
-        """The name of its transformers tokenizer; empty for open_clip's own."""
+        """The name of the transformers tokenizer; empty for open_clip's own tokenizers."""
         return str(self.model["text_cfg"].get("hf_tokenizer_name") or "")
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The text of an `open_clip_config.json`."""
+        """Returns the text of an `open_clip_config.json`."""
         return json.dumps({"model_cfg": self.model, "preprocess_cfg": self.images}, indent=indent)
 
     def register(self, stem: str) -> str:
-        """Makes open_clip know the config, and returns its name there."""
+        """Registers the config in open_clip, and returns its name there."""
         open_clip, text = package(), json.dumps(self.model, sort_keys=True)
-        # The hash is of the contents: two configs may have one file name, and none may replace a model of open_clip.
+        # The name contains a hash of the contents, because two configs can have the same file name, and no config may replace
+        # a model of open_clip.
         name = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', stem)}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         if open_clip.get_model_config(name) is None:
             with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +88,7 @@ class ModelConfig:
 
 
 def _check_names(model: Mapping[str, Any], source: str) -> None:
-    """Raises an error for a config that names other things than architectures, or asks for code of somebody else."""
+    """Raises an error if a config names something other than an architecture, or options that can run code."""
     vision, text = model["vision_cfg"], model["text_cfg"]
     if not re.fullmatch(r"[\w.-]*", str(vision.get("timm_model_name") or "")):
         raise ValueError(
@@ -96,8 +97,8 @@ def _check_names(model: Mapping[str, Any], source: str) -> None:
     further = [key for key in text.get("tokenizer_kwargs") or {} if key not in _TOKENIZER_OPTIONS]
     if further:
         raise ValueError(
-            f"{source} must have tokenizer_kwargs of {', '.join(_TOKENIZER_OPTIONS)}, got {', '.join(further)}: a file cannot "
-            "choose code that runs"
+            f"{source} must have tokenizer_kwargs of {', '.join(_TOKENIZER_OPTIONS)}, got {', '.join(further)}: other options "
+            "can run code"
         )
 
 
@@ -106,12 +107,12 @@ def _shorten(text: str) -> str:
 
 
 def package() -> Any:
-    """The module open_clip."""
+    """Imports open_clip. Raises an error with the install command if it is missing."""
     return extras.load("open_clip", purpose=PURPOSE)
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The architecture or config file, and the weights; "" without weights."""
+    """Returns the architecture or config file, and the weights ("" without weights)."""
     if name.endswith(_FILE):
         return name, ""
     if f"{_FILE}@" in name:
@@ -122,7 +123,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def read_config(name: str) -> str | None:
-    """The contents of the config file that a name has, in one line; None for an architecture of open_clip."""
+    """Returns the contents of the config file in a model name, as one line; None for an architecture of open_clip."""
     file, _ = split_name(name)
     if not file.endswith(_FILE):
         return None
@@ -133,16 +134,16 @@ def read_config(name: str) -> str | None:
 
 
 def find_architecture(name: str, config: str | None = None) -> tuple[str, ModelConfig]:
-    """The model's name in open_clip, and its config. An error if open_clip is not installed or does not know the model.
+    """Returns the model's name in open_clip, and its config. Raises an error if open_clip is missing or lacks the model.
 
     Args:
         name: an architecture or a config file, without weights.
-        config: the contents of the file, if it need not be read.
+        config: the contents of the config file (default: the file is read).
     """
     open_clip, models = package(), package().list_models()
     if name.endswith(_FILE):
-        found = ModelConfig.parse(config or read_config(name) or "", name)
-        return found.register(Path(name).stem), found
+        parsed = ModelConfig.parse(config or read_config(name) or "", name)
+        return parsed.register(Path(name).stem), parsed
     if config is not None:
         raise ValueError(f'model_options.config must be left out for models other than "open_clip:FILE.json", got {name!r}')
     if name not in models:
@@ -150,23 +151,22 @@ def find_architecture(name: str, config: str | None = None) -> tuple[str, ModelC
     return name, ModelConfig(open_clip.get_model_config(name), {})
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The nearest names, or a few of all, for an error message."""
-    by_letters = {name.lower(): name for name in known}
+def nearest(word: str, names: Sequence[str]) -> str:
+    """Returns a hint for an error message: the most similar names, or else a few of all names."""
+    by_letters = {name.lower(): name for name in names}
     near = [by_letters[name] for name in difflib.get_close_matches(word.lower(), by_letters, n=3, cutoff=0.65)]
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"there are {', '.join(known[:10])}" + (f" and {len(known) - 10} more" if len(known) > 10 else "")
+    return f"there are {', '.join(names[:10])}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Any open_clip model as two towers, by its name: "ViT-B-32", or with trained weights "ViT-B-32@laion2b_s34b_b79k".
+# An open_clip model as two towers. Its name is "ViT-B-32", "ViT-B-32@laion2b_s34b_b79k" with trained weights, or a config file
+# of open_clip, "FILE.json".
 #
-# The name may also be a config file of open_clip, "FILE.json".
-#
-# Both towers are one module, called with an image or with a text, because in open_clip's CLIP they are one: its text side
-# has no module of its own. The state of `module.model` is what open_clip loads back. The model's own scale is where the
-# loss begins; it is frozen here, as the loss has one of its own; `models.save` writes that into the model.
+# Both towers are the same module, which is called with images or with texts, because open_clip's CLIP has no separate module
+# for its text side. open_clip loads the state of `module.model`. The loss has its own scale, which starts at the scale of the
+# model. The model's scale is frozen, and `models.save` replaces it by the trained scale of the loss.
 
 
 CONFIG = "open_clip_config.json"
@@ -181,7 +181,7 @@ class Sides(nn.Module):
         self.causal = CausalTexts.of(model)
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Tensor:  # (n, …) -> (n, D)
-        """Embeddings of images, or of texts."""
+        """Returns embeddings of images or of texts."""
         model: Any = self.model
         if (image is None) == (text is None):
             raise ValueError("image or text must be given, and not both")
@@ -195,56 +195,57 @@ class Sides(nn.Module):
 
 
 def load(name: str, config: str | None = None) -> Pair:
-    """The towers of a model; "NAME@WEIGHTS" loads pretrained weights.
+    """Loads the towers of a model. "NAME@WEIGHTS" loads pretrained weights.
 
     Args:
-        name: of an architecture, or a config file.
-        config: the contents of the config file, if it need not be read.
+        name: an architecture or a config file, optionally with weights.
+        config: the contents of the config file (default: the file is read).
 
     Returns:
-        The pair. If its weights are of a run, its options are the prompts of that run, and are not applied yet.
+        The pair. If a run of megabatch saved the weights, the options of the pair are the prompts of that run. They are not
+        applied yet.
     """
     chosen, weights = split_name(name)
-    architecture, found = find_architecture(chosen, config)
+    architecture, parsed = find_architecture(chosen, config)
     open_clip = package()
     tags = open_clip.list_pretrained_tags_by_model(architecture)
     if weights and weights not in tags and not Path(weights).exists():
         raise ValueError(f"{chosen} has no weights {weights}, and there is no such file; {nearest(weights, tags)}")
     try:
         with explain_remote_code(chosen):
-            made = open_clip.create_model_and_transforms(
-                architecture, pretrained=weights or None, **{f"image_{key}": value for key, value in found.images.items()}
+            loaded = open_clip.create_model_and_transforms(
+                architecture, pretrained=weights or None, **{f"image_{key}": value for key, value in parsed.images.items()}
             )
-            tokenizer = open_clip.get_tokenizer(architecture, **_tokenizer_options(found))
+            tokenizer = open_clip.get_tokenizer(architecture, **_tokenizer_options(parsed))
     except (OSError, RuntimeError) as error:
         if not weights:
             raise
         raise OSError(
-            f"the weights {weights} of {chosen} could not be loaded; the first use needs a network, later ones the "
-            f"local cache. {str(error).splitlines()[0]}"
+            f"the weights {weights} of {chosen} could not be loaded; the first use downloads them, later uses read the local "
+            f"cache. {str(error).splitlines()[0]}"
         ) from error
-    return _pair(name, made, tokenizer, found, _prompts_of(weights))
+    return _pair(name, loaded, tokenizer, parsed, _prompts_of(weights))
 
 
 def load_folder(name: str, folder: Path) -> Pair:
-    """The towers of a model saved in open_clip's format, with random weights: the caller loads those of the folder.
+    """Builds the towers of a model that is saved in open_clip's format. The caller loads the weights.
 
     Args:
-        name: of the pair; nothing is loaded by it.
-        folder: with an `open_clip_config.json`, and with the files of the tokenizer if it is one of transformers.
+        name: name of the pair.
+        folder: folder with an `open_clip_config.json`, and with the files of a transformers tokenizer if the model has one.
     """
     open_clip, path = package(), folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} must have a {CONFIG}, got none")
-    found = ModelConfig.parse(path.read_text("utf-8"), str(path))
+    config = ModelConfig.parse(path.read_text("utf-8"), str(path))
     with explain_remote_code(str(folder)), quiet():
-        made = open_clip.create_model_and_transforms(f"local-dir:{folder}", load_weights=False, pretrained_text=False)
-        tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **_tokenizer_options(found))
-    return _pair(name, made, tokenizer, found, {})
+        loaded = open_clip.create_model_and_transforms(f"local-dir:{folder}", load_weights=False, pretrained_text=False)
+        tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **_tokenizer_options(config))
+    return _pair(name, loaded, tokenizer, config, {})
 
 
 def _tokenizer_options(config: ModelConfig) -> dict[str, Any]:
-    """Arguments of a transformers tokenizer, which could run code of its files; none for open_clip's own."""
+    """Returns arguments of a transformers tokenizer, whose files could contain code. open_clip's own tokenizers need none."""
     return {"trust_remote_code": allows_remote_code()} if config.tokenizer else {}
 
 
@@ -260,7 +261,7 @@ def quiet() -> Iterator[None]:
 
 
 def _prompts_of(weights: str) -> dict[str, str]:
-    """The prompts of the run whose weights these are; none for other weights."""
+    """Returns the prompts of the run that saved these weights. For other weights, returns an empty dict."""
     if not weights.endswith(".safetensors") or not Path(weights).is_file():
         return {}
     safetensors = extras.load("safetensors", purpose="Loading a model")
@@ -270,8 +271,8 @@ def _prompts_of(weights: str) -> dict[str, str]:
     return {key: options[key] for key in ("query_prompt", "document_prompt") if isinstance(options.get(key), str)}
 
 
-def _pair(name: str, made: tuple[Any, Any, Any], tokenizer: Any, config: ModelConfig, options: Mapping[str, Any]) -> Pair:
-    model, _, evaluation = made
+def _pair(name: str, loaded: tuple[Any, Any, Any], tokenizer: Any, config: ModelConfig, options: Mapping[str, Any]) -> Pair:
+    model, _, evaluation = loaded
     bias = getattr(model, "logit_bias", None)
     for parameter in (model.logit_scale, bias):
         if parameter is not None:
@@ -297,29 +298,29 @@ def _pair(name: str, made: tuple[Any, Any, Any], tokenizer: Any, config: ModelCo
 
 @dataclass(frozen=True)
 class Description:
-    """The files that open_clip needs beside the weights."""
+    """The config file that open_clip needs in addition to the weights."""
 
     config: ModelConfig
     visual: Any
 
     @staticmethod
     def of(pair: Pair) -> "Description":
-        """The description of a pair from this module."""
-        found = getattr(pair.first.keep, "__self__", None)
-        if not isinstance(found, Description):
+        """Returns the description of a pair that this module built."""
+        description = getattr(pair.first.keep, "__self__", None)
+        if not isinstance(description, Description):
             raise TypeError(f"pair must be an open_clip model, got {pair.name!r}")
-        return found
+        return description
 
     def write(self, folder: Path) -> None:
         """Writes open_clip's config file."""
-        known = getattr(self.visual, "preprocess_cfg", {})
-        images = {key: known[key] for key in PREPROCESSING if key in known}
+        preprocessing = getattr(self.visual, "preprocess_cfg", {})
+        images = {key: preprocessing[key] for key in PREPROCESSING if key in preprocessing}
         text = ModelConfig(self.config.model, images).to_json()
         file_io.write(folder / CONFIG, lambda file: file.write(text.encode()))
 
 
 class _OpenClipImages:
-    """open_clip's transform for evaluation; in training its random crop, with the sample's own numbers."""
+    """Evaluation uses open_clip's transform. Training uses its random crop, drawn from the generator of the sample."""
 
     def __init__(self, visual: Any, evaluation: Any) -> None:
         size = visual.image_size
@@ -330,49 +331,49 @@ class _OpenClipImages:
         self._evaluation = evaluation
 
     def make_training(self) -> TrainingImages:
-        """Random crops."""
+        """Returns the random crops for training."""
         return TrainingImages(RandomCrop(self._size), self._mean, self._deviation, "image")
 
     def prepare(self, image: Tensor, generator: torch.Generator | None) -> Tensor:  # (3, S, S)
-        """One image, for evaluation."""
+        """Returns the pixels of one image for evaluation."""
         prepared: Tensor = self._evaluation(to_pillow(image))
         return prepared
 
     def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
-        """A chunk."""
+        """Stacks the images of a chunk."""
         return {"image": torch.stack(samples)}
 
 
 class _OpenClipTexts:
-    """Tokenizes each text where it is read, because open_clip's own tokenizer is Python code."""
+    """Tokenizes each text in the data-loader worker that reads it, because open_clip's own tokenizer is Python code."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
     def prepare(self, text: str, generator: torch.Generator | None) -> bytes:
-        """The tokens of a text, padded, as int32."""
+        """Returns the padded tokens of a text as bytes of int32."""
         tokens: bytes = self.tokenizer([text])[0].to(torch.int32).numpy().tobytes()
         return tokens
 
     def collate(self, samples: list[bytes]) -> dict[str, Tensor]:
-        """A chunk."""
+        """Stacks the tokens of a chunk."""
         tokens = torch.frombuffer(bytearray().join(samples), dtype=torch.int32).view(len(samples), -1)
         return {"text": tokens.long()}
 
     def write(self, folder: Path) -> None:
-        """Writes a transformers tokenizer, which open_clip expects beside the model; its own tokenizers need no files."""
+        """Writes a transformers tokenizer, which open_clip expects in the model's folder. Its own tokenizers need no files."""
         inner: Any = getattr(self.tokenizer, "tokenizer", None)
         if hasattr(inner, "save_pretrained"):
             inner.save_pretrained(folder)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A CLIP model of open_clip as `CLIPModel` of transformers, with tokenizer and image processor.
+# Export of a CLIP model from open_clip to `CLIPModel` of transformers, with tokenizer and image processor.
 
 
-TOLERANCE = 1e-4  # of embeddings of unit length, in float32
+TOLERANCE = 1e-4  # largest difference of embeddings of unit length in float32
 _CLIP_PURPOSE = "Export to transformers"
-_CLIP_BLOCK = {  # of a transformer
+_CLIP_BLOCK = {  # names in a transformer block
     "ln_1": "layer_norm1",
     "ln_2": "layer_norm2",
     "attn.out_proj": "self_attn.out_proj",
@@ -394,9 +395,9 @@ _RESBLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)")
 
 
 def export_clip(pair: Pair, folder: Path) -> None:
-    """Writes the model; an error for models that are no plain CLIP with a vision transformer.
+    """Writes the model. Raises an error if it is not a plain CLIP with a vision transformer.
 
-    The embeddings of both are compared before anything is written.
+    The embeddings of the original and the converted model are compared before anything is written.
     """
     transformers = extras.load("transformers", purpose=_CLIP_PURPOSE)
     module: Any = pair.first.module
@@ -410,7 +411,7 @@ def export_clip(pair: Pair, folder: Path) -> None:
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"--to hf must have a CLIP model with a vision transformer and a plain text transformer, got {pair.name!r}; "
-            f"--to open_clip and --to onnx take it ({str(error).splitlines()[0]})"
+            f"--to open_clip and --to onnx accept it ({str(error).splitlines()[0]})"
         ) from error
     model.eval()
     _compare_clip(model.get_image_features, pair.first, "pixel_values")
@@ -444,7 +445,7 @@ def _clip_config(transformers: Any, described: dict[str, Any], model: Any) -> An
             "num_hidden_layers": text["layers"],
             "num_attention_heads": text["heads"],
             "max_position_embeddings": model.context_length,
-            # Any value but 2, which old configs have: the embedding is that of the first end token.
+            # With 2, the value of old configs, transformers pools the token with the largest id instead of the first end token.
             "bos_token_id": model.token_embedding.num_embeddings - 2,
             "eos_token_id": model.token_embedding.num_embeddings - 1,
             "pad_token_id": model.token_embedding.num_embeddings - 1,
@@ -453,39 +454,39 @@ def _clip_config(transformers: Any, described: dict[str, Any], model: Any) -> An
 
 
 def convert_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of an open_clip model by transformers' names."""
-    found: dict[str, Tensor] = {}
+    """Returns the weights of an open_clip model by their names in transformers."""
+    converted: dict[str, Tensor] = {}
     for name, value in state.items():
         if name in ("visual.proj", "text_projection"):
-            found[{"visual.proj": "visual_projection"}.get(name, name) + ".weight"] = value.T.contiguous()
+            converted[{"visual.proj": "visual_projection"}.get(name, name) + ".weight"] = value.T.contiguous()
         elif block := _RESBLOCK.fullmatch(name):
             prefix = f"{'vision' if block[1] else 'text'}_model.encoder.layers.{block[2]}"
             inner, _, kind = block[3].rpartition(".")
             if kind.startswith("in_proj_"):
                 for part, piece in zip("qkv", value.chunk(3), strict=True):
-                    found[f"{prefix}.self_attn.{part}_proj.{kind.removeprefix('in_proj_')}"] = piece.contiguous()
+                    converted[f"{prefix}.self_attn.{part}_proj.{kind.removeprefix('in_proj_')}"] = piece.contiguous()
             else:
-                found[f"{prefix}.{_CLIP_BLOCK[inner]}.{kind}"] = value
+                converted[f"{prefix}.{_CLIP_BLOCK[inner]}.{kind}"] = value
         elif name in _CLIP_NAMES:
-            found[_CLIP_NAMES[name]] = value
+            converted[_CLIP_NAMES[name]] = value
         elif name != "attn_mask":
             inner, _, kind = name.rpartition(".")
-            found[f"{_CLIP_NAMES[inner]}.{kind}"] = value
-    return found
+            converted[f"{_CLIP_NAMES[inner]}.{kind}"] = value
+    return converted
 
 
 @torch.no_grad()
 def _compare_clip(features: Any, tower: Tower, name: str) -> None:
     inputs = sample_inputs(tower)
-    made = features(**{name: next(iter(inputs.values()))})
-    made = getattr(made, "pooler_output", made)  # transformers 5 returns the states too
-    worst = (F.normalize(made, dim=-1) - tower.module(**inputs)).abs().max().item()
+    embeddings = features(**{name: next(iter(inputs.values()))})
+    embeddings = getattr(embeddings, "pooler_output", embeddings)  # transformers 5 returns the states too
+    worst = (F.normalize(embeddings, dim=-1) - tower.module(**inputs)).abs().max().item()
     if not worst <= TOLERANCE:
         raise ValueError(
-            f"--to hf must have a model that transformers' CLIPModel computes too, got a difference of {worst:.1e} in the "
-            f"embeddings of {tower.kind}s; --to open_clip and --to onnx take it"
+            f"--to hf must have a model that transformers' CLIPModel can represent, got a difference of {worst:.1e} in the "
+            f"embeddings of {tower.kind}s; --to open_clip and --to onnx accept it"
         )
-    LOG.info("embeddings of %ss by transformers' CLIPModel differ from the model's by at most %.1e", tower.kind, worst)
+    LOG.info("the %s embeddings of transformers' CLIPModel differ from the model's by at most %.1e", tower.kind, worst)
 
 
 def _clip_processor(transformers: Any, model: Any) -> Any:
@@ -500,12 +501,12 @@ def _clip_processor(transformers: Any, model: Any) -> Any:
 
 
 def _write_clip_tokenizer(transformers: Any, tower: Tower, longest: int, folder: Path) -> None:
-    """CLIP's tokenizer from the vocabulary of open_clip's; another one is left to the user."""
+    """Writes CLIP's tokenizer with the vocabulary of open_clip. For another tokenizer, writes nothing."""
     texts: Any = getattr(tower.collate, "__self__", None)
     own: Any = getattr(texts, "tokenizer", None)
     if not hasattr(own, "bpe_ranks"):
         return
-    # The last two are the tokens before and after a text, which transformers looks for by its own names.
+    # The last two entries are the tokens before and after a text. transformers has its own names for them.
     words = [*list(own.encoder)[:-2], "<|startoftext|>", "<|endoftext|>"]
     vocabulary = json.dumps({word: number for number, word in enumerate(words)})
     merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in own.bpe_ranks)])

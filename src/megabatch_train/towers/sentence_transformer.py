@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: poolings, dense layers, prompts and lengths, read and written."""
+"""Reads and writes folders of sentence-transformers: poolings, dense layers, prompts and lengths."""
 
 import json
 import logging
@@ -16,30 +16,30 @@ from megabatch import extras, file_io
 LOG = logging.getLogger("megabatch")
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Poolings: how the states of a text's tokens become one vector, by the definitions of sentence-transformers.
+# Poolings, which reduce the states of a text's tokens to one vector. The definitions are those of sentence-transformers.
 
 CLS, MEAN, MAX, LAST, WEIGHTED_MEAN, MEAN_SQRT_LEN = "cls", "mean", "max", "last", "weighted_mean", "mean_sqrt_len"
 POOLINGS = (CLS, MEAN, MAX, LAST, WEIGHTED_MEAN, MEAN_SQRT_LEN)
 
 
 def pool(how: str, states: Tensor, mask: Tensor, pooled: Tensor | None = None) -> Tensor:  # (n, T, H) -> (n, H)
-    """Pools the tokens of texts that are padded on either side, in float32 at least.
+    """Pools the tokens of texts in at least float32. Texts can be padded on either side.
 
     Args:
-        how: "cls" for the first token, "last" for the last one, "mean", "max", "weighted_mean" with the position as weight,
+        how: "cls" for the first token, "last" for the last token, "mean", "max", "weighted_mean" with the position as weight,
             or "mean_sqrt_len", which is the sum divided by the square root of the number of tokens.
-        states: (n, T, H) of the last layer.
+        states: (n, T, H) output of the last layer.
         mask: (n, T), 1 for tokens and 0 for padding.
-        pooled: (n, T), 1 for tokens that are pooled, if some are excluded. A text in which all are excluded is pooled whole.
+        pooled: (n, T), 1 for tokens that are pooled, if some are excluded. If a text has no such token, all are pooled.
     """
     chosen = mask.bool()
     if pooled is not None:
         some = chosen & pooled.bool()
         chosen = some | (chosen & ~some.any(1, keepdim=True))
     if how in (CLS, LAST):
-        place = torch.arange(mask.shape[1], device=mask.device)
-        found = (chosen * place).amax(1) if how == LAST else chosen.int().argmax(1)
-        return widen(states[torch.arange(len(states), device=states.device), found])
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        position = (chosen * positions).amax(1) if how == LAST else chosen.int().argmax(1)
+        return widen(states[torch.arange(len(states), device=states.device), position])
     states = widen(states)
     if how == MAX:
         return states.masked_fill(~chosen[..., None], -torch.inf).amax(1)
@@ -51,21 +51,21 @@ def pool(how: str, states: Tensor, mask: Tensor, pooled: Tensor | None = None) -
 
 
 def widen(states: Tensor) -> Tensor:
-    """In float32 at least: a mean over many tokens in half precision would lose digits."""
+    """Casts half precision to float32, because a mean over many tokens in half precision would lose digits."""
     return states.to(torch.promote_types(states.dtype, torch.float32))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Folders of sentence-transformers: what follows the transformer, read from their files and written beside an encoder's own.
+# Folders of sentence-transformers: the files that describe the modules after the transformer.
 #
-# `modules.json` lists the modules: pooling, linear layers (Dense), unit length (Normalize). Prompts and the largest number
-# of tokens are in files of their own. All versions of sentence-transformers are read; files are written as all versions
-# read them. Nothing that a file names is imported, so a folder cannot run code.
+# `modules.json` lists the modules: pooling, linear layers (Dense) and unit length (Normalize). Prompts and the maximum number
+# of tokens are in separate files. Files of all versions of sentence-transformers can be read, and all versions can read the
+# written files. No name in a file is imported, so a folder cannot run code.
 
 
 MODULES, ABOUT, TEXTS = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 _LIBRARY = "sentence_transformers.models"
-_POOLINGS = {  # by the name that versions from 6 on write
+_POOLINGS = {  # names that versions from 6 on write
     "cls": CLS,
     "max": MAX,
     "mean": MEAN,
@@ -73,7 +73,7 @@ _POOLINGS = {  # by the name that versions from 6 on write
     "weightedmean": WEIGHTED_MEAN,
     "lasttoken": LAST,
 }
-_FLAGS = {  # by the key that all versions read
+_FLAGS = {  # keys that all versions read
     "pooling_mode_cls_token": CLS,
     "pooling_mode_max_tokens": MAX,
     "pooling_mode_mean_tokens": MEAN,
@@ -81,7 +81,7 @@ _FLAGS = {  # by the key that all versions read
     "pooling_mode_weightedmean_tokens": WEIGHTED_MEAN,
     "pooling_mode_lasttoken": LAST,
 }
-_DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # names of one thing
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # alternative names of the document prompt
 _ACTIVATIONS = {
     kind.__name__: kind
     for kind in (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Softplus)
@@ -91,7 +91,7 @@ _TEXT_FILES += ("sentence_xlm-roberta_config.json", "sentence_xlnet_config.json"
 
 
 class SentenceModelError(ValueError):
-    """A folder of sentence-transformers that has what megabatch cannot represent."""
+    """A folder of sentence-transformers that megabatch cannot represent."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class LayerConfig:
     activation: str = "Tanh"  # a class of torch.nn
 
     def __post_init__(self) -> None:
-        """Checks the names, which come from files."""
+        """Checks the values, which come from files."""
         if self.kind not in ("Dense", "Normalize"):
             raise SentenceModelError(f"a module after the pooling must be Dense or Normalize, got {self.kind!r}")
         if self.kind == "Dense" and min(self.in_features, self.out_features) < 1:
@@ -128,41 +128,41 @@ class DenseLayer(nn.Module):
         self.activation: nn.Module = _ACTIVATIONS[config.activation]()
 
     def forward(self, pooled: Tensor) -> Tensor:  # (n, in_features) -> (n, out_features)
-        """The projected embeddings."""
-        found: Tensor = self.activation(self.linear(pooled))
-        return found
+        """Returns the projected embeddings."""
+        projected: Tensor = self.activation(self.linear(pooled))
+        return projected
 
 
 class UnitLength(nn.Module):
-    """Brings embeddings to unit length between two layers."""
+    """Normalizes embeddings to unit length between two layers."""
 
     config = LayerConfig("Normalize")
 
     def forward(self, pooled: Tensor) -> Tensor:  # (n, D)
-        """Embeddings of unit length."""
+        """Returns embeddings of unit length."""
         return F.normalize(pooled, dim=-1)
 
 
 @dataclass(frozen=True)
 class SentenceModel:
-    """What the files of a folder describe."""
+    """The description of a model in the files of a folder."""
 
     pooling: str  # one of `POOLINGS`
     include_prompt: bool = True  # whether the tokens of the prompt are pooled too
-    layers: tuple[LayerConfig, ...] = ()  # after the pooling; the last Normalize is left out, because every tower ends with it
-    weights: Mapping[str, Tensor] = field(default_factory=dict)  # of the layers, as `build_layers` names them
-    prompts: tuple[str, str] = ("", "")  # of queries and of documents
-    max_length: int | None = None  # tokens; None if only the tokenizer limits them
-    lowercase: bool = False  # whether texts are put into lower case before the tokenizer
-    subfolder: str = ""  # of the transformer
+    layers: tuple[LayerConfig, ...] = ()  # layers after the pooling, without a final Normalize, which every tower has
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # weights of the layers, as `build_layers` names them
+    prompts: tuple[str, str] = ("", "")  # prompts of queries and of documents
+    max_length: int | None = None  # maximum number of tokens; None if only the tokenizer limits them
+    lowercase: bool = False  # whether texts are converted to lower case before the tokenizer
+    subfolder: str = ""  # subfolder of the transformer
 
 
 def read(name: str | Path, *, offline: bool = False) -> SentenceModel | None:
-    """The modules of a folder or of a name on the hub; None if it has no `modules.json`.
+    """Reads the modules of a folder or of a name on the hub. Returns None if it has no `modules.json`.
 
     Args:
         name: as for `AutoModel.from_pretrained`.
-        offline: whether only files of this machine are read.
+        offline: whether only local files are read.
     """
     source = _Source(str(name), offline)
     modules = source.read(MODULES)
@@ -179,11 +179,12 @@ def read(name: str | Path, *, offline: bool = False) -> SentenceModel | None:
         layers = layers[:-1]
     elif (similarity := about.get("similarity_fn_name")) not in (None, "cosine"):
         raise SentenceModelError(
-            f"{source} must have a Normalize module at its end or the similarity cosine, got {similarity!r} without one: "
+            f"{source} must end with a Normalize module or have cosine similarity, got {similarity!r} without Normalize: "
             "embeddings of megabatch have unit length"
         )
     subfolder = str(modules[0].get("path", ""))
-    texts: Mapping[str, Any] = next((found for file in _TEXT_FILES if (found := source.read(file, subfolder)) is not None), {})
+    contents = (source.read(file, subfolder) for file in _TEXT_FILES)
+    texts: Mapping[str, Any] = next((content for content in contents if content is not None), {})
     _check_texts(source, texts)
     pooling = source.read("config.json", str(modules[1]["path"]))
     if pooling is None:
@@ -201,7 +202,7 @@ def read(name: str | Path, *, offline: bool = False) -> SentenceModel | None:
 
 
 def build_layers(configs: Sequence[LayerConfig]) -> nn.Sequential:
-    """The modules after the pooling, with random weights."""
+    """Builds the modules after the pooling with random weights."""
     return nn.Sequential(*(DenseLayer(config) if config.kind == "Dense" else UnitLength() for config in configs))
 
 
@@ -215,13 +216,13 @@ class _Source:
         return self._name
 
     def find(self, file: str, folder: str = "") -> Path | None:
-        """A file on this machine; None if there is none."""
+        """Returns the local path of a file, which is downloaded if necessary; None if the file does not exist."""
         if Path(self._name).is_dir():
             path = Path(self._name) / folder / file
             return path if path.is_file() else None
         hub = extras.load("transformers.utils.hub", purpose="A transformers encoder")
         try:
-            found = hub.cached_file(
+            cached = hub.cached_file(
                 self._name,
                 file,
                 subfolder=folder,
@@ -229,16 +230,16 @@ class _Source:
                 _raise_exceptions_for_missing_entries=False,
             )
         except OSError as error:
-            if file == MODULES:  # of the other files, `modules.json` says whether they exist
+            if file == MODULES:  # the other files exist only if `modules.json` exists
                 LOG.warning(
-                    "could not find out whether %s has a %s, so it is read as a plain encoder: %s",
+                    "it is unknown whether %s has a %s, so it is loaded as a plain encoder: %s",
                     *(self._name, MODULES, str(error).splitlines()[0]),
                 )
             return None
-        return None if found is None else Path(found)
+        return None if cached is None else Path(cached)
 
     def read(self, file: str, folder: str = "") -> Any:
-        """The contents of a JSON file; None if there is none."""
+        """Returns the contents of a JSON file; None if it does not exist."""
         path = self.find(file, folder)
         try:
             return None if path is None else json.loads(path.read_text("utf-8"))
@@ -247,30 +248,30 @@ class _Source:
 
 
 def _kind_of(source: _Source, module: Any) -> str:
-    """The name of a module's class, which is one of the library's own."""
+    """Returns the class name of a module. Raises an error if the class is not from sentence-transformers."""
     named = str(module.get("type", "")) if isinstance(module, Mapping) else ""
     if not named.startswith("sentence_transformers.") or "path" not in module:
         raise SentenceModelError(
-            f"{source} must have modules of sentence-transformers itself, got {named!r}, which is code of its own"
+            f"{source} must have only modules of sentence-transformers, got {named!r}, which is custom code"
         )
     return named.rpartition(".")[2]
 
 
 def _pooling(source: _Source, config: Mapping[str, Any]) -> str:
-    found = config.get("pooling_mode")
-    if found is None:
-        known = [pooling for flag, pooling in _FLAGS.items() if config.get(flag)]
+    mode = config.get("pooling_mode")
+    if mode is None:
+        poolings = [pooling for flag, pooling in _FLAGS.items() if config.get(flag)]
     else:
-        known = [_POOLINGS.get(name, name) for name in ([found] if isinstance(found, str) else found)]
-    if len(known) > 1 or any(name not in _POOLINGS.values() for name in known):
-        raise SentenceModelError(f"{source} must have one pooling of {', '.join(_POOLINGS)}, got {' + '.join(known)}")
-    return known[0] if known else MEAN
+        poolings = [_POOLINGS.get(name, name) for name in ([mode] if isinstance(mode, str) else mode)]
+    if len(poolings) > 1 or any(name not in _POOLINGS.values() for name in poolings):
+        raise SentenceModelError(f"{source} must have one pooling of {', '.join(_POOLINGS)}, got {' + '.join(poolings)}")
+    return poolings[0] if poolings else MEAN
 
 
 def _layers(
     source: _Source, kinds: Sequence[str], modules: Sequence[Mapping[str, Any]]
 ) -> tuple[list[LayerConfig], dict[str, Tensor]]:
-    """The modules after the pooling, with their weights."""
+    """Reads the modules after the pooling and their weights."""
     layers: list[LayerConfig] = []
     weights: dict[str, Tensor] = {}
     for kind, module in zip(kinds, modules, strict=True):
@@ -299,12 +300,12 @@ def _layers(
 def _tensors(source: _Source, folder: str) -> dict[str, Tensor]:
     if (path := source.find("model.safetensors", folder)) is not None:
         safetensors = extras.load("safetensors.torch", purpose="Loading a model")
-        found: dict[str, Tensor] = safetensors.load_file(path)
+        tensors: dict[str, Tensor] = safetensors.load_file(path)
     elif (path := source.find("pytorch_model.bin", folder)) is not None:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     else:
         raise SentenceModelError(f"{source} must have the weights of its module {folder}, got none")
-    return found
+    return tensors
 
 
 def _check_texts(source: _Source, texts: Mapping[str, Any]) -> None:
@@ -322,7 +323,7 @@ def _check_texts(source: _Source, texts: Mapping[str, Any]) -> None:
 
 
 def _prompts(about: Mapping[str, Any]) -> tuple[str, str]:
-    """The prompts of queries and documents, or the default prompt for both if neither has one."""
+    """Returns the prompts of queries and documents. If neither has a prompt, both get the default prompt."""
     prompts = {name: prompt for name, prompt in (about.get("prompts") or {}).items() if prompt}
     query = prompts.get("query", "")
     document = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
@@ -331,19 +332,19 @@ def _prompts(about: Mapping[str, Any]) -> tuple[str, str]:
     return query, document
 
 
-def write(folder: Path, width: int, longest: int, model: SentenceModel) -> None:
-    """Writes the files beside an encoder's own.
+def write(folder: Path, dim: int, longest: int, model: SentenceModel) -> None:
+    """Adds the files of sentence-transformers to the folder of an encoder.
 
     Args:
-        folder: with config, weights and tokenizer.
-        width: of the encoder's states.
-        longest: tokens of a text.
-        model: what follows the encoder.
+        folder: folder with config, weights and tokenizer.
+        dim: dimension of the encoder's states.
+        longest: maximum number of tokens of a text.
+        model: description of the modules after the encoder.
     """
-    pooling = {flag: model.pooling == found for flag, found in _FLAGS.items()}
+    pooling = {flag: model.pooling == name for flag, name in _FLAGS.items()}
     modules: list[tuple[str, Mapping[str, Any] | None]] = [
         ("Transformer", None),
-        ("Pooling", {"word_embedding_dimension": width, **pooling, "include_prompt": model.include_prompt}),
+        ("Pooling", {"word_embedding_dimension": dim, **pooling, "include_prompt": model.include_prompt}),
     ]
     for layer in model.layers:
         kind = "linear.Identity" if layer.activation == "Identity" else f"activation.{layer.activation}"
@@ -368,7 +369,7 @@ def write(folder: Path, width: int, longest: int, model: SentenceModel) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file of PyTorch's format."""
+    """Writes a safetensors file in PyTorch's format."""
     safetensors = extras.load("safetensors.torch", purpose="Saving a model")
     data = safetensors.save({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, {"format": "pt"})
     file_io.write(path, lambda file: file.write(data))

@@ -1,7 +1,7 @@
 """The towers of the model "small", which trains in minutes on a CPU: a convolutional network, and a bag of hashed n-grams.
 
-They use no batch statistics, so embeddings depend on the chunk size only through the random numbers of dropout. docs/log.md,
-"Emoji", has the measurements behind the sizes.
+They use no batch statistics, so the chunk size changes embeddings only through the random numbers of dropout. The section
+"Emoji" of docs/log.md has the measurements behind the sizes.
 """
 
 import hashlib
@@ -22,22 +22,22 @@ from megabatch_train.towers.tower import Tower
 _WORD = re.compile(r"\w+|[^\w\s]")
 _BEGIN, _END = "<", ">"  # mark the ends of a word, so that "cat" and the middle of "education" differ
 
-INITIAL_SCALE = 10.0  # learns faster than CLIP's 1 / 0.07, and much faster than 30
+INITIAL_SCALE = 10.0  # training is faster than with CLIP's 1 / 0.07, and much faster than with 30
 
 
 @dataclass(frozen=True)
 class SmallConfig:
     """Sizes of both towers."""
 
-    width: int = 256  # of the embeddings
-    image_size: int = 32  # pixels of a side
-    patch: int = 4  # pixels of a side of a patch of the first layer
-    channels: tuple[int, ...] = (64, 128, 256)  # of each stage; each after the first halves the image
-    kernel: int = 3  # pixels of a side of a block's depthwise convolution; odd
-    expansion: int = 2  # hidden channels of a block
-    blocks: int = 2  # in each stage
-    buckets: int = 1 << 15  # of the hash table of n-grams
-    grams: tuple[int, ...] = (3, 4, 5)  # characters of an n-gram, besides whole words
+    width: int = 256  # embedding dimension
+    image_size: int = 32  # side length in pixels
+    patch: int = 4  # side length of a patch of the first layer in pixels
+    channels: tuple[int, ...] = (64, 128, 256)  # channels of each stage; each stage after the first halves the image
+    kernel: int = 3  # side length of a block's depthwise convolution in pixels; must be odd
+    expansion: int = 2  # hidden channels of a block, relative to its channels
+    blocks: int = 2  # number of blocks in each stage
+    buckets: int = 1 << 15  # size of the hash table of n-grams
+    grams: tuple[int, ...] = (3, 4, 5)  # lengths of n-grams in characters; whole words are always included
     dropout: float = 0.1  # fraction of n-grams that are dropped in training
     augmentation: Augmentation = field(default_factory=Augmentation)
 
@@ -60,19 +60,19 @@ class SmallConfig:
 
 
 def build_config(options: Mapping[str, Any]) -> SmallConfig:
-    """The config from options, which may come from a file: lists for tuples, a table for the augmentation."""
+    """Builds the config from options. In options from a file, tuples are lists and the augmentation is a table."""
     plain = {key: asdict(value) if isinstance(value, Augmentation) else value for key, value in options.items()}
     return settings.build(SmallConfig, plain, "model_options")
 
 
 def image_tower(config: SmallConfig) -> Tower:
-    """The tower for drawings and small photographs."""
+    """Builds the tower for drawings and small photographs."""
     images = _SmallImages(config.image_size, config.augmentation)
     return Tower(SmallImageTower(config), "image", images.prepare, images.collate)
 
 
 def text_tower(config: SmallConfig) -> Tower:
-    """The tower for names and short sentences."""
+    """Builds the tower for names and short sentences."""
     texts = _SmallTexts(config.buckets, config.grams)
     return Tower(SmallTextTower(config), "text", texts.prepare, texts.collate)
 
@@ -93,9 +93,9 @@ class SmallImageTower(nn.Module):
         self.head = nn.Linear(before, config.width)
 
     def forward(self, images: Tensor) -> Tensor:  # (n, 3, S, S) -> (n, width)
-        """Embeddings of unit length."""
-        places = self.features(images.contiguous(memory_format=torch.channels_last))
-        return F.normalize(self.head(F.relu(places).mean((2, 3))), dim=-1)
+        """Returns embeddings of unit length."""
+        features = self.features(images.contiguous(memory_format=torch.channels_last))
+        return F.normalize(self.head(F.relu(features).mean((2, 3))), dim=-1)
 
 
 class _Block(nn.Module):
@@ -119,9 +119,9 @@ class _Block(nn.Module):
 class _Conv2d(nn.Conv2d):
     """A convolution whose weight gets a gradient with the strides of the weight.
 
-    Of channels-last images it comes in channels-last order. PyTorch takes that for the weight's own order where they differ in
-    dimensions of length 1 alone, as in depthwise and 1×1 kernels; DDP does not, and warns. Through a flat view there
-    is one order.
+    For channels-last images, the gradient of a weight is in channels-last order. If the two orders differ only in dimensions of
+    length 1, as in depthwise and 1×1 kernels, PyTorch treats them as equal, but DDP does not, and prints a warning. The flat
+    view of the weight has only one order, so its gradient has the expected strides.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class SmallTextTower(nn.Module):
         )
 
     def forward(self, grams: Tensor, mask: Tensor) -> Tensor:  # (n, longest) int64, (n, longest) float -> (n, width)
-        """Embeddings of unit length, also for a text without n-grams."""
+        """Returns embeddings of unit length, even for a text without n-grams."""
         if self.training and self.dropout:
             mask = mask * (torch.rand_like(mask) >= self.dropout)
         weights = mask / mask.sum(1, keepdim=True).clamp_min(1).sqrt()
@@ -159,7 +159,7 @@ class SmallTextTower(nn.Module):
 
 @dataclass(frozen=True)
 class _SmallImages:
-    """Resizes images, and augments them per chunk."""
+    """Resizes images, and augments a chunk at a time."""
 
     size: int
     augmentation: Augmentation
@@ -176,7 +176,7 @@ class _SmallImages:
 
 @dataclass(frozen=True)
 class _SmallTexts:
-    """Texts as indices of n-grams, padded to the longest of a chunk."""
+    """Converts texts to indices of n-grams, padded to the longest text of a chunk."""
 
     buckets: int
     grams: tuple[int, ...]
@@ -190,7 +190,7 @@ class _SmallTexts:
 
 
 def pad(samples: list[Tensor]) -> tuple[Tensor, Tensor]:  # n of (k,) int64 -> (n, longest) int64 each
-    """Pads samples to the longest, which has at least one place. Returns them, and a mask with 1 for their entries."""
+    """Pads samples to the longest, or to length 1 if all are empty. Returns them, and a mask with 1 for their entries."""
     lengths = torch.tensor([len(sample) for sample in samples])
     padded = nn.utils.rnn.pad_sequence(samples, batch_first=True)
     if not padded.shape[1]:
@@ -200,15 +200,15 @@ def pad(samples: list[Tensor]) -> tuple[Tensor, Tensor]:  # n of (k,) int64 -> (
 
 @lru_cache(maxsize=1 << 16)
 def n_grams(text: str, buckets: int, lengths: tuple[int, ...]) -> Tensor:  # (k,) int64
-    """Hash buckets of a text's words and their character n-grams. The same in every process, unlike Python's `hash`."""
-    found: list[str] = []
+    """Returns hash buckets of a text's words and their character n-grams. Unlike `hash`, they are equal in every process."""
+    grams: list[str] = []
     for word in _WORD.findall(text.lower()):
         marked = _BEGIN + word + _END
-        found.append(marked)
+        grams.append(marked)
         for length in lengths:
             if length < len(marked):
-                found += [marked[i : i + length] for i in range(len(marked) - length + 1)]
-    return torch.tensor([_bucket(gram, buckets) for gram in found], dtype=torch.int64)
+                grams += [marked[i : i + length] for i in range(len(marked) - length + 1)]
+    return torch.tensor([_bucket(gram, buckets) for gram in grams], dtype=torch.int64)
 
 
 def _bucket(gram: str, buckets: int) -> int:
