@@ -22,22 +22,22 @@ MEANINGS = {
     "pairwise": "public operations",
     "late": "late interaction",
     "losses": "a few lines each",
-    "cached": "encode, loss, encode again",
+    "cached": "gradient caching",
     "integrations": "other trainers",
     "reference": "dense, for tests",
     "data": "tables, shards",
     "towers": "encoders",
     "evaluation": "recall, search",
     "trainer": "loop, checkpoints",
-    "display": "tables, plots, report",
+    "display": "tables, plots",
     "export": "other programs",
-    "planning": "what fits",
-    "bench": "baselines, truth",
+    "planning": "memory, time",
+    "bench": "comparison",
     "commands": "train, eval, search, …",
     "cli": "megabatch",
 }
-COLOURS = {"megabatch_train": "#2a5caa", "megabatch": "#0b6e4f"}
-WIDTH = 10.0
+COLORS = {"megabatch_train": "#2a5caa", "megabatch": "#0b6e4f"}  # from top to bottom
+ROW = 0.42  # height of a layer, in inches
 
 
 def find_layers(rules: Mapping[str, set[str]], tolerated: set[tuple[str, str]]) -> list[list[str]]:
@@ -56,7 +56,7 @@ def find_layers(rules: Mapping[str, set[str]], tolerated: set[tuple[str, str]]) 
 
 
 def main() -> None:
-    """One row of boxes for each layer, the library beside the command, whose packages import from it."""
+    """One row of boxes for each layer. The command is above the library, because its packages import the library."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch
@@ -67,25 +67,33 @@ def main() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "architecture"  # the same bytes every time
     matplotlib.rcParams["svg.fonttype"] = "none"  # names stay text
     tolerated = {(package, other) for (_, package), (_, other) in TOLERATED}
-    columns = {"megabatch": find_layers(LIBRARY, tolerated), "megabatch_train": find_layers(TRAIN, set())}
-    most = max(map(len, columns.values()))
-    figure = Figure(figsize=(12, 0.62 * (most + 1)), layout="constrained")
+    layers = {"megabatch_train": find_layers(TRAIN, set()), "megabatch": find_layers(LIBRARY, tolerated)}
+    rows = sum(map(len, layers.values())) + len(layers)
+    figure = Figure(figsize=(5, ROW * rows), layout="constrained")  # 360 pixels, so that a phone shows it without scaling
     axes = figure.subplots()
-    for left, (root, layers) in zip((0.0, WIDTH + 0.6), columns.items(), strict=True):
-        axes.text(left + WIDTH / 2, -0.45, root, ha="center", va="center", color=COLOURS[root], fontsize=12, fontweight="bold")
-        for height, names in enumerate(layers):
-            width = WIDTH / len(names)
-            for number, name in enumerate(names):
-                place = (left + number * width + 0.06, height)
-                axes.add_patch(
-                    FancyBboxPatch(
-                        place, width - 0.12, 0.6, boxstyle="round,pad=0.02", facecolor=COLOURS[root], edgecolor="none"
-                    )
+    top = float(rows)
+    for root, found in layers.items():
+        color = COLORS[root]
+        top -= 1
+        axes.text(0.5, top + 0.35, root, ha="center", va="center", color=color, fontsize=12, fontweight="bold")
+        for packages in reversed(found):
+            top -= 1
+            width = 1 / len(packages)
+            for number, name in enumerate(packages):
+                box = FancyBboxPatch(
+                    (number * width + 0.01, top + 0.06),
+                    width - 0.02,
+                    0.84,
+                    boxstyle="round,pad=0,rounding_size=0.01",
+                    mutation_aspect=rows,
+                    facecolor=color,
+                    edgecolor="none",
                 )
-                middle = left + number * width + width / 2
-                axes.text(middle, height + 0.41, name, ha="center", va="center", color="white", fontsize=10, fontweight="bold")
-                axes.text(middle, height + 0.15, MEANINGS[name], ha="center", va="center", color="white", fontsize=8)
-    axes.set(xlim=(-0.1, 2 * WIDTH + 0.7), ylim=(-0.8, most))
+                axes.add_patch(box)
+                middle = (number + 0.5) * width
+                axes.text(middle, top + 0.66, name, ha="center", va="center", color="white", fontsize=10, fontweight="bold")
+                axes.text(middle, top + 0.27, MEANINGS[name], ha="center", va="center", color="white", fontsize=9)
+    axes.set(xlim=(0, 1), ylim=(0, rows))
     axes.axis("off")
     figure.savefig(Path(__file__).with_name("architecture.svg"), metadata={"Date": None})
 

@@ -456,6 +456,7 @@ class LevelResult:
     status: str = OK
     peak: int | None = None  # bytes beyond the inputs, gradients included, of the rank that needs most
     seconds: float | None = None  # of the slowest rank
+    cpu_seconds: float | None = None  # of all ranks together; other programs of the machine hardly change it
     sent: int | None = None  # bytes sent by a rank through the ring, forward and backward
     loss: float | None = None
     loss_error: float | None = None
@@ -486,6 +487,7 @@ class _Measured(NamedTuple):
     """One system on one rank."""
 
     seconds: list[float]
+    cpu_seconds: list[float]
     peak: int
     sent: int
     loss: float
@@ -503,6 +505,7 @@ def _conclude(name: str, answers: list[_Measured], right: ClipTruth) -> LevelRes
     if is_right(loss, *errors):
         result.peak, result.sent = max(a.peak for a in answers), max(a.sent for a in answers)
         result.seconds = min(map(max, zip(*(a.seconds for a in answers), strict=True)))
+        result.cpu_seconds = min(map(sum, zip(*(a.cpu_seconds for a in answers), strict=True)))
     else:
         result.status = WRONG
     return result
@@ -532,14 +535,15 @@ def _on_rank(rank: int, world: int, systems: list[System], batch: int, width: in
             with ring.count_traffic() as traffic:
                 value, peak = peak_memory(partial(step, loss, inputs))
             gradients = [t.grad[chosen].clone() for t in inputs[:2] if t.grad is not None]
-            seconds = []
+            seconds, cpu_seconds = [], []
             for _ in range(repeats):
                 dist.barrier()
-                start = time.perf_counter()
+                start, cpu_start = time.perf_counter(), time.process_time()
                 step(loss, inputs)
+                cpu_seconds.append(time.process_time() - cpu_start)
                 dist.barrier()
                 seconds.append(time.perf_counter() - start)
-        found.append(_Measured(seconds, peak, traffic.bytes, value, *gradients))
+        found.append(_Measured(seconds, cpu_seconds, peak, traffic.bytes, value, *gradients))
     return found
 
 
