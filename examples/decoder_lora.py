@@ -15,14 +15,12 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import toy
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.cached.streaming import map_rows
 from megabatch_train import towers
 from megabatch_train.data.demo import WordNet
 from megabatch_train.evaluation import encode
@@ -49,12 +47,6 @@ def recall(pair: Pair, definitions: Sequence[str], words: Sequence[str]) -> floa
     return (rank == 0).float().mean().item()
 
 
-def tokens(pair: Pair, texts: Sequence[str], device: torch.device) -> Any:
-    """The input of the encoder."""
-    collated = pair.first.collate([pair.first.prepare(text, None) for text in texts])
-    return map_rows(lambda tensor: tensor.to(device), collated)
-
-
 class Loss:
     """Cross-entropy of each definition's word among all words and hard negatives, which are the second half of `words`."""
 
@@ -79,11 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES}))
         pair = towers.load(args.model or f"hf-config:{folder}", ("text", "text"), lora=LoraConfig(args.rank))
-    device = toy.device()
-    pair.first.module.to(device)  # serves both sides
+    pair.first.module.to(toy.device())  # serves both sides
     definitions, words, hard = zip(*triples(args.pairs), strict=True)
     before = recall(pair, definitions, words)
-    inputs = [tokens(pair, texts, device) for texts in (definitions, words + hard)]
+    inputs = [pair.first.collate([pair.first.prepare(text, None) for text in texts]) for texts in (definitions, words + hard)]
     trained = [p for p in pair.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.steps)
