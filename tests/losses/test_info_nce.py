@@ -298,10 +298,12 @@ def test_messages():
     fails(TypeError, "negatives must be a tensor, Negatives", negatives=3)
     fails(ValueError, r"negatives must have 23 rows", negatives=negatives[:5])
     fails(ValueError, r"negatives.ids must have shape \(23, 3\)", negatives=mb.Negatives(negatives, ids=torch.arange(23)))
-    fails(ValueError, "ids must be given where negatives.ids", negatives=mb.Negatives(negatives[:, 0], ids=torch.arange(23)))
+    fails(ValueError, "ids must be given if negatives.ids", negatives=mb.Negatives(negatives[:, 0], ids=torch.arange(23)))
     fails(ValueError, "to be private", negatives=mb.Negatives(negatives[:, 0], private=True))
     fails(ValueError, "owner must be None", negatives=mb.Negatives(negatives, owner=torch.arange(23)))
-    fails(ValueError, r"negatives\[1\].* same width", negatives=[negatives, torch.zeros(4, 3, dtype=torch.float64)])
+    fails(
+        ValueError, r"negatives\[1\].* same embedding dimension", negatives=[negatives, torch.zeros(4, 3, dtype=torch.float64)]
+    )
     fails(
         ValueError,
         "one kind of id",

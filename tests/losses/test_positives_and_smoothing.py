@@ -64,7 +64,7 @@ def test_certain_positives_keep_their_digits():
 
 
 def test_positives_need_ids():
-    with pytest.raises(ValueError, match="ids must be given where ids_are_positives"):
+    with pytest.raises(ValueError, match="ids must be given if ids_are_positives"):
         mb.siglip_loss(unit(3, 2, seed=0), unit(3, 2, seed=1), 1.0, 0.0, ids_are_positives=True)
 
 

@@ -44,15 +44,15 @@ def cross_entropy_loss(
         return _launch(x, y, scale, None, run, Task(MATCHES if columns else ROWS, divisor, ids))
 
     def weigh(form_logits: FormLogits) -> tuple[float, Tensor]:
-        def masked_logits() -> Tensor:
+        def compute_logits() -> Tensor:
             s = form_logits()
             if ids is not None:
                 _mask_equal_ids(s, ids)
             return s
 
-        s = masked_logits()
-        of_columns = _cross_entropy(s, 0, masked_logits) if columns else None
-        total, g = _cross_entropy(s, 1, masked_logits, in_place=True)
+        s = compute_logits()
+        of_columns = _cross_entropy(s, 0, compute_logits) if columns else None
+        total, g = _cross_entropy(s, 1, compute_logits, in_place=True)
         if of_columns is not None:
             total, g = total + of_columns[0], g.add_(of_columns[1])
         return total, g
@@ -77,10 +77,10 @@ def nt_xent_loss(
         return s.as_strided((2, N, 1), (2 * N * N - N, 2 * N + 1, 1), N)
 
     def weigh(form_logits: FormLogits) -> tuple[float, Tensor]:
-        def masked_logits() -> Tensor:  # (2, N, 2N)
+        def compute_logits() -> Tensor:  # (2, N, 2N)
             return form_logits().fill_diagonal_(-torch.inf).view(2, N, 2 * N)  # a view is not compared with itself
 
-        total, g = _cross_entropy(masked_logits(), 2, masked_logits, partners, in_place=True)
+        total, g = _cross_entropy(compute_logits(), 2, compute_logits, partners, in_place=True)
         return total, g.view(2 * N, 2 * N)
 
     return _loss(torch.cat((z1, z2)), None, scale, None, run.precision, divisor, weigh)
