@@ -11,6 +11,7 @@ import torch
 
 from megabatch.world import World
 from megabatch_train import cli, towers
+from megabatch_train.commands import embed as embed_command
 from megabatch_train.commands import eval as eval_command
 from megabatch_train.commands import report as report_command
 from megabatch_train.commands import search as search_command
@@ -91,7 +92,7 @@ def test_zero_shot(place, tmp_path, capsys):
     (tmp_path / "classes.txt").write_text("red")
     with pytest.raises(ValueError, match=r"--classes .* 'green'"):
         call(eval_command, place / "run", "--zero-shot", "--classes", tmp_path / "classes.txt")
-    with pytest.raises(ValueError, match=r"--classes must come with --zero-shot"):
+    with pytest.raises(ValueError, match=r"--classes needs --zero-shot"):
         call(eval_command, place / "run", "--classes", tmp_path / "classes.txt")
     (tmp_path / "classes.txt").write_text("\n".join([*COLOURS, COLOURS[0]]))
     with pytest.raises(ValueError, match=rf"--classes must name each class once, got '{COLOURS[0]}' more than once"):
@@ -102,7 +103,7 @@ def test_zero_shot(place, tmp_path, capsys):
 def test_an_empty_query_raises_an_error(place, query):
     with pytest.raises(ValueError, match=r"QUERY must be a text or the path of an image, got ' *', which is empty"):
         call(search_command, place / "run", query)
-    with pytest.raises(ValueError, match=r"--query must be a text, got an empty one"):
+    with pytest.raises(ValueError, match=r"--query must not be empty"):
         call(report_command, place / "run", "--query", query)
 
 
@@ -111,9 +112,7 @@ def test_eval_says_that_a_run_has_other_validation_sets(place, tmp_path, caplog)
     (tmp_path / "run" / "config.toml").write_text(f"data = 'emoji'\nvalidation = ['{place / 'images'}', 'other.csv']\n")
     with caplog.at_level(logging.INFO, "megabatch"):
         call(eval_command, tmp_path / "run")
-    assert (
-        f"evaluates on {place / 'images'}, the first validation set of the run; --data names another: other.csv" in caplog.text
-    )
+    assert f"evaluating on {place / 'images'}, the first validation set of the run; others for --data: other.csv" in caplog.text
 
 
 def _zero_shot_on_a_rank(group, rank, run, data):
@@ -163,10 +162,10 @@ def test_search_by_text_draws_and_prints(place, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     with pillow.open(sheet) as image:
         assert image.width == 14 + 190 + 5 * (96 + 14) + 14  # bounded, whatever k
-    assert "(the first 5 of the first 1 queries)" in printed
+    assert "(the first 5 matches of the first 1 queries)" in printed
     ranks = [int(line.split()[0]) for line in printed.splitlines() if line.lstrip()[:1].isdigit() and ".png" in line]
     assert [rank for rank in ranks if rank > 1] == list(range(2, 10))  # the tenth is damaged
-    assert "1 samples could not be read, first: " in printed
+    assert "1 samples could not be read; the first: " in printed
 
 
 def test_search_by_image(place, tmp_path, capsys):
@@ -177,7 +176,7 @@ def test_search_by_image(place, tmp_path, capsys):
     assert [line.split()[1:] for line in printed[2:4]] == [["yellow", file, "1.000"] for file in files]  # itself, and its like
     call(search_command, place / "run", query, "-k", 10, "--sheet", tmp_path / "b.png")
     printed = capsys.readouterr().out.splitlines()
-    assert sorted(line.split()[1] for line in printed[2:12]) == sorted(2 * COLOURS)  # captions
+    assert sorted(line.split()[1] for line in printed[2:-1]) == sorted(COLOURS)  # the captions, each once
 
 
 def test_texts_and_images_in_one_search(place, tmp_path, capsys):
@@ -193,6 +192,29 @@ def test_texts_and_images_in_one_search(place, tmp_path, capsys):
 
     shutil.copytree(place / "images", tmp_path, dirs_exist_ok=True)
     assert matches("red", query, "blue") == [*matches("red"), *matches(query), *matches("blue")]
+
+
+@pytest.mark.parametrize("suffix", ["npy", "parquet"])
+def test_a_search_shows_an_image_with_several_captions_once(place, tmp_path, capsys, suffix):
+    folder, files = tmp_path / "twice", sorted((place / "images").glob("*.png"))[:3]
+    folder.mkdir()
+    rows = [f"{name},{caption} of {name.stem}" for name in files for caption in ("one caption", "another caption")]
+    (folder / "pairs.csv").write_text("\n".join(["image,caption", *rows, ""]))
+
+    def matches(query, *options):
+        call(search_command, place / "run", query, "-k", 6, "--json", *options)
+        (result,) = json.loads(capsys.readouterr().out)
+        return result["matches"]
+
+    found = matches("red", "--data", folder / "pairs.csv")
+    assert sorted(match["path"] for match in found) == [str(name) for name in files]
+    assert {match["index"] for match in found} == {0, 2, 4}
+    texts = matches("red", "--data", folder / "pairs.csv", "--among", "texts")
+    assert len(texts) == 6
+    call(embed_command, place / "run", "--data", folder / "pairs.csv", "--output", tmp_path / f"images.{suffix}")
+    capsys.readouterr()
+    stored = matches("red", "--embeddings", tmp_path / f"images.{suffix}")
+    assert [match["index"] for match in stored] == [match["index"] for match in found]
 
 
 def test_search_of_texts_among_texts(tmp_path, capsys):
@@ -216,7 +238,7 @@ def test_search_of_texts_among_texts(tmp_path, capsys):
 
 
 def test_towers_by_name_need_data(place, tmp_path):
-    with pytest.raises(ValueError, match=r"--data must be given, because 'small' is no run with data; `megabatch help data`"):
+    with pytest.raises(ValueError, match=r"--data is required, because 'small' is not a run with data; `megabatch help data`"):
         call(eval_command, "small")
     call(eval_command, "small", "--data", place / "images", "--output", tmp_path / "a.jsonl")
     assert results.read(tmp_path / "a.jsonl")[0]["num_samples"] == 9
@@ -258,7 +280,7 @@ def test_columns_are_named_in_eval_and_search(place, tmp_path, capsys):
         assert "yellow" in capsys.readouterr().out
         with pytest.raises(SystemExit):
             call(eval_command, place / "run", "--columns", "file")
-        assert "--columns: must be ROLE=NAME, as in image=file text=description, got 'file'" in capsys.readouterr().err
+        assert "--columns: must be ROLE=NAME, such as image=file text=description, got 'file'" in capsys.readouterr().err
     finally:
         other.unlink()
 
@@ -303,7 +325,7 @@ def test_commands_name_the_weights_they_use(place, tmp_path, caplog, capsys):
     towers.save(pair, run / "best", step=10)
     (run / "best" / "best.json").write_text(json.dumps({"step": 10, "metric": "text_to_image_R@1", "value": 0.5}))
     best = "after step 10 (text → image R@1 50.0%)"
-    last = f"weights: the last ones of {run}, after step 40; {run / 'best'} has the best ones, {best}"
+    last = f"weights: last of {run}, after step 40; the best weights are in {run / 'best'}, {best}"
     for command, *words in (
         (eval_command,),
         (search_command, "red", "--sheet", tmp_path / "sheet.png"),
@@ -313,9 +335,9 @@ def test_commands_name_the_weights_they_use(place, tmp_path, caplog, capsys):
         call(command, run, *words)
         assert [message for message in caplog.messages if message.startswith("weights")] == [last]
     call(eval_command, run / "best")
-    assert f"weights: the best ones of {run}, {best}" in caplog.messages
+    assert f"weights: best of {run}, {best}" in caplog.messages
     call(eval_command, "small", "--data", place / "images", "--output", tmp_path / "a.jsonl")
-    assert "weights: random, because small names no trained ones" in caplog.messages
+    assert "weights: random, because the name small does not include weights" in caplog.messages
 
 
 def test_report(place, capsys):

@@ -1,4 +1,4 @@
-"""`megabatch search`: the best matches of texts or images, printed and as a contact sheet, or as JSON."""
+"""`megabatch search`: prints the best matches of texts or images, and draws a contact sheet, or prints JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("megabatch")
-KINDS = {"images": "image", "texts": "text"}  # kinds of sides (`data.dataset`) by the names of --among
+KINDS = {"images": "image", "texts": "text"}  # value of --among: kind of the side (`data.dataset`)
 SHEET = "found.png"
 DESCRIPTION = """
-Searches data with a model. A query is a text or the path of an image.
+Searches data for the best matches of queries. A query is a text or the path of an image.
 
-  megabatch search runs/emoji "smiling cat" "red heart"     texts find images
-  megabatch search runs/emoji cat.png                       an image finds texts
-  megabatch search runs/photos "dog on a beach" photo.jpg   both
-  megabatch search runs/emoji cat.png --among images        an image finds images like it
-  megabatch search runs/wordnet "animal with a trunk"       a query finds documents
+  megabatch search runs/emoji "smiling cat" "red heart"     find images for texts
+  megabatch search runs/emoji cat.png                       find texts for an image
+  megabatch search runs/photos "dog on a beach" photo.jpg   find images, and find texts
+  megabatch search runs/emoji cat.png --among images        find images that are similar to an image
+  megabatch search runs/wordnet "animal with a trunk"       find documents for a query
   megabatch search runs/photos "red car" --data new.csv --columns image=file text=description
-  megabatch search runs/photos "red car" --data holidays/    a folder of images
+  megabatch search runs/photos "red car" --data holidays/   search a folder of images
   megabatch search runs/photos "red car" --embeddings photos.npy --json
   megabatch search open_clip:ViT-B-32@laion2b_s34b_b79k "dog on a beach" --data photos.csv
 
-Prints the matches of each query, best first, with their cosine similarity, and draws a contact
-sheet (PNG) with one row per query. Only the best matches are in memory, so any amount of data can
-be searched. With --embeddings, a file of `megabatch embed`, only the queries are embedded; they are
-cut to the dimension of the file.
+Prints the matches of each query with their cosine similarity, best first. Draws a contact sheet
+(PNG) with one row per query. Only the best matches are in memory, so the data can have any size.
+With --embeddings, megabatch reads the embeddings of the data from a file of `megabatch embed` and
+encodes only the queries. It cuts them to the dimension of the file.
 """
 
 
@@ -56,81 +56,88 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megabatch search`."""
     describe(parser, DESCRIPTION)
     add_model_arguments(parser)
-    parser.add_argument("queries", nargs="+", metavar="QUERY", help="a text, or the path of an image")
-    parser.add_argument("-k", type=int, default=8, help="matches per query (default: %(default)s)")
+    parser.add_argument("queries", nargs="+", metavar="QUERY", help="text, or path of an image")
+    parser.add_argument("-k", type=int, default=8, help="number of matches per query (default: %(default)s)")
     parser.add_argument(
         "--among",
         choices=("images", "texts"),
-        help="side of the data to search (default: images or documents for texts, texts for images)",
+        help="side of the data to search (default for texts: images or documents; for images: texts)",
     )
     add_dim(parser)
-    parser.add_argument("--embeddings", metavar="FILE", help="file of `megabatch embed` to search, instead of --data")
     parser.add_argument(
-        "--json", action="store_true", help="print the matches as JSON: rank, similarity, index, name, path, text"
+        "--embeddings", metavar="FILE", help="file of `megabatch embed`; searches its embeddings instead of --data"
     )
-    parser.add_argument("--sheet", metavar="PNG", help="file of the contact sheet (default: found.png; none with --json)")
+    parser.add_argument(
+        "--json", action="store_true", help="print the matches as JSON with rank, similarity, index, name, path and text"
+    )
+    parser.add_argument("--sheet", metavar="PNG", help="file of the contact sheet (default: found.png, or none with --json)")
 
 
 @dataclass(frozen=True)
 class Match:
-    """A sample that was found."""
+    """A match of a query."""
 
     rank: int  # 1 is the best
     similarity: float
     index: int  # in the data
     name: str | None
-    path: str | None  # of an image that is a file
+    path: str | None  # None for a sample that is not a file
     text: str | None
 
 
 class Data:
-    """A dataset that is embedded chunk by chunk."""
+    """A dataset to search. Its samples are encoded chunk by chunk."""
 
-    def __init__(self, chosen: model.Chosen, args: argparse.Namespace) -> None:
-        self.chosen, self.dataset, self.args = chosen, chosen.dataset, args
-        self.name, self.credits, self.failures = redact(chosen.data), chosen.dataset.credits, chosen.dataset.failures
-        self._drawn: Dataset | None = None
+    def __init__(self, inputs: model.ModelAndData, args: argparse.Namespace) -> None:
+        self.inputs, self.dataset, self.args = inputs, inputs.dataset, args
+        self.name, self.credits, self.failures = redact(inputs.data), inputs.dataset.credits, inputs.dataset.failures
+        self._pictures: Dataset | None = None
 
     def side(self, kind: str) -> int:
-        """The side to search for queries of this kind; of two texts the second, because a query is like the first."""
+        """Returns the side to search for queries of this kind. For pairs of texts it is the second side."""
         from megabatch_train.data.dataset import IMAGE, TEXT
         from megabatch_train.data.rows import ImageFolder
 
         sides = self.dataset.sides[:1] if isinstance(self.dataset, ImageFolder) else self.dataset.sides
         among = self.args.among
-        wanted = KINDS[among] if among else IMAGE if IMAGE in sides and (kind == TEXT or TEXT not in sides) else TEXT
-        if wanted not in sides:
-            raise ValueError(f"--among must be a side of the data, {' or '.join(sides)}, got {wanted}")
-        return 1 if self.dataset.sides[1] == wanted else 0
+        searched = KINDS[among] if among else IMAGE if IMAGE in sides and (kind == TEXT or TEXT not in sides) else TEXT
+        if searched not in sides:
+            raise ValueError(f"--among must be a side of the data, {' or '.join(sides)}, got {searched}")
+        return 1 if self.dataset.sides[1] == searched else 0
 
     def chunks(self, side: int) -> Iterator[Tensor]:  # (n, D) each
-        """The embeddings; NaN for unreadable samples, which `search` ranks last, with −∞."""
+        """Yields the embeddings of `samples`. A sample that cannot be read has NaN, which `search` ranks last with −∞."""
         from megabatch_train.evaluation.embedding import readable
 
-        tower, everything = self.chosen.pair.towers[side], range(len(self.dataset))
         options = {"chunk_size": self.args.chunk_size, "workers": self.args.workers}
-        return readable(tower, self.dataset, side, everything, **options)
+        return readable(self.inputs.pair.towers[side], self.dataset, side, self.samples(side), **options)
+
+    def samples(self, side: int) -> Sequence[int]:
+        """Returns the samples to search. An image with several captions, or a document of several queries, occurs once."""
+        from megabatch_train.data.dataset import distinct_samples
+
+        return distinct_samples(self.dataset, side)
 
     def about(self, index: int, side: int) -> dict[str, Any]:
-        """Name, path and text of a sample."""
+        """Returns the name, the path and the text of a sample."""
         return sample(self.dataset, index, side)
 
     def show(self, match: Match, side: int) -> Found:
-        """An image with its caption, whichever was searched; of two texts, the searched one with the other below."""
+        """Returns a match for the contact sheet: the image with its caption, or the searched text with the other text."""
         from megabatch_train.data.dataset import IMAGE
         from megabatch_train.evaluation import sheet
         from megabatch_train.evaluation.embedding import read_or_none
         from megabatch_train.evaluation.sheet import Found
 
-        drawn = self._drawn = self._drawn or self.chosen.redraw(sheet.PICTURE)
-        shown = drawn.sides.index(IMAGE) if IMAGE in drawn.sides else side
-        sides = (read_or_none(drawn, match.index, which) for which in (shown, 1 - shown))
+        pictures = self._pictures = self._pictures or self.inputs.redraw(sheet.PICTURE)
+        shown = pictures.sides.index(IMAGE) if IMAGE in pictures.sides else side
+        sides = (read_or_none(pictures, match.index, which) for which in (shown, 1 - shown))
         first, second = ("cannot be read" if value is None else value for value in sides)
         return Found(first, str(second), match.similarity)
 
 
 class Embeddings:
-    """A file that `megabatch embed` wrote."""
+    """A file of `megabatch embed` to search."""
 
     def __init__(self, saved: embedding.Saved) -> None:
         self.saved, self.name = saved, str(saved.path)
@@ -138,64 +145,86 @@ class Embeddings:
         self.failures: dict[int, str] = {}
 
     def side(self, kind: str) -> int:
-        """The side of the file."""
+        """Returns the side that the file contains."""
         return int(self.saved.about["side"])
 
     def chunks(self, side: int) -> Iterator[Tensor]:  # (n, D) each
-        """The embeddings."""
-        return self.saved.chunks()
+        """Yields the embeddings. Repeated samples, such as an image with several captions, have NaN from the second one on."""
+        from megabatch_train.data.dataset import IMAGE
+
+        key = "path" if self.saved.about["sides"][side] == IMAGE else "text"
+        earlier: set[str] = set()
+        position = 0
+        for chunk in self.saved.chunks():
+            repeated = []
+            for row, about in enumerate(self.saved.samples[position : position + len(chunk)]):
+                if (value := about.get(key)) in earlier:
+                    repeated.append(row)
+                elif value is not None:
+                    earlier.add(value)
+            position += len(chunk)
+            yield chunk.index_fill(0, chunk.new_tensor(repeated).long(), math.nan)
+
+    def samples(self, side: int) -> Sequence[int]:
+        """Returns the samples that the rows of the embeddings belong to."""
+        return range(len(self.saved.samples))
 
     def about(self, index: int, side: int) -> dict[str, Any]:
-        """Name, path and text of a sample."""
+        """Returns the name, the path and the text of a sample."""
         return self.saved.samples[index]
 
     def show(self, match: Match, side: int) -> Found:
-        """The image if its file can be read, else its text."""
+        """Returns the image if its file can be read, or else its text."""
         from megabatch_train.data import images
         from megabatch_train.data.dataset import UnreadableSampleError
         from megabatch_train.evaluation.sheet import Found
 
-        told = match.text or match.name or ""
+        text = match.text or match.name or ""
         try:
             path = Path(match.path or "")
-            return Found(images.decode(images.EncodedImage(path.read_bytes(), str(path))), told, match.similarity)
+            return Found(images.decode(images.EncodedImage(path.read_bytes(), str(path))), text, match.similarity)
         except (OSError, UnreadableSampleError):
-            return Found(told, match.name or "", match.similarity)
+            return Found(text, match.name or "", match.similarity)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches, prints the matches and draws the sheet."""
+    """Searches, prints the matches and draws the contact sheet."""
     from megabatch.world import join_world
     from megabatch_train.evaluation import sheet
 
     with join_world(args.device) as world:
         if world.size > 1:
-            raise ValueError(f"megabatch search must be one process, got {world.size}; start it without torchrun")
-        queries = [_query(text) for text in args.queries]
-        pair, where = _place(args, world.device)
-        found = find_matches(pair, where, queries, args.k)
+            raise ValueError(f"megabatch search must run in one process, got {world.size}; start it without torchrun")
+        queries = [_parse_query(text) for text in args.queries]
+        pair, source = _load_source(args, world.device)
+        results = find_matches(pair, source, queries, args.k)
     if args.json:
-        matches = ([asdict(match) for match, _ in row] for row in found)
+        matches = ([asdict(match) for match, _ in row] for row in results)
         print(json.dumps([{"query": text, "matches": row} for text, row in zip(args.queries, matches, strict=True)], indent=1))
     else:
-        for text, row in zip(args.queries, found, strict=True):
-            _table(text, [match for match, _ in row]).print()
-    place = args.sheet or (None if args.json else SHEET)
-    if place is not None:
-        first = [[where.show(match, side) for match, side in row[: sheet.MOST_MATCHES]] for row in found[: sheet.MOST_QUERIES]]
-        title = f"{where.name}, searched with {args.model}"
-        sheet.draw(place, queries[: len(first)], first, title=title, credits=where.credits)
-    if place is not None and not args.json:
-        cut = args.k > sheet.MOST_MATCHES or len(queries) > sheet.MOST_QUERIES
-        tell(f"drawn in {place}" + (f" (the first {sheet.MOST_MATCHES} of the first {len(first)} queries)" if cut else ""))
-    if where.failures:
-        told = f"{len(where.failures):,} samples could not be read, first: {next(iter(where.failures.values()))}"
-        tell(told, file=sys.stderr if args.json else sys.stdout)
+        for text, row in zip(args.queries, results, strict=True):
+            _tabulate(text, [match for match, _ in row]).print()
+    sheet_path = args.sheet or (None if args.json else SHEET)
+    if sheet_path is not None:
+        sheet_rows = [
+            [source.show(match, side) for match, side in row[: sheet.MOST_MATCHES]] for row in results[: sheet.MOST_QUERIES]
+        ]
+        title = f"{source.name}, searched with {args.model}"
+        sheet.draw(sheet_path, queries[: len(sheet_rows)], sheet_rows, title=title, credits=source.credits)
+    if sheet_path is not None and not args.json:
+        is_cut = args.k > sheet.MOST_MATCHES or len(queries) > sheet.MOST_QUERIES
+        tell(
+            f"wrote {sheet_path}"
+            + (f" (the first {sheet.MOST_MATCHES} matches of the first {len(sheet_rows)} queries)" if is_cut else "")
+        )
+    if source.failures:
+        message = f"{len(source.failures):,} samples could not be read; the first: {next(iter(source.failures.values()))}"
+        tell(message, file=sys.stderr if args.json else sys.stdout)
     return 0
 
 
-def _table(query: str, row: list[Match]) -> TextTable:
-    """The matches of a query; with their files, if they have files."""
+def _tabulate(query: str, row: list[Match]) -> TextTable:
+    """Returns the table of the matches of a query. It has a column for files if a match is a file."""
     from megabatch_train.display.tables import TextTable
 
     files = any(match.path for match in row)
@@ -203,57 +232,60 @@ def _table(query: str, row: list[Match]) -> TextTable:
         [match.rank, match.text or match.name or "", *([match.path or ""] if files else []), f"{match.similarity:.3f}"]
         for match in row
     ]
-    return TextTable(["", "found", *(["file"] if files else []), "similarity"], cells, query, names=(1, 2) if files else (1,))
+    return TextTable(["", "match", *(["file"] if files else []), "similarity"], cells, query, names=(1, 2) if files else (1,))
 
 
-def find_matches(pair: Pair, where: Data | Embeddings, queries: list[Shown], k: int) -> list[list[tuple[Match, int]]]:
-    """The matches of each query, best first, with the side that was searched."""
+def find_matches(pair: Pair, source: Data | Embeddings, queries: list[Shown], k: int) -> list[list[tuple[Match, int]]]:
+    """Returns the matches of each query, best first, with the side that was searched."""
     from megabatch_train.data.dataset import IMAGE, TEXT
     from megabatch_train.evaluation import encode, search
 
     kinds = [TEXT if isinstance(query, str) else IMAGE for query in queries]
-    found: dict[int, list[tuple[Match, int]]] = {}
+    results: dict[int, list[tuple[Match, int]]] = {}
     for kind in dict.fromkeys(kinds):
         numbers = [number for number, other in enumerate(kinds) if other == kind]
-        side = where.side(kind)
-        encoder = _encoder(pair, kind, other=side)
-        best = search(encode(encoder, [queries[number] for number in numbers]), where.chunks(side), k=k)
+        side = source.side(kind)
+        encoder = _choose_encoder(pair, kind, other=side)
+        best = search(encode(encoder, [queries[number] for number in numbers]), source.chunks(side), k=k)
+        samples = source.samples(side)
         for number, scores, indices in zip(numbers, best.scores.tolist(), best.indices.tolist(), strict=True):
-            pairs = [(score, index) for score, index in zip(scores, indices, strict=True) if score > -math.inf]
-            matches = [Match(rank, score, index, **where.about(index, side)) for rank, (score, index) in enumerate(pairs, 1)]
-            found[number] = [(match, side) for match in matches]
-    return [found[number] for number in range(len(queries))]
+            pairs = [(score, samples[index]) for score, index in zip(scores, indices, strict=True) if score > -math.inf]
+            matches = [Match(rank, score, index, **source.about(index, side)) for rank, (score, index) in enumerate(pairs, 1)]
+            results[number] = [(match, side) for match in matches]
+    return [results[number] for number in range(len(queries))]
 
 
-def _place(args: argparse.Namespace, device: torch.device) -> tuple[Pair, Data | Embeddings]:
-    """The model, and what it searches."""
+def _load_source(args: argparse.Namespace, device: torch.device) -> tuple[Pair, Data | Embeddings]:
+    """Returns the model and the data or embeddings to search."""
     from megabatch_train.evaluation import embedding
 
     if not args.embeddings:
-        chosen = model.choose(args, device, images_alone=True)
-        return chosen.pair, Data(chosen, args)
-    given = [name for name in ("data", "columns", "split", "among") if getattr(args, name) is not None]
-    if given:
-        raise ValueError(f"--{given[0]} must be left out with --embeddings, which has its own, got both")
+        inputs = model.choose(args, device, allow_images_only=True)
+        return inputs.pair, Data(inputs, args)
+    options = [name for name in ("data", "columns", "split", "among") if getattr(args, name) is not None]
+    if options:
+        raise ValueError(f"--{options[0]} cannot be used with --embeddings, because the file determines it")
     saved = embedding.Saved(Path(args.embeddings))
     pair = model.load_pair(args.model, device, tuple(saved.about["sides"]), trust=args.trust_remote_code)
     if embedding.fingerprint(pair) != saved.about["weights"]:
         raise ValueError(
-            f"--embeddings must be of the same model and weights, got {args.embeddings} of {saved.about['model']!r}; embed the "
-            "data again"
+            f"--embeddings must have the same model and weights, got {args.embeddings} of {saved.about['model']!r}; run "
+            "`megabatch embed` again"
         )
     dim = saved.about.get("dim")
     if args.dim not in (None, dim):
-        told = "all dimensions of the model" if dim is None else f"{dim} dimensions"
-        raise ValueError(f"--dim must be left out, or be the dimension of --embeddings, got {args.dim} for a file of {told}")
+        dims_in_words = "all dimensions of the model" if dim is None else f"{dim} dimensions"
+        raise ValueError(
+            f"--dim must be left out or be the dimension of --embeddings, got {args.dim} for a file of {dims_in_words}"
+        )
     if dim is not None:
         model.truncate_pair(pair, dim, model.run_of(args.model))
     LOG.info("data: %s, %s embeddings of %s", args.embeddings, f"{len(saved.samples):,}", saved.about.get("data"))
     return pair, Embeddings(saved)
 
 
-def _query(text: str) -> Shown:
-    """An image if the file exists, else a text; an empty text or a missing file with an image's extension raises an error."""
+def _parse_query(text: str) -> Shown:
+    """Returns an image if the file exists, or else the text. Raises an error for an empty text, or for a missing image file."""
     from megabatch_train.data import images
     from megabatch_train.data.dataset import UnreadableSampleError
     from megabatch_train.data.rows import ENDINGS
@@ -261,7 +293,7 @@ def _query(text: str) -> Shown:
     if not text.strip():
         raise ValueError(f"QUERY must be a text or the path of an image, got {text!r}, which is empty")
     path = Path(text)
-    if os.path.isfile(text):  # a Path refuses long names
+    if os.path.isfile(text):  # `Path.is_file` raises an error for a long name
         try:
             return images.decode(images.EncodedImage(path.read_bytes(), text))
         except UnreadableSampleError as error:
@@ -271,8 +303,8 @@ def _query(text: str) -> Shown:
     return text
 
 
-def _encoder(pair: Pair, kind: str, *, other: int) -> Tower:
-    """The tower for queries; of two text towers, the one of the side that is not searched."""
+def _choose_encoder(pair: Pair, kind: str, *, other: int) -> Tower:
+    """Returns the tower for queries. If both towers encode texts, it is the tower of the side that is not searched."""
     if pair.towers[1 - other].kind == kind:
         return pair.towers[1 - other]
     if pair.towers[other].kind == kind:

@@ -123,6 +123,15 @@ def first_places(numbers: Tensor) -> Tensor:  # (n,) int64 -> (K,) int64
     return torch.full((int(numbers.max()) + 1,), len(numbers)).scatter_reduce(0, numbers, places, "amin")
 
 
+def distinct_samples(dataset: "Dataset", side: int) -> Sequence[int]:
+    """Returns the first sample of each item (side 0) or of each document (side 1), in ascending order."""
+    ids = dataset.documents() if side else dataset.items()
+    if ids is None or not len(ids):
+        return range(len(dataset))
+    distinct: list[int] = first_places(torch.unique(ids, return_inverse=True)[1]).sort().values.tolist()
+    return distinct
+
+
 def text_id(text: str) -> int:
     """Returns a 63-bit hash of a text. The probability that two texts collide is 10⁻¹⁹."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1

@@ -75,7 +75,7 @@ def embed_chunks(
 
 
 def readable(
-    tower: Tower, dataset: Dataset, side: int, indices: range, *, chunk_size: int, workers: int | Executor
+    tower: Tower, dataset: Dataset, side: int, indices: Sequence[int], *, chunk_size: int, workers: int | Executor
 ) -> Iterator[Tensor]:  # (n, D) each
     """Yields the embeddings of `embed_chunks` with NaN for unreadable samples, so that they never match in a search."""
     position = 0
