@@ -66,7 +66,7 @@ def test_a_collapse_is_reported_within_a_few_steps_and_ends_the_run_later():
     assert list(warnings) == [13]
     assert "step 13: the embeddings have collapsed" in warnings[13][0]
     assert "5.0e-04" in warnings[13][0]
-    assert "in 10 steps of warm-up" in warnings[13][0]
+    assert "the warm-up has 10 steps" in warnings[13][0]
     assert watching.failure() is None
     watching, warnings = watch(*[HEALTHY] * 8, *[COLLAPSED] * health.PATIENCE["collapse"].end)
     assert len(warnings) == 1
@@ -88,6 +88,27 @@ def test_embeddings_that_are_nearly_the_same_at_first_have_the_warm_up_to_spread
     watching, warnings = watch(*[narrow] * 120, warm_up=70)
     assert list(warnings) == [75]
     assert "collapsed" in watching.failure()
+
+
+@pytest.mark.parametrize("last", [COLLAPSED, HEALTHY._replace(gradient_norm=0.0)])
+def test_a_run_that_ends_before_the_first_warning_is_warned_about_and_fails(last):
+    watching, warnings = watch(HEALTHY, last)
+    assert warnings == {}
+    (warning,) = watching.conclude()
+    assert "collapsed" in warning or "all gradients are zero" in warning
+    assert watching.final_failure(2) == warning
+    assert watching.conclude() == [], "the warning was given before"
+
+
+def test_a_short_run_whose_embeddings_never_had_a_spread_does_not_fail():
+    watching, _ = watch(*[COLLAPSED] * 3, warm_up=1)
+    assert (watching.conclude(), watching.final_failure(3)) == ([], None)
+
+
+def test_a_small_scale_is_not_called_a_collapse():
+    watching, warnings = watch(*[HEALTHY._replace(scale=1e-3)] * 50)
+    assert ["the scale of the logits is 1.0e-03" in warning for warning in warnings[5]] == [True]
+    assert "loss.scale" in watching.failure()
 
 
 def test_a_run_that_recovers_says_so_and_does_not_fail():
@@ -232,7 +253,9 @@ def test_a_run_that_learns_is_not_warned_about(tmp_path, caplog):
 
 def test_a_run_resumed_with_fewer_steps_than_it_has_is_refused(tmp_path):
     runs.trainer(tmp_path, {"steps": 4}).fit()
-    with pytest.raises(ValueError, match="steps must be at least 4, because the checkpoint has so many, got 2"):
+    with pytest.raises(
+        ValueError, match="steps must be at least 4, because the checkpoint was saved after so many steps, got 2"
+    ):
         runs.trainer(tmp_path, {"steps": 2}).resume()
 
 
